@@ -1,0 +1,81 @@
+# make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
+# make test    install into .venv, then the whole CPU test suite
+# make lint    what CI checks besides the tests
+# make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
+# make gpu-test, make gpu-bench    on a GPU host that has torch already: its own Python, no network
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := run
+.PHONY: run test lint bench gpu-test gpu-bench clean
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+LINTERS := $(VENV)/.linters
+NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+RANKS ?= $(shell $(BIN)/python -c "import os, torch; print(torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4))")
+PYTEST_ARGS ?=
+GENERATE_ARGS ?=
+
+# Exported so that ranks of one host share their cores instead of each taking all of them.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+run: $(BUILT)
+	$(BIN)/accelerate launch --config_file examples/configs/accelerate_one_host.yaml --num_processes $(RANKS) \
+	    --main_process_port 0 examples/generate.py $(GENERATE_ARGS)
+
+test: $(BUILT)
+	$(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS)
+
+lint: $(BUILT) $(LINTERS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(VENV)/typed
+	$(BIN)/python setup.py -q build_py --build-lib $(VENV)/typed
+	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p weaveopt
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+bench: $(BUILT)
+	$(BIN)/python -m benchmarks.all_reduce_rms_norm
+	$(BIN)/python -m benchmarks.llama_layers
+	$(BIN)/python -m pip install -q matplotlib
+	$(BIN)/python -m benchmarks.results_table
+
+gpu-test:
+	python3 -m pip install -q --no-build-isolation --no-deps -e .
+	python3 -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
+
+gpu-bench:
+	python3 -m pip install -q --no-build-isolation --no-deps -e .
+	python3 -m benchmarks.llama_layers --device cuda
+
+$(INSTALLED): requirements.txt
+	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }
+	@python=; for candidate in $(PYTHON) python3 python3.12 python3.11; do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "weaveopt: no Python of at least 3.11 found: install python3.12, or name one with PYTHON=" >&2; exit 1; fi; \
+	"$$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
+	    || { echo "weaveopt: Python.h of $$python not found: install its headers (apt install python3-dev)" >&2; exit 1; }; \
+	"$$python" -m venv $(VENV) \
+	    || { echo "weaveopt: $$python cannot make an environment: install its venv module (apt install python3-venv)" >&2; exit 1; }
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -r requirements.txt
+	touch $@
+
+# Python sources are used in place; only native code, metadata and new top-level folders need this again.
+$(BUILT): $(INSTALLED) setup.py pyproject.toml $(NATIVE_SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+$(LINTERS): requirements-lint.txt $(INSTALLED)
+	$(BIN)/python -m pip install -q -r requirements-lint.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info weaveopt/_native*.so

@@ -1,0 +1,25 @@
+"""The cost model: pure arithmetic on a machine's profile. No torch, no devices, no environment.
+
+Every number is a function of the profile and the workload alone, so all ranks that hold the same profile
+predict, and decide, the same.
+"""
+
+from weaveopt.cost_model.collectives import all_reduce_us
+from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused, one_shot_max_tokens
+from weaveopt.cost_model.kernels import memory_us, num_waves, product_us
+from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.profile import dumps, load, names
+
+__all__ = [
+    "Machine",
+    "all_reduce_us",
+    "dumps",
+    "estimate_all_reduce_norm",
+    "estimate_unfused",
+    "load",
+    "memory_us",
+    "names",
+    "num_waves",
+    "one_shot_max_tokens",
+    "product_us",
+]

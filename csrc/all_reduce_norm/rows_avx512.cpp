@@ -1,0 +1,10 @@
+#include "all_reduce_norm/rows.h"
+
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#include <immintrin.h>
+
+#define WEAVE_ISA "avx512"
+#define WEAVE_ROWS kRowsAvx512
+#include "all_reduce_norm/rows_body.h"
+#endif

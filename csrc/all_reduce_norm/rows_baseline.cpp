@@ -1,0 +1,22 @@
+#include "all_reduce_norm/rows.h"
+
+#define WEAVE_ISA "baseline"
+#define WEAVE_ROWS kRowsBaseline
+#include "all_reduce_norm/rows_body.h"
+
+namespace weave {
+
+const RowFunctions& choose_rows() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+        return kRowsAvx512;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        return kRowsAvx2;
+    }
+#endif
+    return kRowsBaseline;
+}
+
+}  // namespace weave

@@ -1,0 +1,350 @@
+// Body of rows_*.cpp. No include guard and no includes: each of those files sets the instruction set with a pragma,
+// names itself in WEAVE_ISA and then takes this text. Everything here has internal linkage and uses no inline function
+// of the standard library, so that no wider instruction leaks into code that other files share.
+//
+// Not used: vcvtneps2bf16. It flushes denormals to zero, which torch does not.
+
+namespace weave {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+struct Float32 {
+    typedef float Element;
+};
+struct BFloat16 {
+    typedef uint16_t Element;
+};
+struct Float16 {
+    typedef uint16_t Element;
+};
+
+inline Floats load(const float* p) {
+    Floats x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline void store(float* p, Floats x) { __builtin_memcpy(p, &x, sizeof x); }
+
+#if !defined(__AVX2__)
+inline float half_to_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    uint32_t magnitude = half & 0x7fffu;
+    union {
+        uint32_t word;
+        float value;
+    } out;
+    if (magnitude >= 0x7c00u) {  // infinity, NaN
+        out.word = sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13);
+    } else if (magnitude >= 0x400u) {
+        out.word = sign | ((magnitude << 13) + 0x38000000u);
+    } else {  // denormal: value = magnitude * 2^-24
+        out.value = static_cast<float>(magnitude) * 0x1p-24f;
+        out.word |= sign;
+    }
+    return out.value;
+}
+
+inline uint16_t float_to_half(float value) {
+    union {
+        float value;
+        uint32_t word;
+    } in, scaled;
+    in.value = value;
+    const uint32_t sign = (in.word >> 16) & 0x8000u;
+    in.word &= 0x7fffffffu;
+    if (in.word > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+    if (in.word >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+    if (in.word < 0x38800000u) {  // denormal half: the adder rounds at bit 2^-24
+        scaled.value = in.value + 0.5f;
+        return static_cast<uint16_t>(sign | (scaled.word - 0x3f000000u));
+    }
+    const uint32_t odd = (in.word >> 13) & 1u;
+    return static_cast<uint16_t>(sign | ((in.word - 0x38000000u + 0xfffu + odd) >> 13));
+}
+#endif
+
+template <typename T>
+inline Floats load_as(const typename T::Element* p);
+
+template <>
+inline Floats load_as<Float32>(const float* p) {
+    return load(p);
+}
+
+template <>
+inline Floats load_as<BFloat16>(const uint16_t* p) {
+    Halves h;
+    __builtin_memcpy(&h, p, sizeof h);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+template <>
+inline Floats load_as<Float16>(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    Floats x;
+    for (int i = 0; i < kLanes; ++i) x[i] = half_to_float(p[i]);
+    return x;
+#endif
+}
+
+template <typename T>
+inline void store_as(typename T::Element* p, Floats x);
+
+template <>
+inline void store_as<Float32>(float* p, Floats x) {
+    store(p, x);
+}
+
+// Round to nearest, ties to even, NaN to 0x7fc0: as torch does.
+template <>
+inline void store_as<BFloat16>(uint16_t* p, Floats x) {
+    const Words w = (Words)x;
+    const Words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+    const Ints is_nan = x != x;
+    const Words kNan = Words{} + 0x7fc0u;
+    const Halves h = __builtin_convertvector(is_nan ? kNan : rounded, Halves);
+    __builtin_memcpy(p, &h, sizeof h);
+}
+
+template <>
+inline void store_as<Float16>(uint16_t* p, Floats x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
+#endif
+}
+
+// The value that x has once stored as T.
+template <typename T>
+inline Floats rounded(Floats x) {
+    typename T::Element elements[kLanes];
+    store_as<T>(elements, x);
+    return load_as<T>(elements);
+}
+
+template <>
+inline Floats rounded<Float32>(Floats x) {
+    return x;
+}
+
+template <>
+inline Floats rounded<BFloat16>(Floats x) {
+    const Words w = (Words)x;
+    const Words kept = (w + 0x7fffu + ((w >> 16) & 1u)) & 0xffff0000u;
+    const Ints is_nan = x != x;
+    return (Floats)(is_nan ? w : kept);
+}
+
+// A fixed tree, so the result depends on nothing but the lanes.
+inline float total(Floats x) {
+    float lanes[kLanes];
+    store(lanes, x);
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+// Elements [i, hidden) where fewer than kLanes are left: through a buffer whose rest is zero.
+template <typename T>
+inline Floats load_tail(const typename T::Element* p, int64_t count) {
+    typename T::Element elements[kLanes] = {};
+    __builtin_memcpy(elements, p, count * sizeof(typename T::Element));
+    return load_as<T>(elements);
+}
+
+template <typename T>
+inline void store_tail(typename T::Element* p, Floats x, int64_t count) {
+    typename T::Element elements[kLanes];
+    store_as<T>(elements, x);
+    __builtin_memcpy(p, elements, count * sizeof(typename T::Element));
+}
+
+struct Whole {
+    static constexpr bool kTail = false;
+};
+struct Tail {
+    static constexpr bool kTail = true;
+};
+
+// body(Whole, i, kLanes) for all whole vectors, then body(Tail, i, rest).
+template <typename Body>
+inline __attribute__((always_inline)) void for_vectors(int64_t hidden, Body body) {
+    int64_t i = 0;
+    for (; i + kLanes <= hidden; i += kLanes) body(Whole{}, i, static_cast<int64_t>(kLanes));
+    if (i < hidden) body(Tail{}, i, hidden - i);
+}
+
+template <typename T, bool kTail>
+inline Floats load_at(const void* row, int64_t i, int64_t count) {
+    const auto* p = static_cast<const typename T::Element*>(row) + i;
+    return kTail ? load_tail<T>(p, count) : load_as<T>(p);
+}
+
+template <typename T, bool kTail>
+inline void store_at(void* row, Floats x, int64_t i, int64_t count) {
+    auto* p = static_cast<typename T::Element*>(row) + i;
+    if (kTail) {
+        store_tail<T>(p, x, count);
+    } else {
+        store_as<T>(p, x);
+    }
+}
+
+inline float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
+
+// Sum over ranks, bias and scale of one vector. Two ranks are worth their own path; the order is the same.
+template <typename T, bool kTail>
+inline Floats reduced(const Rows& rows, int64_t row, int64_t i, int64_t count) {
+    const int64_t at = row * rows.hidden * static_cast<int64_t>(sizeof(typename T::Element));
+    auto partial = [&](int rank) {
+        return load_at<T, kTail>(static_cast<const char*>(rows.partials[rank]) + at, i, count);
+    };
+    Floats x = partial(0);
+    for (int rank = 1; rank < rows.world; ++rank) x += partial(rank);
+    if (rows.reduced_bias != nullptr) x += load_at<Float32, kTail>(rows.reduced_bias, i, count);
+    return x * rows.scale;
+}
+
+struct Moments {
+    float mean = 0;
+    float inverse_deviation = 0;
+};
+
+// Of one fp32 row whose padding is zero.
+inline Moments moments(const NormForm& form, const float* row, int64_t hidden) {
+    Moments out;
+    const float count = static_cast<float>(hidden);
+    Floats sum0{}, sum1{};
+    int64_t i = 0;
+    if (form.kind == NormKind::kLayer) {
+        for (; i + 2 * kLanes <= padded(hidden); i += 2 * kLanes) {
+            sum0 += load(row + i);
+            sum1 += load(row + i + kLanes);
+        }
+        for (; i < hidden; i += kLanes) sum0 += load(row + i);
+        out.mean = total(sum0 + sum1) / count;
+        sum0 = sum1 = Floats{};
+        i = 0;
+    }
+    const float mean = out.mean;
+    for (; i + 2 * kLanes <= hidden; i += 2 * kLanes) {
+        const Floats x0 = load(row + i) - mean, x1 = load(row + i + kLanes) - mean;
+        sum0 += x0 * x0;
+        sum1 += x1 * x1;
+    }
+    for (; i + kLanes <= hidden; i += kLanes) {
+        const Floats x = load(row + i) - mean;
+        sum0 += x * x;
+    }
+    float squares = total(sum0 + sum1);
+    for (; i < hidden; ++i) squares += (row[i] - mean) * (row[i] - mean);
+    out.inverse_deviation = inverse_root(squares / count + form.eps);
+    return out;
+}
+
+template <typename T, bool kTail>
+inline Floats normalized(const Norm& norm, const Moments& moments, Floats x, int64_t i, int64_t count) {
+    x = (x - moments.mean) * moments.inverse_deviation;
+    if (norm.form.cast_before_weight) x = rounded<T>(x);
+    if (norm.weight != nullptr) x *= load_at<Float32, kTail>(norm.weight, i, count);
+    if (norm.bias != nullptr) x += load_at<Float32, kTail>(norm.bias, i, count);
+    return x;
+}
+
+template <typename T, typename Out>
+void store_normed(const Rows& rows, const float* scratch, int64_t row) {
+    char* out = static_cast<char*>(rows.normed) +
+                row * rows.hidden * static_cast<int64_t>(sizeof(typename Out::Element));
+    const Moments of_sum = moments(rows.norm.form, scratch, rows.hidden);
+    for_vectors(rows.hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
+        constexpr bool kTail = decltype(part)::kTail;
+        store_at<Out, kTail>(out, normalized<T, kTail>(rows.norm, of_sum, load(scratch + i), i, count), i, count);
+    });
+}
+
+template <typename T>
+void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
+    const int64_t row_bytes = rows.hidden * static_cast<int64_t>(sizeof(typename T::Element));
+    const bool has_post = rows.post.form.kind != NormKind::kNone;
+    // moments() reads whole vectors; nothing below writes past `hidden`.
+    for (int64_t i = rows.hidden; i < padded(rows.hidden); ++i) scratch[i] = 0;
+    for (int64_t row = begin; row < end; ++row) {
+        const char* residual =
+            rows.residual == nullptr ? nullptr : static_cast<const char*>(rows.residual) + row * row_bytes;
+        char* sum = rows.sum == nullptr ? nullptr : static_cast<char*>(rows.sum) + row * row_bytes;
+        Moments of_post;
+        if (has_post) {
+            for_vectors(rows.hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
+                constexpr bool kTail = decltype(part)::kTail;
+                store_at<Float32, kTail>(scratch, reduced<T, kTail>(rows, row, i, count), i, count);
+            });
+            of_post = moments(rows.post.form, scratch, rows.hidden);
+        }
+        for_vectors(rows.hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
+            constexpr bool kTail = decltype(part)::kTail;
+            Floats x = has_post ? normalized<T, kTail>(rows.post, of_post, load(scratch + i), i, count)
+                                : reduced<T, kTail>(rows, row, i, count);
+            if (residual != nullptr) x += load_at<T, kTail>(residual, i, count);
+            x = rounded<T>(x);
+            store_at<Float32, kTail>(scratch, x, i, count);
+            if (sum != nullptr) store_at<T, kTail>(sum, x, i, count);
+        });
+        if (rows.normed == nullptr) continue;
+        if (rows.out_dtype == DType::kFloat32) {
+            store_normed<T, Float32>(rows, scratch, row);
+        } else {
+            store_normed<T, T>(rows, scratch, row);
+        }
+    }
+}
+
+void reduce(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
+    switch (rows.dtype) {
+        case DType::kFloat32: return reduce_rows<Float32>(rows, begin, end, scratch);
+        case DType::kBFloat16: return reduce_rows<BFloat16>(rows, begin, end, scratch);
+        case DType::kFloat16: return reduce_rows<Float16>(rows, begin, end, scratch);
+    }
+}
+
+template <typename T>
+void widen_row(const void* in, float offset, float* out, int64_t count) {
+    for_vectors(count, [&](auto part, int64_t i, int64_t left) __attribute__((always_inline)) {
+        constexpr bool kTail = decltype(part)::kTail;
+        store_at<Float32, kTail>(out, load_at<T, kTail>(in, i, left) + offset, i, left);
+    });
+}
+
+void widen(DType dtype, const void* in, float offset, float* out, int64_t count) {
+    switch (dtype) {
+        case DType::kFloat32: return widen_row<Float32>(in, offset, out, count);
+        case DType::kBFloat16: return widen_row<BFloat16>(in, offset, out, count);
+        case DType::kFloat16: return widen_row<Float16>(in, offset, out, count);
+    }
+}
+
+}  // namespace
+
+const RowFunctions WEAVE_ROWS = {WEAVE_ISA, reduce, widen};
+
+}  // namespace weave

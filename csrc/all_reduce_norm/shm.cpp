@@ -1,0 +1,182 @@
+#include "all_reduce_norm/shm.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace weave {
+namespace {
+
+constexpr int32_t kNumParameters = 5;
+// A thread is woken only for this much data; below it, waking costs more than it saves.
+constexpr int64_t kBytesPerThread = 256 << 10;
+constexpr int64_t kAlignment = 64;
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+int64_t max_share(const AllReduceNormSite& site, int32_t world) { return (site.max_tokens + world - 1) / world; }
+
+// body(begin, end, thread) over [begin, end) in equal parts. The end of the parallel region orders all threads' stores
+// before what the calling thread does next, such as a signal.
+template <typename Body>
+void divide(int64_t begin, int64_t end, int64_t row_bytes, int32_t num_threads, const Body& body) {
+    const int64_t num_rows = end - begin;
+    const int64_t useful = std::min<int64_t>(num_rows, num_rows * row_bytes / kBytesPerThread);
+    const int32_t count = static_cast<int32_t>(std::min<int64_t>(num_threads, useful));
+    if (count <= 1) return body(begin, end, 0);
+#pragma omp parallel num_threads(count)
+    {
+        const int64_t part = omp_get_thread_num(), num_parts = omp_get_num_threads();
+        body(begin + num_rows * part / num_parts, begin + num_rows * (part + 1) / num_parts,
+             static_cast<int32_t>(part));
+    }
+}
+
+}  // namespace
+
+AllReduceNorm::AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads)
+    : group_(group), site_(site), functions_(choose_rows()), max_threads_(std::max(1, max_threads)),
+      partials_(group.world()), parameters_(kNumParameters * padded(site.hidden)),
+      scratch_(max_threads_ * padded(site.hidden)) {}
+
+int64_t AllReduceNorm::output_bytes(const AllReduceNormSite& site, int32_t world) {
+    const int64_t elements = max_share(site, world) * site.hidden;
+    return aligned(elements * size_of(site.out_dtype)) + aligned(elements * size_of(site.dtype));
+}
+
+char* AllReduceNorm::output_sum(int32_t rank) const {
+    return output_normed(rank) + aligned(max_share(site_, group_.world()) * site_.hidden * size_of(site_.out_dtype));
+}
+
+// Two buffers, by parity of the epoch. A one-shot call synchronizes once: when this rank has returned from epoch e, a
+// slow peer may still read its buffer of e, so the product of e + 1 goes into the other one. That of e + 2 may
+// overwrite buffer e: this rank is through e + 1 then, so it has seen every peer's `ready` of e + 1, which a peer
+// signals only after it finished e. Output rows need one buffer: they are written after `ready` was waited for.
+void* AllReduceNorm::partial() const {
+    return group_.data(group_.rank()) + site_.layout.partial_offset + next_parity() * site_.layout.partial_bytes;
+}
+
+Status AllReduceNorm::enter(int64_t tokens) {
+    Status status = group_.enter(site_.layout, fabric::tag(site_.tag, tokens), site_.timeout_s);
+    if (!status.ok() && status.code != Code::kBusy) group_.leave();
+    return status;
+}
+
+Status AllReduceNorm::run(int64_t tokens, const AllReduceNormArrays& arrays, int32_t num_threads) {
+    const int64_t bytes = tokens * site_.hidden * size_of(site_.dtype);
+    const int32_t threads = std::min(num_threads, max_threads_);
+    if (arrays.partial != nullptr && bytes != 0) {
+        char* to = static_cast<char*>(partial());
+        const char* from = static_cast<const char*>(arrays.partial);
+        divide(0, bytes, 1, threads,
+               [&](int64_t begin, int64_t end, int32_t) { std::memcpy(to + begin, from + begin, end - begin); });
+    }
+    group_.signal_ready(fabric::tag(site_.tag, tokens));
+    const Rows call = rows(arrays);
+    Status status = tokens <= site_.one_shot_max_tokens ? one_shot(tokens, call, threads)
+                                                        : two_shot(tokens, call, threads);
+    group_.leave();
+    return status;
+}
+
+const float* AllReduceNorm::parameter(int32_t index, const void* source, const AllReduceNormArrays& arrays,
+                                      float offset) {
+    if (source == nullptr) return nullptr;
+    const bool is_fp32 = (arrays.fp32_parameters >> index) & 1u;
+    if (is_fp32 && offset == 0) return static_cast<const float*>(source);
+    float* row = parameters_.data() + index * padded(site_.hidden);
+    functions_.widen(is_fp32 ? DType::kFloat32 : site_.dtype, source, offset, row, site_.hidden);
+    return row;
+}
+
+// Runs between signal and wait, so that widening the parameters costs nothing where a peer is late.
+Rows AllReduceNorm::rows(const AllReduceNormArrays& arrays) {
+    Rows call{};
+    call.hidden = site_.hidden;
+    call.world = group_.world();
+    call.dtype = site_.dtype;
+    call.out_dtype = site_.out_dtype;
+    const int64_t buffer = site_.layout.partial_offset + (group_.epoch() & 1) * site_.layout.partial_bytes;
+    for (int32_t rank = 0; rank < call.world; ++rank) partials_[rank] = group_.data(rank) + buffer;
+    call.partials = partials_.data();
+    call.reduced_bias = parameter(0, arrays.reduced_bias, arrays, 0);
+    call.scale = arrays.scale;
+    call.post = {site_.post, parameter(1, arrays.post_weight, arrays, site_.post.weight_offset),
+                 parameter(2, arrays.post_bias, arrays, 0)};
+    call.residual = arrays.residual;
+    call.sum = site_.sum_out == SumOut::kNone ? nullptr : arrays.sum;
+    call.norm = {site_.norm, parameter(3, arrays.weight, arrays, site_.norm.weight_offset),
+                 parameter(4, arrays.bias, arrays, 0)};
+    call.normed = site_.norm.kind == NormKind::kNone ? nullptr : arrays.normed;
+    return call;
+}
+
+Status AllReduceNorm::wait_all_ready(uint64_t tag) {
+    for (int32_t step = 1; step < group_.world(); ++step) {
+        Status status = group_.wait_ready((group_.rank() + step) % group_.world(), tag, site_.timeout_s);
+        if (!status.ok()) return group_.poison(status);
+    }
+    return {};
+}
+
+void AllReduceNorm::reduce(const Rows& rows, int64_t begin, int64_t end, int32_t num_threads) {
+    const int64_t row_bytes = site_.hidden * size_of(site_.dtype) * (group_.world() + 3);
+    divide(begin, end, row_bytes, num_threads, [&](int64_t from, int64_t to, int32_t thread) {
+        functions_.reduce(rows, from, to, scratch_.data() + thread * padded(site_.hidden));
+    });
+}
+
+Status AllReduceNorm::one_shot(int64_t tokens, const Rows& rows, int32_t num_threads) {
+    group_.relaxed_signal_rows();
+    Status status = wait_all_ready(fabric::tag(site_.tag, tokens));
+    if (status.ok()) reduce(rows, 0, tokens, num_threads);
+    return status;
+}
+
+Status AllReduceNorm::two_shot(int64_t tokens, const Rows& rows, int32_t num_threads) {
+    Status status = wait_all_ready(fabric::tag(site_.tag, tokens));
+    if (!status.ok()) return status;
+    const int32_t rank = group_.rank(), world = group_.world();
+    const bool shares_sum = rows.sum != nullptr && site_.sum_out == SumOut::kWhole;
+    const int64_t sum_bytes = site_.hidden * size_of(site_.dtype);
+    const int64_t normed_bytes = site_.hidden * size_of(site_.out_dtype);
+    const Share own = share(tokens, rank);
+    const int64_t row_bytes = sum_bytes * (world + 3);
+    divide(own.begin, own.end, row_bytes, num_threads, [&](int64_t from, int64_t to, int32_t thread) {
+        float* scratch = scratch_.data() + thread * padded(site_.hidden);
+        for (int64_t row = from; row < to; ++row) {
+            functions_.reduce(rows, row, row + 1, scratch);
+            // From the cache: the row was written just now.
+            if (rows.normed != nullptr) {
+                std::memcpy(output_normed(rank) + (row - own.begin) * normed_bytes,
+                            static_cast<const char*>(rows.normed) + row * normed_bytes, normed_bytes);
+            }
+            if (shares_sum) {
+                std::memcpy(output_sum(rank) + (row - own.begin) * sum_bytes,
+                            static_cast<const char*>(rows.sum) + row * sum_bytes, sum_bytes);
+            }
+        }
+    });
+    group_.signal_rows();
+    for (int32_t step = 1; step < world; ++step) {
+        const int32_t peer = (rank + step) % world;
+        status = group_.wait_rows(peer, site_.timeout_s);
+        if (!status.ok()) return group_.poison(status);
+        const Share theirs = share(tokens, peer);
+        divide(theirs.begin, theirs.end, normed_bytes + sum_bytes, num_threads, [&](int64_t from, int64_t to, int32_t) {
+            const int64_t num_rows = to - from, skipped = from - theirs.begin;
+            if (rows.normed != nullptr) {
+                std::memcpy(static_cast<char*>(rows.normed) + from * normed_bytes,
+                            output_normed(peer) + skipped * normed_bytes, num_rows * normed_bytes);
+            }
+            if (shares_sum) {
+                std::memcpy(static_cast<char*>(rows.sum) + from * sum_bytes, output_sum(peer) + skipped * sum_bytes,
+                            num_rows * sum_bytes);
+            }
+        });
+    }
+    return status;
+}
+
+}  // namespace weave

@@ -1,0 +1,311 @@
+#include "fabric/shm.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+
+namespace weave::fabric {
+namespace {
+
+constexpr uint64_t kMagic = 0x77656176656f7074;  // "weaveopt"
+// Looks at a peer's process this often while asleep: a dead peer is noticed within this time.
+constexpr long kSliceNs = 20'000'000;
+
+using Clock = std::chrono::steady_clock;
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Shared between processes, so not FUTEX_PRIVATE.
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, long ns) {
+    timespec time{0, ns};
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+bool reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
+
+bool relaxed_wait(const std::atomic<uint32_t>& word, uint32_t epoch) {
+    return reached(word.load(std::memory_order_relaxed), epoch);
+}
+
+void relaxed_signal(std::atomic<uint32_t>& word, uint32_t epoch) { word.store(epoch, std::memory_order_relaxed); }
+
+// The full fence puts the store before the look at `num_waiters`. A waiter counts itself before it sleeps, and the
+// kernel compares the word once more then, so either it sees the epoch or we see it waiting.
+void signal(std::atomic<uint32_t>& word, uint32_t epoch, std::atomic<uint32_t>& num_waiters) {
+    word.store(epoch, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (num_waiters.load(std::memory_order_relaxed) != 0) futex_wake_all(word);
+}
+
+uint64_t pid_namespace() {
+    struct stat info {};
+    return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
+}
+
+struct Process {
+    char state = 0;  // 0: there is none
+    uint64_t start_time = 0;
+};
+
+// Fields 3 and 22 of /proc/<pid>/stat. The command in field 2 may hold spaces, so count from its last bracket.
+Process look_up(int32_t pid) {
+    char path[32], text[1024];
+    std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    int fd = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return {};
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (length <= 0) return {};
+    text[length] = 0;
+    char* cursor = std::strrchr(text, ')');
+    if (cursor == nullptr || cursor[1] != ' ') return {};
+    Process process;
+    cursor += 2;
+    process.state = *cursor;
+    for (int field = 3; field < 22 && cursor != nullptr; ++field) {
+        cursor = std::strchr(cursor, ' ');
+        if (cursor != nullptr) ++cursor;
+    }
+    if (cursor != nullptr) process.start_time = std::strtoull(cursor, nullptr, 10);
+    return process;
+}
+
+// Only knows within one pid namespace; elsewhere a dead peer costs the whole timeout.
+bool exited(const Header& header, uint64_t own_namespace) {
+    if (header.pid_namespace != own_namespace) return false;
+    Process process = look_up(header.pid);
+    return process.state == 0 || process.state == 'Z' || process.state == 'X' ||
+           process.start_time != header.start_time;
+}
+
+[[noreturn]] void fail(const std::string& what, int error) {
+    throw std::runtime_error(what + ": " + std::strerror(error));
+}
+
+// A nameless file in memory of `bytes` that are really there: a full /dev/shm must be an error now, not a SIGBUS at
+// the first store. Containers often have a /dev/shm of 64 MiB; a memfd counts against their memory instead.
+int make_file(std::size_t bytes) {
+    std::random_device random;
+    char name[64];
+    std::snprintf(name, sizeof name, "/weaveopt-%08x%08x%08x", random(), random(), random());
+    int error = 0;
+    int fd = shm_open(name, O_CREAT | O_EXCL | O_RDWR, 0600);
+    if (fd >= 0) {
+        shm_unlink(name);
+        error = ftruncate(fd, static_cast<off_t>(bytes)) != 0 ? errno : posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+        if (error == 0) return fd;
+        close(fd);
+    } else {
+        error = errno;
+    }
+    fd = memfd_create("weaveopt", MFD_CLOEXEC);
+    if (fd >= 0) {
+        int second = fchmod(fd, 0600) != 0                                  ? errno
+                     : ftruncate(fd, static_cast<off_t>(bytes)) != 0        ? errno
+                                                                            : posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+        if (second == 0) return fd;
+        close(fd);
+        fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory (/dev/shm: " + std::strerror(error) +
+                 "; memfd)", second);
+    }
+    fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory in /dev/shm", error);
+}
+
+}  // namespace
+
+Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch) {
+    const std::size_t bytes = kHeaderBytes + data_bytes;
+    int fd = make_file(bytes);
+    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        int error = errno;
+        close(fd);
+        fail("cannot map " + std::to_string(bytes) + " bytes of shared memory", error);
+    }
+    std::memset(base, 0, bytes);  // the owner touches first: the pages lie at its memory node
+    auto* header = static_cast<Header*>(base);
+    header->cookie = cookie;
+    header->data_bytes = data_bytes;
+    header->pid = getpid();
+    header->pid_namespace = pid_namespace();
+    header->start_time = look_up(header->pid).start_time;
+    relaxed_signal(header->ready, first_epoch);
+    relaxed_signal(header->rows, first_epoch);
+    header->magic = kMagic;
+    auto* segment = new Segment(base, data_bytes, fd);
+    segment->mark(State::kLive);
+    return segment;
+}
+
+Segment* Segment::open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t data_bytes) {
+    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+    int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (own < 0) fail("cannot open " + path, errno);
+    const std::size_t bytes = kHeaderBytes + data_bytes;
+    struct stat info {};
+    if (fstat(own, &info) != 0 || static_cast<std::size_t>(info.st_size) != bytes) {
+        close(own);
+        throw std::runtime_error(path + ": has " + std::to_string(info.st_size) + " bytes, expected " +
+                                 std::to_string(bytes));
+    }
+    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, own, 0);
+    int error = errno;
+    close(own);
+    if (base == MAP_FAILED) fail("cannot map " + path, error);
+    auto* header = static_cast<Header*>(base);
+    if (header->magic != kMagic || header->cookie != cookie || header->pid != pid) {
+        munmap(base, bytes);
+        throw std::runtime_error(path + ": is not the segment that its owner announced");
+    }
+    return new Segment(base, data_bytes, -1);
+}
+
+Segment::~Segment() {
+    close_fd();
+    munmap(base_, kHeaderBytes + data_bytes_);
+}
+
+void Segment::close_fd() {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+}
+
+Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes, uint32_t first_epoch)
+    : segments_(std::move(segments)), rank_(rank), epoch_(first_epoch) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    const int num_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+    // Spinning on a core that a peer needs only delays it.
+    patience_ = num_processes <= num_cores ? Patience{4000, 0} : Patience{0, 4};
+}
+
+Status Group::wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const {
+    // While spinning only look; one fence at the end makes the look that succeeded an acquire.
+    for (int32_t i = 0; i < patience_.num_spins + patience_.num_yields; ++i) {
+        if (relaxed_wait(word, epoch_)) {
+            std::atomic_thread_fence(std::memory_order_acquire);
+            return {};
+        }
+        if (i < patience_.num_spins) {
+            pause();
+        } else {
+            sched_yield();
+        }
+    }
+    Header& header = *segments_[peer]->header();
+    const uint64_t own_namespace = segments_[rank_]->header()->pid_namespace;
+    const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
+    for (;;) {
+        header.num_waiters.fetch_add(1, std::memory_order_seq_cst);
+        uint32_t seen = word.load(std::memory_order_seq_cst);
+        if (!reached(seen, epoch_)) futex_wait(word, seen, kSliceNs);
+        header.num_waiters.fetch_sub(1, std::memory_order_relaxed);
+        seen = word.load(std::memory_order_acquire);
+        if (reached(seen, epoch_)) return {};
+        Status status;
+        status.peer = peer;
+        status.slot = slot;
+        status.expected = epoch_;
+        const auto state = static_cast<State>(header.state.load(std::memory_order_acquire));
+        const auto now = Clock::now();
+        if (state == State::kFailed) {
+            status.code = Code::kPeerFailed;
+        } else if (state == State::kClosed || exited(header, own_namespace)) {
+            status.code = Code::kPeerExited;
+        } else if (now >= deadline) {
+            status.code = Code::kTimeout;
+        } else {
+            continue;
+        }
+        // The peer may have signalled between the two looks, as its last act.
+        status.seen = word.load(std::memory_order_acquire);
+        if (reached(status.seen, epoch_)) return {};
+        return status;
+    }
+}
+
+Status Group::enter(const Layout& layout, uint64_t tag, double timeout_s) {
+    if (busy_.test_and_set(std::memory_order_acquire)) return Status{Code::kBusy};
+    if (!status_.ok()) {
+        Status status = status_;
+        status.code = Code::kPoisoned;
+        return status;
+    }
+    if (layout == layout_ || layout_.partial_offset < 0) {
+        layout_ = layout;
+        return {};
+    }
+    signal_ready(tag);
+    relaxed_signal_rows();
+    for (int32_t step = 1; step < world(); ++step) {
+        Status status = wait_ready((rank_ + step) % world(), tag, timeout_s);
+        if (!status.ok()) return poison(status);
+    }
+    layout_ = layout;
+    return {};
+}
+
+void Group::signal_ready(uint64_t tag) {
+    ++epoch_;
+    Header& own = *segments_[rank_]->header();
+    // By parity: a peer reads the tag of this epoch before it signals the next, and we write this place again only
+    // after that signal.
+    own.tag[epoch_ & 1].store(tag, std::memory_order_relaxed);
+    signal(own.ready, epoch_, own.num_waiters);
+}
+
+void Group::signal_rows() {
+    Header& own = *segments_[rank_]->header();
+    signal(own.rows, epoch_, own.num_waiters);
+}
+
+void Group::relaxed_signal_rows() { relaxed_signal(segments_[rank_]->header()->rows, epoch_); }
+
+Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {
+    Header& header = *segments_[peer]->header();
+    Status status = wait(header.ready, "ready", peer, timeout_s);
+    status.own_tag = tag;
+    if (!status.ok()) return status;
+    const uint64_t peer_tag = header.tag[epoch_ & 1].load(std::memory_order_relaxed);
+    if (peer_tag == tag) return status;
+    status.code = Code::kSiteMismatch;
+    status.peer = peer;
+    status.slot = "ready";
+    status.expected = status.seen = epoch_;
+    status.peer_tag = peer_tag;
+    return status;
+}
+
+Status Group::wait_rows(int32_t peer, double timeout_s) {
+    return wait(segments_[peer]->header()->rows, "rows", peer, timeout_s);
+}
+
+Status Group::poison(const Status& status) {
+    status_ = status;
+    segments_[rank_]->mark(State::kFailed);
+    return status;
+}
+
+}  // namespace weave::fabric

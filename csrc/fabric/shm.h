@@ -1,0 +1,132 @@
+// Shared memory of the ranks of one host.
+//
+// Every rank owns one segment: a header with its epoch words, then data. All peers map it. The vocabulary is the
+// same on every fabric:
+//
+//   signal(word, epoch)          release: every store before it is seen by whoever waits for that epoch
+//   relaxed_signal(word, epoch)  only the word itself; orders nothing, wakes nobody
+//   wait(word, epoch)            acquire: pairs with signal
+//   relaxed_wait(word, epoch)    only looks; orders nothing
+//
+// Epochs count the calls of a group and never reset, so nothing has to be cleared between calls. They are 32 bits
+// wide and compared by distance, so they may wrap; for that every word must move at least once in 2^31 calls.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace weave::fabric {
+
+constexpr std::size_t kHeaderBytes = 4096;
+
+enum class State : uint32_t { kLive = 1, kFailed = 2, kClosed = 3 };
+
+// The first page of a segment. Only its owner writes it, but for `num_waiters`.
+struct Header {
+    uint64_t magic;
+    uint64_t cookie;  // random; proves that /proc/<pid>/fd/<fd> is the segment that was announced
+    uint64_t data_bytes;
+    uint64_t pid_namespace;
+    uint64_t start_time;  // of the owner's process, so that a reused pid is not taken for it
+    int32_t pid;
+    // `tag` and `ready` share a line: a peer that sees the epoch has the tag too.
+    alignas(64) std::atomic<uint32_t> ready;  // this rank's partial result of that epoch is in its segment
+    std::atomic<uint32_t> state;
+    std::atomic<uint64_t> tag[2];            // what the owner runs, by parity of the epoch
+    alignas(64) std::atomic<uint32_t> rows;  // this rank's output rows of that epoch are in its segment
+    alignas(64) std::atomic<uint32_t> num_waiters;  // peers asleep on a word of this segment
+};
+static_assert(sizeof(Header) <= kHeaderBytes);
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+
+// One mapped segment: the owner's after create(), a peer's after open(). Unmapped by the destructor.
+class Segment {
+public:
+    // Makes and touches `data_bytes` of fresh shared memory. It has no name from the start, so nothing is left behind
+    // when the process dies. Throws std::runtime_error if the host has not that much.
+    static Segment* create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch);
+    // Maps the segment that process `pid` has open as `fd`. Throws if it is not the one with `cookie`.
+    static Segment* open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t data_bytes);
+    ~Segment();
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+
+    Header* header() const { return static_cast<Header*>(base_); }
+    char* data() const { return static_cast<char*>(base_) + kHeaderBytes; }
+    std::size_t data_bytes() const { return data_bytes_; }
+    int32_t fd() const { return fd_; }
+    void close_fd();
+    void mark(State state) { header()->state.store(static_cast<uint32_t>(state), std::memory_order_release); }
+
+private:
+    Segment(void* base, std::size_t data_bytes, int32_t fd) : base_(base), data_bytes_(data_bytes), fd_(fd) {}
+    void* base_;
+    std::size_t data_bytes_;
+    int32_t fd_;
+};
+
+// Where a call works in the data of every segment; equal on all ranks.
+struct Layout {
+    int64_t partial_offset = -1;  // two buffers of `partial_bytes` each
+    int64_t partial_bytes = 0;
+    int64_t output_offset = 0;
+    bool operator==(const Layout& other) const {
+        return partial_offset == other.partial_offset && partial_bytes == other.partial_bytes &&
+               output_offset == other.output_offset;
+    }
+};
+
+struct Patience {
+    int32_t num_spins;   // looks with a pause between them; 0 where ranks outnumber cores
+    int32_t num_yields;  // then looks with sched_yield between them
+};
+
+// What a call is, for peers to compare: equal on all ranks or the data would not fit together.
+inline uint64_t tag(uint32_t site, int64_t tokens) {
+    return (static_cast<uint64_t>(site) << 32) | static_cast<uint32_t>(tokens);
+}
+
+// The segments of all ranks of a group, and the epoch of the last call. One call at a time.
+class Group {
+public:
+    Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes, uint32_t first_epoch);
+
+    int32_t world() const { return static_cast<int32_t>(segments_.size()); }
+    int32_t rank() const { return rank_; }
+    uint32_t epoch() const { return epoch_; }
+    char* data(int32_t rank) const { return segments_[rank]->data(); }
+    const Status& status() const { return status_; }
+    const Patience& patience() const { return patience_; }
+
+    // Takes the group for a call at `layout`. If the last call had another layout, waits until all peers are through
+    // with that one, since the buffers may overlap. Afterwards the partial buffer of epoch() + 1 may be written.
+    Status enter(const Layout& layout, uint64_t tag, double timeout_s);
+    // Starts the next epoch: publishes `tag` and signals `ready`.
+    void signal_ready(uint64_t tag);
+    void signal_rows();
+    // For calls that hand out no rows: keeps the word within 2^31 of the epoch.
+    void relaxed_signal_rows();
+    Status wait_ready(int32_t peer, uint64_t tag, double timeout_s);
+    Status wait_rows(int32_t peer, double timeout_s);
+    // Keeps the first failure and tells the peers, so that they need not wait for their own timeout.
+    Status poison(const Status& status);
+    void leave() { busy_.clear(std::memory_order_release); }
+
+private:
+    Status wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const;
+
+    std::vector<Segment*> segments_;
+    int32_t rank_;
+    uint32_t epoch_;
+    Patience patience_;
+    Layout layout_;
+    Status status_;
+    std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+};
+
+}  // namespace weave::fabric

@@ -1,0 +1,376 @@
+"""Product -> all-reduce -> (+ residual) -> norm, in one operation on symmetric memory (TokenWeave, 4.2 and 4.3).
+
+Unfused, on every rank of a group::
+
+    partial = a @ b
+    total = all_reduce(partial)            # then optionally + bias, * scale
+    total = post_norm(total)               # post-norm families only
+    total = residual + total               # absent after the embedding
+    normed = rms_norm(total) * weight      # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
+
+Fused: `weave::mm_all_reduce_norm` lets the product write into the arena and does the rest in one pass. Two
+all-reduces that meet in one sum (a mixture and its shared experts; parallel attention and MLP) become one.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt import cost_model
+from weaveopt.decision import Algorithm, Candidate, Decision, Fabric, Placement, Product, Rejection, Site, Workload
+from weaveopt.facts import DTYPE_NAMES, count_tokens, group_of, module_of, shape_of
+from weaveopt.norm import Norm, find_norms
+from weaveopt.ops import all_reduce_norm_call as op
+from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.reduced import ANY_ALL_REDUCE, Reduced, follow, product_of
+from weaveopt.rule import ArenaNeed, Context, Finding, Match
+from weaveopt.splice import call_after, current, erase_dead, last_of, replace_uses
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SiteMatch(Match):
+    """A matched site: the reduced value's way through the graph, and the product that may write into the arena."""
+
+    reduced: Reduced | None = None
+    product: fx.Node | None = None
+    addend: fx.Node | None = None
+    """What is added to the product before the reduction: another partial result."""
+
+
+@dataclass(frozen=True)
+class AllReduceRMSNorm:
+    """The rule; see the module's docstring."""
+
+    name: str = "all_reduce_rms_norm"
+
+    def find(self, graph: fx.Graph, context: Context) -> list[Finding]:
+        all_reduces = [node for node in graph.nodes if is_call(node, ANY_ALL_REDUCE)]
+        if not all_reduces:
+            return []
+        norms = find_norms(graph)
+        findings: list[Finding] = []
+        merged: set[fx.Node] = set()
+        for node in all_reduces:
+            if node in merged:
+                continue
+            reduced = follow(node, norms)
+            if isinstance(reduced, Reduced):
+                merged.update(reduced.collectives)
+            findings.append(self._finding(node, reduced, context))
+        return findings
+
+    def _finding(self, node: fx.Node, reduced: Reduced | Rejection, context: Context) -> Finding:
+        group = group_of(node)
+        if isinstance(reduced, Rejection):
+            return Finding(self._site(node, (node,), group, None, "", (reduced,)), None)
+        match = _matched(reduced)
+        workload = _workload(reduced, match, group, context)
+        rejections = _rejections(reduced, workload, group, context)
+        site = self._site(node, reduced.collectives, group, workload, reduced.text, rejections)
+        return Finding(site, None if rejections else match)
+
+    def _site(
+        self,
+        node: fx.Node,
+        collectives: tuple[fx.Node, ...],
+        group: str,
+        workload: Workload | None,
+        form: str,
+        rejections: tuple[Rejection, ...],
+    ) -> Site:
+        return Site(
+            id=node.name,
+            rule=self.name,
+            group=group,
+            module=module_of(node),
+            collectives=tuple(collective.name for collective in collectives),
+            workload=workload,
+            form=form,
+            rejections=rejections,
+        )
+
+    def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
+        assert site.workload is not None, f"{site.id} was not matched"
+        topology = context.topologies[site.group]
+        found: list[Candidate] = []
+        for fabric, unreachable in topology.fabrics():
+            if fabric is Fabric.LIBRARY:
+                continue
+            reasons = [] if unreachable is None else [unreachable]
+            if fabric not in context.machine.fabrics:
+                values = (("machine", context.machine.name), ("fabric", fabric.value))
+                reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
+            if fabric not in op.KERNEL_FABRICS:
+                values = (("fabric", fabric.value),)
+                reasons.append(Rejection("no_kernel", "this version has no kernel of the rule for the fabric", values))
+            found.extend(self._lowerings(site.workload, fabric, tuple(reasons), context))
+        return tuple(found)
+
+    def _lowerings(
+        self, workload: Workload, fabric: Fabric, reasons: tuple[Rejection, ...], context: Context
+    ) -> list[Candidate]:
+        """One-shot and two-shot. The threshold between them is a function of what all sites of a chain share.
+
+        So sites that hand a token-sharded residual to each other always agree on the algorithm.
+        """
+        machine = context.machine
+        known = fabric in machine.fabrics
+        threshold = 0
+        if known:
+            threshold = cost_model.one_shot_max_tokens(
+                machine, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
+            )
+        chosen = Algorithm.ONE_SHOT if workload.tokens <= threshold else Algorithm.TWO_SHOT
+        lowerings: list[Candidate] = []
+        for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+            why = list(reasons)
+            if known and algorithm is not chosen:
+                values = (("tokens", workload.tokens), ("one_shot_max_tokens", threshold))
+                why.append(Rejection("slower_algorithm", f"{chosen.value} is predicted faster at this size", values))
+            estimate = None
+            if known:
+                estimate = cost_model.estimate_all_reduce_norm(machine, workload, fabric, algorithm)
+            parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
+            lowerings.append(Candidate(self.name, fabric, algorithm, parameters, estimate, tuple(why)))
+        return lowerings
+
+    def need(self, decision: Decision) -> ArenaNeed:
+        workload = decision.site.workload
+        assert workload is not None
+        # The normed rows may be wider than the activations (fp32 weights): reserve for the widest.
+        need = op.arena_bytes(workload.max_tokens, workload.hidden, workload.dtype, "float32", workload.world)
+        return ArenaNeed(need.partial_bytes, need.output_bytes)
+
+    def replace(
+        self, graph: fx.Graph, match: Match, decision: Decision, placement: Placement, context: Context
+    ) -> tuple[str, ...]:
+        assert isinstance(match, SiteMatch) and match.reduced is not None
+        reduced = match.reduced
+        sum_used = _is_read_elsewhere(reduced)
+        call = _call(reduced, decision, placement, sum_used, context)
+        first = reduced.collectives[0]
+        operands = (
+            reduced.reduced_bias,
+            reduced.scale_tensor,
+            reduced.residual,
+            *((reduced.post.weight, reduced.post.bias) if reduced.post else (None, None)),
+            *((reduced.norm.weight, reduced.norm.bias) if reduced.norm else (None, None)),
+        )
+        if match.product is not None:
+            *bias, a, b = match.product.args
+            addend = match.addend if match.addend is not None else (bias[0] if bias else None)
+            target: object = torch.ops.weave.mm_all_reduce_norm.default
+            leading: tuple[object, ...] = (a, b, addend)
+        else:
+            target = torch.ops.weave.all_reduce_norm.default
+            leading = (_summed_partials(graph, reduced),)
+        args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
+        position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
+        fused = call_after(graph, position, target, (*args, call.encode()), like=first)  # type: ignore[arg-type]
+        self._splice_results(graph, reduced, fused, sum_used)
+        erase_dead(graph, match.interior | reduced.passed | frozenset(_producers(reduced)))
+        return _rounding(reduced)
+
+    def _splice_results(self, graph: fx.Graph, reduced: Reduced, fused: fx.Node, sum_used: bool) -> None:
+        """Readers of the norm and of the sum read the fused results, in the shapes that they had."""
+        position = fused
+        outputs: list[tuple[fx.Node, int]] = []
+        if reduced.norm is not None:
+            outputs.append((reduced.norm.output, 0))
+        if sum_used:
+            outputs.append((reduced.total, 1))
+        for old, index in outputs:
+            result = call_after(graph, position, operator.getitem, (fused, index), like=old)
+            old_value, value = tensor_of(old), tensor_of(result)
+            assert old_value is not None and value is not None
+            if value.ndim != old_value.ndim:
+                # Only a product without a residual loses the shape [batch, seq, hidden]; its view still has the sizes.
+                result = call_after(
+                    graph, result, aten.view.default, (result, shape_of(graph, reduced.partials[0])), old
+                )
+            replace_uses(graph, old, result)
+            position = result
+
+
+def _matched(reduced: Reduced) -> SiteMatch:
+    """What disappears, which value may stay sharded, and which product writes into the arena."""
+    vanishing = set(reduced.passed)
+    for node in reversed(reduced.norm.nodes if reduced.norm else ()):
+        if node is reduced.norm.output or all(user in vanishing for user in node.users):  # type: ignore[union-attr]
+            vanishing.add(node)
+    products = [product_of(partial) for partial in reduced.partials]
+    product = addend = None
+    if len(products) == 1:
+        product = products[0]
+    elif len(products) == 2:
+        product, addend = _product_and_addend(reduced, products)
+    return SiteMatch(
+        interior=frozenset(vanishing),
+        sharded_input=reduced.residual,
+        sharded_output=reduced.total,
+        reduced=reduced,
+        product=product,
+        addend=addend,
+    )
+
+
+def _product_and_addend(reduced: Reduced, products: list[fx.Node | None]) -> tuple[fx.Node | None, fx.Node | None]:
+    """Of two partial results, a plain product that can accumulate onto the other one, given as [tokens, hidden]."""
+    for index in (1, 0):
+        product, other = products[index], products[1 - index]
+        addend = other if other is not None else reduced.partials[1 - index]
+        value = tensor_of(addend)
+        if product is not None and product.target is aten.mm.default and value is not None and value.ndim == 2:
+            return product, addend
+    return None, None
+
+
+def _workload(reduced: Reduced, match: SiteMatch, group: str, context: Context) -> Workload | None:
+    value = tensor_of(reduced.collectives[0])
+    topology = context.topologies.get(group)
+    if value is None or topology is None or value.dtype not in DTYPE_NAMES:
+        return None
+    tokens, max_tokens = count_tokens(value, context.config.max_tokens)
+    product = None
+    if match.product is not None:
+        a = tensor_of(match.product.args[-2])  # type: ignore[arg-type]
+        if a is not None:
+            product = Product(tokens, int(a.shape[-1]), int(value.shape[-1]))
+    return Workload(
+        tokens=tokens,
+        max_tokens=max_tokens,
+        hidden=int(value.shape[-1]),
+        dtype=DTYPE_NAMES[value.dtype],
+        world=topology.world,
+        hosts=topology.num_hosts,
+        product=product,
+        num_partials=len(reduced.collectives),
+        num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
+        has_residual=reduced.residual is not None,
+        sum_is_used=_is_read_elsewhere(reduced),
+    )
+
+
+def _is_read_elsewhere(reduced: Reduced) -> bool:
+    """Whether anything but the site's own norm reads the sum."""
+    own = set(reduced.norm.nodes) if reduced.norm is not None else set()
+    if any(user not in own for user in reduced.total.users):
+        return True
+    # A statistic of the norm that is read elsewhere (saved for the backward pass) is computed from the sum again.
+    return any(user not in own for node in own if node is not reduced.norm.output for user in node.users)  # type: ignore[union-attr]
+
+
+def _rejections(reduced: Reduced, workload: Workload | None, group: str, context: Context) -> tuple[Rejection, ...]:
+    """Conditions that no fabric or parameter changes; all that fail are listed."""
+    topology = context.topologies.get(group)
+    if topology is None:
+        return (Rejection("group_not_known", "the process group is not known in this process", (("group", group),)),)
+    value = tensor_of(reduced.collectives[0])
+    assert value is not None
+    reasons: list[Rejection] = []
+    if workload is None:
+        values = (("dtype", str(value.dtype).removeprefix("torch.")),)
+        return (Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values),)
+    if workload.world < 2:
+        reasons.append(Rejection("one_rank", "a group of one rank communicates nothing", (("world", workload.world),)))
+    for norm in (reduced.post, reduced.norm):
+        if norm is not None:
+            reasons.extend(_norm_rejections(norm, value))
+    total = tensor_of(reduced.total)
+    if total is None or total.ndim not in (2, 3):
+        reasons.append(Rejection("shape_not_known", "the sum is neither [tokens, hidden] nor [batch, seq, hidden]"))
+    return tuple(reasons)
+
+
+def _norm_rejections(norm: Norm, value: torch.Tensor) -> list[Rejection]:
+    reasons: list[Rejection] = []
+    output = tensor_of(norm.output)
+    if output is None or output.dtype not in (value.dtype, torch.float32):
+        found = "unknown" if output is None else str(output.dtype)
+        reasons.append(Rejection("dtype_changes", "the norm's result has an unsupported dtype", (("dtype", found),)))
+    for word, vector in (("weight", norm.weight), ("bias", norm.bias)):
+        dtype = None if vector is None else tensor_of(vector)
+        if dtype is not None and dtype.dtype not in (value.dtype, torch.float32):
+            values = (("dtype", str(dtype.dtype)),)
+            reasons.append(Rejection("dtype_not_supported", f"the norm's {word} has an unsupported dtype", values))
+    return reasons
+
+
+def _call(
+    reduced: Reduced, decision: Decision, placement: Placement, sum_used: bool, context: Context
+) -> op.AllReduceNormCall:
+    workload = decision.site.workload
+    assert workload is not None
+    out_dtype = workload.dtype
+    if reduced.norm is not None:
+        output = tensor_of(reduced.norm.output)
+        assert output is not None
+        out_dtype = DTYPE_NAMES[output.dtype]
+    sharded = op.SumOut.SHARDED if placement.sum_sharded else op.SumOut.WHOLE
+    parameters = dict(decision.chosen.parameters)
+    return op.AllReduceNormCall(
+        site=decision.site.id,
+        group=decision.site.group,
+        fabric=decision.chosen.fabric,
+        world=workload.world,
+        hidden=workload.hidden,
+        dtype=workload.dtype,
+        out_dtype=out_dtype,
+        partial_offset=placement.partial_offset,
+        output_offset=placement.output_offset,
+        partial_bytes=placement.partial_bytes,
+        max_tokens=placement.max_tokens,
+        one_shot_max_tokens=int(parameters["one_shot_max_tokens"]),
+        scale=reduced.scale,
+        post=reduced.post.form if reduced.post else None,
+        norm=reduced.norm.form if reduced.norm else None,
+        residual_sharded=placement.residual_sharded,
+        sum_out=sharded if sum_used else op.SumOut.NONE,
+        timeout_s=context.config.timeout_s,
+    )
+
+
+def _summed_partials(graph: fx.Graph, reduced: Reduced) -> fx.Node:
+    """One partial result: the only one, or the sum of several on this rank."""
+    total, *rest = reduced.partials
+    shape = tensor_of(total)
+    assert shape is not None
+    for partial in rest:
+        value = tensor_of(partial)
+        assert value is not None
+        position = last_of(graph, [total, partial])
+        if value.ndim != shape.ndim:
+            partial = call_after(graph, position, aten.view.default, (partial, shape_of(graph, total)), like=partial)
+            position = partial
+        total = call_after(graph, position, aten.add.Tensor, (total, partial), like=total)
+    return total
+
+
+def _producers(reduced: Reduced) -> list[fx.Node]:
+    """The partial results and the views and products behind them; erased where nobody reads them any more."""
+    nodes: list[fx.Node] = []
+    for partial in reduced.partials:
+        node = partial
+        nodes.append(node)
+        while is_call(node, SHAPE_ONLY) and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+            nodes.append(node)
+        if is_call(node, frozenset({aten.mm.default, aten.addmm.default})):
+            nodes.append(node)
+    return nodes
+
+
+def _rounding(reduced: Reduced) -> tuple[str, ...]:
+    lines = ["all_reduce_rms_norm: partial results are summed in fp32 and rounded once, after the residual"]
+    if len(reduced.collectives) > 1:
+        lines.append("all_reduce_rms_norm: partial results that meet in one sum are added before the reduction")
+    if reduced.scale_tensor is not None or reduced.scale != 1.0:
+        lines.append("all_reduce_rms_norm: the scaled sum is not rounded before the residual is added")
+    return tuple(lines)

@@ -1,0 +1,81 @@
+"""`weaveopt doctor`: what it finds here, and what it says of what is missing."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+from weaveopt.cli import doctor
+from weaveopt.cli.doctor import Check, Status
+from weaveopt.cli.main import main
+
+
+def test_a_host_with_everything_is_usable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = {check["name"]: check for check in document["checks"]}
+    assert document["usable"] is True
+    assert set(doctor.NEEDED) <= set(found)
+    assert found["torch"]["found"] == metadata.version("torch")
+    assert {"fabric shm", "fabric library", "fabric peer", "fabric multimem", "fabric nvshmem"} <= set(found)
+    assert all(check["status"] != "missing" or check["advice"] for check in document["checks"])
+
+
+def test_the_table_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(check.name in out for check in doctor.examine())
+    assert out.rstrip().splitlines()[-1].startswith("usable")
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_an_old_version_is_named_with_what_to_install(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.9.1" if name == package else real(name))
+    code = main(["doctor", "--format", "json"])
+    check = next(c for c in json.loads(capsys.readouterr().out)["checks"] if c["name"] == package)
+    assert (check["status"], check["found"]) == ("missing", "2.9.1")
+    assert f">={doctor.MINIMUM[package]}" in check["advice"]
+    assert code == 1
+
+
+def test_without_the_native_part_it_says_how_to_build_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if "_native" in name else real(name))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "pip install" in out
+    assert "not usable yet" in out
+
+
+def test_little_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SHM_COMFORT_BYTES", 1 << 60)
+    check = next(c for c in doctor.examine() if c.name == "shared memory")
+    assert (check.status, "--shm-size" in check.advice) == (Status.NOTE, True)
+
+
+def test_more_ranks_than_cores_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
+    check = next(c for c in doctor.examine() if c.name == "cores")
+    assert check.status is Status.NOTE
+    assert "4096 ranks" in check.found
+
+
+@pytest.mark.parametrize(
+    ("found", "minimum", "enough"),
+    [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("5.17.0.dev0", "5.17", True), ("5.9", "5.17", False)],
+)
+def test_versions_compare_by_number(found: str, minimum: str, enough: bool) -> None:
+    assert doctor.at_least(found, minimum) is enough
+
+
+def test_long_text_is_folded_not_cut() -> None:
+    text = doctor.text((Check("x", Status.NOTE, "word " * 60, "advice " * 40),), True)
+    assert text.count("word") == 60
+    assert text.count("advice") == 40

@@ -1,0 +1,29 @@
+"""weaveopt: `torch.compile(model, backend="weave")` for tensor- and expert-parallel models.
+
+model = torch.compile(model, backend="weave")
+print(weaveopt.report(model))
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from weaveopt.errors import WeaveError
+
+if TYPE_CHECKING:
+    from weaveopt.decision import Report
+
+try:
+    __version__ = version("weaveopt")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+source"
+
+__all__ = ["WeaveError", "__version__", "report"]
+
+
+def report(model: object | None = None) -> Report:
+    """What was rewritten in `model`, what was not, and why; printing it gives the tables of `weaveopt explain`."""
+    from weaveopt.registry import report as found
+
+    return found(model)

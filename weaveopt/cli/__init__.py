@@ -1,0 +1,1 @@
+"""The `weaveopt` command: explain, doctor."""

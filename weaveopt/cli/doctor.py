@@ -1,0 +1,261 @@
+"""`weaveopt doctor`: versions, compiler, memory and fabrics of this host, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.17"}
+"""Oldest versions that are supported."""
+SHM = Path("/dev/shm")
+SHM_COMFORT_BYTES = 512 << 20
+"""A group of two ranks with 8192 tokens of hidden size 8192 in bf16 keeps about this much there."""
+
+
+class Status(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    """Works, but not as well as it could."""
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `advice` is empty where nothing needs doing."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def run(form: str) -> int:
+    """Print every check. Returns 0 if `backend="weave"` can run here on shared memory at least, else 1."""
+    checks = examine()
+    usable = all(check.status is not Status.MISSING for check in checks if check.name in NEEDED)
+    if form == "json":
+        print(json.dumps({"usable": usable, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        sys.stdout.write(text(checks, usable))
+    return 0 if usable else 1
+
+
+NEEDED = ("python", "torch", "transformers", "weaveopt", "backend entry point", "native part", "shared memory", "fabric shm")
+
+
+def examine() -> tuple[Check, ...]:
+    return (
+        _version("weaveopt"),
+        _python(),
+        _version("torch"),
+        _version("transformers"),
+        _version("accelerate"),
+        _compiler(),
+        _entry_point(),
+        _native(),
+        _shared_memory(),
+        _cores(),
+        _cuda(),
+        *_fabrics(),
+    )
+
+
+def _python() -> Check:
+    found = platform.python_version()
+    if at_least(found, MINIMUM["python"]):
+        return Check("python", Status.OK, found)
+    return Check("python", Status.MISSING, found, f"weaveopt needs Python {MINIMUM['python']} or later")
+
+
+def _version(package: str) -> Check:
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        advice = "pip install ." if package == "weaveopt" else f"pip install '{package}{_bound(package)}'"
+        status = Status.NOTE if package == "accelerate" else Status.MISSING
+        return Check(package, status, "not installed", advice)
+    if package in MINIMUM and not at_least(found, MINIMUM[package]):
+        return Check(package, Status.MISSING, found, f"pip install '{package}{_bound(package)}'")
+    return Check(package, Status.OK, found)
+
+
+def _bound(package: str) -> str:
+    return f">={MINIMUM[package]}" if package in MINIMUM else ""
+
+
+def at_least(found: str, minimum: str) -> bool:
+    """Whether a version such as `2.13.0+cu130` is `minimum` or later; a pre-release counts as its release."""
+    from packaging.version import Version
+
+    return Version(found).release >= Version(minimum).release
+
+
+def _compiler() -> Check:
+    name = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), "")
+    path = shutil.which(name) if name else None
+    if path is None:
+        return Check(
+            "compiler",
+            Status.NOTE,
+            f"{name or 'g++'} not found",
+            "install g++: Inductor needs it for CPU code, and so does a build from source",
+        )
+    try:
+        lines = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check("compiler", Status.NOTE, f"{path} does not run: {type(error).__name__}", "repair it or set CXX")
+    return Check("compiler", Status.OK, lines[0] if lines else path)
+
+
+def _entry_point() -> Check:
+    found = [entry for entry in metadata.entry_points(group="torch_dynamo_backends") if entry.name == "weave"]
+    if found:
+        return Check("backend entry point", Status.OK, found[0].value)
+    return Check(
+        "backend entry point",
+        Status.MISSING,
+        "not registered",
+        "install the package: pip install . (a bare source tree on the path registers nothing)",
+    )
+
+
+def _native() -> Check:
+    if importlib.util.find_spec("weaveopt._native") is None:
+        return Check(
+            "native part",
+            Status.MISSING,
+            "not built",
+            "build it with g++ installed: pip install --no-build-isolation --no-deps -e .",
+        )
+    try:
+        module = importlib.import_module("weaveopt._native")
+    except ImportError as error:
+        return Check(
+            "native part",
+            Status.MISSING,
+            f"does not load: {error}",
+            "build it anew: pip install --force-reinstall --no-deps .",
+        )
+    return Check("native part", Status.OK, Path(str(module.__file__)).name)
+
+
+def _shared_memory() -> Check:
+    if not SHM.is_dir() or not os.access(SHM, os.W_OK):
+        return Check(
+            "shared memory",
+            Status.MISSING,
+            f"{SHM} is not writable",
+            "mount a tmpfs there (containers: --shm-size or --ipc=host)",
+        )
+    stat = os.statvfs(SHM)
+    size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    found = f"{SHM}: {_mib(size)} MiB, {_mib(free)} MiB free"
+    if free < SHM_COMFORT_BYTES:
+        return Check(
+            "shared memory", Status.NOTE, found, "large models need more: containers --shm-size=2g or --ipc=host"
+        )
+    return Check("shared memory", Status.OK, found)
+
+
+def _mib(num_bytes: int) -> int:
+    return num_bytes >> 20
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    found = f"{cores} usable core(s)"
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit() and int(local) > cores:
+        return Check(
+            "cores", Status.NOTE, f"{found}, {local} ranks on this host", f"launch at most {cores} CPU ranks here"
+        )
+    if cores < 2:
+        return Check("cores", Status.NOTE, found, "CPU ranks will take turns on one core")
+    return Check("cores", Status.OK, f"{found}: launch at most {cores} CPU ranks here")
+
+
+def _cuda() -> Check:
+    try:
+        import torch
+    except ImportError as error:
+        return Check("cuda", Status.NOTE, f"torch does not load: {error}")
+    if not torch.cuda.is_available():
+        advice = "only CPU ranks can run here; GPUs need a driver and a CUDA build of torch"
+        return Check("cuda", Status.NOTE, "no usable GPU", advice)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Check("cuda", Status.OK, f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}")
+
+
+def _fabrics() -> tuple[Check, ...]:
+    """One check for each fabric, as two ranks of this host would find it."""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        from weaveopt.decision import Fabric
+        from weaveopt.runtime.topology import Group, Topology
+    except ImportError as error:
+        return (Check("fabric shm", Status.MISSING, f"cannot be examined: {error}", "repair what is missing above"),)
+    checks = []
+    for fabric in Fabric:
+        name = f"fabric {fabric.value}"
+        if fabric is Fabric.LIBRARY:
+            backends = [
+                b for b, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+            ]
+            advice = "" if backends else "install a torch with gloo or nccl"
+            checks.append(
+                Check(name, Status.OK if backends else Status.MISSING, ", ".join(backends) or "no backend", advice)
+            )
+            continue
+        on_gpus = fabric is not Fabric.SHM
+        if on_gpus and not torch.cuda.is_available():
+            checks.append(Check(name, Status.NOTE, "joins GPUs; there is none"))
+            continue
+        here = Topology(Group("0", (0, 1), 0), ("here", "here"), "cuda" if on_gpus else "cpu")
+        rejection = dict(here.fabrics())[fabric]
+        if rejection is None:
+            checks.append(Check(name, Status.OK, "reaches every rank of this host"))
+        else:
+            status = Status.NOTE if on_gpus else Status.MISSING
+            advice = "see the native part above" if rejection.code == "native_part_missing" else ""
+            checks.append(Check(name, status, f"{rejection.code}: {rejection.message}", advice))
+    return tuple(checks)
+
+
+def text(checks: tuple[Check, ...], usable: bool) -> str:
+    """A table of the checks, then the verdict."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from weaveopt.cli.render import to_text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for check in checks:
+        found = f"{check.found}\n-> {check.advice}" if check.advice else check.found
+        table.add_row(check.status.value, check.name, Text(found))
+    verdict = (
+        "usable: CPU ranks of this host can run backend='weave'"
+        if usable
+        else "not usable yet: see what is missing above"
+    )
+    return to_text(table) + verdict + "\n"

@@ -1,0 +1,125 @@
+"""Which decoder layers to capture, and how many layers of the whole model each captured one stands for.
+
+A model of 80 equal layers gives 80 equal pieces of graph. Capturing a prefix that has every kind of layer, and a
+last layer apart (the norm behind it is the model's final norm), gives the same sites in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from weaveopt.decision import Decision, GraphReport
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """`counts[i]` layers of the whole model are represented by captured layer `i`."""
+
+    total: int
+    counts: tuple[int, ...]
+
+    @property
+    def captured(self) -> int:
+        return len(self.counts)
+
+    @property
+    def whole(self) -> bool:
+        return self.captured == self.total
+
+    def describe(self) -> str:
+        if self.whole:
+            return f"all {self.total} layers captured"
+        if sum(self.counts) == self.total:
+            return f"{self.captured} of {self.total} layers captured, standing for {', '.join(map(str, self.counts))}"
+        return f"only the first {self.captured} of {self.total} layers captured and counted"
+
+
+def every_layer(total: int, first: int | None = None) -> LayerPlan:
+    """The first layers (all of them by default), each standing for itself."""
+    return LayerPlan(total, (1,) * (total if first is None else first))
+
+
+def reduce(kinds: Sequence[Hashable]) -> LayerPlan:
+    """The shortest prefix that holds every kind inside, and whose last layer is of the real last layer's kind.
+
+    The captured last layer stands for the real last. A layer that was cut is represented by the last captured
+    layer of its kind that is not the last of all; the first layer represents others only if it must, because
+    what it reads comes from the embedding.
+    """
+    total = len(kinds)
+    for captured in range(2, total):
+        inner = kinds[: captured - 1]
+        if kinds[captured - 1] != kinds[-1] or not set(kinds[:-1]) <= set(inner):
+            continue
+        stand_ins = {kind: i for i, kind in enumerate(inner)}
+        cut = kinds[captured - 1 : -1]
+        if any(stand_ins[kind] == 0 for kind in cut):
+            continue
+        counts = [1] * captured
+        for kind in cut:
+            counts[stand_ins[kind]] += 1
+        return LayerPlan(total, tuple(counts))
+    return every_layer(total)
+
+
+def kinds_of(model: nn.Module, config: PreTrainedConfig) -> tuple[Hashable, ...]:
+    """What tells the decoder layers of a model (on the meta device) apart: modules, shapes and plain attributes."""
+    layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    return tuple((_kind(layer), kind) for layer, kind in zip(decoder_layers(model, config), layer_types, strict=True))
+
+
+def decoder_layers(model: nn.Module, config: PreTrainedConfig) -> list[nn.Module]:
+    """The decoder layers in order; empty if the model does not keep them in one list."""
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.endswith("layers") and len(module) == config.num_hidden_layers:
+            return list(module)
+    return []
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    parts: list[Hashable] = []
+    for name, module in layer.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key != "layer_idx" and isinstance(value, bool | int | float | str | None)
+        )
+        shapes = tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False))
+        parts.append((name, type(module).__qualname__, plain, shapes))
+    return tuple(parts)
+
+
+def shortened(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """A copy of the configuration with `num_layers` layers; lists with one entry a layer are cut too."""
+    total = config.num_hidden_layers
+    data = config.to_dict()
+    for key, value in data.items():
+        if isinstance(value, list) and len(value) == total:
+            data[key] = value[:num_layers]
+    data["num_hidden_layers"] = num_layers
+    return type(config).from_dict(data)
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+
+
+def scale(graph: GraphReport, plan: LayerPlan) -> GraphReport:
+    """The graph with each site counted for all the layers that it stands for."""
+
+    def scaled(decision: Decision) -> Decision:
+        found = _LAYER.search(decision.site.module)
+        if found is None or int(found[1]) >= plan.captured:
+            return decision
+        site = replace(decision.site, count=decision.site.count * plan.counts[int(found[1])])
+        return replace(decision, site=site)
+
+    return replace(graph, decisions=tuple(scaled(d) for d in graph.decisions))

@@ -1,0 +1,59 @@
+"""The `weaveopt` command. Exit codes: 0 done, 1 `doctor` found nothing usable, 2 misuse, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from weaveopt.cli import doctor, explain
+from weaveopt.errors import WeaveError
+
+MISUSE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISUSE, f"weaveopt: error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    root = _Parser(
+        prog="weaveopt", description="Says what torch.compile(model, backend='weave') does to a model, and why."
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    explain.add_arguments(
+        commands.add_parser("explain", help="what would be rewritten in a model, without weights, GPUs or peers")
+    )
+    doctor.add_arguments(commands.add_parser("doctor", help="what this host has, and what to do about what is missing"))
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code. Never shows a traceback for a `WeaveError`."""
+    try:
+        args = parser().parse_args(argv)
+        command = args.command
+        del args.command
+        return explain.run(explain.question(args)) if command == "explain" else doctor.run(args.format)
+    except WeaveError as error:
+        print(f"weaveopt: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return MISUSE
+    except SystemExit as stop:  # argparse: --help and errors
+        return stop.code if isinstance(stop.code, int) else MISUSE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away; what is still buffered must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

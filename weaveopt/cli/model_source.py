@@ -1,0 +1,198 @@
+"""From the words of a user (preset, file, directory, hub id) to a checked text-model configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weaveopt import presets
+from weaveopt.errors import CaptureError, closest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DTYPES = ("bfloat16", "float16", "float32")
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured. `tp` and `ep` are ranks; 0 stands for "not asked for"."""
+
+    model: str
+    tp: int = 0
+    ep: int = 0
+    nodes: int = 1
+    batch: int = 1
+    seq: int = 2048
+    phase: str = "prefill"
+    layers: int | None = None
+    full: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def world(self) -> int:
+        return max(self.tp, self.ep, 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one forward pass computes."""
+        return self.batch * (self.seq if self.phase == "prefill" else 1)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model by name and its text configuration. Holds no weights."""
+
+    name: str
+    config: PreTrainedConfig
+
+
+def load(model: str) -> Source:
+    """The configuration of a preset, a `config.json`, a directory that holds one, or a hub id.
+
+    Raises `CaptureError` for what is neither, cannot be read, or is no text model that transformers knows.
+    Code that comes with a configuration is never run.
+    """
+    if model in presets.names():
+        return Source(model, _from_text(presets.text(model), f"preset {model}"))
+    path = Path(model)
+    if path.exists() or model.endswith(".json") or model.startswith((".", os.sep, "~")):
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise CaptureError(
+                f"cannot read {file}: {reason}; give a config.json or a directory that holds one"
+            ) from error
+        return Source(path.parent.name if path.name == "config.json" else path.stem, _from_text(text, str(file)))
+    if "/" not in model:
+        hint = closest(model, presets.names())
+        raise CaptureError(f"{model!r} is no preset, file or directory: {hint} (a hub id has the form owner/name)")
+    return Source(model, _from_hub(model))
+
+
+def _from_text(text: str, where: str) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CaptureError(f"{where}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise CaptureError(f"{where}: no 'model_type'; expected the config.json of a transformers model")
+    known = tuple(CONFIG_MAPPING.keys())
+    if data["model_type"] not in known:
+        hint = _near(data["model_type"], known)
+        raise CaptureError(f"{where}: model_type {data['model_type']!r} is unknown to transformers: {hint}")
+    try:
+        return CONFIG_MAPPING[data["model_type"]].from_dict(data).get_text_config()
+    except Exception as error:  # transformers validates fields with errors of many types
+        raise CaptureError(f"{where}: not a valid {data['model_type']} configuration: {_first_line(error)}") from error
+
+
+def _from_hub(model: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    except Exception as error:  # network, authorization, unknown repository, unknown model type
+        preset = closest(model.split("/")[-1].lower(), presets.names())
+        raise CaptureError(
+            f"cannot get the configuration of {model!r} from the hub ({_first_line(error)}); "
+            f"download its config.json and pass that file, or use a preset: {preset}"
+        ) from error
+
+
+def _near(word: str, known: tuple[str, ...]) -> str:
+    hint = closest(word, known)
+    return hint if hint.startswith("did you mean") else f"{len(known)} types are known, none of them similar"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:240]}" if lines else type(error).__name__
+
+
+def check(source: Source, request: Request) -> None:
+    """Everything that can be said to be impossible before any time is spent. Raises `CaptureError`."""
+    world, name = request.world, source.name
+    for option in ("batch", "seq", "nodes"):
+        if getattr(request, option) < 1:
+            raise CaptureError(f"--{option} {getattr(request, option)}: expected at least 1")
+    if request.tp and request.ep and request.tp != request.ep:
+        raise CaptureError(
+            f"--tp {request.tp} --ep {request.ep}: in transformers the experts' ranks are those that share a batch; "
+            "give the same number twice, or only one of them"
+        )
+    if world < 2:
+        raise CaptureError("one rank alone has no communication to rewrite; give --tp (or --ep) of at least 2")
+    if world % request.nodes:
+        raise CaptureError(f"{world} ranks cannot be spread evenly over --nodes {request.nodes}")
+    total = getattr(source.config, "num_hidden_layers", None)
+    if not isinstance(total, int) or total < 1:
+        raise CaptureError(f"{name}: its configuration has no num_hidden_layers; expected a decoder-only text model")
+    if request.layers is not None and not 1 <= request.layers <= total:
+        raise CaptureError(f"--layers {request.layers}: {name} has {total}")
+    _check_plan(source, request)
+
+
+def experts_come_alone() -> bool:
+    """Whether the installed transformers replicates everything but the experts when it shards these."""
+    from transformers.distributed import DistributedConfig
+
+    return "ep_size" not in {field.name for field in fields(DistributedConfig)}
+
+
+def _check_plan(source: Source, request: Request) -> None:
+    config, world = source.config, request.world
+    option = f"--ep {world}" if request.ep else f"--tp {world}"
+    tp_plan = getattr(config, "base_model_tp_plan", None) or {}
+    ep_plan = getattr(config, "base_model_ep_plan", None) or {}
+    if request.ep:
+        if not ep_plan:
+            raise CaptureError(
+                f"{source.name}: transformers has no expert-parallel plan for {config.model_type}: use --tp"
+            )
+        experts = next((n for key in EXPERT_COUNTS if isinstance(n := getattr(config, key, None), int)), None)
+        if experts and experts % world:
+            divisors = _divisors(experts)
+            raise CaptureError(f"{option} does not divide the {experts} experts of {source.name}; {divisors}")
+        if experts_come_alone():
+            tp_plan = ep_plan
+    elif not tp_plan:
+        hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
+        raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")
+    if any("_attn.q_proj" in key or "_attn.qkv" in key for key in tp_plan):
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if heads % world or kv_heads % world:
+            raise CaptureError(
+                f"{option} does not divide the attention heads of {source.name} ({heads} query, {kv_heads} key-value); "
+                f"{_divisors(math.gcd(heads, kv_heads))}"
+            )
+
+
+def largest_world(source: Source, limit: int, nodes: int) -> int:
+    """The largest number of tensor-parallel ranks up to `limit` that the heads and `nodes` allow; else `limit`."""
+    heads = getattr(source.config, "num_attention_heads", 0)
+    shared = math.gcd(heads, getattr(source.config, "num_key_value_heads", None) or heads)
+    fitting = (n for n in range(limit, 1, -1) if n % nodes == 0 and shared % n == 0)
+    return next(fitting, limit)
+
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names that families give to the number of routed experts."""
+
+
+def _divisors(number: int) -> str:
+    """`2, 4, 8 do`, or that none does."""
+    found = [str(n) for n in range(2, number + 1) if number % n == 0]
+    return (
+        f"{', '.join(found)} do" if len(found) > 1 else f"only {found[0]} does" if found else "no number of ranks does"
+    )

@@ -1,0 +1,211 @@
+"""Capture of one rank's graph of any world size: one process, no weights, no GPU, no peers.
+
+A fake process group stands in for the peers and fake tensors for the weights; sharding is done by transformers
+itself, so the graph is the one that rank 0 of a real run would compile.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
+from weaveopt.cli.model_source import Request, Source, experts_come_alone
+from weaveopt.errors import CaptureError, WeaveError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx, nn
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
+    from transformers.distributed import DistributedConfig
+
+    Backend = Callable[[fx.GraphModule, list[object]], Callable[..., object]]
+
+RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """A process group of `world` ranks in which only this process exists; collectives return at once.
+
+    Raises `CaptureError` where the process already belongs to a group. Leaves group and environment as found.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise CaptureError("this torch was built without torch.distributed; install a build that has it")
+    if dist.is_initialized():
+        raise CaptureError("this process already belongs to a process group; run `weaveopt explain` on its own")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = {name: os.environ.get(name) for name in RANK_VARIABLES}
+    os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(world))
+    try:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        # transformers makes its mesh on the accelerator it finds; here the graph must not depend on the host.
+        with mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device("cpu")):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def plan_layers(source: Source, request: Request) -> LayerPlan:
+    """Which layers `capture` takes: a prefix with every kind, or what `--full` and `--layers` ask for."""
+    total: int = source.config.num_hidden_layers
+    if request.layers is not None:
+        return every_layer(total, request.layers)
+    if request.full:
+        return every_layer(total)
+    kinds = _kinds(source.config)
+    plan = reduce(kinds) if len(kinds) == total else every_layer(total)
+    # A family may build layers by counting from the end; then the prefix of a shorter model is another model.
+    if not plan.whole and _kinds(shortened(source.config, plan.captured)) != kinds[: plan.captured]:
+        return every_layer(total)
+    return plan
+
+
+def _kinds(config: PreTrainedConfig) -> tuple[object, ...]:
+    import torch
+
+    model = build(config, torch.device("meta"), "bfloat16")
+    return kinds_of(model, config) if decoder_layers(model, config) else ()
+
+
+def build(config: PreTrainedConfig, device: torch.device, dtype: str) -> PreTrainedModel:
+    """The causal language model of a configuration, weights not initialized."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with device, no_init_weights():
+        return _model_class(config)._from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise CaptureError(f"transformers has no causal language model for {config.model_type}") from None
+    return found
+
+
+def sharding(request: Request) -> str:
+    """How transformers shards for this request, in words. Raises `CaptureError` if the installed one cannot."""
+    return _parallelism(request)[1]
+
+
+def _parallelism(request: Request) -> tuple[DistributedConfig, str]:
+    """What transformers is asked for, and a sentence on it. Its options changed within 5.x."""
+    from transformers import __version__
+    from transformers.distributed import DistributedConfig
+
+    if not request.ep:
+        return DistributedConfig(tp_size=request.world, tp_plan="auto"), f"tensor parallel over {request.world} ranks"
+    if not experts_come_alone():
+        shard = DistributedConfig(tp_size=request.world, ep_size=request.world)
+        return shard, f"experts, and all else that has a plan, sharded over {request.world} ranks"
+    if request.tp:
+        raise CaptureError(f"transformers {__version__} shards either the experts or the rest: give --ep or --tp")
+    shard = DistributedConfig(tp_size=request.world, enable_expert_parallel=True)
+    return shard, f"only the experts sharded, over {request.world} ranks (so does transformers {__version__})"
+
+
+def capture(
+    source: Source, request: Request, plan: LayerPlan, backend: Backend, on_step: Callable[[str], None] = lambda _: None
+) -> None:
+    """Hand rank 0's graph of one forward pass to `backend`, a TorchDynamo backend.
+
+    Prefill is `model(ids[batch, seq], use_cache=False)`; decode is one token a sequence against a static cache of
+    `seq` positions. `on_step` hears what is done next. Raises `CaptureError`; a `WeaveError` of the backend passes.
+    """
+    import torch
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    config = shortened(source.config, plan.captured) if not plan.whole else source.config
+    model_class = _model_class(config)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_quiet_transformers())
+        stack.enter_context(fake_group(request.world))
+        # The compiled frames of this capture must not count against the recompile limit of the next.
+        stack.callback(torch._dynamo.reset)
+        try:
+            on_step(f"building {plan.captured} of {plan.total} layers")
+            distributed, _ = _parallelism(request)
+            distributed, _, mesh = model_class.prepare_distribute_model(distributed)
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+            stack.enter_context(torch.no_grad())
+            model = build(config, torch.device("cpu"), request.dtype)
+            model = model.maybe_distribute_model(model, distributed, mesh)
+            # In the order of from_pretrained: shared weights are joined after they were sharded.
+            model.tie_weights()
+            _drop_backward_hooks(model)
+            cache = _filled_cache(model, config, request) if request.phase == "decode" else None
+            on_step("tracing the forward pass")
+
+            def lowered(gm: fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+                on_step("matching, deciding and rewriting")
+                return backend(gm, inputs)
+
+            compiled = torch.compile(model, backend=lowered, fullgraph=True, dynamic=False)
+            if cache is None:
+                compiled(torch.zeros(request.batch, request.seq, dtype=torch.long), use_cache=False)
+            else:
+                compiled(torch.zeros(request.batch, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        except Exception as error:
+            raise _as_weave_error(error, source) from error
+
+
+def _filled_cache(model: PreTrainedModel, config: PreTrainedConfig, request: Request) -> Cache:
+    """A static cache whose buffers exist: one eager token makes each layer allocate what it really stores."""
+    import torch
+    from transformers import StaticCache
+
+    cache = StaticCache(config=config, max_cache_len=request.seq)
+    model(torch.zeros(request.batch, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _drop_backward_hooks(model: nn.Module) -> None:
+    """Some plans hang backward hooks on modules; no gradient is taken here and Dynamo stops at them."""
+    for module in model.modules():
+        module._backward_hooks.clear()
+        module._is_full_backward_hook = None
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _as_weave_error(error: BaseException, source: Source) -> WeaveError:
+    """The `WeaveError` inside what Dynamo wraps around a backend's exception, else a `CaptureError` of one line."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, WeaveError):
+            return seen
+        inner = getattr(seen, "inner_exception", None)
+        seen = inner if isinstance(inner, BaseException) else seen.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return CaptureError(f"{source.name} cannot be captured: {type(error).__name__}: {lines[0][:300] if lines else ''}")

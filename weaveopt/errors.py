@@ -1,0 +1,46 @@
+"""Every error that weaveopt raises, in one file.
+
+A message says what was asked, what was found and what to do. Something that merely may not be
+rewritten is not an error: it is a `Rejection` (see `weaveopt.decision`).
+"""
+
+from __future__ import annotations
+
+
+class WeaveError(RuntimeError):
+    """Misuse, or a state in which going on would give wrong data or a hang."""
+
+
+class OptionError(WeaveError):
+    """An option, environment variable or command-line value that weaveopt does not know or accept."""
+
+
+class ProfileError(WeaveError):
+    """A machine profile that cannot be used. Names file, field, what was found and what is expected."""
+
+
+class CaptureError(WeaveError):
+    """A model that cannot be captured without weights, peers or a GPU; says what is missing."""
+
+
+class AgreementError(WeaveError):
+    """Ranks of one group would run different plans, or one of them never came to agree."""
+
+
+class ArenaError(WeaveError):
+    """Symmetric memory could not be reserved or exchanged."""
+
+
+class PeerTimeoutError(WeaveError):
+    """A wait for a peer ended without its signal; the result of the call must not be used.
+
+    The message holds op, rank, peer, slot, expected and seen epoch.
+    """
+
+
+def closest(word: str, known: tuple[str, ...]) -> str:
+    """`did you mean 'strict'?`, or the whole list when nothing is near."""
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

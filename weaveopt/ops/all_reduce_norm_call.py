@@ -1,0 +1,168 @@
+"""What is constant over the calls of an `all_reduce_norm` site, and its encoding as the op's string argument."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from weaveopt.decision import DTYPE_BYTES, Fabric
+from weaveopt.errors import WeaveError
+
+ALIGNMENT_BYTES = 64
+KERNEL_FABRICS = frozenset({Fabric.SHM})
+"""Fabrics that this family has a kernel for; the library needs none."""
+
+
+class NormKind(str, Enum):
+    RMS = "rms"
+    LAYER = "layer"
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """A norm over the last dimension, in fp32.
+
+    `rms`: `x * rsqrt(mean(x^2) + eps)`; `layer`: `(x - mean(x)) * rsqrt(var(x) + eps)`; then `* (weight +
+    weight_offset) + bias`, each where given.
+    """
+
+    kind: NormKind
+    eps: float
+    weight_offset: float = 0.0
+    """1.0 for Gemma, which stores weights around zero."""
+    cast_before_weight: bool = False
+    """Round to the activation dtype before the weight is applied (Llama), not only after (Gemma)."""
+
+
+class SumOut(str, Enum):
+    """Which rows of the op's second result a caller may read."""
+
+    NONE = "none"
+    WHOLE = "whole"
+    SHARDED = "sharded"
+    """This rank's token rows; all rows after a one-shot exchange."""
+
+
+@dataclass(frozen=True)
+class ArenaNeed:
+    """Bytes of a rank's segment that a site works in, both multiples of 64."""
+
+    partial_bytes: int
+    """Of one partial buffer. A site has two, one after the other, from `partial_offset` on."""
+    output_bytes: int
+    """Of the output region, from `output_offset` on."""
+
+
+def arena_bytes(max_tokens: int, hidden: int, dtype: str, out_dtype: str, world: int) -> ArenaNeed:
+    """What a site with at most `max_tokens` tokens needs in every rank's segment.
+
+    Sites of a group may share regions: calls follow one another, and where the layout changes from one call to
+    the next, an extra synchronization keeps them apart. So it pays to give all sites of a group the same
+    `partial_offset`, `partial_bytes` and `output_offset`. Partial buffers and output region of one site
+    must not overlap.
+    """
+    rows = -(-max_tokens // world)
+    return ArenaNeed(
+        partial_bytes=_aligned(max_tokens * hidden * DTYPE_BYTES[dtype]),
+        output_bytes=_aligned(rows * hidden * DTYPE_BYTES[out_dtype]) + _aligned(rows * hidden * DTYPE_BYTES[dtype]),
+    )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class AllReduceNormCall:
+    """One site's constants. `encode()` goes into the graph; equal on all ranks of the group."""
+
+    site: str
+    group: str
+    """Name of the process group."""
+    fabric: Fabric
+    """`shm` or `library`."""
+    world: int
+    hidden: int
+    dtype: str
+    """Of partial, residual and sum: `bfloat16`, `float16` or `float32`."""
+    out_dtype: str
+    """Of normed: `dtype` or `float32`."""
+    partial_offset: int
+    output_offset: int
+    partial_bytes: int
+    max_tokens: int
+    """More tokens go through the library."""
+    one_shot_max_tokens: int
+    """More tokens are reduced in shares (two-shot)."""
+    post: NormForm | None
+    norm: NormForm | None
+    timeout_s: float
+    scale: float = 1.0
+    residual_sharded: bool = False
+    """Above `one_shot_max_tokens`, only this rank's token rows of `residual` hold data."""
+    sum_out: SumOut = SumOut.WHOLE
+
+    def encode(self) -> str:
+        record = {
+            name: None if value is None else vars(value) if isinstance(value, NormForm) else value
+            for name, value in vars(self).items()
+        }
+        return json.dumps(record, separators=(",", ":"), sort_keys=True)
+
+    def need(self) -> ArenaNeed:
+        return arena_bytes(self.max_tokens, self.hidden, self.dtype, self.out_dtype, self.world)
+
+    def share(self, tokens: int, rank: int) -> tuple[int, int]:
+        """First and last + 1 of the token rows that `rank` reduces in a two-shot exchange."""
+        return tokens * rank // self.world, tokens * (rank + 1) // self.world
+
+
+def _form(record: dict[str, str | float | bool] | None) -> NormForm | None:
+    if record is None:
+        return None
+    return NormForm(
+        NormKind(record["kind"]),
+        float(record["eps"]),
+        float(record["weight_offset"]),
+        bool(record["cast_before_weight"]),
+    )
+
+
+@lru_cache(maxsize=None)
+def decode(text: str) -> AllReduceNormCall:
+    """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
+    try:
+        record = json.loads(text)
+        record["fabric"] = Fabric(record["fabric"])
+        record["sum_out"] = SumOut(record["sum_out"])
+        record["post"] = _form(record["post"])
+        record["norm"] = _form(record["norm"])
+        call = AllReduceNormCall(**record)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WeaveError(f"not an encoded all_reduce_norm call: {text!r}: {error}") from None
+    _check(call)
+    return call
+
+
+def _check(call: AllReduceNormCall) -> None:
+    """Raises `WeaveError` for what no kernel could run."""
+    if call.fabric not in (Fabric.SHM, Fabric.LIBRARY):
+        raise WeaveError(f"site {call.site}: all_reduce_norm has no {call.fabric.value} kernel, only shm and library")
+    if call.dtype not in ("bfloat16", "float16", "float32") or call.out_dtype not in (call.dtype, "float32"):
+        raise WeaveError(f"site {call.site}: dtype {call.dtype} with normed in {call.out_dtype} is not supported")
+    if call.norm is None and call.sum_out is SumOut.NONE:
+        raise WeaveError(f"site {call.site}: neither norm nor sum is wanted")
+    if call.fabric is Fabric.LIBRARY:
+        return
+    need = call.need()
+    partial_end = call.partial_offset + 2 * call.partial_bytes
+    output_end = call.output_offset + need.output_bytes
+    if call.partial_bytes < need.partial_bytes or call.partial_bytes % ALIGNMENT_BYTES:
+        raise WeaveError(f"site {call.site}: partial buffers of {call.partial_bytes} bytes, expected {need.partial_bytes}")
+    if call.partial_offset < output_end and call.output_offset < partial_end:
+        raise WeaveError(
+            f"site {call.site}: partial buffers [{call.partial_offset}, {partial_end}) and output region "
+            f"[{call.output_offset}, {output_end}) overlap"
+        )

@@ -1,0 +1,86 @@
+"""Step 1: take the graph that AOTAutograd made, say what it is, and remove what frameworks leave around collectives."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from weaveopt.facts import count_tokens
+from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.rule import CapturedGraph
+
+_c10d = torch.ops._c10d_functional
+_COPY = frozenset({torch.ops.aten.copy.default})
+_WAIT = frozenset({_c10d.wait_tensor.default})
+
+
+def capture(graph_module: fx.GraphModule, name: str, *, is_backward: bool, is_inference: bool) -> CapturedGraph:
+    """A copy of the graph, normalized; the graph module itself is not touched."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(graph_module.graph, val_map=copies, return_output_node=True)
+    assert isinstance(output, tuple)
+    value, output_node = output
+    made = graph.output(value)
+    made.meta.update(output_node.meta)
+    graph._codegen = graph_module.graph._codegen
+    for node in list(graph.nodes):
+        _normalize(graph, node)
+    collectives = [node for node in graph.nodes if _is_collective(node)]
+    groups = sorted({argument for node in collectives for argument in node.args[-1:] if isinstance(argument, str)})
+    phase, tokens = _phase(collectives, is_backward, is_inference)
+    return CapturedGraph(name=name, phase=phase, tokens=tokens, groups=tuple(groups), graph=graph)
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
+        and (node.target not in _WAIT)
+    )
+
+
+def _normalize(graph: fx.Graph, node: fx.Node) -> None:
+    """`copy(x, y)` that replaces all of x is y; a view of a view is one view; a wait of a wait is one wait."""
+    if is_call(node, _COPY):
+        target, source = node.args[:2]
+        if _same_layout(target, source) and isinstance(source, fx.Node):
+            _replace(graph, node, source)
+    elif is_call(node, frozenset({torch.ops.aten.view.default})) and is_call(node.args[0], SHAPE_ONLY):
+        inner = node.args[0]
+        while is_call(inner, SHAPE_ONLY):
+            inner = inner.args[0]  # type: ignore[union-attr]
+        assert isinstance(inner, fx.Node)
+        if _same_layout(inner, node):
+            _replace(graph, node, inner)
+    elif is_call(node, _WAIT) and is_call(node.args[0], _WAIT):
+        _replace(graph, node, node.args[0])  # type: ignore[arg-type]
+
+
+def _same_layout(a: object, b: object) -> bool:
+    x = tensor_of(a) if isinstance(a, fx.Node) else None
+    y = tensor_of(b) if isinstance(b, fx.Node) else None
+    if x is None or y is None or x.ndim != y.ndim or x.dtype != y.dtype:
+        return False
+    return all(p is q or p == q for p, q in zip((*x.shape, *x.stride()), (*y.shape, *y.stride()), strict=True))
+
+
+def _replace(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
+
+
+def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) -> tuple[str, int]:
+    """`decode` is one position a sequence; the token count is that of the widest all-reduce."""
+    reductions = [node for node in collectives if "all_reduce" in str(node.target)]
+    values = [v for node in reductions or collectives if (v := tensor_of(node)) is not None and v.ndim >= 2]
+    tokens = max((count_tokens(value, 0)[0] for value in values), default=0)
+    if is_backward:
+        return "backward", tokens
+    if not is_inference:
+        return "forward", tokens
+    sequences = [value for value in values if value.ndim == 3]
+    if not sequences:
+        return "inference", tokens
+    decode = all(isinstance(value.shape[1], int) and value.shape[1] == 1 for value in sequences)
+    return ("decode" if decode else "prefill"), tokens

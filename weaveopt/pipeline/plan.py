@@ -1,0 +1,131 @@
+"""Step 4: lifetimes -> arena offsets. The byte count is known before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weaveopt.decision import BufferPlan, Decision, Placement, Slot
+from weaveopt.rule import ArenaNeed, Finding, Rule
+
+_ALIGNMENT = 4096
+"""Slots start on pages, so that no two of them share one (first touch decides where a page lives)."""
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """`bytes` that are live from the `start`-th rewritten site of a group to the `end`-th, both included."""
+
+    owner: str
+    bytes: int
+    start: int
+    end: int
+
+
+def plan(findings: Sequence[Finding], decisions: Sequence[Decision], rules: Sequence[Rule]) -> tuple[BufferPlan, ...]:
+    """One plan for every process group with a rewritten site.
+
+    The operations of one group run one after another on every rank, and a call ends only when its peers have
+    read what they need of it or hold a second buffer (see `weaveopt.ops`); so a site's memory is live during
+    that site alone, and all sites of a group share the same bytes.
+    """
+    by_name = {rule.name: rule for rule in rules}
+    sharded = _sharded_values(findings, decisions)
+    by_group: dict[str, list[tuple[Finding, Decision]]] = {}
+    for finding, decision in zip(findings, decisions, strict=True):
+        if decision.rewritten:
+            by_group.setdefault(decision.site.group, []).append((finding, decision))
+    return tuple(
+        _plan_group(group, rows, {d.site.id: by_name[d.site.rule].need(d) for _, d in rows}, sharded)
+        for group, rows in sorted(by_group.items())
+    )
+
+
+def _plan_group(
+    group: str, rows: list[tuple[Finding, Decision]], needs: Mapping[str, ArenaNeed], sharded: frozenset[object]
+) -> BufferPlan:
+    partials = [_Interval(d.site.id, 2 * needs[d.site.id].partial_bytes, i, i) for i, (_, d) in enumerate(rows)]
+    outputs = [_Interval(d.site.id, needs[d.site.id].output_bytes, i, i) for i, (_, d) in enumerate(rows)]
+    # The two buffers of partial results alternate from call to call, whatever site makes it: one region for all.
+    widest = max((interval.bytes for interval in partials), default=0)
+    partial_slot = Slot(0, _aligned(widest), tuple(interval.owner for interval in partials))
+    output_slots = _place(outputs, base=partial_slot.bytes)
+    offsets = {owner: slot.offset for slot in output_slots for owner in slot.owners}
+    placements = tuple(
+        _placement(finding, decision, partial_slot, offsets[decision.site.id], sharded) for finding, decision in rows
+    )
+    end = max((slot.offset + slot.bytes for slot in (partial_slot, *output_slots)), default=0)
+    return BufferPlan(group=group, bytes=end, slots=(partial_slot, *output_slots), placements=placements)
+
+
+def _placement(
+    finding: Finding, decision: Decision, partial_slot: Slot, output_offset: int, sharded: frozenset[object]
+) -> Placement:
+    workload, match = decision.site.workload, finding.match
+    assert workload is not None and match is not None
+    return Placement(
+        site=decision.site.id,
+        partial_offset=partial_slot.offset,
+        partial_bytes=partial_slot.bytes // 2,
+        output_offset=output_offset,
+        max_tokens=workload.max_tokens,
+        residual_sharded=match.sharded_input in sharded,
+        sum_sharded=match.sharded_output in sharded,
+    )
+
+
+def _sharded_values(findings: Sequence[Finding], decisions: Sequence[Decision]) -> frozenset[object]:
+    """Values of which every rank may hold its own token rows only.
+
+    A rewritten site makes the value, and all its readers vanish into rewritten sites that read just their own
+    rows of it: the residual of consecutive sites. Both ends must divide the tokens alike and switch between
+    algorithms at the same token count, or one would read rows that the other never wrote.
+    """
+    rewritten = [(f, d) for f, d in zip(findings, decisions, strict=True) if d.rewritten and f.match is not None]
+    makers = {f.match.sharded_output: (f, d) for f, d in rewritten if f.match and f.match.sharded_output is not None}
+    sharded: set[object] = set()
+    for value, (maker, decision) in makers.items():
+        assert maker.match is not None and value is not None
+        readers = [(f, d) for f, d in rewritten if f.match is not None and f.match.sharded_input is value]
+        covered = set(maker.match.interior)
+        for finding, _ in readers:
+            assert finding.match is not None
+            covered |= finding.match.interior
+        same = all(_division(d) == _division(decision) for _, d in readers)
+        if readers and same and all(user in covered for user in value.users):
+            sharded.add(value)
+    return frozenset(sharded)
+
+
+def _division(decision: Decision) -> tuple[object, ...]:
+    workload = decision.site.workload
+    assert workload is not None
+    shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
+    return (decision.site.group, decision.chosen.fabric, decision.chosen.algorithm, *shape, decision.chosen.parameters)
+
+
+def _place(intervals: Sequence[_Interval], base: int) -> list[Slot]:
+    """Offsets such that intervals that are live together never overlap: largest first, lowest offset that is free."""
+    placed: list[tuple[_Interval, int]] = []
+    for interval in sorted(intervals, key=lambda i: (-i.bytes, i.start)):
+        offset = base
+        for other, start in sorted(placed, key=lambda pair: pair[1]):
+            together = interval.start <= other.end and other.start <= interval.end
+            if together and start < offset + _aligned(interval.bytes) and offset < start + _aligned(other.bytes):
+                offset = start + _aligned(other.bytes)
+        placed.append((interval, offset))
+    slots: dict[int, list[_Interval]] = {}
+    for interval, offset in placed:
+        slots.setdefault(offset, []).append(interval)
+    return [
+        Slot(
+            offset,
+            max(_aligned(interval.bytes) for interval in owners),
+            tuple(interval.owner for interval in sorted(owners, key=lambda i: i.start)),
+        )
+        for offset, owners in sorted(slots.items())
+    ]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

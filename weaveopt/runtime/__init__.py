@@ -1,0 +1,1 @@
+"""Who the ranks are and the memory they share: `topology` and `arena`."""
