@@ -16,6 +16,8 @@ BUILT := $(VENV)/.built
 LINTERS := $(VENV)/.linters
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 RANKS ?= $(shell $(BIN)/python -c "import os, torch; print(torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4))")
+# Where gpu-bench puts its figures: benchmarks/results/$(MACHINE)/
+MACHINE ?= gpu
 PYTEST_ARGS ?=
 GENERATE_ARGS ?=
 
@@ -35,6 +37,7 @@ test: $(BUILT)
 lint: $(BUILT) $(LINTERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m benchmarks.results_table --check
 	rm -rf $(VENV)/typed
 	$(BIN)/python setup.py -q build_py --build-lib $(VENV)/typed
 	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p weaveopt
@@ -52,7 +55,8 @@ gpu-test:
 
 gpu-bench:
 	python3 -m pip install -q --no-build-isolation --no-deps -e .
-	python3 -m benchmarks.llama_layers --device cuda
+	python3 -m benchmarks.llama_layers --device cuda --machine $(MACHINE) \
+	    --ranks $$(python3 -c "import torch; print(torch.cuda.device_count())")
 
 $(INSTALLED): requirements.txt
 	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }

@@ -41,7 +41,9 @@ def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if nvcc is None and asked == "1":
-        raise SystemExit("WEAVE_CUDA=1, but nvcc was not found: put it on PATH, set CUDA_HOME, or build with WEAVE_CUDA=0")
+        raise SystemExit(
+            "WEAVE_CUDA=1, but nvcc was not found: put it on PATH, set CUDA_HOME, or build with WEAVE_CUDA=0"
+        )
     return nvcc
 
 
@@ -83,12 +85,14 @@ setup(
         *packages("weaveopt", "weaveopt"),
         *packages("rewrites", "weaveopt.rewrites"),
         *packages("cost_model", "weaveopt.cost_model"),
+        "weaveopt.cost_model.profiles",
     ],
     package_dir={"weaveopt.rewrites": "rewrites", "weaveopt.cost_model": "cost_model"},
     package_data={
         "weaveopt": ["py.typed"],
         "weaveopt.presets": ["*.json"],
-        "weaveopt.cost_model": ["*.json", "profiles/*.json"],
+        "weaveopt.cost_model": ["*.json"],
+        "weaveopt.cost_model.profiles": ["*.json"],
     },
     ext_modules=[native] if native.sources else [],
     cmdclass={"build_ext": BuildNative},

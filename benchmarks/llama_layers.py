@@ -30,8 +30,6 @@ from examples import tiny_llama
 
 CACHE_POSITIONS = 256
 FILLED_POSITIONS = 128
-TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-1}
-"""Largest difference from eager, in units of the largest value: eight layers deep."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,12 @@ class Case:
 CASES = (Case("decode", 1, 1), Case("decode", 8, 1), Case("prefill", 1, 512), Case("prefill", 1, 2048))
 
 
-def without_all_reduce(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+def without_all_reduce(
+    gm: fx.GraphModule, inputs: list[torch.Tensor], *, mode: str | None = None
+) -> Callable[..., object]:
     """Inductor on the graph with every all-reduce replaced by its input."""
     from torch._functorch import config as functorch_config
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     @functools.wraps(compile_fx_inner)
@@ -71,7 +72,7 @@ def without_all_reduce(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callab
         return compile_fx_inner(graph_module, *args, **options)
 
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, inputs, inner_compile=inner)
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=list_mode_options(mode) if mode else None)
 
 
 def variants(model: PreTrainedModel, cuda_graphs: bool) -> dict[str, Callable[..., object]]:
@@ -81,7 +82,7 @@ def variants(model: PreTrainedModel, cuda_graphs: bool) -> dict[str, Callable[..
         "eager": model,
         "inductor": compiled(backend="inductor", mode=mode),
         "weave": compiled(backend="weave", mode=mode),
-        "without_all_reduce": compiled(backend=without_all_reduce),
+        "without_all_reduce": compiled(backend=without_all_reduce, mode=mode),
     }
 
 
@@ -106,9 +107,7 @@ class Workload:
 
     def __call__(self, forward: Callable[..., object]) -> torch.Tensor:
         caching = self.cache is not None
-        output = forward(
-            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=caching
-        )
+        output = forward(input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=caching)
         return output.last_hidden_state  # type: ignore[attr-defined]
 
     def time_us(self, forward: Callable[..., object], num_iterations: int) -> list[float]:
@@ -126,8 +125,8 @@ class Workload:
 
 def measure(workload: Workload, forwards: dict[str, Callable[..., object]], quick: bool) -> dict[str, float]:
     """Microseconds by variant: rounds in turns, median on each rank, and of the ranks the slowest."""
-    num_rounds = 2 if quick else 12
-    num_iterations = {1: 20, 8: 20, 512: 3, 2048: 1}[workload.case.tokens]
+    num_rounds = 2 if quick else 8
+    num_iterations = 20 if workload.case.phase == "decode" else 1
     times: dict[str, list[float]] = {name: [] for name in forwards}
     for turn in range(num_rounds + 1):
         # Every second round goes backwards, so that no variant always follows the same one.
@@ -141,18 +140,23 @@ def measure(workload: Workload, forwards: dict[str, Callable[..., object]], quic
     return dict(zip(times, medians.tolist(), strict=True))
 
 
-def check(workload: Workload, forwards: dict[str, Callable[..., object]], dtype: str) -> float:
-    """The largest relative difference of weave from eager; raises where it is more than rounding."""
+def largest_error(found: torch.Tensor, eager: torch.Tensor) -> float:
+    """Of all tokens, the largest `norm(found - eager) / norm(eager)`: one wrong row among thousands shows."""
+    return float(((found - eager).norm(dim=-1) / eager.norm(dim=-1)).max())
+
+
+def check(workload: Workload, forwards: dict[str, Callable[..., object]]) -> tuple[float, float]:
+    """Errors of weave and of Inductor against eager; weave's may be rounding, of which Inductor's is the measure."""
     found = {}
     for name, forward in forwards.items():  # compiles
         workload.reset()
         found[name] = workload(forward).float().clone()
-    error = float((found["weave"] - found["eager"]).abs().max() / found["eager"].abs().max())
-    assert error <= TOLERANCE[dtype], f"{workload.case}, {dtype}: weave differs from eager by {error:.2e}"
-    return error
+    weave, inductor = (largest_error(found[name], found["eager"]) for name in ("weave", "inductor"))
+    assert weave <= 2 * inductor + 1e-5, f"{workload.case}: weave is {weave:.1e} from eager, Inductor {inductor:.1e}"
+    return weave, inductor
 
 
-def run(here: tiny_llama.Ranks, dtypes: list[str], quick: bool) -> tuple[record.Row, ...]:
+def run(here: tiny_llama.Ranks, dtypes: list[str], cases: list[Case], quick: bool) -> tuple[record.Row, ...]:
     torch._dynamo.config.recompile_limit = 64  # one graph for each variant and case
     rows = []
     for dtype in dtypes:
@@ -161,24 +165,24 @@ def run(here: tiny_llama.Ranks, dtypes: list[str], quick: bool) -> tuple[record.
             num_key_value_heads=8, vocab_size=4096, max_position_embeddings=4096, tie_word_embeddings=False,
         )  # fmt: skip
         model = tiny_llama.make(llama, getattr(torch, dtype), here).model
-        for case in CASES:
+        for case in cases:
             torch._dynamo.reset()
             forwards = variants(model, here.device.type == "cuda")
             workload = Workload(model, case, here.device)
-            error = check(workload, forwards, dtype)
+            weave_error, inductor_error = check(workload, forwards)
             us = measure(workload, forwards, quick)
             row = record.row(
                 case={"phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": dtype, "ranks": here.world},
                 weave_us=us["weave"],
                 baselines={"inductor": us["inductor"], "eager": us["eager"]},
                 bound_us=us["without_all_reduce"],
-                parameters={"largest_difference_from_eager": error},
+                parameters={"weave_error": weave_error, "inductor_error": inductor_error},
             )
             rows.append(row)
             here.say(
                 f"{dtype:8} {case.phase:7} {case.tokens:5} tokens: eager {us['eager']:9.0f}  inductor "
-                f"{us['inductor']:9.0f}  weave {us['weave']:9.0f}  without all-reduce {us['without_all_reduce']:9.0f} us"
-                f"   weave {us['inductor'] / us['weave']:.2f}x inductor"
+                f"{us['inductor']:9.0f}  weave {us['weave']:9.0f}  without all-reduce {us['without_all_reduce']:9.0f}"
+                f" us   weave {us['inductor'] / us['weave']:.2f}x inductor"
             )
     return tuple(rows)
 
@@ -186,9 +190,10 @@ def run(here: tiny_llama.Ranks, dtypes: list[str], quick: bool) -> tuple[record.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(TOLERANCE), default=["bfloat16", "float32"])
+    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--machine", default="cpu", help="folder of benchmarks/results that the figures go to")
+    parser.add_argument("--phase", choices=["decode", "prefill"], help="only these cases; nothing is written")
     parser.add_argument("--quick", action="store_true", help="few rounds, and nothing is written")
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
@@ -197,8 +202,9 @@ def main() -> int:
     with tiny_llama.ranks() as here:
         assert here.device.type == args.device, f"asked for {args.device}, found {here.device.type}"
         with torch.no_grad():
-            rows = run(here, args.dtypes, args.quick)
-        if here.rank == 0 and not args.quick:
+            cases = [case for case in CASES if args.phase in (None, case.phase)]
+            rows = run(here, args.dtypes, cases, args.quick)
+        if here.rank == 0 and not args.quick and args.phase is None:
             print(record.write("llama_layers", args.machine, rows))
     return 0
 

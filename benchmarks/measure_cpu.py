@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
@@ -205,6 +206,8 @@ SUITES = {"gloo": measure_gloo, "shm": measure_shm, "products": measure_products
 
 def run_rank(suite: str, rank: int, world: int, store: str, quick: bool, results: multiprocessing.Queue[Times]) -> None:
     torch.set_num_threads(1)
+    # Compiling beside the other rank's measurement would be measured too.
+    torch._inductor.config.compile_threads = 1
     timeout = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
     with torch.inference_mode():

@@ -85,24 +85,29 @@ def curve_us(machine: Machine, fabric: Fabric, curve: Curve, message_bytes: floa
     return floor_us, rest_us
 
 
+def between_hosts_us(
+    machine: Machine, fabric: Fabric, algorithm: Algorithm, message_bytes: float, world: int, hosts: int
+) -> float:
+    """An all-reduce over several hosts: the library's better of ring and tree, else the hierarchical form."""
+    link, inter, local = fabric_costs(machine, fabric).link, machine.inter_host, ceil(world / hosts)
+    if algorithm is Algorithm.LIBRARY:
+        return min(ring_us(message_bytes, world, inter), tree_us(message_bytes, local, hosts, link, inter))
+    return hierarchical_us(message_bytes, local, hosts, link, inter)
+
+
 def modelled_us(
     machine: Machine, fabric: Fabric, algorithm: Algorithm, message_bytes: float, world: int, hosts: int
 ) -> tuple[float, float]:
     """(latency, rest) of an all-reduce without a measured curve, from the links' α and β and one launch."""
-    link, inter = fabric_costs(machine, fabric).link, machine.inter_host
-    crowding = machine.crowding(world, hosts)
     if hosts > 1:
-        local = ceil(world / hosts)
-        times = {0.0: 0.0, message_bytes: 0.0}
-        for size in times:
-            if algorithm is Algorithm.LIBRARY:
-                times[size] = min(ring_us(size, world, inter), tree_us(size, local, hosts, link, inter))
-            else:
-                times[size] = hierarchical_us(size, local, hosts, link, inter)
-        latency_us, total_us = times[0.0], times[message_bytes]
-        return (machine.memory.floor_us + latency_us) * crowding, (total_us - latency_us) * crowding
-    latency_us = machine.memory.floor_us + latency_steps(algorithm, world) * link.latency_us
-    return latency_us * crowding, link.us(traffic_factor(fabric, algorithm, world) * message_bytes) * crowding
+        latency_us = between_hosts_us(machine, fabric, algorithm, 0.0, world, hosts)
+        rest_us = between_hosts_us(machine, fabric, algorithm, message_bytes, world, hosts) - latency_us
+    else:
+        link = fabric_costs(machine, fabric).link
+        latency_us = latency_steps(algorithm, world) * link.latency_us
+        rest_us = link.us(traffic_factor(fabric, algorithm, world) * message_bytes)
+    crowding = machine.crowding(world, hosts)
+    return (machine.memory.floor_us + latency_us) * crowding, rest_us * crowding
 
 
 def all_reduce_parts_us(

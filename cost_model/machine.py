@@ -144,7 +144,9 @@ class Machine:
         """
         named = dict(self.origins)
         used = [("memory", self.memory.origin)]
-        used += [(f"products.{each.dtype}", each.origin) for each in self.products if not dtypes or each.dtype in dtypes]
+        used += [
+            (f"products.{each.dtype}", each.origin) for each in self.products if not dtypes or each.dtype in dtypes
+        ]
         if hosts != 1:
             used += [("inter_host", self.inter_host.origin)]
         for costs in self.fabric_costs:

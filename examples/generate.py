@@ -14,12 +14,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-import tiny_llama
 import torch
 import torch.distributed as dist
 from transformers import CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+import tiny_llama
 import weaveopt
 
 TIE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 
-import tiny_llama
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
+import tiny_llama
 import weaveopt
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

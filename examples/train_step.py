@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-import tiny_llama
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+import tiny_llama
 import weaveopt
 
 TOLERANCE = 1e-4
@@ -53,11 +54,13 @@ def main() -> int:
         for name, grad in grads.items():
             error = float((grad - compiled_grads[name]).norm() / grad.norm().clamp_min(1e-12))
             worst, where = max((worst, where), (error, name))
-        print(
+        lines: list[str | None] = [None] * here.world
+        line = (
             f"rank {here.rank}: loss {loss:.6f} eager, {compiled_loss:.6f} compiled; {len(grads)} gradients, "
-            f"largest relative difference {worst:.1e} ({where})",
-            flush=True,
+            f"largest relative difference {worst:.1e} ({where})"
         )
+        dist.all_gather_object(lines, line)
+        here.say("\n".join(str(found) for found in lines))
         here.say(str(weaveopt.report(model)))
         return 0 if worst <= TOLERANCE else 1
 

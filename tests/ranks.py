@@ -43,8 +43,11 @@ def free_port() -> int:
 
 def _main(
     fn: Callable[..., object], rank: int, world: int, port: int, args: tuple[object, ...], threads: int,
-    results: multiprocessing.Queue[Outcome],
+    results: multiprocessing.Queue[Outcome], environment: dict[str, str],
 ) -> None:  # fmt: skip
+    # The server that ranks are forked from has the environment of its own start.
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     try:
@@ -64,14 +67,15 @@ def collect(
     fn: Callable[..., object], world: int, *args: object, timeout_s: float = 120.0, threads: int = 1
 ) -> list[Outcome]:
     """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Loading torch costs more than most tests: the server does it once, before it has any thread.
+    context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_main, args=(fn, rank, world, port, args, threads, results), daemon=True)
+        context.Process(target=_main, args=(fn, rank, world, port, args, threads, results, dict(os.environ)))
         for rank in range(world)
     ]
-    # Only this process's threads count: an OMP_NUM_THREADS that ranks inherit is read when torch is loaded.
     for process in processes:
         process.start()
     try:

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cost_model", "ops"),
     ("rule", "pattern", "facts", "norm", "reduced", "splice"),
     ("rewrites", "pipeline"),
-    ("backend", "registry"),
+    ("backend", "registry", "inductor"),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

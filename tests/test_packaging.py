@@ -47,7 +47,9 @@ def test_backend_entry_point_loads() -> None:
 def test_command_is_installed() -> None:
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="weaveopt")
     assert entry.value == "weaveopt.cli.main:main"
-    done = subprocess.run([sys.executable, "-m", "weaveopt.cli.main", "--help"], capture_output=True, text=True, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-m", "weaveopt.cli.main", "--help"], capture_output=True, text=True, cwd="/"
+    )
     assert done.returncode == 0, done.stderr
     assert "explain" in done.stdout and "doctor" in done.stdout
 
@@ -107,3 +109,20 @@ def test_wheel_names_its_entry_points_and_needs(wheel: zipfile.ZipFile) -> None:
     assert "weave = weaveopt.backend:weave" in wheel.read(f"{info}/entry_points.txt").decode()
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "Requires-Dist: torch>=2.11" in metadata and "Requires-Python: >=3.11" in metadata
+
+
+def test_readme_lists_every_option_and_rule() -> None:
+    from weaveopt.config import OPTIONS
+    from weaveopt.rewrites import RULES
+
+    readme = (ROOT / "README.md").read_text()
+    for option in OPTIONS:
+        start = f"| `{option.name}` | `{option.env}` |"
+        (line,) = (line for line in readme.splitlines() if line.startswith(start))
+        assert line.endswith(f"| {option.help} |"), line
+        assert option.default in ((), None) or f"| {option.default:g} |" in line or f"| {option.default} |" in line, (
+            line
+        )
+    for rule in RULES:
+        (line,) = (line for line in readme.splitlines() if line.startswith(f"| `{rule.name}`"))
+        assert "planned" not in line

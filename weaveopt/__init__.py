@@ -23,7 +23,22 @@ __all__ = ["WeaveError", "__version__", "report"]
 
 
 def report(model: object | None = None) -> Report:
-    """What was rewritten in `model`, what was not, and why; printing it gives the tables of `weaveopt explain`."""
-    from weaveopt.registry import report as found
+    """What was rewritten in `model`, what was not, and why; printing it gives the tables of `weaveopt explain`.
 
-    return found(model)
+    `model` is what `torch.compile` returned, or a module on which `.compile(backend="weave")` was called; None
+    stands for everything that this process compiled.
+    """
+    from dataclasses import fields
+
+    from weaveopt import registry
+    from weaveopt.cli import render
+    from weaveopt.decision import Report
+
+    class PrintedReport(Report):
+        """A report that prints as tables; the record below it knows nothing of terminals."""
+
+        def __str__(self) -> str:
+            return render.text(self)
+
+    found = registry.report(model)
+    return PrintedReport(*(getattr(found, field.name) for field in fields(found)))

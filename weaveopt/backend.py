@@ -15,15 +15,14 @@ from itertools import count
 
 import torch
 import torch.fx as fx
-from torch._functorch import config as functorch_config
-from torch._inductor import list_mode_options, list_options
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from weaveopt import cost_model, registry
+from weaveopt import cost_model, inductor, registry
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
 from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport
 from weaveopt.errors import WeaveError
+from weaveopt.facts import groups_in
+from weaveopt.inductor import Compiled
 from weaveopt.pipeline.bind import await_peers, bind
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import decide
@@ -31,11 +30,10 @@ from weaveopt.pipeline.plan import plan
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.rewrites import RULES, names
-from weaveopt.rule import CapturedGraph, Context, Finding
+from weaveopt.rule import CapturedGraph, Context
 from weaveopt.runtime import topology
 from weaveopt.runtime.topology import Topology
 
-Compiled = Callable[..., object]
 _graph_numbers = count()
 
 
@@ -52,85 +50,85 @@ def weave(
     the compiled function, before any of its kernels runs, so that it reaches the caller as it is.
     """
     try:
-        config = resolve(options, tuple(list_options()), names())
-        patches = {**(list_mode_options(mode) if mode else {}), **dict(config.inductor)}
-        if config.cuda_graphs:
-            patches["triton.cudagraphs"] = True
+        config = resolve(options, inductor.known_options(), names())
         entry = registry.open_entry(example_inputs)
 
         # Inductor's own signature: what it passes is handed on untouched.
-        def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **inductor: object) -> object:
-            captured, context, report = optimize(
-                module,
-                config,
-                is_backward=bool(inductor.get("is_backward")),
-                is_inference=bool(inductor.get("is_inference")),
-            )
-            registry.add(entry, report, context)
-            compiled = compile_fx_inner(module, inputs, **inductor)  # type: ignore[arg-type]
+        def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
+            is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
+            captured, context = optimize(module, config, entry, is_backward=is_backward, is_inference=is_inference)
+            compiled = inductor.compile_graph(module, inputs, arguments)
             await_peers(captured, context)
             return compiled
 
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(graph_module, example_inputs, inner_compile=optimize_and_compile, config_patches=patches)  # type: ignore[arg-type, no-any-return]
+        patches = inductor.patches_for(mode, config)
+        return inductor.compile_with(optimize_and_compile, graph_module, example_inputs, patches)
     except WeaveError as error:
         return _raiser(error)
 
 
 def optimize(
-    module: fx.GraphModule, config: Config, *, is_backward: bool, is_inference: bool
-) -> tuple[CapturedGraph, Context, GraphReport]:
+    module: fx.GraphModule, config: Config, entry: registry.Entry, *, is_backward: bool, is_inference: bool
+) -> tuple[CapturedGraph, Context]:
     """All six steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
-    started = time.perf_counter()
-    captured = capture(module, f"graph{next(_graph_numbers)}", is_backward=is_backward, is_inference=is_inference)
+    clock = _Clock()
+    captured, failure = _capture(module, is_backward, is_inference)
+    clock.lap("capture")
     topologies = {group: topology.discover(group, config.compile_timeout_s) for group in captured.groups}
     context = Context(config, _machine_for(config, topologies), topologies)
-    report, decisions, plans, fallback = _steps(captured, context, started)
-    bind(captured, decisions, plans, fallback, context)
-    if fallback is None and any(decision.rewritten for decision in decisions):
+    report = _steps(captured, context, clock, failure)
+    registry.add(entry, report, context)
+    # Ranks agree even where a step failed on this one: the others must not go on without it.
+    bind(captured, report, context)
+    if report.fallbacks and config.strict:
+        failed = report.fallbacks[0]
+        raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
+    if report.num_rewritten:
         module.graph = captured.graph
-    return captured, context, report
+    return captured, context
 
 
-def _steps(
-    captured: CapturedGraph, context: Context, started: float
-) -> tuple[GraphReport, tuple[Decision, ...], tuple[BufferPlan, ...], Fallback | None]:
-    """Recognize, decide, plan, rewrite. A failure is a fallback that the report holds, unless `strict`."""
-    clock = _Clock(started)
-    clock.lap("capture")
+def _capture(module: fx.GraphModule, is_backward: bool, is_inference: bool) -> tuple[CapturedGraph, Fallback | None]:
+    name = f"graph{next(_graph_numbers)}"
+    try:
+        return capture(module, name, is_backward=is_backward, is_inference=is_inference), None
+    except Exception as error:  # a graph of a form never seen: it still compiles as it is
+        plain = CapturedGraph(name, "unknown", 0, groups_in(module.graph), module.graph)
+        return plain, Fallback(name, "capture", _first_line(error))
+
+
+def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fallback | None) -> GraphReport:
+    """Recognize, decide, plan, rewrite. A failure is a fallback that the report holds: the graph runs unrewritten."""
+    clock.restart()  # ranks may have waited for each other since
     step = "recognize"
-    findings: tuple[Finding, ...] = ()
     decisions: tuple[Decision, ...] = ()
     plans: tuple[BufferPlan, ...] = ()
     rounding: tuple[str, ...] = ()
-    fallback: Fallback | None = None
-    try:
-        findings = recognize(captured, RULES, context)
-        clock.lap(step)
-        step = "decide"
-        decisions = decide(findings, RULES, context)
-        clock.lap(step)
-        step = "plan"
-        plans = plan(findings, decisions, RULES)
-        clock.lap(step)
-        step = "rewrite"
-        rounding = rewrite(captured, findings, decisions, plans, RULES, context)
-        clock.lap(step)
-    except Exception as error:  # whatever went wrong, the unrewritten graph is still right
-        if context.config.strict:
-            raise WeaveError(f"step {step!r} failed on {captured.name}: {_first_line(error)}") from error
-        fallback = Fallback(captured.name, step, _first_line(error))
-    report = GraphReport(
+    if failure is None:
+        try:
+            findings = recognize(captured, RULES, context)
+            clock.lap(step)
+            step = "decide"
+            decisions = decide(findings, RULES, context)
+            clock.lap(step)
+            step = "plan"
+            plans = plan(findings, decisions, RULES)
+            clock.lap(step)
+            step = "rewrite"
+            rounding = rewrite(captured, findings, decisions, plans, RULES, context)
+            clock.lap(step)
+        except Exception as error:  # whatever went wrong, the unrewritten graph is still right
+            failure = Fallback(captured.name, step, _first_line(error))
+    return GraphReport(
         name=captured.name,
         phase=captured.phase,
         tokens=captured.tokens,
-        decisions=decisions if fallback is None else (),
-        plans=plans if fallback is None else (),
+        decisions=decisions if failure is None else (),
+        plans=plans if failure is None else (),
         rounding=rounding,
-        fallbacks=() if fallback is None else (fallback,),
+        fallbacks=() if failure is None else (failure,),
         steps_us=clock.laps,
     )
-    return report, report.decisions, report.plans, fallback
 
 
 def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[GraphReport], None]) -> Compiled:
@@ -140,12 +138,13 @@ def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[G
     of the right shapes, so it is good for fake inputs alone.
     """
 
-    def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **inductor: object) -> object:
-        started = time.perf_counter()
-        backward, inference = bool(inductor.get("is_backward")), bool(inductor.get("is_inference"))
-        captured = capture(module, f"graph{next(_graph_numbers)}", is_backward=backward, is_inference=inference)
+    def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
+        clock = _Clock()
+        backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
+        captured, failure = _capture(module, backward, inference)
+        clock.lap("capture")
         context = Context(config, machine, dict.fromkeys(captured.groups, known))
-        sink(_steps(captured, context, started)[0])
+        sink(_steps(captured, context, clock, failure))
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 
@@ -157,8 +156,7 @@ def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[G
         return returns_fakes
 
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> Compiled:
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(graph_module, example_inputs, inner_compile=inner_compile)  # type: ignore[arg-type, no-any-return]
+        return inductor.compile_with(inner_compile, graph_module, example_inputs)
 
     return backend
 
@@ -166,9 +164,12 @@ def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[G
 class _Clock:
     """How long each step took, for the report."""
 
-    def __init__(self, started: float) -> None:
-        self._last = started
+    def __init__(self) -> None:
+        self.restart()
         self._laps: list[tuple[str, float]] = []
+
+    def restart(self) -> None:
+        self._last = time.perf_counter()
 
     def lap(self, step: str) -> None:
         now = time.perf_counter()

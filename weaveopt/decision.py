@@ -237,6 +237,10 @@ class GraphReport:
     """Time that each step of weaveopt took in this compile."""
 
     @property
+    def num_rewritten(self) -> int:
+        return sum(decision.rewritten for decision in self.decisions)
+
+    @property
     def unfused_us(self) -> float:
         return sum(d.unfused.us * d.site.count for d in self.decisions if d.unfused is not None)
 

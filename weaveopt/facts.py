@@ -22,6 +22,22 @@ def group_of(collective: fx.Node) -> str:
     return words[-1] if words else ""
 
 
+def collectives_in(graph: fx.Graph) -> list[fx.Node]:
+    """The functional collectives of a graph, without the waits for them."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
+        and "wait" not in str(node.target)
+    ]
+
+
+def groups_in(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the process groups that a graph communicates in, sorted."""
+    return tuple(sorted({name for node in collectives_in(graph) if (name := group_of(node))}))
+
+
 def module_of(node: fx.Node) -> str:
     """Path of the innermost module that traced `node` or what it reads; empty in hand-written functions."""
     for candidate in (node, *node.all_input_nodes):

@@ -104,9 +104,33 @@ bool exited(const Header& header, uint64_t own_namespace) {
     throw std::runtime_error(what + ": " + std::strerror(error));
 }
 
-// A nameless file in memory of `bytes` that are really there: a full /dev/shm must be an error now, not a SIGBUS at
-// the first store. Containers often have a /dev/shm of 64 MiB; a memfd counts against their memory instead.
+// Bytes that the host could still give; 0 if it does not say.
+uint64_t available_bytes() {
+    std::FILE* file = std::fopen("/proc/meminfo", "re");
+    if (file == nullptr) return 0;
+    char line[128];
+    unsigned long long kib = 0;
+    while (std::fgets(line, sizeof line, file) != nullptr) {
+        if (std::sscanf(line, "MemAvailable: %llu kB", &kib) == 1) break;
+    }
+    std::fclose(file);
+    return kib * 1024;
+}
+
+// Sizes `fd` with memory that is really there: a full /dev/shm must be an error now, not a SIGBUS at the first store.
+int allocate(int fd, std::size_t bytes) {
+    if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) return errno;
+    return posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+}
+
+// A file in memory, of `bytes`, that has no name.
 int make_file(std::size_t bytes) {
+    const std::string what = "cannot reserve " + std::to_string(bytes) + " bytes of shared memory";
+    // memfd has no limit of its own: past the host's memory it would call the OOM killer instead of failing.
+    const uint64_t available = available_bytes();
+    if (available != 0 && bytes > available) {
+        throw std::runtime_error(what + ": the host has " + std::to_string(available) + " available");
+    }
     std::random_device random;
     char name[64];
     std::snprintf(name, sizeof name, "/weaveopt-%08x%08x%08x", random(), random(), random());
@@ -114,23 +138,18 @@ int make_file(std::size_t bytes) {
     int fd = shm_open(name, O_CREAT | O_EXCL | O_RDWR, 0600);
     if (fd >= 0) {
         shm_unlink(name);
-        error = ftruncate(fd, static_cast<off_t>(bytes)) != 0 ? errno : posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+        error = allocate(fd, bytes);
         if (error == 0) return fd;
         close(fd);
     } else {
         error = errno;
     }
+    // Containers often have a /dev/shm of 64 MiB; a memfd counts against their memory instead.
     fd = memfd_create("weaveopt", MFD_CLOEXEC);
-    if (fd >= 0) {
-        int second = fchmod(fd, 0600) != 0                                  ? errno
-                     : ftruncate(fd, static_cast<off_t>(bytes)) != 0        ? errno
-                                                                            : posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-        if (second == 0) return fd;
-        close(fd);
-        fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory (/dev/shm: " + std::strerror(error) +
-                 "; memfd)", second);
-    }
-    fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory in /dev/shm", error);
+    int second = fd < 0 || fchmod(fd, 0600) != 0 ? errno : allocate(fd, bytes);
+    if (second == 0) return fd;
+    if (fd >= 0) close(fd);
+    fail(what + " in /dev/shm (" + std::strerror(error) + ") or as memfd", second);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_events_of_one_stream_never_overlap(report: Report) -> None:
     complete = [e for e in json.loads(trace.to_trace(report))["traceEvents"] if e["ph"] == "X"]
     for track in {(e["pid"], e["tid"]) for e in complete}:
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if (e["pid"], e["tid"]) == track)
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
 
 
 def test_overlap_moves_communication_under_computation() -> None:

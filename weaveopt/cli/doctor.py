@@ -55,7 +55,16 @@ def run(form: str) -> int:
     return 0 if usable else 1
 
 
-NEEDED = ("python", "torch", "transformers", "weaveopt", "backend entry point", "native part", "shared memory", "fabric shm")
+NEEDED = (
+    "python",
+    "torch",
+    "transformers",
+    "weaveopt",
+    "backend entry point",
+    "native part",
+    "shared memory",
+    "fabric shm",
+)
 
 
 def examine() -> tuple[Check, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig, PreTrainedModel
     from transformers.distributed import DistributedConfig
 
-    Backend = Callable[[fx.GraphModule, list[object]], Callable[..., object]]
+    Backend = Callable[..., object]
 
 RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -157,7 +157,7 @@ def capture(
             cache = _filled_cache(model, config, request) if request.phase == "decode" else None
             on_step("tracing the forward pass")
 
-            def lowered(gm: fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+            def lowered(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> object:
                 on_step("matching, deciding and rewriting")
                 return backend(gm, inputs)
 
@@ -201,11 +201,13 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _as_weave_error(error: BaseException, source: Source) -> WeaveError:
     """The `WeaveError` inside what Dynamo wraps around a backend's exception, else a `CaptureError` of one line."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, WeaveError):
-            return seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else seen.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return CaptureError(f"{source.name} cannot be captured: {type(error).__name__}: {lines[0][:300] if lines else ''}")
+    innermost: BaseException | None = error
+    root = error
+    while innermost is not None:
+        if isinstance(innermost, WeaveError):
+            return innermost
+        root = innermost
+        inner = getattr(innermost, "inner_exception", None)
+        innermost = inner if isinstance(inner, BaseException) else innermost.__cause__
+    lines = [line.strip() for line in str(root).splitlines() if line.strip()]
+    return CaptureError(f"{source.name} cannot be captured: {type(root).__name__}: {lines[0][:300] if lines else ''}")

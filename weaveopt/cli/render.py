@@ -14,7 +14,6 @@ from rich.text import Text
 from weaveopt.cli.reasons import collect, tried
 from weaveopt.decision import LEAVE, Candidate, Decision, Fabric, GraphReport, MachineSummary, Report
 
-
 DEFAULT_WIDTH = 120
 MINIMUM_WIDTH = 100
 """Below this the words of the table do not fit side by side; a narrower terminal folds the lines."""

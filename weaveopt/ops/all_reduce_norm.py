@@ -179,7 +179,7 @@ def _finish(
     if call.post is not None:
         total = _norm(total, post_weight, post_bias, call.post, dtype)
     if residual is not None:
-        total = residual.float() + total.view(residual.shape)
+        total = residual.contiguous().float() + total.view(residual.shape)
     rounded = total.to(dtype)
     empty = rounded.new_empty(0)
     out = rounded if call.sum_out is not SumOut.NONE else empty

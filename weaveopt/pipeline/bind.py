@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
-from weaveopt.decision import BufferPlan, Decision, Fallback
+from weaveopt.decision import GraphReport
 from weaveopt.errors import AgreementError
 from weaveopt.rule import CapturedGraph, Context
 from weaveopt.runtime import arena, topology
@@ -23,13 +22,7 @@ Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
 
 
-def bind(
-    captured: CapturedGraph,
-    decisions: Sequence[Decision],
-    plans: Sequence[BufferPlan],
-    fallback: Fallback | None,
-    context: Context,
-) -> None:
+def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None:
     """Agree in every group that the graph communicates in, then reserve its arena.
 
     Raises `AgreementError` naming the rank and the first thing that differs, before any kernel runs.
@@ -38,14 +31,13 @@ def bind(
         known = context.topologies[group]
         if known.fake or known.world < 2:
             continue
-        document = describe(captured, group, decisions, plans, fallback, context)
+        document = describe(group, report, context)
         _compare(group, document, context.config.compile_timeout_s)
-    if fallback is None:
-        for plan in plans:
-            known = context.topologies[plan.group]
-            if not known.fake:
-                num_bytes = max(plan.bytes, context.config.arena_bytes)
-                arena.reserve(known, num_bytes, context.config.compile_timeout_s)
+    for plan in report.plans:
+        known = context.topologies[plan.group]
+        if not known.fake:
+            num_bytes = max(plan.bytes, context.config.arena_bytes)
+            arena.reserve(known, num_bytes, context.config.compile_timeout_s)
 
 
 def await_peers(captured: CapturedGraph, context: Context) -> None:
@@ -56,14 +48,7 @@ def await_peers(captured: CapturedGraph, context: Context) -> None:
             _gather(group, {}, "the end of compilation", context.config.compile_timeout_s)
 
 
-def describe(
-    captured: CapturedGraph,
-    group: str,
-    decisions: Sequence[Decision],
-    plans: Sequence[BufferPlan],
-    fallback: Fallback | None,
-    context: Context,
-) -> Document:
+def describe(group: str, report: GraphReport, context: Context) -> Document:
     """Everything that must be the same on all ranks of `group`, in the order in which differences are told."""
     import weaveopt
 
@@ -73,9 +58,9 @@ def describe(
     document["machine of the CPU"] = platform.machine()
     document["machine profile"] = context.machine.name
     document["constants of the machine profile"] = _digest(context.machine)
-    document["phase of the graph"] = captured.phase
-    document["fallback"] = "none" if fallback is None else f"{fallback.step}: {fallback.error}"
-    for decision in decisions:
+    document["phase of the graph"] = report.phase
+    document["fallback"] = "; ".join(f"{f.step}: {f.error}" for f in report.fallbacks)
+    for decision in report.decisions:
         if decision.site.group == group:
             document[f"site {decision.site.id} ({decision.site.module})"] = json.dumps(
                 {
@@ -84,7 +69,7 @@ def describe(
                     "chosen": _plain(decision.chosen),
                 }
             )
-    for plan in plans:
+    for plan in report.plans:
         if plan.group == group:
             document["arena plan"] = json.dumps(_plain(plan))
     return document

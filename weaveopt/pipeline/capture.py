@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from weaveopt.facts import count_tokens
+from weaveopt.facts import collectives_in, count_tokens, groups_in
 from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.rule import CapturedGraph
 
@@ -26,18 +26,8 @@ def capture(graph_module: fx.GraphModule, name: str, *, is_backward: bool, is_in
     graph._codegen = graph_module.graph._codegen
     for node in list(graph.nodes):
         _normalize(graph, node)
-    collectives = [node for node in graph.nodes if _is_collective(node)]
-    groups = sorted({argument for node in collectives for argument in node.args[-1:] if isinstance(argument, str)})
-    phase, tokens = _phase(collectives, is_backward, is_inference)
-    return CapturedGraph(name=name, phase=phase, tokens=tokens, groups=tuple(groups), graph=graph)
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "_c10d_functional"
-        and (node.target not in _WAIT)
-    )
+    phase, tokens = _phase(collectives_in(graph), is_backward, is_inference)
+    return CapturedGraph(name=name, phase=phase, tokens=tokens, groups=groups_in(graph), graph=graph)
 
 
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:

@@ -1,0 +1,187 @@
+"""`weave::all_reduce_norm` on CPU ranks against gloo's all-reduce followed by Inductor's add + RMSNorm.
+
+    python -m benchmarks.all_reduce_rms_norm [--worlds 2,3,4] [--quick]
+
+All variants of a case take turns in one run on the same spawned ranks, one thread each, hidden 4096, bf16. A time is
+the median over iterations, of the ranks the slowest. `bound` is what memory allows: the bytes that the op must move
+(partial result and residual in, sum and normed out, each once) at the copy bandwidth that this run measured with all
+ranks copying at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from tests.ranks import run_ranks
+from weaveopt.decision import Algorithm, Fabric
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, arena_bytes
+
+HIDDEN = 4096
+DTYPE = torch.bfloat16
+EPS = 1e-5
+TOKENS = (1, 8, 64, 512, 4096)
+GROUP = "0"
+TIMEOUT_S = 60.0
+NUM_ROUNDS = 4
+"""Variants take turns this often, so that drift of the machine meets all of them."""
+GLOO, UNFUSED, COPY = "gloo_all_reduce", "gloo_then_inductor", "copy"
+
+
+@dataclass(frozen=True)
+class Medians:
+    """Median microseconds by variant at one token count, on one rank."""
+
+    tokens: int
+    us: dict[str, float]
+
+
+def unfused(partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Llama's layers do between one product and the next."""
+    reduced = torch.ops._c10d_functional.all_reduce(partial, "sum", GROUP)
+    total = torch.ops._c10d_functional.wait_tensor(reduced) + residual
+    wide = total.float()
+    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(DTYPE)
+    return weight * scaled, total
+
+
+def variants(world: int, rank: int, tokens: int) -> dict[str, Callable[[], object]]:
+    from weaveopt.runtime import arena, topology
+
+    random = torch.Generator().manual_seed(rank)
+    partial = torch.randn(tokens, HIDDEN, generator=random).to(DTYPE)
+    residual = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(99)).to(DTYPE)
+    weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(7)).to(DTYPE)
+    need = arena_bytes(tokens, HIDDEN, "bfloat16", "bfloat16", world)
+    arena.reserve(topology.discover(GROUP, TIMEOUT_S), 2 * need.partial_bytes + need.output_bytes, TIMEOUT_S)
+    one_shot = AllReduceNormCall(
+        site=f"benchmark.{tokens}", group=GROUP, fabric=Fabric.SHM, world=world, hidden=HIDDEN, dtype="bfloat16",
+        out_dtype="bfloat16", partial_offset=0, output_offset=2 * need.partial_bytes, partial_bytes=need.partial_bytes,
+        max_tokens=tokens, one_shot_max_tokens=tokens, post=None,
+        norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    calls = {
+        Algorithm.ONE_SHOT.value: one_shot.encode(),
+        Algorithm.TWO_SHOT.value: replace(one_shot, one_shot_max_tokens=0).encode(),
+    }
+    fused = torch.ops.weave.all_reduce_norm.default
+    compiled = torch.compile(unfused, dynamic=False)
+    buffer = partial.clone()
+
+    def ours(call: str) -> Callable[[], object]:
+        return lambda: fused(partial, None, None, residual, None, None, weight, None, call)
+
+    steps = {name: ours(call) for name, call in calls.items()}
+    want = compiled(partial, residual, weight)
+    for name, step in steps.items():
+        for got, expected in zip(step(), want, strict=True):  # type: ignore[call-overload]
+            torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name} {text}")
+    steps[UNFUSED] = lambda: compiled(partial, residual, weight)
+    # In place, as a library user would; gloo's own time does not depend on the values.
+    steps[GLOO] = lambda: dist.all_reduce(buffer.zero_())
+    return steps
+
+
+def time_us(step: Callable[[], object], num_iterations: int) -> list[float]:
+    times = []
+    for _ in range(num_iterations):
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def copy_bytes_per_us() -> float:
+    """Bytes read and written per microsecond by this rank while all copy, far beyond the caches."""
+    source = torch.ones(64 << 20, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    dist.barrier()
+    return 2 * source.numel() / statistics.median(time_us(lambda: target.copy_(source), 20))
+
+
+def rank_main(rank: int, world: int, quick: bool) -> tuple[float, list[Medians]]:
+    import weaveopt.ops  # noqa: F401
+
+    torch._dynamo.config.recompile_limit = 64
+    bandwidth = copy_bytes_per_us()
+    found = []
+    with torch.no_grad():
+        for tokens in TOKENS[:3] if quick else TOKENS:
+            steps = variants(world, rank, tokens)
+            num_iterations = max(4, min(400, 100_000 // (tokens * 16))) // (4 if quick else 1)
+            times: dict[str, list[float]] = {name: [] for name in steps}
+            for _ in range(NUM_ROUNDS):
+                for name, step in steps.items():
+                    dist.barrier()
+                    time_us(step, 2)
+                    times[name] += time_us(step, num_iterations)
+            found.append(Medians(tokens, {name: statistics.median(us) for name, us in times.items()}))
+    return bandwidth, found
+
+
+def bound_us(tokens: int, bytes_per_us: float) -> float:
+    return 4 * tokens * HIDDEN * DTYPE.itemsize / bytes_per_us
+
+
+def measure(world: int, quick: bool) -> list[record.Row]:
+    by_rank = run_ranks(rank_main, world, world, quick, timeout_s=900)
+    bandwidth = min(per_rank[0] for per_rank in by_rank)
+    rows = []
+    for index, first in enumerate(by_rank[0][1]):
+        us = {name: max(per_rank[1][index].us[name] for per_rank in by_rank) for name in first.us}
+        ours = {algorithm.value: us[algorithm.value] for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)}
+        best = min(ours, key=lambda name: ours[name])
+        rows.append(
+            record.row(
+                case={"ranks": world, "tokens": first.tokens, "hidden": HIDDEN, "dtype": "bfloat16"},
+                weave_us=ours[best],
+                baselines={UNFUSED: us[UNFUSED]},
+                bound_us=bound_us(first.tokens, bandwidth),
+                parameters={
+                    "algorithm": best, **{f"{name}_us": round(t, 3) for name, t in ours.items()},
+                    f"{GLOO}_us": round(us[GLOO], 3), "copy_bytes_per_us": round(bandwidth, 1),
+                },
+            )
+        )  # fmt: skip
+    return rows
+
+
+def show(rows: list[record.Row]) -> None:
+    table = Table(title=f"all-reduce + residual + RMSNorm, hidden {HIDDEN}, bf16, microseconds")
+    columns = "ranks tokens gloo_then_inductor gloo_all_reduce one_shot two_shot best ratio bound best/bound"
+    for name in columns.split():
+        table.add_column(name, justify="right")
+    for row in rows:
+        bound = row.bound_us or 0.0
+        figures = [row.baselines[UNFUSED], row.parameters[f"{GLOO}_us"], row.parameters["one_shot_us"],
+                   row.parameters["two_shot_us"], row.weave_us]  # fmt: skip
+        table.add_row(
+            str(row.case["ranks"]), str(row.case["tokens"]), *(f"{figure:.1f}" for figure in figures),
+            f"{row.ratio:.2f}x", f"{bound:.1f}", f"{row.weave_us / bound:.1f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default="2,3,4", help="rank counts (default: 2,3,4)")
+    parser.add_argument("--machine", default="cpu", help="folder of benchmarks/results that the figures go to")
+    parser.add_argument("--quick", action="store_true", help="few iterations, small cases; nothing is written")
+    args = parser.parse_args()
+    rows = [row for world in args.worlds.split(",") for row in measure(int(world), args.quick)]
+    show(rows)
+    if not args.quick:
+        print(record.write("all_reduce_rms_norm", args.machine, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The result files that all suites write: `benchmarks/results/<machine>/<suite>.json`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+Scalar = bool | int | float | str
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "weaveopt")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: our time beside the baselines' from the same run. All times in microseconds."""
+
+    case: dict[str, Scalar]
+    weave_us: float
+    baselines: dict[str, float]
+    best_baseline: str
+    ratio: float
+    """Best baseline's time over ours: above 1 we are faster."""
+    predicted_us: float | None
+    """What the cost model says of this case."""
+    bound_us: float | None
+    """What the hardware allows at best."""
+    parameters: dict[str, Scalar]
+
+
+def row(
+    *,
+    case: Mapping[str, Scalar],
+    weave_us: float,
+    baselines: Mapping[str, float],
+    predicted_us: float | None = None,
+    bound_us: float | None = None,
+    parameters: Mapping[str, Scalar] | None = None,
+) -> Row:
+    """A row; finds the best baseline."""
+    best = min(baselines, key=lambda name: baselines[name])
+    return Row(
+        case=dict(case),
+        weave_us=round(weave_us, 3),
+        baselines={name: round(us, 3) for name, us in baselines.items()},
+        best_baseline=best,
+        ratio=round(baselines[best] / weave_us, 3),
+        predicted_us=None if predicted_us is None else round(predicted_us, 3),
+        bound_us=None if bound_us is None else round(bound_us, 3),
+        parameters=dict(parameters or {}),
+    )
+
+
+def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
+    """Writes the suite's result file, whole, and returns its path."""
+    path = RESULTS / machine / f"{suite}.json"
+    record = {
+        "suite": suite,
+        "machine": machine,
+        "host": {"processor": _processor(), "cores": len(os.sched_getaffinity(0))},
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "versions": _versions(),
+        "rows": [asdict(entry) for entry in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _commit() -> str | None:
+    """The commit that was measured, with `+` where the working tree differs from it; None outside of git."""
+    folder = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", ":(top,exclude)benchmarks/results"],
+            cwd=folder, capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

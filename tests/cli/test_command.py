@@ -1,0 +1,156 @@
+"""The command line: what is wrong gets one clear line on stderr, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weaveopt import cost_model, presets
+from weaveopt.cli import explain, main
+
+
+def _config(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def _profile(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "machine.json"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    code = main.main(argv)
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("weaveopt: error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "COMMAND"),
+        ("explane", "invalid choice"),
+        ("explain", "MODEL"),
+        ("explain llama-3.3-7b --tp 8", "did you mean 'llama-3.3-70b'"),
+        ("explain zzz", "known: "),
+        ("explain ./nowhere/config.json", "No such file"),
+        ("explain llama-3.3-70b --tp 16 --nodes 2", "2, 4, 8 do"),
+        ("explain llama-3.3-70b --tp 3", "64 query, 8 key-value"),
+        ("explain qwen3-235b-a22b --tp 8", "2, 4 do"),
+        ("explain mixtral-8x22b --ep 3", "8 experts"),
+        ("explain llama-3.3-70b --ep 8", "no expert-parallel plan for llama"),
+        ("explain gpt-oss-120b --tp 8", "no tensor-parallel plan for gpt_oss; it has an expert-parallel plan"),
+        ("explain mixtral-8x22b --tp 2 --ep 4", "same number twice"),
+        ("explain llama-3.3-70b --tp 1", "at least 2"),
+        ("explain llama-3.3-70b --tp 0", "--tp 0"),
+        ("explain llama-3.3-70b --tp eight", "invalid int value"),
+        ("explain llama-3.3-70b --tp 8 --batch 0", "--batch 0: expected at least 1"),
+        ("explain llama-3.3-70b --tp 8 --seq -5", "--seq -5: expected at least 1"),
+        ("explain llama-3.3-70b --tp 8 --tokens 0", "--tokens 0: expected at least 1"),
+        ("explain llama-3.3-70b --tp 8 --tokens 64 --seq 64", "one or the other"),
+        ("explain llama-3.3-70b --tp 8 --layers 81", "has 80"),
+        ("explain llama-3.3-70b --tp 8 --layers 2 --full", "one or the other"),
+        ("explain llama-3.3-70b --tp 8 --nodes 3", "evenly"),
+        ("explain llama-3.3-70b --tp 8 --nodes 1 --machine h200x4", "raise --nodes"),
+        ("explain llama-3.3-70b --tp 8 --machine h1000x8", "h100x8"),
+        ("explain llama-3.3-70b --tp 8 --disable all_reduce_norm", "did you mean 'all_reduce_rms_norm'"),
+        ("explain llama-3.3-70b --tp 8 --why x --format json", "--format json"),
+        ("explain llama-3.3-70b --tp 8 --output /no/such/place/report.json --format json", "no directory"),
+        ("explain llama-3.3-70b --tp 8 --dtype int8", "invalid choice"),
+        ("explain llama-3.3-70b --tp 8 --phase both", "invalid choice"),
+        ("doctor --format xml", "invalid choice"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in _error(words.split(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no 'model_type'"),
+        ('{"hidden_size": 8}', "no 'model_type'"),
+        ('{"model_type": "lama"}', "did you mean 'llama'"),
+        ('{"model_type": "gpt2"}', "no tensor-parallel plan for gpt2"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "not a valid llama configuration"),
+        ('{"model_type": "t5"}', "t5"),
+    ],
+)
+def test_configurations_that_cannot_be_used(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _error(["explain", _config(tmp_path, text), "--tp", "2"], capsys)
+
+
+def test_a_directory_without_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read" in _error(["explain", str(tmp_path), "--tp", "2"], capsys)
+
+
+def test_a_binary_file_as_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"\xff\xfe\x00\x80")
+    assert "not UTF-8 text" in _error(["explain", str(file), "--tp", "2"], capsys)
+
+
+def test_a_hub_id_without_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def unreachable(*_: object, **__: object) -> object:
+        raise OSError("We couldn't connect to the hub\nCheck your connection")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    error = _error(["explain", "meta-llama/Llama-3.3-70B", "--tp", "8"], capsys)
+    assert "cannot get the configuration of 'meta-llama/Llama-3.3-70B'" in error
+    assert "did you mean 'llama-3.3-70b'" in error
+
+
+@pytest.mark.parametrize("spoil", ["missing", "negative", "unreadable"])
+def test_profiles_that_cannot_be_used(spoil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(cost_model.dumps(cost_model.load("cpu")))
+    if spoil == "missing":
+        del document["ranks_per_host"]
+    document["relative_error"] = -1 if spoil == "negative" else document["relative_error"]
+    text = "{" if spoil == "unreadable" else json.dumps(document)
+    error = _error(["explain", "llama-3.3-70b", "--tp", "8", "--machine", _profile(tmp_path, text)], capsys)
+    assert {"missing": "ranks_per_host", "negative": "relative_error", "unreadable": "machine.json"}[spoil] in error
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    code = "import sys; from weaveopt.cli.main import main; main(['explain', '--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.rstrip().endswith("False")
+    assert all(name in done.stdout for name in ("llama-3.3-70b", "--why", "--machine"))
+
+
+def test_interrupt_and_closed_pipe_are_quiet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(explain, "run", interrupted)
+    assert main.main(["explain", "llama-3.3-70b"]) == 130
+    assert capfd.readouterr().err == ""
+    line = f"{sys.executable} -m weaveopt.cli.main doctor | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+
+
+def test_every_preset_is_named_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main.main(["explain", "--help"]) == 0
+    assert all(name in "".join(out.getvalue().split()) for name in presets.names())

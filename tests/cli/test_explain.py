@@ -1,0 +1,95 @@
+"""`weaveopt explain` from the command line to the report: all-reduces, estimates, alternatives, formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weaveopt.cli import model_source, report_json
+from weaveopt.cli.explain import DEFAULT_MACHINE
+from weaveopt.cli.main import main
+from weaveopt.decision import Decision, Report
+
+EMBEDDING = int(not model_source.experts_come_alone())
+"""All-reduces behind the embedding: later transformers share it by vocabulary."""
+
+
+def _explain(words: str, tmp_path: Path) -> Report:
+    file = tmp_path / "report.json"
+    assert main(["explain", *words.split(), "--format", "json", "--output", str(file)]) == 0
+    return report_json.from_json(file.read_text(encoding="utf-8"))
+
+
+def _num_all_reduces(report: Report) -> int:
+    return sum(d.site.count * len(d.site.collectives) for graph in report.graphs for d in graph.decisions)
+
+
+def _assert_complete(decision: Decision) -> None:
+    """A choice, an estimate with its terms before and after, and every alternative with its reasons."""
+    assert decision.unfused is not None
+    assert decision.unfused.terms
+    assert decision.chosen.estimate is not None
+    assert decision.chosen.estimate.terms
+    assert decision.chosen.allowed
+    assert decision.alternatives
+    for candidate in decision.alternatives:
+        assert candidate.estimate is not None or candidate.rejections, candidate
+        assert all(r.code and r.message for r in candidate.rejections)
+
+
+def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
+    report = _explain("llama-3.3-70b --tp 8 --tokens 4096 --machine h100x8", tmp_path)
+    assert (report.model, report.world, report.fallbacks) == ("llama-3.3-70b", 8, ())
+    assert report.machine is not None
+    assert report.machine.name == "h100x8"
+    (graph,) = report.graphs
+    assert (graph.phase, graph.tokens) == ("prefill", 4096)
+    assert _num_all_reduces(report) == 160 + EMBEDDING
+    for decision in graph.decisions:
+        _assert_complete(decision)
+        assert decision.site.workload is not None
+        assert (decision.site.workload.tokens, decision.site.workload.hidden) == (4096, 8192)
+
+
+def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
+    report = _explain("mixtral-8x22b --tp 2 --machine cpu --phase decode --batch 4 --seq 128", tmp_path)
+    (graph,) = report.graphs
+    assert (graph.phase, graph.tokens) == ("decode", 4)
+    assert _num_all_reduces(report) == 2 * 56 + EMBEDDING
+    assert sum(d.site.count for d in graph.decisions if d.rewritten) > 0
+    assert sum(plan.bytes for plan in graph.plans) > 0
+
+
+def test_defaults_disable_why_and_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEAVE_MACHINE", raising=False)
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **config}))
+    assert main(["explain", str(tmp_path), "--seq", "16"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert f"machine: {DEFAULT_MACHINE}" in captured.out
+    assert f"{tmp_path.name} on 4 ranks" in captured.out  # as many as the heads allow
+    assert "16 tokens" in captured.out
+
+    cpu = ["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--machine", "cpu"]
+    assert main([*cpu, "--why", "self_attn.o_proj", "--disable", "all_reduce_rms_norm"]) == 0
+    text = capsys.readouterr().out
+    assert "chosen: leave on library" in text
+    assert "model.layers.0.self_attn.o_proj" in text
+
+    assert main([*cpu, "--format", "trace"]) == 0
+    events = json.loads(capsys.readouterr().out)["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def test_why_of_an_unknown_site_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **config}))
+    assert main(["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--why", "nothing_like_it"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("weaveopt: error: --why nothing_like_it: no such site")
+    assert captured.err.count("\n") == 1

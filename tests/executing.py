@@ -1,0 +1,35 @@
+"""A backend for tests: the six steps for real, then the rewritten graph as it is, without Inductor's code generation.
+
+It shows what the rewrite and the kernels compute at a tenth of the compile time; a few tests go through Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.fx as fx
+from functorch.compile import make_boxed_func
+
+from weaveopt import inductor, registry
+from weaveopt.backend import optimize
+from weaveopt.config import Config
+from weaveopt.decision import GraphReport
+
+FORCED = Config(force=("all_reduce_rms_norm",), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
+"""Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""
+
+
+def executing(config: Config, reports: list[GraphReport]) -> Callable[..., object]:
+    """A dynamo backend; the reports of its graphs are appended to `reports`."""
+
+    def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
+        entry = registry.open_entry(())
+        backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
+        optimize(module, config, entry, is_backward=backward, is_inference=inference)
+        reports.extend(entry.graphs)
+        return make_boxed_func(module.forward)
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
+        return inductor.compile_with(inner_compile, graph_module, example_inputs)
+
+    return backend

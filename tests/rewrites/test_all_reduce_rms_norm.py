@@ -1,0 +1,192 @@
+"""The rule: every form is found, every refusal has its reason, and the rewritten graph computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from tests import forms
+from tests.executing import FORCED, executing
+from tests.preview import previewed
+from tests.ranks import run_ranks
+from tests.tolerances import LIBRARY, assert_close
+from weaveopt import backend
+from weaveopt.decision import LEAVE, GraphReport
+from weaveopt.pipeline.rewrite import rewrite
+from weaveopt.rule import CapturedGraph
+
+EXPECTED = {
+    "pre_norm": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "other_order": "all_reduce(partial) + residual -> rms_norm(eps=1e-05)",
+    "residual_dead": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "gemma_norm": "all_reduce(partial) + residual -> rms_norm(eps=3e-06, weight + 1)",
+    "fp32_weight": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "library_norm": "all_reduce(partial) + residual -> rms_norm(eps=0.0001)",
+    "no_weight": "all_reduce(partial) + residual -> rms_norm(eps=0.0001)",
+    "layer_norm": "all_reduce(partial) + residual -> layer_norm(eps=1e-05)",
+    "cohere": "all_reduce(partial) + all_reduce(partial) + residual -> layer_norm(eps=1e-05)",
+    "mixture": "all_reduce(partial) + all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "post_norm": "all_reduce(partial) -> rms_norm(eps=1e-05) + residual",
+    "gemma_sandwich": "all_reduce(partial) -> rms_norm(eps=3e-06, weight + 1) + residual"
+    " -> rms_norm(eps=3e-06, weight + 1)",
+    "embedding": "(all_reduce(partial)) * scale -> rms_norm(eps=1e-06)",
+    "scaled": "(all_reduce(partial)) * scale + residual -> rms_norm(eps=1e-06)",
+    "reduced_bias": "all_reduce(partial) + bias + residual -> rms_norm(eps=1e-06)",
+    "product_bias": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "two_dimensions": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "no_residual": "all_reduce(partial) -> rms_norm(eps=1e-06)",
+    "norm_read_twice": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "chain": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+}
+
+
+def inputs(dtype: torch.dtype, rank: int = 0, tokens: tuple[int, int] = (2, 7)) -> tuple[Tensor, Tensor]:
+    x = torch.randn(*tokens, forms.INNER, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
+    residual = torch.randn(*tokens, forms.HIDDEN, generator=torch.Generator().manual_seed(7)).to(dtype)
+    return x, residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", forms.FORMS, ids=lambda form: form.__name__)
+def test_form_is_found(form: object, dtype: torch.dtype) -> None:
+    assert callable(form)
+    weights = forms.make_weights(dtype)
+    report = previewed(lambda x, r: form(weights, x, r), inputs(dtype))
+    assert report.fallbacks == ()
+    assert [d.site.form for d in report.decisions] == [EXPECTED[form.__name__]] * (3 if form is forms.chain else 1)
+    assert all(d.rewritten for d in report.decisions)
+
+
+def test_residual_of_a_chain_stays_sharded() -> None:
+    weights = forms.make_weights(torch.float32)
+    report = previewed(lambda x, r: forms.chain(weights, x, r), inputs(torch.float32))
+    placements = report.plans[0].placements
+    assert [p.residual_sharded for p in placements] == [False, True, True]
+    assert [p.sum_sharded for p in placements] == [True, True, False]
+
+
+def test_product_writes_into_the_arena_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[str] = []
+
+    def spying(captured: CapturedGraph, *rest: object) -> tuple[str, ...]:
+        rounding = rewrite(captured, *rest)  # type: ignore[arg-type]
+        targets.extend(str(node.target) for node in captured.graph.nodes)
+        return rounding
+
+    monkeypatch.setattr(backend, "rewrite", spying)
+    weights = forms.make_weights(torch.float32)
+    previewed(lambda x, r: forms.cohere(weights, x, r), inputs(torch.float32))
+    assert targets.count("weave.mm_all_reduce_norm.default") == 1
+    # The other product is what the first one accumulates onto; neither all-reduce is left.
+    assert targets.count("aten.mm.default") == 2 and not any("c10d" in target for target in targets)
+
+
+def _wait_escapes(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    reduced = forms.all_reduce(x @ w.product)
+    return forms.rms(r + reduced, w.norm), reduced * 2
+
+
+def _no_norm(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    return ((r + forms.all_reduce(x @ w.product)).relu(),)
+
+
+def _maximum(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    return (forms.rms(r + functional.all_reduce(x @ w.product, "max", dist.group.WORLD), w.norm),)
+
+
+def _double(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    return (forms.rms(r.double() + forms.all_reduce((x @ w.product).double()), w.norm.double()),)
+
+
+def _two_residuals(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    return (forms.rms(r + forms.all_reduce(x @ w.product) + r.relu(), w.norm),)
+
+
+def _residual_in_fp32(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    return (forms.rms(r.float() + forms.all_reduce((x @ w.product).bfloat16()), w.norm),)
+
+
+def _heads_normed(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    heads = forms.all_reduce(x @ w.product).unflatten(-1, (4, 16))
+    return (forms.rms(heads, w.norm[:16]),)
+
+
+@pytest.mark.parametrize(
+    ("form", "code"),
+    [
+        (_wait_escapes, "read_by_several"),
+        (_no_norm, "no_norm_follows"),
+        (_maximum, "not_a_sum"),
+        (_double, "dtype_not_supported"),
+        (_two_residuals, "second_residual"),
+        (_residual_in_fp32, "dtype_changes"),
+        (_heads_normed, "hidden_is_split"),
+    ],
+)
+def test_refusal_has_its_reason(form: object, code: str) -> None:
+    assert callable(form)
+    weights = forms.make_weights(torch.float32)
+    report = previewed(lambda x, r: form(weights, x, r), inputs(torch.float32))
+    assert report.fallbacks == ()
+    for decision in report.decisions:
+        assert decision.chosen.choice == LEAVE
+        assert [r.code for r in decision.site.rejections] == [code]
+        assert decision.site.rejections[0].message and decision.site.rejections[0].values
+
+
+def test_one_rank_is_left_alone() -> None:
+    weights = forms.make_weights(torch.float32)
+    report = previewed(lambda x, r: forms.pre_norm(weights, x, r), inputs(torch.float32), world=1)
+    assert [r.code for d in report.decisions for r in d.site.rejections] in ([], ["one_rank"])
+    assert report.num_rewritten == 0
+
+
+def test_a_disabled_rule_says_so() -> None:
+    weights = forms.make_weights(torch.float32)
+    fn = lambda x, r: forms.pre_norm(weights, x, r)  # noqa: E731
+    report = previewed(fn, inputs(torch.float32), disable=("all_reduce_rms_norm",), force=())
+    codes = {r.code for d in report.decisions for c in d.alternatives for r in c.rejections}
+    assert report.num_rewritten == 0 and "disabled" in codes
+
+
+def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list[str]:
+    """Runs every form rewritten and eager on real ranks; returns what was not rewritten."""
+    weights = forms.make_weights(dtype)
+    x, residual = inputs(dtype, rank, tokens)
+    left: list[str] = []
+    for form in forms.FORMS:
+        reports: list[GraphReport] = []
+        torch._dynamo.reset()
+        with torch.no_grad():
+            want = form(weights, x, residual)
+            compiled = torch.compile(lambda x, r, form=form: form(weights, x, r), backend=executing(FORCED, reports))
+            got = compiled(x, residual)
+            again = compiled(x, residual)
+        for index, (a, b, c) in enumerate(zip(got, want, again, strict=True)):
+            assert a.dtype == b.dtype
+            assert_close(a.to(dtype), b.to(dtype), LIBRARY, f"{form.__name__} output {index}")
+            assert torch.equal(a, c), f"{form.__name__} output {index} differs between runs"
+            everyone = [torch.empty_like(a) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, a.contiguous())
+            assert all(torch.equal(a, other) for other in everyone), (
+                f"{form.__name__} output {index} differs between ranks"
+            )
+        left.extend(form.__name__ for report in reports if report.num_rewritten != len(report.decisions))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "tokens"),
+    [
+        (2, torch.bfloat16, (2, 7)),
+        (2, torch.float32, (1, 160)),
+        (3, torch.float32, (5, 1)),
+        (3, torch.float16, (2, 120)),
+    ],
+)
+def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
+    for left in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):
+        assert left == []

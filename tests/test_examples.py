@@ -1,0 +1,106 @@
+"""The examples and launch configurations, as the README starts them, on two CPU ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "examples" / "configs"
+LIMIT_S = 240
+
+
+def launch(*command: str) -> str:
+    """What `python -m <command>` prints; fails with all of it if the command does."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def torchrun(example: str, *arguments: str) -> str:
+    return launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}", *arguments)
+
+
+def test_generate_agrees_with_eager_and_reports_what_it_rewrote() -> None:
+    shape = ("--hidden", "128", "--layers", "1", "--new-tokens", "8", "--rounds", "0")
+    config = str(CONFIGS / "accelerate_one_host.yaml")
+    found = launch(
+        "accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "--main_process_port", "0",
+        "examples/generate.py", *shape,
+    )  # fmt: skip
+    assert "tokens agree with eager" in found
+    assert "all_reduce_rms_norm" in found and "decode" in found
+
+
+def test_train_step_has_eagers_gradients() -> None:
+    found = torchrun("train_step.py", "--hidden", "64", "--layers", "1")
+    assert "rank 0: loss" in found and "rank 1: loss" in found
+    assert "forward" in found and "backward" in found
+
+
+def test_hand_written_block_is_rewritten() -> None:
+    assert "1 rewritten" in torchrun("hand_written.py")
+
+
+def test_accelerate_refuses_the_backends_name() -> None:
+    """The README's first trap. If this fails, accelerate has opened its list, and the README can say so."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--dynamo_backend", "weave", "examples/generate.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2
+    assert "invalid choice: 'weave'" in done.stderr
+
+
+def test_two_hosts_meet(tmp_path: Path) -> None:
+    """Both halves of the two-host configuration on this host, one rank each."""
+    script = tmp_path / "meet.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        "print('ranks met:', int(total))\n"
+        "dist.destroy_process_group()\n"
+    )
+    port = free_port()
+    halves = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+                str(CONFIGS / "accelerate_two_hosts.yaml"), "--num_processes", "2", "--machine_rank", str(host),
+                "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in (0, 1)
+    ]  # fmt: skip
+    try:
+        printed = [half.communicate(timeout=LIMIT_S)[0] for half in halves]
+    finally:
+        for half in halves:
+            half.kill()
+    assert [half.returncode for half in halves] == [0, 0], printed
+    assert all("ranks met: 2" in text for text in printed), printed
+
+
+@pytest.mark.parametrize("name", ["generate.py", "train_step.py", "hand_written.py"])
+def test_examples_have_a_main(name: str) -> None:
+    text = (ROOT / "examples" / name).read_text()
+    assert "def main() -> int:" in text and "sys.exit(main())" in text
