@@ -55,23 +55,25 @@ class AllReduceRMSNorm:
         if not all_reduces:
             return []
         norms = find_norms(graph)
-        findings: list[Finding] = []
+        followed: list[tuple[fx.Node, Reduced | Rejection]] = []
         merged: set[fx.Node] = set()
         for node in all_reduces:
-            if node in merged:
-                continue
-            reduced = follow(node, norms)
-            if isinstance(reduced, Reduced):
-                merged.update(reduced.collectives)
-            findings.append(self._finding(node, reduced, context))
-        return findings
+            if node not in merged:
+                reduced = follow(node, norms)
+                followed.append((node, reduced))
+                if isinstance(reduced, Reduced):
+                    merged.update(reduced.collectives)
+        absorbed = frozenset(n for _, each in followed if isinstance(each, Reduced) for n in each.passed)
+        return [self._finding(node, reduced, absorbed, context) for node, reduced in followed]
 
-    def _finding(self, node: fx.Node, reduced: Reduced | Rejection, context: Context) -> Finding:
+    def _finding(
+        self, node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.Node], context: Context
+    ) -> Finding:
         group = group_of(node)
         if isinstance(reduced, Rejection):
             return Finding(self._site(node, (node,), group, None, "", (reduced,)), None)
         match = _matched(reduced)
-        workload = _workload(reduced, match, group, context)
+        workload = _workload(reduced, match, absorbed, context)
         rejections = _rejections(reduced, workload, group, context)
         site = self._site(node, reduced.collectives, group, workload, reduced.text, rejections)
         return Finding(site, None if rejections else match)
@@ -136,7 +138,9 @@ class AllReduceRMSNorm:
                 why.append(Rejection("slower_algorithm", f"{chosen.value} is predicted faster at this size", values))
             estimate = None
             if known:
-                estimate = cost_model.estimate_all_reduce_norm(machine, workload, fabric, algorithm)
+                estimate = cost_model.estimate_all_reduce_norm(
+                    machine, workload, fabric, algorithm, sum_sharded=workload.sum_may_shard
+                )
             parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
             lowerings.append(Candidate(self.name, fabric, algorithm, parameters, estimate, tuple(why)))
         return lowerings
@@ -232,9 +236,9 @@ def _product_and_addend(reduced: Reduced, products: list[fx.Node | None]) -> tup
     return None, None
 
 
-def _workload(reduced: Reduced, match: SiteMatch, group: str, context: Context) -> Workload | None:
+def _workload(reduced: Reduced, match: SiteMatch, absorbed: frozenset[fx.Node], context: Context) -> Workload | None:
     value = tensor_of(reduced.collectives[0])
-    topology = context.topologies.get(group)
+    topology = context.topologies.get(group_of(reduced.collectives[0]))
     if value is None or topology is None or value.dtype not in DTYPE_NAMES:
         return None
     tokens, max_tokens = count_tokens(value, context.config.max_tokens)
@@ -255,6 +259,7 @@ def _workload(reduced: Reduced, match: SiteMatch, group: str, context: Context) 
         num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
         has_residual=reduced.residual is not None,
         sum_is_used=_is_read_elsewhere(reduced),
+        sum_may_shard=all(user in absorbed or user in match.interior for user in reduced.total.users),
     )
 
 

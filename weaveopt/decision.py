@@ -68,6 +68,8 @@ class Workload:
     has_residual: bool = True
     sum_is_used: bool = True
     """Whether the graph reads the sum (partials + residual) after this site."""
+    sum_may_shard: bool = False
+    """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
 
     @property
     def dynamic(self) -> bool:

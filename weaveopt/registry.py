@@ -39,7 +39,9 @@ def open_entry(example_inputs: Sequence[object]) -> Entry:
 
 def add(entry: Entry, report: GraphReport, context: Context) -> None:
     entry.graphs.append(report)
-    entry.machine = context.machine.summary()
+    workloads = [d.site.workload for d in report.decisions if d.site.workload is not None]
+    hosts = max((workload.hosts for workload in workloads), default=1)
+    entry.machine = context.machine.summary(tuple(sorted({w.dtype for w in workloads})), hosts)
     entry.world = max([entry.world, *(known.world for known in context.topologies.values())])
 
 

@@ -112,7 +112,8 @@ def test_never_falls_with_bytes(name: str) -> None:
     assert kernels == sorted(kernels)
     for dtype in ("bfloat16", "float32"):
         products = [cost_model.product_us(machine, Product(1 << e, 1024, 1024), dtype) for e in range(15)]
-        assert all(later >= 0.9 * before for before, later in pairwise(products)), dtype
+        # A library changes kernels as rows grow: four rows in fp32 measured 16 % faster than two on CPU.
+        assert all(later >= 0.8 * before for before, later in pairwise(products)), dtype
 
 
 @pytest.mark.parametrize("name", MACHINES)

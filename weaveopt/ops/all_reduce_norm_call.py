@@ -160,7 +160,9 @@ def _check(call: AllReduceNormCall) -> None:
     partial_end = call.partial_offset + 2 * call.partial_bytes
     output_end = call.output_offset + need.output_bytes
     if call.partial_bytes < need.partial_bytes or call.partial_bytes % ALIGNMENT_BYTES:
-        raise WeaveError(f"site {call.site}: partial buffers of {call.partial_bytes} bytes, expected {need.partial_bytes}")
+        raise WeaveError(
+            f"site {call.site}: partial buffers of {call.partial_bytes} bytes, expected {need.partial_bytes}"
+        )
     if call.partial_offset < output_end and call.output_offset < partial_end:
         raise WeaveError(
             f"site {call.site}: partial buffers [{call.partial_offset}, {partial_end}) and output region "

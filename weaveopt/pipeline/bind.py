@@ -62,21 +62,18 @@ def describe(group: str, report: GraphReport, context: Context) -> Document:
     document["fallback"] = "; ".join(f"{f.step}: {f.error}" for f in report.fallbacks)
     for decision in report.decisions:
         if decision.site.group == group:
-            document[f"site {decision.site.id} ({decision.site.module})"] = json.dumps(
-                {
-                    "workload": _plain(decision.site.workload),
-                    "form": decision.site.form,
-                    "chosen": _plain(decision.chosen),
-                }
-            )
+            where = f"site {decision.site.id} ({decision.site.module or 'no module'})"
+            document[f"{where}: form"] = decision.site.form
+            document[f"{where}: workload"] = _text(decision.site.workload)
+            document[f"{where}: choice"] = _text(decision.chosen)
     for plan in report.plans:
         if plan.group == group:
-            document["arena plan"] = json.dumps(_plain(plan))
+            document["arena plan"] = _text(plan)
     return document
 
 
-def _plain(record: object) -> object:
-    return None if record is None else asdict(record)  # type: ignore[call-overload]
+def _text(record: object) -> str:
+    return "nothing" if record is None else json.dumps(asdict(record))  # type: ignore[call-overload]
 
 
 def _digest(record: object) -> str:

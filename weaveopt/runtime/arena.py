@@ -100,7 +100,9 @@ def reserve(topology: Topology, num_bytes: int, timeout_s: float) -> Arena:
     """
     name = topology.group.name
     if topology.fake or _native is None:
-        raise ArenaError(f"group {name!r}: no shared memory " + ("without peers" if topology.fake else "(no native part)"))
+        raise ArenaError(
+            f"group {name!r}: no shared memory " + ("without peers" if topology.fake else "(no native part)")
+        )
     pg = topologies.process_group(name)
     entry = _entries.get(name)
     if entry is not None and entry.process_group() is pg and not entry.arena.closed:

@@ -168,7 +168,9 @@ def process_group(group_name: str) -> dist.ProcessGroup:
     try:
         return c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError) as error:
-        raise WeaveError(f"there is no process group {group_name!r} (torch.distributed initialized?): {error}") from None
+        raise WeaveError(
+            f"there is no process group {group_name!r} (torch.distributed initialized?): {error}"
+        ) from None
 
 
 def _look_up(group_name: str, timeout_s: float) -> _Known:

@@ -1,0 +1,228 @@
+"""`torch.compile(backend="weave")` through Inductor on real ranks: results, shapes, training, groups, caches."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests import forms
+from tests.ranks import run_ranks
+from tests.tolerances import LIBRARY, assert_close
+
+FORCE = {"force": ["all_reduce_rms_norm"], "strict": True}
+
+
+class Block(nn.Module):
+    """Two residual blocks as `parallelize_module` users write them, with biases."""
+
+    def __init__(self, norm: type[nn.Module] = nn.RMSNorm) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ModuleList(nn.Linear(64, 128) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(128, 64) for _ in range(2))
+        self.norms = nn.ModuleList(norm(64) for _ in range(2))
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down, norm in zip(self.up, self.down, self.norms, strict=True):
+            x = x + down(torch.relu(up(norm(x))))
+        return self.head(self.norms[0](x))  # type: ignore[no-any-return]
+
+
+def _parallel(model: nn.Module, mesh: object) -> nn.Module:
+    plan = {f"up.{i}": ColwiseParallel() for i in range(2)} | {f"down.{i}": RowwiseParallel() for i in range(2)}
+    return parallelize_module(model, mesh, plan)  # type: ignore[arg-type]
+
+
+def _inference(rank: int) -> list[str]:
+    """By name alone, with a mode, and with options; then what the report says of it."""
+    import weaveopt
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))
+    for norm in (nn.RMSNorm, nn.LayerNorm):
+        model = _parallel(Block(norm), mesh)
+        with torch.no_grad():
+            want = model(x)
+            for settings in ({}, {"mode": "reduce-overhead"}, {"options": FORCE}):
+                torch._dynamo.reset()
+                got = torch.compile(model, backend="weave", **settings)(x)  # type: ignore[call-overload]
+                assert_close(got, want, LIBRARY, f"{norm.__name__} {settings}")
+    compiled = torch.compile(model, backend="weave", options=FORCE)  # type: ignore[call-overload]
+    with torch.no_grad():
+        compiled(x)
+    report = weaveopt.report(compiled)
+    assert [d.chosen.choice for d in report.graphs[-1].decisions] == ["all_reduce_rms_norm"] * 2
+    assert "all_reduce_rms_norm" in str(report) and "down" in str(report)
+    assert weaveopt.report(nn.Linear(2, 2)).notes, "a model that was never compiled says so"
+    return [d.site.module for d in report.graphs[-1].decisions]
+
+
+def test_inference_by_name_mode_and_options() -> None:
+    assert run_ranks(_inference, 2, timeout_s=300) == [["down.0", "down.1"]] * 2
+
+
+def _dynamic(rank: int) -> int:
+    """Token counts from 1 to more than was planned for, in one graph."""
+    weights = forms.make_weights(torch.float32)
+    graphs = 0
+
+    def counting(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        from weaveopt.backend import weave
+
+        return weave(gm, inputs, options={**FORCE, "max_tokens": 40, "timeout_s": 30.0})
+
+    compiled = torch.compile(lambda x, r: forms.chain(weights, x, r), backend=counting, dynamic=True)
+    with torch.no_grad():
+        for tokens in (4, 7, 1024, 40, 41, 2, 33):
+            x = torch.randn(1, tokens, forms.INNER, generator=torch.Generator().manual_seed(rank))
+            residual = torch.randn(1, tokens, forms.HIDDEN, generator=torch.Generator().manual_seed(9))
+            want = forms.chain(weights, x, residual)
+            for a, b in zip(compiled(x, residual), want, strict=True):
+                assert_close(a, b, LIBRARY, f"{tokens} tokens")
+    return graphs
+
+
+def test_dynamic_token_counts_share_a_graph() -> None:
+    assert run_ranks(_dynamic, 3, timeout_s=300) == [1, 1, 1]
+
+
+def _training(rank: int) -> None:
+    """Forward and backward: gradients equal eager's, and every site left alone says why."""
+    import weaveopt
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(2))
+    for options in ({}, FORCE):
+        grads = []
+        for compile_it in (False, True):
+            torch._dynamo.reset()
+            model = _parallel(Block(), mesh)
+            fn = torch.compile(model, backend="weave", options=options) if compile_it else model  # type: ignore[call-overload]
+            for _ in range(2):
+                fn(x).square().sum().backward()
+            grads.append([p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()])
+        for want, got in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        report = weaveopt.report(fn)
+        phases = [graph.phase for graph in report.graphs]
+        assert phases == ["forward", "backward"], phases
+        for graph in report.graphs:
+            assert all(d.rewritten or d.site.rejections or d.alternatives for d in graph.decisions)
+
+
+def test_training_gradients_equal_eager() -> None:
+    run_ranks(_training, 2, timeout_s=300)
+
+
+def _mesh(rank: int) -> None:
+    """A 2 x 2 mesh: products reduced over one dimension, then over the other, in one graph."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weights = forms.make_weights(torch.float32)
+    tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        first = residual + functional.all_reduce(x @ weights.product, "sum", tp)
+        hidden = forms.rms(first, weights.norm) @ weights.after
+        second = first + functional.all_reduce(hidden @ weights.second, "sum", dp)
+        return forms.rms(second, weights.norm_2), second
+
+    x = torch.randn(2, 5, forms.INNER, generator=torch.Generator().manual_seed(rank))
+    residual = torch.randn(2, 5, forms.HIDDEN, generator=torch.Generator().manual_seed(rank // 2))
+    with torch.no_grad():
+        want = block(x, residual)
+        compiled = torch.compile(block, backend="weave", options=FORCE)  # type: ignore[call-overload]
+        for _ in range(3):
+            for a, b in zip(compiled(x, residual), want, strict=True):
+                assert_close(a, b, LIBRARY, "mesh")
+    import weaveopt
+
+    decisions = [d for graph in weaveopt.report().graphs for d in graph.decisions]
+    assert len({d.site.group for d in decisions}) == 2 and all(d.rewritten for d in decisions)
+
+
+def test_several_groups_in_one_graph() -> None:
+    run_ranks(_mesh, 4, timeout_s=300)
+
+
+def _warm(rank: int, folder: str) -> tuple[int, int, list[tuple[str, str]]]:
+    """Cache hits and misses of Inductor, and the decisions, of one fresh process."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    from torch._dynamo.utils import counters
+
+    import weaveopt
+
+    model = _parallel(Block(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    compiled = torch.compile(model, backend="weave", options=FORCE)  # type: ignore[call-overload]
+    with torch.no_grad():
+        compiled(torch.ones(1, 4, 64))
+    found = counters["inductor"]
+    decisions = [(d.site.id, d.chosen.choice) for g in weaveopt.report(compiled).graphs for d in g.decisions]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], decisions
+
+
+def test_a_warm_cache_hits_and_loses_nothing(tmp_path: object) -> None:
+    cold = run_ranks(_warm, 2, str(tmp_path), timeout_s=300)
+    warm = run_ranks(_warm, 2, str(tmp_path), timeout_s=300)
+    assert [row[:2] for row in cold] == [(0, 1)] * 2
+    assert [row[:2] for row in warm] == [(1, 0)] * 2
+    assert [row[2] for row in warm] == [row[2] for row in cold] and cold[0][2]
+
+
+def _wrong_option() -> None:
+    torch.compile(lambda x: x + 1, backend="weave", options={"strikt": True})(torch.ones(2))  # type: ignore[call-overload]
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    from weaveopt.errors import OptionError
+
+    with pytest.raises(OptionError, match="strikt.*did you mean 'strict'"):
+        _wrong_option()
+    with pytest.raises(OptionError, match="all_reduce_rms_nrom.*did you mean 'all_reduce_rms_norm'"):
+        torch.compile(lambda x: x * 2, backend="weave", options={"disable": ["all_reduce_rms_nrom"]})(torch.ones(2))  # type: ignore[call-overload]
+
+
+def test_inductors_options_go_on_to_inductor() -> None:
+    fn = torch.compile(lambda x: x * 3, backend="weave", options={"max_autotune": False, "strict": True})  # type: ignore[call-overload]
+    assert torch.equal(fn(torch.ones(2)), torch.full((2,), 3.0))
+
+
+def _failing_step(rank: int, strict: bool) -> tuple[str, str]:
+    """A step that breaks on every rank: the graph runs unrewritten and the report holds the exception."""
+    import weaveopt
+    from weaveopt import backend
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    backend.plan = broken  # type: ignore[assignment]
+    weights = forms.make_weights(torch.float32)
+    x = torch.randn(2, 3, forms.INNER, generator=torch.Generator().manual_seed(rank))
+    residual = torch.ones(2, 3, forms.HIDDEN)
+    options = {"force": ["all_reduce_rms_norm"], "strict": strict}
+    compiled = torch.compile(lambda x, r: forms.pre_norm(weights, x, r), backend="weave", options=options)  # type: ignore[call-overload]
+    with torch.no_grad():
+        try:
+            got = compiled(x, residual)
+        except weaveopt.WeaveError as error:
+            return "raised", str(error)
+        for a, b in zip(got, forms.pre_norm(weights, x, residual), strict=True):
+            assert_close(a, b, LIBRARY)
+    (fallback,) = weaveopt.report().fallbacks
+    return "fell back", f"{fallback.step}: {fallback.error}"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failing_step_falls_back_or_raises(strict: bool) -> None:
+    for outcome, text in run_ranks(_failing_step, 2, strict, timeout_s=300):
+        assert outcome == ("raised" if strict else "fell back")
+        assert "plan" in text and "planted" in text

@@ -1,0 +1,117 @@
+"""Ranks that differ, stall or die: an error on the others in bounded time, never a hang, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+from tests import forms
+from tests.ranks import collect, run_ranks
+
+TIMEOUT_S = 6.0
+
+
+def _compiled(**options: object) -> object:
+    weights = forms.make_weights(torch.float32)
+    settings = {"force": ["all_reduce_rms_norm"], "timeout_s": TIMEOUT_S, "compile_timeout_s": 60.0, **options}
+    return torch.compile(lambda x, r: forms.chain(weights, x, r), backend="weave", options=settings)  # type: ignore[call-overload]
+
+
+def _run(compiled: object, times: int = 1) -> None:
+    assert callable(compiled)
+    with torch.no_grad():
+        for _ in range(times):
+            compiled(torch.ones(1, 5, forms.INNER), torch.ones(1, 5, forms.HIDDEN))
+
+
+def _different_options(rank: int) -> str:
+    import weaveopt
+
+    try:
+        _run(_compiled(max_tokens=64 + rank))
+    except weaveopt.WeaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_different_options_are_named() -> None:
+    for text in run_ranks(_different_options, 2):
+        assert text.startswith("AgreementError")
+        assert "option max_tokens" in text and "rank 0 has 64" in text and "rank 1 has 65" in text
+
+
+def _different_graphs(rank: int) -> str:
+    import weaveopt
+
+    weights = forms.make_weights(torch.float32)
+    form = forms.pre_norm if rank == 0 else forms.gemma_norm
+    options = {"force": ["all_reduce_rms_norm"], "compile_timeout_s": 60.0}
+    compiled = torch.compile(lambda x, r: form(weights, x, r), backend="weave", options=options)  # type: ignore[call-overload]
+    try:
+        _run(compiled)
+    except weaveopt.WeaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_different_graphs_name_the_first_site() -> None:
+    for text in run_ranks(_different_graphs, 2):
+        assert text.startswith("AgreementError") and "site all_reduce" in text and "weight + 1" in text
+
+
+def _never_comes(rank: int) -> str:
+    import weaveopt
+
+    if rank == 1:
+        time.sleep(12)
+        return "slept"
+    try:
+        _run(_compiled(compile_timeout_s=3.0))
+    except weaveopt.WeaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_never_comes_is_an_error() -> None:
+    first, second = run_ranks(_never_comes, 2)
+    assert second == "slept"
+    assert first.startswith("AgreementError") and "rank(s) 1" in first and "3 s" in first
+
+
+def _dies(rank: int, how: int) -> tuple[float, str]:
+    import weaveopt
+
+    compiled = _compiled()
+    _run(compiled, times=5)
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    started = time.monotonic()
+    try:
+        _run(compiled, times=1000)
+    except weaveopt.WeaveError as error:
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    return time.monotonic() - started, "no error"
+
+
+def _shm() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_a_killed_rank_ends_the_other() -> None:
+    before = _shm()
+    survivor, victim = collect(_dies, 2, signal.SIGKILL)
+    assert "exit code -9" in victim.error
+    assert isinstance(survivor.value, tuple), survivor.error
+    seconds, text = survivor.value
+    assert text.startswith("PeerTimeoutError") and "rank 1" in text and seconds < TIMEOUT_S + 2
+    assert not {name for name in _shm() - before if "weave" in name}
+
+
+def test_a_stalled_rank_ends_the_other() -> None:
+    survivor, _ = collect(_dies, 2, signal.SIGSTOP, timeout_s=30)
+    assert isinstance(survivor.value, tuple), survivor.error
+    seconds, text = survivor.value
+    assert text.startswith("PeerTimeoutError") and "rank 1" in text and TIMEOUT_S - 1 < seconds < TIMEOUT_S + 4
