@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks import record
 from tests.ranks import run_ranks
+from tests.tolerances import LIBRARY, assert_close
 from weaveopt.decision import Algorithm, Fabric
 from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, arena_bytes
 
@@ -84,7 +85,7 @@ def variants(world: int, rank: int, tokens: int) -> dict[str, Callable[[], objec
     want = compiled(partial, residual, weight)
     for name, step in steps.items():
         for got, expected in zip(step(), want, strict=True):  # type: ignore[call-overload]
-            torch.testing.assert_close(got, expected, rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name} {text}")
+            assert_close(got, expected, LIBRARY, f"{name}, {tokens} tokens")
     steps[UNFUSED] = lambda: compiled(partial, residual, weight)
     # In place, as a library user would; gloo's own time does not depend on the values.
     steps[GLOO] = lambda: dist.all_reduce(buffer.zero_())

@@ -110,8 +110,8 @@ class AllReduceRMSNorm:
                 values = (("machine", context.machine.name), ("fabric", fabric.value))
                 reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
             if fabric not in op.KERNEL_FABRICS:
-                values = (("fabric", fabric.value),)
-                reasons.append(Rejection("no_kernel", "this version has no kernel of the rule for the fabric", values))
+                message = "this version has no kernel of the rule for the fabric"
+                reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
             found.extend(self._lowerings(site.workload, fabric, tuple(reasons), context))
         return tuple(found)
 
@@ -177,7 +177,7 @@ class AllReduceRMSNorm:
             leading = (_summed_partials(graph, reduced),)
         args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
         position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
-        fused = call_after(graph, position, target, (*args, call.encode()), like=first)  # type: ignore[arg-type]
+        fused = call_after(graph, position, target, (*args, call.encode()), like=first)
         self._splice_results(graph, reduced, fused, sum_used)
         erase_dead(graph, match.interior | reduced.passed | frozenset(_producers(reduced)))
         return _rounding(reduced)

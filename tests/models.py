@@ -27,13 +27,13 @@ _SMALL: dict[str, int] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model type, what its config needs besides the small sizes, and how many all-reduces a layer has."""
+    """A model type, and what its config needs besides the small sizes."""
 
     name: str
     settings: dict[str, int | float | bool | None] = field(default_factory=dict)
     expert_parallel: bool = False
     num_left: int = 0
-    """Sites that stay as they are, each with a reason."""
+    """Sites of a graph that may stay as they are, each with a reason (no norm follows the embedding)."""
 
     @property
     def id(self) -> str:
@@ -101,7 +101,11 @@ def load(family: Family, folder: str, world: int, dtype: torch.dtype = torch.flo
     settings: dict[str, object] = {"tp_size": world, "tp_plan": "auto"}
     if family.expert_parallel:
         accepted = inspect.signature(DistributedConfig).parameters
-        settings = {"ep_size": world} if "ep_size" in accepted else {"tp_size": world, "enable_expert_parallel": True}
+        settings = (
+            {"tp_size": world, "ep_size": world}
+            if "ep_size" in accepted
+            else {"tp_size": world, "enable_expert_parallel": True}
+        )
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,

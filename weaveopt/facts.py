@@ -7,6 +7,7 @@ import re
 
 import torch
 import torch.fx as fx
+from torch.fx.node import Argument
 
 from weaveopt.pattern import is_call, tensor_of
 from weaveopt.splice import call_after
@@ -58,13 +59,13 @@ def count_tokens(value: torch.Tensor, bound: int) -> tuple[int, int]:
     return tokens, max(tokens, bound)
 
 
-def shape_of(graph: fx.Graph, node: fx.Node) -> list[object]:
+def shape_of(graph: fx.Graph, node: fx.Node) -> list[Argument]:
     """The shape of `node` as arguments of a view: numbers where static, nodes where not."""
     value = tensor_of(node)
     assert value is not None, f"{node.name} makes no tensor"
     if is_call(node, frozenset({aten.view.default})):
         return list(node.args[1])  # type: ignore[arg-type]
-    sizes: list[object] = []
+    sizes: list[Argument] = []
     for dim, size in enumerate(value.shape):
         static = isinstance(size, int)
         sizes.append(size if static else call_after(graph, node, aten.sym_size.int, (node, dim), like=node))

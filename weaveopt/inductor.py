@@ -40,12 +40,14 @@ def compile_with(
     AOTAutograd's cache would skip it on a warm run, so it is off; Inductor's own cache lies behind it.
     """
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(  # type: ignore[no-any-return]
+        compiled = compile_fx(
             graph_module,
             example_inputs,  # type: ignore[arg-type]
             inner_compile=inner_compile,  # type: ignore[arg-type]
             config_patches=dict(patches) if patches else None,
         )
+    assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
+    return compiled
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object]) -> object:

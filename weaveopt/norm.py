@@ -55,7 +55,9 @@ _RMS_DIVIDED = call(aten.div.Tensor, _X, call(aten.sqrt.default, add(_MEAN_SQUAR
 
 def _is_population_variance(bindings: Bindings) -> bool:
     node = bindings["statistics"]
-    return isinstance(node, fx.Node) and node.kwargs.get("correction") == 0 and node.kwargs.get("keepdim") is True
+    if not isinstance(node, fx.Node):
+        return False
+    return bool(node.kwargs.get("correction") == 0) and node.kwargs.get("keepdim") is True
 
 
 _VAR_MEAN = Where(

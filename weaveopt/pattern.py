@@ -141,17 +141,21 @@ class Op:
             orders.append((node.args[1], node.args[0], *node.args[2:]))
         deepest: Mismatch | None = None
         for arguments in orders:
-            result: Bindings | Mismatch = bindings
-            for pattern, argument in zip(self.arguments, arguments, strict=False):
-                result = pattern.match(argument, result, depth + 1)
-                if isinstance(result, Mismatch):
-                    break
+            result = self._match_arguments(arguments, bindings, depth + 1)
             if not isinstance(result, Mismatch):
                 return {**result, self.name: node} if self.name else result
             if deepest is None or result.depth > deepest.depth:
                 deepest = result
         assert deepest is not None
         return deepest
+
+    def _match_arguments(self, arguments: tuple[Argument, ...], bindings: Bindings, depth: int) -> Bindings | Mismatch:
+        for pattern, argument in zip(self.arguments, arguments, strict=False):
+            result = pattern.match(argument, bindings, depth)
+            if isinstance(result, Mismatch):
+                return result
+            bindings = result
+        return bindings
 
 
 @dataclass(frozen=True)

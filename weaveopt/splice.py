@@ -27,7 +27,7 @@ def _value(argument: Argument) -> object:
     if isinstance(argument, fx.Node):
         return argument.meta["val"]
     if isinstance(argument, list | tuple):
-        return type(argument)(_value(part) for part in argument)
+        return [_value(part) for part in argument]
     return argument
 
 
@@ -58,7 +58,8 @@ def call_after(
 def last_of(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
     """The one that stands last in the graph, but never before the last placeholder."""
     placeholders = graph.find_nodes(op="placeholder", sort=True)
-    return max([*placeholders[-1:], *nodes])
+    last: fx.Node = max([*placeholders[-1:], *nodes])
+    return last
 
 
 def replace_uses(graph: fx.Graph, old: fx.Node, replacement: fx.Node) -> None:

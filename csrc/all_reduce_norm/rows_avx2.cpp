@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #define WEAVE_ISA "avx2"
+#define WEAVE_LANES 8
 #define WEAVE_ROWS kRowsAvx2
 #include "all_reduce_norm/rows_body.h"
 #endif

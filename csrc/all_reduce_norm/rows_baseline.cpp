@@ -1,6 +1,7 @@
 #include "all_reduce_norm/rows.h"
 
 #define WEAVE_ISA "baseline"
+#define WEAVE_LANES 4
 #define WEAVE_ROWS kRowsBaseline
 #include "all_reduce_norm/rows_body.h"
 

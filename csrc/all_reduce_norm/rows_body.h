@@ -1,5 +1,6 @@
 // Body of rows_*.cpp. No include guard and no includes: each of those files sets the instruction set with a pragma,
-// names itself in WEAVE_ISA and then takes this text. Everything here has internal linkage and uses no inline function
+// says what it is (WEAVE_ISA, WEAVE_LANES, WEAVE_ROWS) and then takes this text. (Not by __AVX512F__ and the like: g++ 12
+// does not define them after a target pragma.) Everything here has internal linkage and uses no inline function
 // of the standard library, so that no wider instruction leaks into code that other files share.
 //
 // Not used: vcvtneps2bf16. It flushes denormals to zero, which torch does not.
@@ -7,13 +8,7 @@
 namespace weave {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
+constexpr int kLanes = WEAVE_LANES;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -38,7 +33,7 @@ inline Floats load(const float* p) {
 
 inline void store(float* p, Floats x) { __builtin_memcpy(p, &x, sizeof x); }
 
-#if !defined(__AVX2__)
+#if WEAVE_LANES == 4
 inline float half_to_float(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
     uint32_t magnitude = half & 0x7fffu;
@@ -93,9 +88,9 @@ inline Floats load_as<BFloat16>(const uint16_t* p) {
 
 template <>
 inline Floats load_as<Float16>(const uint16_t* p) {
-#if defined(__AVX512F__)
+#if WEAVE_LANES == 16
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__)
+#elif WEAVE_LANES == 8
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
     Floats x;
@@ -123,11 +118,23 @@ inline void store_as<BFloat16>(uint16_t* p, Floats x) {
     __builtin_memcpy(p, &h, sizeof h);
 }
 
+// Of a value that T holds exactly: nothing is left to round.
+template <typename T>
+inline void store_exact(typename T::Element* p, Floats x) {
+    store_as<T>(p, x);
+}
+
+template <>
+inline void store_exact<BFloat16>(uint16_t* p, Floats x) {
+    const Halves h = __builtin_convertvector((Words)x >> 16, Halves);
+    __builtin_memcpy(p, &h, sizeof h);
+}
+
 template <>
 inline void store_as<Float16>(uint16_t* p, Floats x) {
-#if defined(__AVX512F__)
+#if WEAVE_LANES == 16
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__AVX2__)
+#elif WEAVE_LANES == 8
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #else
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
@@ -152,7 +159,7 @@ inline Floats rounded<BFloat16>(Floats x) {
     const Words w = (Words)x;
     const Words kept = (w + 0x7fffu + ((w >> 16) & 1u)) & 0xffff0000u;
     const Ints is_nan = x != x;
-    return (Floats)(is_nan ? w : kept);
+    return (Floats)(is_nan ? Words{} + 0x7fc00000u : kept);
 }
 
 // A fixed tree, so the result depends on nothing but the lanes.
@@ -211,19 +218,40 @@ inline void store_at(void* row, Floats x, int64_t i, int64_t count) {
     }
 }
 
+template <typename T, bool kTail>
+inline void store_exact_at(void* row, Floats x, int64_t i, int64_t count) {
+    if (kTail) {
+        store_at<T, true>(row, x, i, count);
+    } else {
+        store_exact<T>(static_cast<typename T::Element*>(row) + i, x);
+    }
+}
+
 inline float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 
-// Sum over ranks, bias and scale of one vector. Two ranks are worth their own path; the order is the same.
+// Where one token row's partial results are. A local of the loops below: fields of `Rows` would be loaded anew for
+// every vector, because the stores between might change them.
+struct Partials {
+    const void* const* rows;
+    int64_t offset_bytes;
+    int32_t world;
+    const float* bias;
+    float scale;
+
+    Partials(const Rows& call, int64_t row, int64_t row_bytes)
+        : rows(call.partials), offset_bytes(row * row_bytes), world(call.world), bias(call.reduced_bias),
+          scale(call.scale) {}
+    const char* of(int32_t rank) const { return static_cast<const char*>(rows[rank]) + offset_bytes; }
+};
+
+// Sum over ranks in order, bias and scale of one vector. The first two ranks' rows are known outside of the loop.
 template <typename T, bool kTail>
-inline Floats reduced(const Rows& rows, int64_t row, int64_t i, int64_t count) {
-    const int64_t at = row * rows.hidden * static_cast<int64_t>(sizeof(typename T::Element));
-    auto partial = [&](int rank) {
-        return load_at<T, kTail>(static_cast<const char*>(rows.partials[rank]) + at, i, count);
-    };
-    Floats x = partial(0);
-    for (int rank = 1; rank < rows.world; ++rank) x += partial(rank);
-    if (rows.reduced_bias != nullptr) x += load_at<Float32, kTail>(rows.reduced_bias, i, count);
-    return x * rows.scale;
+inline Floats reduced(const Partials& partials, const char* first, const char* second, int64_t i, int64_t count) {
+    Floats x = load_at<T, kTail>(first, i, count);
+    if (second != nullptr) x += load_at<T, kTail>(second, i, count);
+    for (int32_t rank = 2; rank < partials.world; ++rank) x += load_at<T, kTail>(partials.of(rank), i, count);
+    if (partials.bias != nullptr) x += load_at<Float32, kTail>(partials.bias, i, count);
+    return x * partials.scale;
 }
 
 struct Moments {
@@ -231,34 +259,39 @@ struct Moments {
     float inverse_deviation = 0;
 };
 
-// Of one fp32 row whose padding is zero.
+// Sum of f(x) over one fp32 row: four sums at a time, because each addition waits for the one before it.
+template <typename F>
+inline __attribute__((always_inline)) float sum_over(const float* row, int64_t hidden, F f) {
+    Floats sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= hidden; i += 4 * kLanes) {
+        for (int k = 0; k < 4; ++k) sums[k] += f(load(row + i + k * kLanes));
+    }
+    for (; i + kLanes <= hidden; i += kLanes) sums[0] += f(load(row + i));
+    float rest = 0;
+    if (i < hidden) {
+        float values[kLanes];
+        store(values, f(load(row + i)));  // past `hidden` is padding
+        for (int64_t k = 0; k < hidden - i; ++k) rest += values[k];
+    }
+    return total((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
+}
+
+struct Itself {
+    Floats operator()(Floats x) const { return x; }
+};
+struct SquaredDistance {
+    float from;
+    Floats operator()(Floats x) const { return (x - from) * (x - from); }
+};
+
 inline Moments moments(const NormForm& form, const float* row, int64_t hidden) {
     Moments out;
     const float count = static_cast<float>(hidden);
-    Floats sum0{}, sum1{};
-    int64_t i = 0;
     if (form.kind == NormKind::kLayer) {
-        for (; i + 2 * kLanes <= padded(hidden); i += 2 * kLanes) {
-            sum0 += load(row + i);
-            sum1 += load(row + i + kLanes);
-        }
-        for (; i < hidden; i += kLanes) sum0 += load(row + i);
-        out.mean = total(sum0 + sum1) / count;
-        sum0 = sum1 = Floats{};
-        i = 0;
+        out.mean = sum_over(row, hidden, Itself{}) / count;
     }
-    const float mean = out.mean;
-    for (; i + 2 * kLanes <= hidden; i += 2 * kLanes) {
-        const Floats x0 = load(row + i) - mean, x1 = load(row + i + kLanes) - mean;
-        sum0 += x0 * x0;
-        sum1 += x1 * x1;
-    }
-    for (; i + kLanes <= hidden; i += kLanes) {
-        const Floats x = load(row + i) - mean;
-        sum0 += x * x;
-    }
-    float squares = total(sum0 + sum1);
-    for (; i < hidden; ++i) squares += (row[i] - mean) * (row[i] - mean);
+    const float squares = sum_over(row, hidden, SquaredDistance{out.mean});
     out.inverse_deviation = inverse_root(squares / count + form.eps);
     return out;
 }
@@ -274,41 +307,45 @@ inline Floats normalized(const Norm& norm, const Moments& moments, Floats x, int
 
 template <typename T, typename Out>
 void store_normed(const Rows& rows, const float* scratch, int64_t row) {
-    char* out = static_cast<char*>(rows.normed) +
-                row * rows.hidden * static_cast<int64_t>(sizeof(typename Out::Element));
-    const Moments of_sum = moments(rows.norm.form, scratch, rows.hidden);
-    for_vectors(rows.hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
+    const int64_t hidden = rows.hidden;
+    const Norm norm = rows.norm;
+    char* out = static_cast<char*>(rows.normed) + row * hidden * static_cast<int64_t>(sizeof(typename Out::Element));
+    const Moments of_sum = moments(norm.form, scratch, hidden);
+    for_vectors(hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
         constexpr bool kTail = decltype(part)::kTail;
-        store_at<Out, kTail>(out, normalized<T, kTail>(rows.norm, of_sum, load(scratch + i), i, count), i, count);
+        store_at<Out, kTail>(out, normalized<T, kTail>(norm, of_sum, load(scratch + i), i, count), i, count);
     });
 }
 
 template <typename T>
 void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
-    const int64_t row_bytes = rows.hidden * static_cast<int64_t>(sizeof(typename T::Element));
-    const bool has_post = rows.post.form.kind != NormKind::kNone;
-    // moments() reads whole vectors; nothing below writes past `hidden`.
-    for (int64_t i = rows.hidden; i < padded(rows.hidden); ++i) scratch[i] = 0;
+    const int64_t hidden = rows.hidden;
+    const int64_t row_bytes = hidden * static_cast<int64_t>(sizeof(typename T::Element));
+    const Norm post = rows.post;
+    const bool has_post = post.form.kind != NormKind::kNone;
     for (int64_t row = begin; row < end; ++row) {
+        const Partials partials(rows, row, row_bytes);
+        const char* first = partials.of(0);
+        const char* second = partials.world > 1 ? partials.of(1) : nullptr;
         const char* residual =
             rows.residual == nullptr ? nullptr : static_cast<const char*>(rows.residual) + row * row_bytes;
         char* sum = rows.sum == nullptr ? nullptr : static_cast<char*>(rows.sum) + row * row_bytes;
         Moments of_post;
         if (has_post) {
-            for_vectors(rows.hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
+            for_vectors(hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
                 constexpr bool kTail = decltype(part)::kTail;
-                store_at<Float32, kTail>(scratch, reduced<T, kTail>(rows, row, i, count), i, count);
+                store_at<Float32, kTail>(scratch, reduced<T, kTail>(partials, first, second, i, count), i, count);
             });
-            of_post = moments(rows.post.form, scratch, rows.hidden);
+            of_post = moments(post.form, scratch, hidden);
         }
-        for_vectors(rows.hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
+        for_vectors(hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
             constexpr bool kTail = decltype(part)::kTail;
-            Floats x = has_post ? normalized<T, kTail>(rows.post, of_post, load(scratch + i), i, count)
-                                : reduced<T, kTail>(rows, row, i, count);
+            Floats x = has_post ? normalized<T, kTail>(post, of_post, load(scratch + i), i, count)
+                                : reduced<T, kTail>(partials, first, second, i, count);
             if (residual != nullptr) x += load_at<T, kTail>(residual, i, count);
             x = rounded<T>(x);
             store_at<Float32, kTail>(scratch, x, i, count);
-            if (sum != nullptr) store_at<T, kTail>(sum, x, i, count);
+            if (sum != nullptr) store_exact_at<T, kTail>(sum, x, i, count);
         });
         if (rows.normed == nullptr) continue;
         if (rows.out_dtype == DType::kFloat32) {

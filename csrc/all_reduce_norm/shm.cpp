@@ -1,6 +1,7 @@
 #include "all_reduce_norm/shm.h"
 
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +13,20 @@ constexpr int32_t kNumParameters = 5;
 // A thread is woken only for this much data; below it, waking costs more than it saves.
 constexpr int64_t kBytesPerThread = 256 << 10;
 constexpr int64_t kAlignment = 64;
+
+// Large results are memory that nobody touched yet. The kernel maps 4 KiB at each first touch, which for a result of
+// 32 MiB takes longer than to fill it (12 ms against 1 ms where this was measured); with huge pages it is 16 touches.
+constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kHugeFrom = 2 * kHugePage;
+
+void advise_huge_pages(void* result, int64_t bytes) {
+    if (result == nullptr || bytes < kHugeFrom) return;
+    const auto begin = (reinterpret_cast<uintptr_t>(result) + kHugePage - 1) / kHugePage * kHugePage;
+    const auto end = (reinterpret_cast<uintptr_t>(result) + bytes) / kHugePage * kHugePage;
+    unsigned char resident = 1;
+    if (begin >= end || mincore(reinterpret_cast<void*>(begin), 4096, &resident) != 0 || (resident & 1) != 0) return;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -74,6 +89,8 @@ Status AllReduceNorm::run(int64_t tokens, const AllReduceNormArrays& arrays, int
     }
     group_.signal_ready(fabric::tag(site_.tag, tokens));
     const Rows call = rows(arrays);
+    advise_huge_pages(call.sum, bytes);
+    advise_huge_pages(call.normed, tokens * site_.hidden * size_of(site_.out_dtype));
     Status status = tokens <= site_.one_shot_max_tokens ? one_shot(tokens, call, threads)
                                                         : two_shot(tokens, call, threads);
     group_.leave();

@@ -59,6 +59,26 @@ void signal(std::atomic<uint32_t>& word, uint32_t epoch, std::atomic<uint32_t>& 
     if (num_waiters.load(std::memory_order_relaxed) != 0) futex_wake_all(word);
 }
 
+// Spins, then yields, and says whether the epoch came. Only looks: the caller makes it an acquire.
+bool looks_reached(const std::atomic<uint32_t>& word, uint32_t epoch, const Patience& patience) {
+    constexpr int kLooksPerTurn = 64;
+    if (relaxed_wait(word, epoch)) return true;
+    const auto start = Clock::now();
+    const auto elapsed = [start] { return Clock::now() - start; };
+    const std::chrono::microseconds spin(patience.spin_us), yield(patience.spin_us + patience.yield_us);
+    while (elapsed() < spin) {
+        for (int i = 0; i < kLooksPerTurn; ++i) {
+            if (relaxed_wait(word, epoch)) return true;
+            pause();
+        }
+    }
+    for (int32_t i = 0; i < patience.min_yields || elapsed() < yield; ++i) {
+        sched_yield();
+        if (relaxed_wait(word, epoch)) return true;
+    }
+    return false;
+}
+
 uint64_t pid_namespace() {
     struct stat info {};
     return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
@@ -216,22 +236,17 @@ Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes
     cpu_set_t cores;
     CPU_ZERO(&cores);
     const int num_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    // Spinning on a core that a peer needs only delays it.
-    patience_ = num_processes <= num_cores ? Patience{4000, 0} : Patience{0, 4};
+    // With a core for every rank, look for longer than waking a sleeper takes (an idle virtual core: 100 us). With less,
+    // each rank finds the other asleep, wakes it, falls asleep itself meanwhile, and every call costs a wake-up. Yield
+    // after a while, in case the scheduler has put both ranks on one core. Where ranks outnumber cores, spinning would
+    // only keep the peer from running.
+    patience_ = num_processes <= num_cores ? Patience{50, 450, 0} : Patience{0, 0, 4};
 }
 
 Status Group::wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const {
-    // While spinning only look; one fence at the end makes the look that succeeded an acquire.
-    for (int32_t i = 0; i < patience_.num_spins + patience_.num_yields; ++i) {
-        if (relaxed_wait(word, epoch_)) {
-            std::atomic_thread_fence(std::memory_order_acquire);
-            return {};
-        }
-        if (i < patience_.num_spins) {
-            pause();
-        } else {
-            sched_yield();
-        }
+    if (looks_reached(word, epoch_, patience_)) {
+        std::atomic_thread_fence(std::memory_order_acquire);
+        return {};
     }
     Header& header = *segments_[peer]->header();
     const uint64_t own_namespace = segments_[rank_]->header()->pid_namespace;

@@ -81,9 +81,11 @@ struct Layout {
     }
 };
 
+// How a wait looks before it sleeps.
 struct Patience {
-    int32_t num_spins;   // looks with a pause between them; 0 where ranks outnumber cores
-    int32_t num_yields;  // then looks with sched_yield between them
+    int64_t spin_us;     // with a pause between looks
+    int64_t yield_us;    // then with sched_yield between them, for so long ...
+    int32_t min_yields;  // ... and at least so often
 };
 
 // What a call is, for peers to compare: equal on all ranks or the data would not fit together.

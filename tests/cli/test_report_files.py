@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
 
 from weaveopt.cli import report_json, trace
-from weaveopt.decision import Estimate, Report, Term
+from weaveopt.decision import Estimate, Placement, Report, Term, Workload
 from weaveopt.errors import WeaveError
 
 FIELDS = {
@@ -53,6 +54,26 @@ def test_json_round_trip_loses_nothing(report: Report) -> None:
     assert report_json.from_json(report_json.to_json(report)) == report
     empty = Report("m", 2, None)
     assert report_json.from_json(report_json.to_json(empty)) == empty
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Workload) if f.name not in ("dtype", "product")])
+def test_every_field_of_a_workload_survives(report: Report, field: str) -> None:
+    graph, decision = report.graphs[0], report.graphs[0].decisions[1]
+    assert decision.site.workload is not None
+    before = getattr(decision.site.workload, field)
+    workload = replace(decision.site.workload, **{field: not before if isinstance(before, bool) else before + 1})
+    changed = replace(graph, decisions=(replace(decision, site=replace(decision.site, workload=workload)),))
+    altered = replace(report, graphs=(changed,))
+    assert report_json.from_json(report_json.to_json(altered)) == altered
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Placement) if f.name != "site"])
+def test_every_field_of_a_placement_survives(report: Report, field: str) -> None:
+    graph, plan = report.graphs[0], report.graphs[0].plans[0]
+    before = getattr(plan.placements[0], field)
+    placement = replace(plan.placements[0], **{field: not before if isinstance(before, bool) else before + 1})
+    altered = replace(report, graphs=(replace(graph, plans=(replace(plan, placements=(placement,)),)),))
+    assert report_json.from_json(report_json.to_json(altered)) == altered
 
 
 @pytest.mark.parametrize(

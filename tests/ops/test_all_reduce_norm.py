@@ -166,7 +166,9 @@ def digest(*results: Tensor) -> str:
     return hashed.hexdigest()
 
 
-def check(got: tuple[Tensor, Tensor], inputs: Inputs, call: AllReduceNormCall, what: str, library: bool = False) -> None:
+def check(
+    got: tuple[Tensor, Tensor], inputs: Inputs, call: AllReduceNormCall, what: str, library: bool = False
+) -> None:
     want = reference(inputs.partials(), *inputs.rest, call)
     for name, result, expected in zip(("normed", "sum"), got, want, strict=True):
         assert result.is_contiguous()
@@ -261,9 +263,18 @@ def run_changing_layouts(rank: int, world: int) -> list[str]:
     """Sites whose regions overlap in every way, called in random order without anything between."""
     memory = reserve_for(64, 512, world)
     calls = []
-    for max_tokens, hidden, one_shot, base in ((64, 512, True, 0), (3, 64, False, 0), (17, 64, True, 512), (64, 64, False, 128)):
+    for max_tokens, hidden, one_shot, base in (
+        (64, 512, True, 0),
+        (3, 64, False, 0),
+        (17, 64, True, 512),
+        (64, 64, False, 128),
+    ):
         call = make_call(Form(), hidden, "float32", world, max_tokens, one_shot)
-        calls.append(replace(call, site=f"{hidden}x{max_tokens}", partial_offset=base, output_offset=base + 2 * call.partial_bytes))
+        calls.append(
+            replace(
+                call, site=f"{hidden}x{max_tokens}", partial_offset=base, output_offset=base + 2 * call.partial_bytes
+            )
+        )
     order = torch.randint(len(calls), (150,), generator=torch.Generator().manual_seed(11)).tolist()
     digests = []
     for step, index in enumerate(order):

@@ -77,10 +77,11 @@ def _machine_line(machine: MachineSummary | None) -> str:
         return "machine: none (nothing was estimated)"
     if machine.measured:
         return f"machine: {machine.name} (every constant measured)"
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, dict[str, None]] = {}
     for constant, origin in machine.origins:
         words = str(origin).split()
-        kinds.setdefault(words[0].rstrip(":,;") if words else "unknown", []).append(constant)
+        block = ".".join(constant.split(".")[:2])  # the JSON report has each constant
+        kinds.setdefault(words[0].rstrip(":,;") if words else "unknown", {})[block] = None
     found = "; ".join(f"{kind}: {', '.join(constants)}" for kind, constants in sorted(kinds.items()))
     return f"machine: {machine.name} (not all measured) {found}".rstrip()
 

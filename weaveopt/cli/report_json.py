@@ -218,6 +218,7 @@ def _read_workload(workload: Reader) -> Workload:
         num_norms=workload["num_norms"].integer(),
         has_residual=workload["has_residual"].flag(),
         sum_is_used=workload["sum_is_used"].flag(),
+        sum_may_shard=workload["sum_may_shard"].flag(),
     )
 
 

@@ -69,8 +69,14 @@ def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) ->
         return "backward", tokens
     if not is_inference:
         return "forward", tokens
-    sequences = [value for value in values if value.ndim == 3]
+    sequences = [value for node in reductions or collectives for value in _forms(node) if value.ndim == 3]
     if not sequences:
         return "inference", tokens
     decode = all(isinstance(value.shape[1], int) and value.shape[1] == 1 for value in sequences)
     return ("decode" if decode else "prefill"), tokens
+
+
+def _forms(collective: fx.Node) -> list[torch.Tensor]:
+    """A collective's result, and the views of it that are read (a mixture reduces [tokens, hidden])."""
+    readers = [user for wait in collective.users for user in wait.users if is_call(user, SHAPE_ONLY)]
+    return [value for node in (collective, *readers) if (value := tensor_of(node)) is not None]
