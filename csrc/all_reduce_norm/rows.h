@@ -27,8 +27,8 @@ struct Norm {
 struct Rows {
     int64_t hidden;
     int32_t world;
-    DType dtype;      // of partials, residual and sum
-    DType out_dtype;  // of normed
+    DType dtype;                  // of partials, residual and sum
+    DType out_dtype;              // of normed
     const void* const* partials;  // by rank, summed in this order
     const float* reduced_bias;    // nullptr: none
     float scale;
@@ -51,7 +51,9 @@ struct RowFunctions {
 };
 
 // Rows of scratch are padded to whole vectors of the widest instruction set.
-inline int64_t padded(int64_t hidden) { return (hidden + 15) / 16 * 16; }
+inline int64_t padded(int64_t hidden) {
+    return (hidden + 15) / 16 * 16;
+}
 
 extern const RowFunctions kRowsBaseline;
 #if defined(__x86_64__)

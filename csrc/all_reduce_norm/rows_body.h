@@ -1,7 +1,7 @@
 // Body of rows_*.cpp. No include guard and no includes: each of those files sets the instruction set with a pragma,
-// says what it is (WEAVE_ISA, WEAVE_LANES, WEAVE_ROWS) and then takes this text. (Not by __AVX512F__ and the like: g++ 12
-// does not define them after a target pragma.) Everything here has internal linkage and uses no inline function
-// of the standard library, so that no wider instruction leaks into code that other files share.
+// says what it is (WEAVE_ISA, WEAVE_LANES, WEAVE_ROWS) and then takes this text. (Not by __AVX512F__ and the like: g++
+// 12 does not define them after a target pragma.) Everything here has internal linkage and uses no inline function of
+// the standard library, so that no wider instruction leaks into code that other files share.
 //
 // Not used: vcvtneps2bf16. It flushes denormals to zero, which torch does not.
 
@@ -31,7 +31,9 @@ inline Floats load(const float* p) {
     return x;
 }
 
-inline void store(float* p, Floats x) { __builtin_memcpy(p, &x, sizeof x); }
+inline void store(float* p, Floats x) {
+    __builtin_memcpy(p, &x, sizeof x);
+}
 
 #if WEAVE_LANES == 4
 inline float half_to_float(uint16_t half) {
@@ -94,7 +96,8 @@ inline Floats load_as<Float16>(const uint16_t* p) {
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
     Floats x;
-    for (int i = 0; i < kLanes; ++i) x[i] = half_to_float(p[i]);
+    for (int i = 0; i < kLanes; ++i)
+        x[i] = half_to_float(p[i]);
     return x;
 #endif
 }
@@ -137,7 +140,8 @@ inline void store_as<Float16>(uint16_t* p, Floats x) {
 #elif WEAVE_LANES == 8
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #else
-    for (int i = 0; i < kLanes; ++i) p[i] = float_to_half(x[i]);
+    for (int i = 0; i < kLanes; ++i)
+        p[i] = float_to_half(x[i]);
 #endif
 }
 
@@ -167,7 +171,8 @@ inline float total(Floats x) {
     float lanes[kLanes];
     store(lanes, x);
     for (int width = kLanes / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+        for (int i = 0; i < width; ++i)
+            lanes[i] += lanes[i + width];
     }
     return lanes[0];
 }
@@ -198,7 +203,8 @@ struct Tail {
 template <typename Body>
 inline __attribute__((always_inline)) void for_vectors(int64_t hidden, Body body) {
     int64_t i = 0;
-    for (; i + kLanes <= hidden; i += kLanes) body(Whole{}, i, static_cast<int64_t>(kLanes));
+    for (; i + kLanes <= hidden; i += kLanes)
+        body(Whole{}, i, static_cast<int64_t>(kLanes));
     if (i < hidden) body(Tail{}, i, hidden - i);
 }
 
@@ -227,7 +233,9 @@ inline void store_exact_at(void* row, Floats x, int64_t i, int64_t count) {
     }
 }
 
-inline float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
+inline float inverse_root(float x) {
+    return 1.0f / __builtin_sqrtf(x);
+}
 
 // Where one token row's partial results are. A local of the loops below: fields of `Rows` would be loaded anew for
 // every vector, because the stores between might change them.
@@ -239,7 +247,10 @@ struct Partials {
     float scale;
 
     Partials(const Rows& call, int64_t row, int64_t row_bytes)
-        : rows(call.partials), offset_bytes(row * row_bytes), world(call.world), bias(call.reduced_bias),
+        : rows(call.partials),
+          offset_bytes(row * row_bytes),
+          world(call.world),
+          bias(call.reduced_bias),
           scale(call.scale) {}
     const char* of(int32_t rank) const { return static_cast<const char*>(rows[rank]) + offset_bytes; }
 };
@@ -249,7 +260,8 @@ template <typename T, bool kTail>
 inline Floats reduced(const Partials& partials, const char* first, const char* second, int64_t i, int64_t count) {
     Floats x = load_at<T, kTail>(first, i, count);
     if (second != nullptr) x += load_at<T, kTail>(second, i, count);
-    for (int32_t rank = 2; rank < partials.world; ++rank) x += load_at<T, kTail>(partials.of(rank), i, count);
+    for (int32_t rank = 2; rank < partials.world; ++rank)
+        x += load_at<T, kTail>(partials.of(rank), i, count);
     if (partials.bias != nullptr) x += load_at<Float32, kTail>(partials.bias, i, count);
     return x * partials.scale;
 }
@@ -265,14 +277,17 @@ inline __attribute__((always_inline)) float sum_over(const float* row, int64_t h
     Floats sums[4] = {};
     int64_t i = 0;
     for (; i + 4 * kLanes <= hidden; i += 4 * kLanes) {
-        for (int k = 0; k < 4; ++k) sums[k] += f(load(row + i + k * kLanes));
+        for (int k = 0; k < 4; ++k)
+            sums[k] += f(load(row + i + k * kLanes));
     }
-    for (; i + kLanes <= hidden; i += kLanes) sums[0] += f(load(row + i));
+    for (; i + kLanes <= hidden; i += kLanes)
+        sums[0] += f(load(row + i));
     float rest = 0;
     if (i < hidden) {
         float values[kLanes];
         store(values, f(load(row + i)));  // past `hidden` is padding
-        for (int64_t k = 0; k < hidden - i; ++k) rest += values[k];
+        for (int64_t k = 0; k < hidden - i; ++k)
+            rest += values[k];
     }
     return total((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
 }
@@ -358,9 +373,12 @@ void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
 
 void reduce(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
     switch (rows.dtype) {
-        case DType::kFloat32: return reduce_rows<Float32>(rows, begin, end, scratch);
-        case DType::kBFloat16: return reduce_rows<BFloat16>(rows, begin, end, scratch);
-        case DType::kFloat16: return reduce_rows<Float16>(rows, begin, end, scratch);
+        case DType::kFloat32:
+            return reduce_rows<Float32>(rows, begin, end, scratch);
+        case DType::kBFloat16:
+            return reduce_rows<BFloat16>(rows, begin, end, scratch);
+        case DType::kFloat16:
+            return reduce_rows<Float16>(rows, begin, end, scratch);
     }
 }
 
@@ -374,9 +392,12 @@ void widen_row(const void* in, float offset, float* out, int64_t count) {
 
 void widen(DType dtype, const void* in, float offset, float* out, int64_t count) {
     switch (dtype) {
-        case DType::kFloat32: return widen_row<Float32>(in, offset, out, count);
-        case DType::kBFloat16: return widen_row<BFloat16>(in, offset, out, count);
-        case DType::kFloat16: return widen_row<Float16>(in, offset, out, count);
+        case DType::kFloat32:
+            return widen_row<Float32>(in, offset, out, count);
+        case DType::kBFloat16:
+            return widen_row<BFloat16>(in, offset, out, count);
+        case DType::kFloat16:
+            return widen_row<Float16>(in, offset, out, count);
     }
 }
 

@@ -28,9 +28,13 @@ void advise_huge_pages(void* result, int64_t bytes) {
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t aligned(int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
-int64_t max_share(const AllReduceNormSite& site, int32_t world) { return (site.max_tokens + world - 1) / world; }
+int64_t max_share(const AllReduceNormSite& site, int32_t world) {
+    return (site.max_tokens + world - 1) / world;
+}
 
 // body(begin, end, thread) over [begin, end) in equal parts. The end of the parallel region orders all threads' stores
 // before what the calling thread does next, such as a signal.
@@ -51,8 +55,12 @@ void divide(int64_t begin, int64_t end, int64_t row_bytes, int32_t num_threads, 
 }  // namespace
 
 AllReduceNorm::AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads)
-    : group_(group), site_(site), functions_(choose_rows()), max_threads_(std::max(1, max_threads)),
-      partials_(group.world()), parameters_(kNumParameters * padded(site.hidden)),
+    : group_(group),
+      site_(site),
+      functions_(choose_rows()),
+      max_threads_(std::max(1, max_threads)),
+      partials_(group.world()),
+      parameters_(kNumParameters * padded(site.hidden)),
       scratch_(max_threads_ * padded(site.hidden)) {}
 
 int64_t AllReduceNorm::output_bytes(const AllReduceNormSite& site, int32_t world) {
@@ -91,8 +99,8 @@ Status AllReduceNorm::run(int64_t tokens, const AllReduceNormArrays& arrays, int
     const Rows call = rows(arrays);
     advise_huge_pages(call.sum, bytes);
     advise_huge_pages(call.normed, tokens * site_.hidden * size_of(site_.out_dtype));
-    Status status = tokens <= site_.one_shot_max_tokens ? one_shot(tokens, call, threads)
-                                                        : two_shot(tokens, call, threads);
+    Status status =
+        tokens <= site_.one_shot_max_tokens ? one_shot(tokens, call, threads) : two_shot(tokens, call, threads);
     group_.leave();
     return status;
 }
@@ -115,7 +123,8 @@ Rows AllReduceNorm::rows(const AllReduceNormArrays& arrays) {
     call.dtype = site_.dtype;
     call.out_dtype = site_.out_dtype;
     const int64_t buffer = site_.layout.partial_offset + (group_.epoch() & 1) * site_.layout.partial_bytes;
-    for (int32_t rank = 0; rank < call.world; ++rank) partials_[rank] = group_.data(rank) + buffer;
+    for (int32_t rank = 0; rank < call.world; ++rank)
+        partials_[rank] = group_.data(rank) + buffer;
     call.partials = partials_.data();
     call.reduced_bias = parameter(0, arrays.reduced_bias, arrays, 0);
     call.scale = arrays.scale;

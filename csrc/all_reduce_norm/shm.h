@@ -45,7 +45,7 @@ struct AllReduceNormArrays {
 
 // A site bound to its group. Owns the scratch memory: a call allocates nothing.
 class AllReduceNorm {
-public:
+  public:
     AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads);
 
     // Bytes of the output region for `max_tokens`: one rank's share of rows, normed and then sum.
@@ -59,7 +59,7 @@ public:
     // After enter(): reduces `tokens` rows with up to `num_threads` threads, and gives the group back.
     Status run(int64_t tokens, const AllReduceNormArrays& arrays, int32_t num_threads);
 
-private:
+  private:
     struct Share {
         int64_t begin, end;
     };

@@ -23,7 +23,8 @@ struct GroupHandle {
 
     static std::vector<Segment*> raw(const std::vector<std::shared_ptr<Segment>>& segments) {
         std::vector<Segment*> out;
-        for (const auto& segment : segments) out.push_back(segment.get());
+        for (const auto& segment : segments)
+            out.push_back(segment.get());
         return out;
     }
     GroupHandle(std::vector<std::shared_ptr<Segment>> all, int32_t rank, int32_t num_processes, uint32_t first_epoch)
@@ -47,9 +48,8 @@ struct AllReduceNormHandle {
             site.max_tokens * site.hidden * size_of(site.dtype) > at.partial_bytes) {
             throw std::invalid_argument("regions [" + std::to_string(at.partial_offset) + ", " +
                                         std::to_string(partial_end) + ") and [" + std::to_string(at.output_offset) +
-                                        ", " + std::to_string(output_end) + ") for " +
-                                        std::to_string(site.max_tokens) + " tokens do not fit an arena of " +
-                                        std::to_string(data_bytes) + " bytes");
+                                        ", " + std::to_string(output_end) + ") for " + std::to_string(site.max_tokens) +
+                                        " tokens do not fit an arena of " + std::to_string(data_bytes) + " bytes");
         }
         return handle.group;
     }
@@ -64,10 +64,17 @@ struct AllReduceNormHandle {
             uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normed,
             uintptr_t sum, uint32_t fp32_parameters, float scale) {
         auto in = [](uintptr_t pointer) { return reinterpret_cast<const void*>(pointer); };
-        const AllReduceNormArrays arrays = {
-            in(partial),   in(residual), in(reduced_bias), in(post_weight),
-            in(post_bias), in(weight),   in(bias),         reinterpret_cast<void*>(normed),
-            reinterpret_cast<void*>(sum), fp32_parameters, scale};
+        const AllReduceNormArrays arrays = {in(partial),
+                                            in(residual),
+                                            in(reduced_bias),
+                                            in(post_weight),
+                                            in(post_bias),
+                                            in(weight),
+                                            in(bias),
+                                            reinterpret_cast<void*>(normed),
+                                            reinterpret_cast<void*>(sum),
+                                            fp32_parameters,
+                                            scale};
         py::gil_scoped_release release;
         return static_cast<int>(op.run(tokens, arrays, num_threads).code);
     }
@@ -171,7 +178,8 @@ void bind_all_reduce_norm(py::module_& m) {
         .def("run", &AllReduceNormHandle::run)
         .def("leave", [](AllReduceNormHandle& handle) { handle.owner->group.leave(); })
         .def("enter_and_run", &AllReduceNormHandle::enter_and_run)
-        .def_property_readonly("next_parity", [](const AllReduceNormHandle& handle) { return handle.op.next_parity(); });
+        .def_property_readonly("next_parity",
+                               [](const AllReduceNormHandle& handle) { return handle.op.next_parity(); });
     m.def("isa", [] { return choose_rows().isa; }, "The instruction set that row kernels use on this processor.");
 }
 

@@ -43,13 +43,17 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-bool reached(uint32_t seen, uint32_t epoch) { return static_cast<int32_t>(seen - epoch) >= 0; }
+bool reached(uint32_t seen, uint32_t epoch) {
+    return static_cast<int32_t>(seen - epoch) >= 0;
+}
 
 bool relaxed_wait(const std::atomic<uint32_t>& word, uint32_t epoch) {
     return reached(word.load(std::memory_order_relaxed), epoch);
 }
 
-void relaxed_signal(std::atomic<uint32_t>& word, uint32_t epoch) { word.store(epoch, std::memory_order_relaxed); }
+void relaxed_signal(std::atomic<uint32_t>& word, uint32_t epoch) {
+    word.store(epoch, std::memory_order_relaxed);
+}
 
 // The full fence puts the store before the look at `num_waiters`. A waiter counts itself before it sleeps, and the
 // kernel compares the word once more then, so either it sees the epoch or we see it waiting.
@@ -80,7 +84,7 @@ bool looks_reached(const std::atomic<uint32_t>& word, uint32_t epoch, const Pati
 }
 
 uint64_t pid_namespace() {
-    struct stat info {};
+    struct stat info{};
     return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
 }
 
@@ -203,7 +207,7 @@ Segment* Segment::open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t dat
     int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (own < 0) fail("cannot open " + path, errno);
     const std::size_t bytes = kHeaderBytes + data_bytes;
-    struct stat info {};
+    struct stat info{};
     if (fstat(own, &info) != 0 || static_cast<std::size_t>(info.st_size) != bytes) {
         close(own);
         throw std::runtime_error(path + ": has " + std::to_string(info.st_size) + " bytes, expected " +
@@ -236,10 +240,10 @@ Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes
     cpu_set_t cores;
     CPU_ZERO(&cores);
     const int num_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    // With a core for every rank, look for longer than waking a sleeper takes (an idle virtual core: 100 us). With less,
-    // each rank finds the other asleep, wakes it, falls asleep itself meanwhile, and every call costs a wake-up. Yield
-    // after a while, in case the scheduler has put both ranks on one core. Where ranks outnumber cores, spinning would
-    // only keep the peer from running.
+    // With a core for every rank, look for longer than waking a sleeper takes (an idle virtual core: 100 us). With
+    // less, each rank finds the other asleep, wakes it, falls asleep itself meanwhile, and every call costs a wake-up.
+    // Yield after a while, in case the scheduler has put both ranks on one core. Where ranks outnumber cores, spinning
+    // would only keep the peer from running.
     patience_ = num_processes <= num_cores ? Patience{50, 450, 0} : Patience{0, 0, 4};
 }
 
@@ -315,7 +319,9 @@ void Group::signal_rows() {
     signal(own.rows, epoch_, own.num_waiters);
 }
 
-void Group::relaxed_signal_rows() { relaxed_signal(segments_[rank_]->header()->rows, epoch_); }
+void Group::relaxed_signal_rows() {
+    relaxed_signal(segments_[rank_]->header()->rows, epoch_);
+}
 
 Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {
     Header& header = *segments_[peer]->header();

@@ -37,8 +37,8 @@ struct Header {
     // `tag` and `ready` share a line: a peer that sees the epoch has the tag too.
     alignas(64) std::atomic<uint32_t> ready;  // this rank's partial result of that epoch is in its segment
     std::atomic<uint32_t> state;
-    std::atomic<uint64_t> tag[2];            // what the owner runs, by parity of the epoch
-    alignas(64) std::atomic<uint32_t> rows;  // this rank's output rows of that epoch are in its segment
+    std::atomic<uint64_t> tag[2];                   // what the owner runs, by parity of the epoch
+    alignas(64) std::atomic<uint32_t> rows;         // this rank's output rows of that epoch are in its segment
     alignas(64) std::atomic<uint32_t> num_waiters;  // peers asleep on a word of this segment
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
@@ -46,7 +46,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t
 
 // One mapped segment: the owner's after create(), a peer's after open(). Unmapped by the destructor.
 class Segment {
-public:
+  public:
     // Makes and touches `data_bytes` of fresh shared memory. It has no name from the start, so nothing is left behind
     // when the process dies. Throws std::runtime_error if the host has not that much.
     static Segment* create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch);
@@ -63,7 +63,7 @@ public:
     void close_fd();
     void mark(State state) { header()->state.store(static_cast<uint32_t>(state), std::memory_order_release); }
 
-private:
+  private:
     Segment(void* base, std::size_t data_bytes, int32_t fd) : base_(base), data_bytes_(data_bytes), fd_(fd) {}
     void* base_;
     std::size_t data_bytes_;
@@ -95,7 +95,7 @@ inline uint64_t tag(uint32_t site, int64_t tokens) {
 
 // The segments of all ranks of a group, and the epoch of the last call. One call at a time.
 class Group {
-public:
+  public:
     Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes, uint32_t first_epoch);
 
     int32_t world() const { return static_cast<int32_t>(segments_.size()); }
@@ -119,7 +119,7 @@ public:
     Status poison(const Status& status);
     void leave() { busy_.clear(std::memory_order_release); }
 
-private:
+  private:
     Status wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const;
 
     std::vector<Segment*> segments_;

@@ -82,10 +82,11 @@ class Inputs:
     rest: tuple[Tensor | None, ...]
 
     def partials(self) -> list[Tensor]:
-        return [
-            first[0] if len(first) == 1 else first[0] @ first[1] if first[2] is None else torch.addmm(first[2], *first[:2])
-            for first in self.firsts
-        ]  # fmt: skip
+        return [first[0] if len(first) == 1 else product_of(*first) for first in self.firsts]
+
+
+def product_of(a: Tensor, b: Tensor, addend: Tensor | None) -> Tensor:
+    return a @ b if addend is None else torch.addmm(addend, a, b)
 
 
 @functools.cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
+from enum import StrEnum
+from functools import cache
 
 from weaveopt.decision import DTYPE_BYTES, Fabric
 from weaveopt.errors import WeaveError
@@ -15,7 +15,7 @@ KERNEL_FABRICS = frozenset({Fabric.SHM})
 """Fabrics that this family has a kernel for; the library needs none."""
 
 
-class NormKind(str, Enum):
+class NormKind(StrEnum):
     RMS = "rms"
     LAYER = "layer"
 
@@ -36,7 +36,7 @@ class NormForm:
     """Round to the activation dtype before the weight is applied (Llama), not only after (Gemma)."""
 
 
-class SumOut(str, Enum):
+class SumOut(StrEnum):
     """Which rows of the op's second result a caller may read."""
 
     NONE = "none"
@@ -130,7 +130,7 @@ def _form(record: dict[str, str | float | bool] | None) -> NormForm | None:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def decode(text: str) -> AllReduceNormCall:
     """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
     try:

@@ -105,9 +105,9 @@ def reserve(topology: Topology, num_bytes: int, timeout_s: float) -> Arena:
         )
     pg = topologies.process_group(name)
     entry = _entries.get(name)
-    if entry is not None and entry.process_group() is pg and not entry.arena.closed:
-        if entry.arena.num_bytes >= num_bytes:
-            return entry.arena
+    valid = entry is not None and entry.process_group() is pg and not entry.arena.closed
+    if entry is not None and valid and entry.arena.num_bytes >= num_bytes:
+        return entry.arena
     channel = topologies.exchange(name, timeout_s)
     arena = _make(topology, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, channel, timeout_s)
     # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.

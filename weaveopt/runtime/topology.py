@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -102,7 +104,7 @@ class Exchange:
     has its own keys: nothing that an earlier process group left in the store is ever read.
     """
 
-    _times_made: dict[tuple[str, tuple[int, ...]], int] = {}
+    _times_made: ClassVar[dict[tuple[str, tuple[int, ...]], int]] = {}
 
     def __init__(self, group: Group) -> None:
         times = self._times_made.get((group.name, group.ranks), 0)
@@ -126,7 +128,8 @@ class Exchange:
         except (dist.DistStoreError, RuntimeError) as error:
             missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self._store.check([key])]
             if not missing:
-                raise AgreementError(f"group {self.group.name!r}: the store failed while ranks met for {what}: {error}")
+                where = f"group {self.group.name!r}"
+                raise AgreementError(f"{where}: the store failed while ranks met for {what}: {error}") from error
             raise AgreementError(
                 f"group {self.group.name!r}: rank(s) {', '.join(map(str, missing))} of {self.group.ranks} did not "
                 f"come within {timeout_s:g} s for {what}"
@@ -198,10 +201,9 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
 def _host() -> str:
     """Equal for two processes if and only if they can map each other's memory by /proc and pid."""
     words = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        if os.path.exists(path):
-            with open(path) as file:
-                words.append(file.read().strip())
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id.exists():
+        words.append(boot_id.read_text().strip())
     for path in ("/dev/shm", "/proc/self/ns/pid"):
         if os.path.exists(path):
             info = os.stat(path)
