@@ -161,9 +161,9 @@ class AllReduceRMSNorm:
         call = _call(reduced, decision, placement, sum_used, context)
         first = reduced.collectives[0]
         operands = (
-            reduced.reduced_bias,
+            _summed(graph, reduced.biases),
             reduced.scale_tensor,
-            reduced.residual,
+            _summed(graph, reduced.residuals),
             *((reduced.post.weight, reduced.post.bias) if reduced.post else (None, None)),
             *((reduced.norm.weight, reduced.norm.bias) if reduced.norm else (None, None)),
         )
@@ -174,7 +174,7 @@ class AllReduceRMSNorm:
             leading: tuple[object, ...] = (a, b, addend)
         else:
             target = torch.ops.weave.all_reduce_norm.default
-            leading = (_summed_partials(graph, reduced),)
+            leading = (_summed(graph, reduced.partials),)
         args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
         position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
         fused = call_after(graph, position, target, (*args, call.encode()), like=first)
@@ -217,7 +217,7 @@ def _matched(reduced: Reduced) -> SiteMatch:
         product, addend = _product_and_addend(reduced, products)
     return SiteMatch(
         interior=frozenset(vanishing),
-        sharded_input=reduced.residual,
+        sharded_input=reduced.residuals[0] if len(reduced.residuals) == 1 else None,
         sharded_output=reduced.total,
         reduced=reduced,
         product=product,
@@ -257,7 +257,7 @@ def _workload(reduced: Reduced, match: SiteMatch, absorbed: frozenset[fx.Node], 
         product=product,
         num_partials=len(reduced.collectives),
         num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
-        has_residual=reduced.residual is not None,
+        has_residual=bool(reduced.residuals),
         sum_is_used=_is_read_elsewhere(reduced),
         sum_may_shard=all(user in absorbed or user in match.interior for user in reduced.total.users),
     )
@@ -342,19 +342,19 @@ def _call(
     )
 
 
-def _summed_partials(graph: fx.Graph, reduced: Reduced) -> fx.Node:
-    """One partial result: the only one, or the sum of several on this rank."""
-    total, *rest = reduced.partials
-    shape = tensor_of(total)
-    assert shape is not None
-    for partial in rest:
-        value = tensor_of(partial)
-        assert value is not None
-        position = last_of(graph, [total, partial])
-        if value.ndim != shape.ndim:
-            partial = call_after(graph, position, aten.view.default, (partial, shape_of(graph, total)), like=partial)
-            position = partial
-        total = call_after(graph, position, aten.add.Tensor, (total, partial), like=total)
+def _summed(graph: fx.Graph, values: tuple[fx.Node, ...]) -> fx.Node | None:
+    """The only one of `values`, or their sum on this rank in the shape of the first; None where there is none."""
+    if not values:
+        return None
+    nodes = [node for node in map(current, values) if isinstance(node, fx.Node)]
+    total, first = nodes[0], tensor_of(nodes[0])
+    for node in nodes[1:]:
+        value = tensor_of(node)
+        assert first is not None and value is not None
+        if value.ndim != first.ndim:
+            position = last_of(graph, [node, nodes[0]])
+            node = call_after(graph, position, aten.view.default, (node, shape_of(graph, nodes[0])), like=node)
+        total = call_after(graph, last_of(graph, [total, node]), aten.add.Tensor, (total, node), like=total)
     return total
 
 

@@ -160,6 +160,18 @@ def reduced_bias(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     return rms(total, w.norm) @ w.after, total
 
 
+def parallel_biases(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """GPT-NeoX: attention and MLP side by side, each with a bias after its all-reduce."""
+    attention = all_reduce(x @ w.product) + w.bias
+    total = (all_reduce(x.relu() @ w.second) + w.norm) + attention + residual
+    return layer(total, w.norm, w.bias) @ w.after, total
+
+
+def two_residuals(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    total = residual + (all_reduce(x @ w.product) + residual.relu())
+    return rms(total, w.norm) @ w.after, total
+
+
 def product_bias(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     flat = torch.addmm(w.bias, x.reshape(-1, INNER), w.product)
     total = residual + all_reduce(flat).view(residual.shape)
@@ -208,6 +220,8 @@ FORMS: tuple[Callable[[Weights, Tensor, Tensor], tuple[Tensor, ...]], ...] = (
     embedding,
     scaled,
     reduced_bias,
+    parallel_biases,
+    two_residuals,
     product_bias,
     two_dimensions,
     no_residual,

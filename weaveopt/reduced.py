@@ -36,11 +36,13 @@ class Reduced:
     """What the graph does with one or more all-reduces that meet in one sum."""
 
     collectives: tuple[fx.Node, ...]
-    reduced_bias: fx.Node | None
+    biases: tuple[fx.Node, ...]
+    """Vectors [hidden] that are added after the reduction, before the scale."""
     scale: float
     scale_tensor: fx.Node | None
     post: Norm | None
-    residual: fx.Node | None
+    residuals: tuple[fx.Node, ...]
+    """Values of the sum's shape that are added and were not reduced here: none, the residual, seldom two."""
     total: fx.Node
     """The sum (the reduced value itself, where there is no residual)."""
     norm: Norm | None
@@ -55,14 +57,12 @@ class Reduced:
     def text(self) -> str:
         """The computation in words of torch, for the report."""
         words = " + ".join("all_reduce(partial)" for _ in self.collectives)
-        if self.reduced_bias is not None:
-            words += " + bias"
+        words += " + bias" * len(self.biases)
         if self.scale_tensor is not None or self.scale != 1.0:
             words = f"({words}) * scale"
         if self.post is not None:
             words += f" -> {self.post.text}"
-        if self.residual is not None:
-            words += " + residual"
+        words += " + residual" * len(self.residuals)
         return words + (f" -> {self.norm.text}" if self.norm is not None else "")
 
 
@@ -74,17 +74,16 @@ class _Walk:
     hidden: int
     collectives: list[fx.Node]
     passed: set[fx.Node]
-    reduced_bias: fx.Node | None = None
+    biases: list[fx.Node] = field(default_factory=list)
     scale: float = 1.0
     scale_tensor: fx.Node | None = None
     post: Norm | None = None
-    residual: fx.Node | None = None
-    reasons: list[Rejection] = field(default_factory=list)
+    residuals: list[fx.Node] = field(default_factory=list)
 
     @property
     def linear(self) -> bool:
-        """Whether the value is still a plain sum of reduced values (and a residual)."""
-        return self.post is None and self.scale == 1.0 and self.scale_tensor is None and self.reduced_bias is None
+        """Whether the value is still a plain sum of reduced values, biases and residuals."""
+        return self.post is None and self.scale == 1.0 and self.scale_tensor is None
 
     def step_to(self, node: fx.Node) -> None:
         self.passed.add(node)
@@ -114,7 +113,7 @@ def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced 
             return moved
         if not moved:
             break
-    if walk.post is not None and walk.residual is not None:
+    if walk.post is not None and walk.residuals:
         return _ended(walk, None)
     readers = ", ".join(sorted({describe(user) for user in walk.value.users})) or "nothing"
     code = "read_by_several" if len(walk.value.users) > 1 else "no_norm_follows"
@@ -175,7 +174,7 @@ def _other_operand(walk: _Walk, reader: fx.Node) -> fx.Node | float | None:
 
 
 def _pass_scale(walk: _Walk, reader: fx.Node) -> bool | Rejection:
-    if walk.residual is not None or walk.post is not None or walk.scale_tensor is not None:
+    if walk.residuals or walk.post is not None or walk.scale_tensor is not None:
         return False
     other = _other_operand(walk, reader)
     if isinstance(other, fx.Node):
@@ -206,32 +205,55 @@ def _pass_add(walk: _Walk, reader: fx.Node) -> bool | Rejection:
     if value.dtype != before.dtype or value.shape != before.shape or _dtype(other) != before.dtype:
         return walk.refuse("dtype_changes", "the addition changes the dtype or shape of the reduced value", reader)
     partner = _reduced_by(other, walk)
+    operand = tensor_of(other)
     if partner is not None:
-        walk.collectives.append(partner[0])
-        walk.passed.update(partner)
-    elif (operand := tensor_of(other)) is not None and operand.ndim == 1 and operand.shape[0] == walk.hidden:
-        if not walk.linear or walk.residual is not None:
-            return walk.refuse("form_not_known", "a bias is added after the scale, norm or residual", reader)
-        walk.reduced_bias = other
-    elif walk.residual is not None:
-        return walk.refuse("second_residual", "two values that are not reduced are added to the sum", reader)
+        walk.collectives.append(partner.nodes[0])
+        walk.passed.update(partner.nodes)
+        walk.biases.extend(partner.biases)
+    elif _is_vector(other, walk.hidden):
+        if not walk.linear:
+            return walk.refuse("form_not_known", "a bias is added after the scale or the norm", reader)
+        walk.biases.append(other)
     elif operand is None or operand.shape != before.shape:
         return walk.refuse("form_not_known", "what is added has another shape than the reduced value", reader)
     else:
-        walk.residual = other
+        walk.residuals.append(other)
     walk.step_to(reader)
     return True
 
 
-def _reduced_by(other: fx.Node, walk: _Walk) -> tuple[fx.Node, ...] | None:
-    """The nodes from another all-reduce of the same group to `other`, if only this sum reads them."""
+def _is_vector(node: fx.Node, hidden: int) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.ndim == 1 and value.shape[0] == hidden
+
+
+@dataclass(frozen=True)
+class _Partner:
+    """Another all-reduce whose result, after views and biases, is added to the sum."""
+
+    nodes: tuple[fx.Node, ...]
+    biases: tuple[fx.Node, ...]
+
+
+def _reduced_by(other: fx.Node, walk: _Walk) -> _Partner | None:
+    """What leads from another all-reduce of the same group to `other`, if only this sum reads it."""
     if not walk.linear:
         return None
     chain = [other]
-    while is_call(chain[-1], SHAPE_ONLY):
-        source = chain[-1].args[0]
-        assert isinstance(source, fx.Node)
-        chain.append(source)
+    biases: list[fx.Node] = []
+    while True:
+        here = chain[-1]
+        if is_call(here, ADD) and not here.kwargs:
+            vectors = [a for a in here.args[:2] if isinstance(a, fx.Node) and _is_vector(a, walk.hidden)]
+            rest = [a for a in here.args[:2] if a not in vectors]
+            if len(vectors) != 1 or len(rest) != 1 or not isinstance(rest[0], fx.Node):
+                return None
+            biases.append(vectors[0])
+            chain.append(rest[0])
+        elif is_call(here, SHAPE_ONLY) and isinstance(here.args[0], fx.Node):
+            chain.append(here.args[0])
+        else:
+            break
     if not is_call(chain[-1], WAIT) or any(len(node.users) != 1 for node in chain):
         return None
     all_reduce = chain[-1].args[0]
@@ -239,12 +261,12 @@ def _reduced_by(other: fx.Node, walk: _Walk) -> tuple[fx.Node, ...] | None:
         return None
     if all_reduce.args[1:] != walk.collectives[0].args[1:]:
         return None
-    return (all_reduce, *reversed(chain))
+    return _Partner((all_reduce, *reversed(chain)), tuple(biases))
 
 
 def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
     """Step over `norm` and the residual addition behind it, if only they read the value (post-norm families)."""
-    if walk.post is not None or walk.residual is not None or not set(walk.value.users) <= set(norm.nodes):
+    if walk.post is not None or walk.residuals or not set(walk.value.users) <= set(norm.nodes):
         return False
     if len(norm.output.users) != 1:
         return False
@@ -260,7 +282,7 @@ def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
         return False
     if any(user not in norm.nodes for node in norm.nodes[:-1] for user in node.users):
         return False
-    walk.post, walk.residual = norm, others[0]
+    walk.post, walk.residuals = norm, [others[0]]
     walk.passed.update(norm.nodes)
     walk.step_to(reader)
     return True
@@ -269,11 +291,11 @@ def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
 def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
     return Reduced(
         collectives=tuple(walk.collectives),
-        reduced_bias=walk.reduced_bias,
+        biases=tuple(walk.biases),
         scale=float(walk.scale),
         scale_tensor=walk.scale_tensor,
         post=walk.post,
-        residual=walk.residual,
+        residuals=tuple(walk.residuals),
         total=walk.value,
         norm=norm,
         passed=frozenset(walk.passed),

@@ -35,6 +35,8 @@ EXPECTED = {
     "embedding": "(all_reduce(partial)) * scale -> rms_norm(eps=1e-06)",
     "scaled": "(all_reduce(partial)) * scale + residual -> rms_norm(eps=1e-06)",
     "reduced_bias": "all_reduce(partial) + bias + residual -> rms_norm(eps=1e-06)",
+    "parallel_biases": "all_reduce(partial) + all_reduce(partial) + bias + bias + residual -> layer_norm(eps=1e-05)",
+    "two_residuals": "all_reduce(partial) + residual + residual -> rms_norm(eps=1e-06)",
     "product_bias": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
     "two_dimensions": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
     "no_residual": "all_reduce(partial) -> rms_norm(eps=1e-06)",
@@ -101,10 +103,6 @@ def _double(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
     return (forms.rms(r.double() + forms.all_reduce((x @ w.product).double()), w.norm.double()),)
 
 
-def _two_residuals(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
-    return (forms.rms(r + forms.all_reduce(x @ w.product) + r.relu(), w.norm),)
-
-
 def _residual_in_fp32(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
     return (forms.rms(r.float() + forms.all_reduce((x @ w.product).bfloat16()), w.norm),)
 
@@ -121,7 +119,6 @@ def _heads_normed(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
         (_no_norm, "no_norm_follows"),
         (_maximum, "not_a_sum"),
         (_double, "dtype_not_supported"),
-        (_two_residuals, "second_residual"),
         (_residual_in_fp32, "dtype_changes"),
         (_heads_normed, "hidden_is_split"),
     ],

@@ -123,7 +123,7 @@ def _form(record: dict[str, str | float | bool] | None) -> NormForm | None:
     if record is None:
         return None
     return NormForm(
-        NormKind(record["kind"]),
+        NormKind(str(record["kind"])),
         float(record["eps"]),
         float(record["weight_offset"]),
         bool(record["cast_before_weight"]),
