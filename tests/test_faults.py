@@ -111,7 +111,29 @@ def test_a_killed_rank_ends_the_other() -> None:
 
 
 def test_a_stalled_rank_ends_the_other() -> None:
-    survivor, _ = collect(_dies, 2, signal.SIGSTOP, timeout_s=30)
+    survivor, _ = collect(_dies, 2, signal.SIGSTOP, timeout_s=20)
     assert isinstance(survivor.value, tuple), survivor.error
     seconds, text = survivor.value
     assert text.startswith("PeerTimeoutError") and "rank 1" in text and TIMEOUT_S - 1 < seconds < TIMEOUT_S + 4
+
+
+def _residual_differs(rank: int) -> str:
+    import weaveopt
+
+    weights = forms.make_weights(torch.float32)
+    options = {"force": ["all_reduce_rms_norm"], "timeout_s": TIMEOUT_S, "compile_timeout_s": 60.0}
+    compiled = torch.compile(lambda x, r: forms.pre_norm(weights, x, r), backend="weave", options=options)  # type: ignore[call-overload]
+    x = torch.ones(1, 300, forms.INNER)
+    residual = torch.randn(1, 300, forms.HIDDEN, generator=torch.Generator().manual_seed(rank))
+    try:
+        with torch.no_grad():
+            compiled(x, residual)
+    except weaveopt.WeaveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_residual_that_differs_between_ranks_is_refused() -> None:
+    """Nothing in a graph says that a residual is alike on all ranks; the first call looks."""
+    for text in run_ranks(_residual_differs, 2):
+        assert text.startswith("AgreementError") and "the residual on rank 0" in text and "disable" in text

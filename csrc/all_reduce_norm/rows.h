@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "base/dtype.h"
 
@@ -61,7 +62,10 @@ extern const RowFunctions kRowsAvx2;
 extern const RowFunctions kRowsAvx512;
 #endif
 
-// The widest set that this processor has. All ranks of a host choose alike, so their results agree bitwise.
+// What this processor can run, widest first. Never empty.
+std::vector<const RowFunctions*> usable_rows();
+
+// The widest; all ranks of a host choose alike, so their results agree bitwise.
 const RowFunctions& choose_rows();
 
 }  // namespace weave

@@ -54,10 +54,11 @@ void divide(int64_t begin, int64_t end, int64_t row_bytes, int32_t num_threads, 
 
 }  // namespace
 
-AllReduceNorm::AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads)
+AllReduceNorm::AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads,
+                             const RowFunctions& functions)
     : group_(group),
       site_(site),
-      functions_(choose_rows()),
+      functions_(functions),
       max_threads_(std::max(1, max_threads)),
       partials_(group.world()),
       parameters_(kNumParameters * padded(site.hidden)),

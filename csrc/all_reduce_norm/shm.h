@@ -46,7 +46,8 @@ struct AllReduceNormArrays {
 // A site bound to its group. Owns the scratch memory: a call allocates nothing.
 class AllReduceNorm {
   public:
-    AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads);
+    AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads,
+                  const RowFunctions& functions = choose_rows());
 
     // Bytes of the output region for `max_tokens`: one rank's share of rows, normed and then sum.
     static int64_t output_bytes(const AllReduceNormSite& site, int32_t world);

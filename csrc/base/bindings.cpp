@@ -35,8 +35,17 @@ struct AllReduceNormHandle {
     std::shared_ptr<GroupHandle> owner;
     AllReduceNorm op;
 
-    AllReduceNormHandle(std::shared_ptr<GroupHandle> group, const AllReduceNormSite& site, int32_t max_threads)
-        : owner(std::move(group)), op(check(*owner, site), site, max_threads) {}
+    AllReduceNormHandle(std::shared_ptr<GroupHandle> group, const AllReduceNormSite& site, int32_t max_threads,
+                        const std::string& isa)
+        : owner(std::move(group)), op(check(*owner, site), site, max_threads, rows(isa)) {}
+
+    static const RowFunctions& rows(const std::string& isa) {
+        if (isa.empty()) return choose_rows();
+        for (const RowFunctions* functions : usable_rows()) {
+            if (isa == functions->isa) return *functions;
+        }
+        throw std::invalid_argument("this processor does not run " + isa);
+    }
 
     // A region outside the segment would be a wild store later.
     static Group& check(GroupHandle& handle, const AllReduceNormSite& site) {
@@ -172,15 +181,23 @@ void bind_all_reduce_norm(py::module_& m) {
         .def_readwrite("sum_out", &AllReduceNormSite::sum_out)
         .def_readwrite("timeout_s", &AllReduceNormSite::timeout_s);
     py::class_<AllReduceNormHandle>(m, "AllReduceNorm")
-        .def(py::init<std::shared_ptr<GroupHandle>, const AllReduceNormSite&, int32_t>(), py::arg("group"),
-             py::arg("site"), py::arg("max_threads"))
+        .def(py::init<std::shared_ptr<GroupHandle>, const AllReduceNormSite&, int32_t, const std::string&>(),
+             py::arg("group"), py::arg("site"), py::arg("max_threads"), py::arg("isa") = "")
         .def("enter", &AllReduceNormHandle::enter)
         .def("run", &AllReduceNormHandle::run)
         .def("leave", [](AllReduceNormHandle& handle) { handle.owner->group.leave(); })
         .def("enter_and_run", &AllReduceNormHandle::enter_and_run)
         .def_property_readonly("next_parity",
                                [](const AllReduceNormHandle& handle) { return handle.op.next_parity(); });
-    m.def("isa", [] { return choose_rows().isa; }, "The instruction set that row kernels use on this processor.");
+    m.def(
+        "isas",
+        [] {
+            std::vector<std::string> names;
+            for (const RowFunctions* functions : usable_rows())
+                names.push_back(functions->isa);
+            return names;
+        },
+        "Instruction sets of the row kernels that this processor runs; the first is used.");
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ import torch
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, SumOut
 from weaveopt.runtime import arena
+from weaveopt.runtime.alike import expect_alike
 from weaveopt.runtime.arena import Arena
 
 try:
@@ -30,12 +31,15 @@ class ShmSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_arena", "_buffers", "_call", "_dtype", "_native", "_normed_dtype", "_scale", "_sum", "hidden", "max_tokens"
+        "_alike", "_arena", "_buffers", "_call", "_dtype", "_native", "_normed_dtype", "_scale", "_sum",
+        "hidden", "max_tokens",
     )  # fmt: skip
 
     def __init__(self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: Arena) -> None:
         self.hidden = call.hidden
         self.max_tokens = call.max_tokens
+        self._alike = False
+        """Whether the ranks have been seen to hold the same residual and parameters."""
         self._call = call
         self._native = native
         self._arena = memory
@@ -101,7 +105,9 @@ class ShmSite:
             partial = self._activation(partial, tokens, "partial")
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        pointers = [0, 0, 0, 0, 0]
+        if not self._alike:
+            self._expect_alike(residual, reduced_bias, scale, post_weight, post_bias, weight, bias)
+        pointers = [0] * 5
         fp32 = 0
         kept = []  # converted parameters live until the native call is over
         for index, parameter in enumerate((reduced_bias, post_weight, post_bias, weight, bias)):
@@ -133,7 +139,11 @@ class ShmSite:
             torch.get_num_threads(),
             0 if partial is None else partial.data_ptr(),
             0 if residual is None else residual.data_ptr(),
-            *pointers,
+            pointers[0],
+            pointers[1],
+            pointers[2],
+            pointers[3],
+            pointers[4],
             normed.data_ptr(),
             out.data_ptr(),
             fp32,
@@ -142,6 +152,16 @@ class ShmSite:
         if code:
             self._fail(code)
         return normed, out
+
+    def _expect_alike(self, residual: Tensor | None, *parameters: Tensor | None) -> None:
+        """Once: every rank reduces its own rows with its own residual and parameters, so they must be the same."""
+        call = self._call
+        names = ("bias", "scale", "weight of the first norm", "bias of the first norm", "norm weight", "norm bias")
+        values = [*zip(names, parameters, strict=True)]
+        if not call.residual_sharded:
+            values.append(("residual", residual))
+        expect_alike(call.group, f"weave::all_reduce_norm at site {call.site}", values, call.timeout_s)
+        self._alike = True
 
     def _multiply(self, product: Product, tokens: int) -> None:
         """Takes the group and computes the product into this rank's buffer of the coming epoch."""
