@@ -76,8 +76,6 @@ class Topology:
             return Rejection(
                 "fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", self.num_hosts),)
             )
-        if fabric is not Fabric.SHM:
-            return Rejection("no_kernel", f"this version has no {fabric.value} kernel")
         return None
 
 
