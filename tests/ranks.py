@@ -49,7 +49,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     try:
         import torch
         import torch.distributed as dist
@@ -64,16 +64,24 @@ def _main(
 
 
 def collect(
-    fn: Callable[..., object], world: int, *args: object, timeout_s: float = 120.0, threads: int = 1
+    fn: Callable[..., object],
+    world: int,
+    *args: object,
+    timeout_s: float = 120.0,
+    threads: int = 1,
+    gpus: bool = False,
 ) -> list[Outcome]:
     """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die."""
-    context = multiprocessing.get_context("forkserver")
-    # Loading torch costs more than most tests: the server does it once, before it has any thread.
-    context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
+    context = multiprocessing.get_context("spawn" if gpus else "forkserver")
+    if not gpus:
+        # Loading torch costs more than most tests: the server does it once, before it has any thread.
+        context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
+    # CPU ranks see no GPU, or libraries would pick it up where there is one.
+    environment = dict(os.environ) if gpus else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_main, args=(fn, rank, world, port, args, threads, results, dict(os.environ)))
+        context.Process(target=_main, args=(fn, rank, world, port, args, threads, results, environment))
         for rank in range(world)
     ]
     for process in processes:
@@ -87,9 +95,16 @@ def collect(
             process.join(10)
 
 
-def run_ranks(fn: Callable[..., R], world: int, *args: object, timeout_s: float = 120.0, threads: int = 1) -> list[R]:
+def run_ranks(
+    fn: Callable[..., R],
+    world: int,
+    *args: object,
+    timeout_s: float = 120.0,
+    threads: int = 1,
+    gpus: bool = False,
+) -> list[R]:
     """What `fn(rank, *args)` returned on each rank. Raises `RankError` if one failed, died or took too long."""
-    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads)
+    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads, gpus=gpus)
     failed = [f"--- rank {outcome.rank} of {world}\n{outcome.error}" for outcome in outcomes if outcome.error]
     if failed:
         raise RankError("\n".join(failed))

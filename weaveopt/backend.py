@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -21,7 +22,7 @@ from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
 from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport
 from weaveopt.errors import WeaveError
-from weaveopt.facts import groups_in
+from weaveopt.facts import devices_in, groups_in
 from weaveopt.inductor import Compiled
 from weaveopt.pipeline.bind import await_peers, bind
 from weaveopt.pipeline.capture import capture
@@ -74,7 +75,7 @@ def optimize(
     clock = _Clock()
     captured, failure = _capture(module, is_backward, is_inference)
     clock.lap("capture")
-    topologies = {group: topology.discover(group, config.compile_timeout_s) for group in captured.groups}
+    topologies = _topologies(captured, config)
     context = Context(config, _machine_for(config, topologies), topologies)
     report = _steps(captured, context, clock, failure)
     registry.add(entry, report, context)
@@ -179,6 +180,13 @@ class _Clock:
     @property
     def laps(self) -> tuple[tuple[str, float], ...]:
         return tuple(self._laps)
+
+
+def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
+    """Where the ranks of each group are, and the device that they use in this graph."""
+    devices = devices_in(captured.graph)
+    found = {group: topology.discover(group, config.compile_timeout_s) for group in captured.groups}
+    return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}
 
 
 def _machine_for(config: Config, topologies: Mapping[str, Topology]) -> Machine:

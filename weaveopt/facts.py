@@ -34,6 +34,16 @@ def collectives_in(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
+def devices_in(graph: fx.Graph) -> dict[str, str]:
+    """Process group -> the kind of device that its first collective runs on; a group of Gloo's may serve several."""
+    devices: dict[str, str] = {}
+    for node in collectives_in(graph):
+        value = tensor_of(node)
+        if value is not None and group_of(node):
+            devices.setdefault(group_of(node), value.device.type)
+    return devices
+
+
 def groups_in(graph: fx.Graph) -> tuple[str, ...]:
     """Names of the process groups that a graph communicates in, sorted."""
     return tuple(sorted({name for node in collectives_in(graph) if (name := group_of(node))}))

@@ -72,6 +72,9 @@ class Topology:
                 return Rejection("native_part_missing", "weaveopt was installed without its native part")
         elif self.device != "cuda":
             return Rejection("fabric_needs_cuda", f"{fabric.value} joins GPUs", (("device", self.device),))
+        if fabric is Fabric.MULTIMEM and not self.fake:
+            # Creating a multicast object to find out can put the GPUs of a shared host out of service.
+            return Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
         if fabric is not Fabric.NVSHMEM and self.num_hosts > 1:
             return Rejection(
                 "fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", self.num_hosts),)
