@@ -12,13 +12,15 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 R = TypeVar("R")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ def free_port() -> int:
 
 
 def _main(
-    fn: Callable[..., object], rank: int, world: int, port: int, args: tuple[object, ...], threads: int,
-    results: multiprocessing.Queue[Outcome], environment: dict[str, str],
+    rank: int, fn: Callable[..., object], world: int, port: int, args: tuple[object, ...], threads: int,
+    results: multiprocessing.Queue[Outcome], environment: dict[str, str], gpus: bool,
 ) -> None:  # fmt: skip
     # The server that ranks are forked from has the environment of its own start.
     os.environ.clear()
@@ -55,12 +57,28 @@ def _main(
         import torch.distributed as dist
 
         torch.set_num_threads(threads)
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         outcome = Outcome(rank, fn(rank, *args))
         dist.destroy_process_group()
     except BaseException:
         outcome = Outcome(rank, error=traceback.format_exc())
     results.put(outcome)
+
+
+@contextmanager
+def _visible_gpus(devices: str | None) -> Iterator[None]:
+    """CPU ranks see no GPU, from before torch is loaded: libraries would pick it up where there is one."""
+    before = os.environ.get(_VISIBLE)
+    if devices is not None:
+        os.environ[_VISIBLE] = devices
+    try:
+        yield
+    finally:
+        if devices is not None:
+            os.environ.pop(_VISIBLE)
+            if before is not None:
+                os.environ[_VISIBLE] = before
 
 
 def collect(
@@ -76,16 +94,13 @@ def collect(
     if not gpus:
         # Loading torch costs more than most tests: the server does it once, before it has any thread.
         context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
-    # CPU ranks see no GPU, or libraries would pick it up where there is one.
-    environment = dict(os.environ) if gpus else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
-    processes = [
-        context.Process(target=_main, args=(fn, rank, world, port, args, threads, results, environment))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
+    with _visible_gpus(None if gpus else ""):
+        job = (fn, world, port, args, threads, results, dict(os.environ), gpus)
+        processes = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
+        for process in processes:
+            process.start()
     try:
         return _wait(processes, results, timeout_s)
     finally:

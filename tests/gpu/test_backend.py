@@ -20,12 +20,11 @@ def _left_alone(rank: int) -> list[set[str]]:
     import weaveopt
 
     torch.cuda.set_device(rank)
-    group = dist.new_group(backend="nccl")
     weights = forms.make_weights(torch.bfloat16)
     product, norm = weights.product.cuda(), weights.norm.cuda()
 
     def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = residual + functional.all_reduce(x @ product, "sum", group)
+        total = residual + functional.all_reduce(x @ product, "sum", dist.group.WORLD)
         return forms.rms(total, norm), total
 
     x = torch.randn(2, 9, forms.INNER, generator=torch.Generator().manual_seed(rank)).bfloat16().cuda()
