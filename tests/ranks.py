@@ -45,7 +45,7 @@ def free_port() -> int:
 
 def _main(
     rank: int, fn: Callable[..., object], world: int, port: int, args: tuple[object, ...], threads: int,
-    results: multiprocessing.Queue[Outcome], environment: dict[str, str], gpus: bool,
+    results: multiprocessing.Queue[Outcome], environment: dict[str, str],
 ) -> None:  # fmt: skip
     # The server that ranks are forked from has the environment of its own start.
     os.environ.clear()
@@ -57,8 +57,7 @@ def _main(
         import torch.distributed as dist
 
         torch.set_num_threads(threads)
-        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
         outcome = Outcome(rank, fn(rank, *args))
         dist.destroy_process_group()
     except BaseException:
@@ -67,18 +66,16 @@ def _main(
 
 
 @contextmanager
-def _visible_gpus(devices: str | None) -> Iterator[None]:
+def _no_gpus() -> Iterator[None]:
     """CPU ranks see no GPU, from before torch is loaded: libraries would pick it up where there is one."""
     before = os.environ.get(_VISIBLE)
-    if devices is not None:
-        os.environ[_VISIBLE] = devices
+    os.environ[_VISIBLE] = ""
     try:
         yield
     finally:
-        if devices is not None:
-            os.environ.pop(_VISIBLE)
-            if before is not None:
-                os.environ[_VISIBLE] = before
+        os.environ.pop(_VISIBLE)
+        if before is not None:
+            os.environ[_VISIBLE] = before
 
 
 def collect(
@@ -87,17 +84,15 @@ def collect(
     *args: object,
     timeout_s: float = 120.0,
     threads: int = 1,
-    gpus: bool = False,
 ) -> list[Outcome]:
     """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die."""
-    context = multiprocessing.get_context("spawn" if gpus else "forkserver")
-    if not gpus:
-        # Loading torch costs more than most tests: the server does it once, before it has any thread.
-        context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
+    context = multiprocessing.get_context("forkserver")
+    # Loading torch costs more than most tests: the server does it once, before it has any thread.
+    context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
-    with _visible_gpus(None if gpus else ""):
-        job = (fn, world, port, args, threads, results, dict(os.environ), gpus)
+    with _no_gpus():
+        job = (fn, world, port, args, threads, results, dict(os.environ))
         processes = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
         for process in processes:
             process.start()
@@ -116,10 +111,9 @@ def run_ranks(
     *args: object,
     timeout_s: float = 120.0,
     threads: int = 1,
-    gpus: bool = False,
 ) -> list[R]:
     """What `fn(rank, *args)` returned on each rank. Raises `RankError` if one failed, died or took too long."""
-    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads, gpus=gpus)
+    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads)
     failed = [f"--- rank {outcome.rank} of {world}\n{outcome.error}" for outcome in outcomes if outcome.error]
     if failed:
         raise RankError("\n".join(failed))
