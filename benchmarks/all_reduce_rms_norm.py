@@ -24,7 +24,8 @@ from rich.table import Table
 from benchmarks import record
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.decision import Algorithm, Fabric
+from weaveopt import cost_model
+from weaveopt.decision import Algorithm, Fabric, Workload
 from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, arena_bytes
 
 HIDDEN = 4096
@@ -124,19 +125,25 @@ def rank_main(rank: int, world: int, quick: bool) -> list[Medians]:
 
 def measure(world: int, quick: bool) -> list[record.Row]:
     by_rank = run_ranks(rank_main, world, world, quick, timeout_s=900)
+    machine = cost_model.load("cpu")
     rows = []
     for index, first in enumerate(by_rank[0]):
         us = {name: max(medians[index].us[name] for medians in by_rank) for name in first.us}
         ours = {algorithm.value: us[algorithm.value] for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)}
-        best = min(ours, key=lambda name: ours[name])
+        # What the op itself would run here: the profile's choice, not the faster of the two measured.
+        workload = Workload(first.tokens, first.tokens, HIDDEN, "bfloat16", world)
+        threshold = cost_model.one_shot_max_tokens(machine, Fabric.SHM, HIDDEN, "bfloat16", world)
+        chosen = Algorithm.ONE_SHOT if first.tokens <= threshold else Algorithm.TWO_SHOT
+        predicted = cost_model.estimate_all_reduce_norm(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
         rows.append(
             record.row(
                 case={"ranks": world, "tokens": first.tokens, "hidden": HIDDEN, "dtype": "bfloat16"},
-                weave_us=ours[best],
+                weave_us=ours[chosen.value],
                 baselines={UNFUSED: us[UNFUSED]},
+                predicted_us=predicted.us,
                 bound_us=us[COPY],
                 parameters={
-                    "algorithm": best, **{f"{name}_us": round(t, 3) for name, t in ours.items()},
+                    "algorithm": chosen.value, **{f"{name}_us": round(t, 3) for name, t in ours.items()},
                     f"{GLOO}_us": round(us[GLOO], 3),
                 },
             )
@@ -146,13 +153,15 @@ def measure(world: int, quick: bool) -> list[record.Row]:
 
 def show(rows: list[record.Row]) -> None:
     table = Table(title=f"all-reduce + residual + RMSNorm, hidden {HIDDEN}, bf16, microseconds")
-    columns = "ranks tokens gloo_then_inductor gloo_all_reduce one_shot two_shot best ratio bound best/bound"
+    columns = (
+        "ranks tokens gloo_then_inductor gloo_all_reduce one_shot two_shot weave predicted ratio bound weave/bound"
+    )
     for name in columns.split():
         table.add_column(name, justify="right")
     for row in rows:
         bound = row.bound_us or 0.0
         figures = [row.baselines[UNFUSED], row.parameters[f"{GLOO}_us"], row.parameters["one_shot_us"],
-                   row.parameters["two_shot_us"], row.weave_us]  # fmt: skip
+                   row.parameters["two_shot_us"], row.weave_us, row.predicted_us or 0.0]  # fmt: skip
         table.add_row(
             str(row.case["ranks"]), str(row.case["tokens"]), *(f"{figure:.1f}" for figure in figures),
             f"{row.ratio:.2f}x", f"{bound:.1f}", f"{row.weave_us / bound:.1f}",

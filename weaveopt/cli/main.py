@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         command = args.command
         del args.command
-        return explain.run(explain.question(args)) if command == "explain" else doctor.run(args.format)
+        code = explain.run(explain.question(args)) if command == "explain" else doctor.run(args.format)
+        sys.stdout.flush()  # here, where a reader that went away is caught, and not at exit
+        return code
     except WeaveError as error:
         print(f"weaveopt: error: {' '.join(str(error).split())}", file=sys.stderr)
         return MISUSE
