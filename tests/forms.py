@@ -178,6 +178,12 @@ def product_bias(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     return rms(total, w.norm) @ w.after, total
 
 
+def scaled_product(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    flat = torch.addmm(w.bias, x.reshape(-1, INNER), w.product, beta=0.5, alpha=2.0)
+    total = residual + all_reduce(flat).view(residual.shape)
+    return rms(total, w.norm) @ w.after, total
+
+
 def two_dimensions(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     total = residual.flatten(0, 1) + all_reduce(x.flatten(0, 1) @ w.product)
     return rms(total, w.norm) @ w.after, total
@@ -223,6 +229,7 @@ FORMS: tuple[Callable[[Weights, Tensor, Tensor], tuple[Tensor, ...]], ...] = (
     parallel_biases,
     two_residuals,
     product_bias,
+    scaled_product,
     two_dimensions,
     no_residual,
     norm_read_twice,

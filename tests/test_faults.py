@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -14,10 +15,10 @@ from tests.ranks import collect, run_ranks
 TIMEOUT_S = 6.0
 
 
-def _compiled(**options: object) -> object:
+def _compiled(form: Callable[..., object] = forms.chain, **options: object) -> object:
     weights = forms.make_weights(torch.float32)
     settings = {"force": ["all_reduce_rms_norm"], "timeout_s": TIMEOUT_S, "compile_timeout_s": 60.0, **options}
-    return torch.compile(lambda x, r: forms.chain(weights, x, r), backend="weave", options=settings)  # type: ignore[call-overload]
+    return torch.compile(lambda x, r: form(weights, x, r), backend="weave", options=settings)  # type: ignore[call-overload]
 
 
 def _run(compiled: object, times: int = 1) -> None:
@@ -27,14 +28,19 @@ def _run(compiled: object, times: int = 1) -> None:
             compiled(torch.ones(1, 5, forms.INNER), torch.ones(1, 5, forms.HIDDEN))
 
 
-def _different_options(rank: int) -> str:
+def _told(call: Callable[[], object]) -> str:
+    """The `WeaveError` that `call` raises, as text."""
     import weaveopt
 
     try:
-        _run(_compiled(max_tokens=64 + rank))
+        call()
     except weaveopt.WeaveError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def _different_options(rank: int) -> str:
+    return _told(lambda: _run(_compiled(max_tokens=64 + rank)))
 
 
 def test_different_options_are_named() -> None:
@@ -44,17 +50,7 @@ def test_different_options_are_named() -> None:
 
 
 def _different_graphs(rank: int) -> str:
-    import weaveopt
-
-    weights = forms.make_weights(torch.float32)
-    form = forms.pre_norm if rank == 0 else forms.gemma_norm
-    options = {"force": ["all_reduce_rms_norm"], "compile_timeout_s": 60.0}
-    compiled = torch.compile(lambda x, r: form(weights, x, r), backend="weave", options=options)  # type: ignore[call-overload]
-    try:
-        _run(compiled)
-    except weaveopt.WeaveError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return _told(lambda: _run(_compiled(forms.pre_norm if rank == 0 else forms.gemma_norm)))
 
 
 def test_different_graphs_name_the_first_site() -> None:
@@ -63,16 +59,10 @@ def test_different_graphs_name_the_first_site() -> None:
 
 
 def _never_comes(rank: int) -> str:
-    import weaveopt
-
     if rank == 1:
         time.sleep(12)
         return "slept"
-    try:
-        _run(_compiled(compile_timeout_s=3.0))
-    except weaveopt.WeaveError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return _told(lambda: _run(_compiled(compile_timeout_s=3.0)))
 
 
 def test_a_rank_that_never_comes_is_an_error() -> None:
@@ -82,18 +72,13 @@ def test_a_rank_that_never_comes_is_an_error() -> None:
 
 
 def _dies(rank: int, how: int) -> tuple[float, str]:
-    import weaveopt
-
     compiled = _compiled()
     _run(compiled, times=5)
     if rank == 1:
         os.kill(os.getpid(), how)
     started = time.monotonic()
-    try:
-        _run(compiled, times=1000)
-    except weaveopt.WeaveError as error:
-        return time.monotonic() - started, f"{type(error).__name__}: {error}"
-    return time.monotonic() - started, "no error"
+    told = _told(lambda: _run(compiled, times=1000))
+    return time.monotonic() - started, told
 
 
 def _shm() -> set[str]:
@@ -118,19 +103,11 @@ def test_a_stalled_rank_ends_the_other() -> None:
 
 
 def _residual_differs(rank: int) -> str:
-    import weaveopt
-
-    weights = forms.make_weights(torch.float32)
-    options = {"force": ["all_reduce_rms_norm"], "timeout_s": TIMEOUT_S, "compile_timeout_s": 60.0}
-    compiled = torch.compile(lambda x, r: forms.pre_norm(weights, x, r), backend="weave", options=options)  # type: ignore[call-overload]
+    compiled = _compiled(forms.pre_norm)
     x = torch.ones(1, 300, forms.INNER)
     residual = torch.randn(1, 300, forms.HIDDEN, generator=torch.Generator().manual_seed(rank))
-    try:
-        with torch.no_grad():
-            compiled(x, residual)
-    except weaveopt.WeaveError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    with torch.no_grad():
+        return _told(lambda: compiled(x, residual))  # type: ignore[operator]
 
 
 def test_a_residual_that_differs_between_ranks_is_refused() -> None:

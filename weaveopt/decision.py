@@ -72,10 +72,6 @@ class Workload:
     """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
 
     @property
-    def dynamic(self) -> bool:
-        return self.max_tokens != self.tokens
-
-    @property
     def message_bytes(self) -> int:
         return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
 

@@ -311,4 +311,5 @@ def product_of(partial: fx.Node) -> fx.Node | None:
             return None
         node = node.args[0]  # type: ignore[assignment]
     is_product = is_call(source, frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}))
-    return source if is_product and len(source.users) == 1 else None
+    # alpha and beta of addmm have no place in the fused op: such a product stays, and its result is copied.
+    return source if is_product and len(source.users) == 1 and not source.kwargs else None

@@ -76,8 +76,3 @@ _NOTHING = (
     "nothing was compiled yet: call the model once. torch.compile(model).generate() compiles nothing; use "
     'model.compile(backend="weave") or generate(compile_config=CompileConfig(backend="weave"))'
 )
-
-
-def forget() -> None:
-    """Drops all reports; with `torch._dynamo.reset()`, a clean start."""
-    _entries.clear()

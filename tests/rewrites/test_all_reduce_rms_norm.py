@@ -38,6 +38,7 @@ EXPECTED = {
     "parallel_biases": "all_reduce(partial) + all_reduce(partial) + bias + bias + residual -> layer_norm(eps=1e-05)",
     "two_residuals": "all_reduce(partial) + residual + residual -> rms_norm(eps=1e-06)",
     "product_bias": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
+    "scaled_product": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
     "two_dimensions": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
     "no_residual": "all_reduce(partial) -> rms_norm(eps=1e-06)",
     "norm_read_twice": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
