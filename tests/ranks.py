@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import signal
 import socket
 import time
 import traceback
@@ -100,8 +99,7 @@ def collect(
         return _wait(processes, results, timeout_s)
     finally:
         for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # nothing to a process that has ended meanwhile
             process.join(10)
 
 
