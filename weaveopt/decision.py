@@ -38,6 +38,30 @@ class Algorithm(StrEnum):
     """Every rank computes its share of the tokens and hands the rows out: two synchronizations."""
 
 
+class Form(StrEnum):
+    """How the rows of a fused reduction travel between ranks; which of them a fabric has is the op's to say."""
+
+    SEGMENT = "segment"
+    """CPU ranks read each other's shared segments."""
+    MAIL = "mail"
+    """Words that carry their own arrival, pushed into peers' mailboxes: no barrier, no flag."""
+    BULK = "bulk"
+    """Bulk copies (TMA) through a staging region with a signal behind each: few CTAs fill the link."""
+    DIRECT = "direct"
+    """Loads that reduce and stores that broadcast, in place, between two barriers."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One row of a site's run-time table: how calls of up to `max_tokens` tokens run. Equal on all ranks."""
+
+    max_tokens: int
+    algorithm: Algorithm
+    form: Form
+    num_ctas: int = 0
+    """CTAs of the kernel; 0: as many as are co-resident."""
+
+
 @dataclass(frozen=True)
 class Product:
     """The matrix product `a[m, k] @ b[k, n]` that makes a rank's partial result (`k` is this rank's share)."""
@@ -76,7 +100,7 @@ class Workload:
         return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
 
 
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -145,6 +169,8 @@ class Candidate:
     parameters: Values = ()
     estimate: Estimate | None = None
     rejections: tuple[Rejection, ...] = ()
+    lowerings: tuple[Lowering, ...] = ()
+    """The run-time table by token count, ascending; more tokens than the last row has go through the library."""
 
     @property
     def allowed(self) -> bool:

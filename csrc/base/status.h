@@ -18,8 +18,8 @@ enum class Code : int32_t {
 struct Status {
     Code code = Code::kOk;
     int32_t peer = -1;      // rank in the group
-    uint32_t expected = 0;  // epoch waited for
-    uint32_t seen = 0;      // epoch last seen
+    uint64_t expected = 0;  // epoch waited for
+    uint64_t seen = 0;      // epoch last seen
     uint64_t own_tag = 0;   // (site, tokens) of this rank, see tag()
     uint64_t peer_tag = 0;  // the same of the peer, where they differ
     const char* slot = "";  // name of the word waited on

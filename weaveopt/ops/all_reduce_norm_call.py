@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from weaveopt.decision import DTYPE_BYTES, Fabric
+from weaveopt.decision import DTYPE_BYTES, Algorithm, Fabric, Form, Lowering
 from weaveopt.errors import WeaveError
 
 ALIGNMENT_BYTES = 64
-KERNEL_FABRICS = frozenset({Fabric.SHM})
+KERNEL_FABRICS = frozenset({Fabric.SHM, Fabric.PEER, Fabric.MULTIMEM})
+GPU_FABRICS = frozenset({Fabric.PEER, Fabric.MULTIMEM})
+SCALE_BYTES = 16
+"""What a row's scale takes beside the row, where normed is quantized by token."""
 """Fabrics that this family has a kernel for; the library needs none."""
 
 
@@ -45,6 +48,32 @@ class SumOut(StrEnum):
     """This rank's token rows; all rows after a one-shot exchange."""
 
 
+class Quant(StrEnum):
+    """How normed becomes e4m3: `normed / scale`, rounded to nearest and saturated at 448."""
+
+    NONE = "none"
+    STATIC = "static"
+    """One scale, an operand of the op."""
+    PER_TOKEN = "per_token"
+    """`scale[t] = max(|normed[t]|) / 448`, the op's third result."""
+
+
+@dataclass(frozen=True)
+class RegionNeed:
+    """Bytes of the regions of a GPU arena, by use; each a multiple of 256. See `csrc/fabric/peer.h`."""
+
+    mailbox_bytes: int = 0
+    """Of one of the three mailboxes."""
+    staging_bytes: int = 0
+    output_bytes: int = 0
+    partial_bytes: int = 0
+    """Where the product writes for loads that reduce in place."""
+
+    def union(self, other: RegionNeed) -> RegionNeed:
+        """Room for either."""
+        return RegionNeed(*(max(a, b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
 @dataclass(frozen=True)
 class ArenaNeed:
     """Bytes of a rank's segment that a site works in, both multiples of 64."""
@@ -70,8 +99,29 @@ def arena_bytes(max_tokens: int, hidden: int, dtype: str, out_dtype: str, world:
     )
 
 
+def region_need(lowering: Lowering, hidden: int, dtype: str, out_dtype: str, world: int) -> RegionNeed:
+    """What calls of up to `lowering.max_tokens` tokens need of a GPU arena, the sum handed out whole if need be."""
+    tokens, share = lowering.max_tokens, -(-lowering.max_tokens // world)
+    row, out_row = hidden * DTYPE_BYTES[dtype], hidden * DTYPE_BYTES[out_dtype] + SCALE_BYTES
+    match lowering.form, lowering.algorithm:
+        case Form.MAIL, Algorithm.ONE_SHOT:
+            return RegionNeed(mailbox_bytes=_page_aligned((world - 1) * tokens * row))
+        case Form.MAIL, _:
+            return RegionNeed(mailbox_bytes=_page_aligned((world - 1) * share * (2 * row + out_row)))
+        case Form.BULK, _:
+            output = _page_aligned(tokens * out_row) + _page_aligned(tokens * row)
+            return RegionNeed(staging_bytes=_page_aligned((world - 1) * share * row), output_bytes=output)
+        case _:
+            output = _page_aligned(tokens * out_row) + _page_aligned(tokens * row)
+            return RegionNeed(output_bytes=output, partial_bytes=_page_aligned(tokens * row))
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _page_aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256
 
 
 @dataclass(frozen=True)
@@ -82,13 +132,13 @@ class AllReduceNormCall:
     group: str
     """Name of the process group."""
     fabric: Fabric
-    """`shm` or `library`."""
+    """`shm`, `peer`, `multimem` or `library`."""
     world: int
     hidden: int
     dtype: str
     """Of partial, residual and sum: `bfloat16`, `float16` or `float32`."""
     out_dtype: str
-    """Of normed: `dtype` or `float32`."""
+    """Of normed: `dtype`, `float32`, or `float8_e4m3fn` where `quant` is set."""
     partial_offset: int
     output_offset: int
     partial_bytes: int
@@ -103,12 +153,13 @@ class AllReduceNormCall:
     residual_sharded: bool = False
     """Above `one_shot_max_tokens`, only this rank's token rows of `residual` hold data."""
     sum_out: SumOut = SumOut.WHOLE
+    quant: Quant = Quant.NONE
+    lowerings: tuple[Lowering, ...] = ()
+    """GPU fabrics: what runs by token count, ascending (`max_tokens` is the last row's)."""
 
     def encode(self) -> str:
-        record = {
-            name: None if value is None else vars(value) if isinstance(value, NormForm) else value
-            for name, value in vars(self).items()
-        }
+        record = {name: vars(value) if isinstance(value, NormForm) else value for name, value in vars(self).items()}
+        record["lowerings"] = [vars(lowering) for lowering in self.lowerings]
         return json.dumps(record, separators=(",", ":"), sort_keys=True)
 
     def need(self) -> ArenaNeed:
@@ -130,6 +181,10 @@ def _form(record: dict[str, str | float | bool] | None) -> NormForm | None:
     )
 
 
+def _lowering(row: dict[str, str | int]) -> Lowering:
+    return Lowering(int(row["max_tokens"]), Algorithm(row["algorithm"]), Form(row["form"]), int(row["num_ctas"]))
+
+
 @cache
 def decode(text: str) -> AllReduceNormCall:
     """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
@@ -139,6 +194,8 @@ def decode(text: str) -> AllReduceNormCall:
         record["sum_out"] = SumOut(record["sum_out"])
         record["post"] = _form(record["post"])
         record["norm"] = _form(record["norm"])
+        record["quant"] = Quant(record["quant"])
+        record["lowerings"] = tuple(_lowering(row) for row in record["lowerings"])
         call = AllReduceNormCall(**record)
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded all_reduce_norm call: {text!r}: {error}") from None
@@ -148,12 +205,20 @@ def decode(text: str) -> AllReduceNormCall:
 
 def _check(call: AllReduceNormCall) -> None:
     """Raises `WeaveError` for what no kernel could run."""
-    if call.fabric not in (Fabric.SHM, Fabric.LIBRARY):
-        raise WeaveError(f"site {call.site}: all_reduce_norm has no {call.fabric.value} kernel, only shm and library")
-    if call.dtype not in ("bfloat16", "float16", "float32") or call.out_dtype not in (call.dtype, "float32"):
+    if call.fabric is not Fabric.LIBRARY and call.fabric not in KERNEL_FABRICS:
+        raise WeaveError(f"site {call.site}: all_reduce_norm has no {call.fabric.value} kernel")
+    wide = (call.dtype, "float32") if call.quant is Quant.NONE else ("float8_e4m3fn",)
+    if call.dtype not in ("bfloat16", "float16", "float32") or call.out_dtype not in wide:
         raise WeaveError(f"site {call.site}: dtype {call.dtype} with normed in {call.out_dtype} is not supported")
     if call.norm is None and call.sum_out is SumOut.NONE:
         raise WeaveError(f"site {call.site}: neither norm nor sum is wanted")
+    if call.fabric in GPU_FABRICS:
+        bounds = [lowering.max_tokens for lowering in call.lowerings]
+        if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != call.max_tokens:
+            raise WeaveError(f"site {call.site}: a table up to {bounds} tokens does not end at {call.max_tokens}")
+        return
+    if call.quant is not Quant.NONE:
+        raise WeaveError(f"site {call.site}: {call.fabric.value} does not quantize")
     if call.fabric is Fabric.LIBRARY:
         return
     need = call.need()

@@ -1,0 +1,236 @@
+// What becomes of a row once it is summed over ranks: bias, scale, norm, residual, rounding, norm, quantization. The row
+// stays in the registers of the threads that share it, from the reduction to the last store.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "all_reduce_norm/gpu.h"
+#include "fabric/device.cuh"
+
+namespace weave::gpu {
+
+using fabric::kElements;
+using fabric::Vec16;
+
+constexpr float kLargestFp8 = 448.0f;
+
+// The vectors of a row that a thread holds: first, first + stride, ...; those from `count` on do not exist.
+struct Lanes {
+    int32_t first;
+    int32_t stride;
+    int32_t count;
+    __device__ __forceinline__ int32_t at(int32_t j) const { return first + j * stride; }
+    __device__ __forceinline__ bool has(int32_t j) const { return at(j) < count; }
+};
+
+template <typename T>
+__device__ __forceinline__ void load_parameter(const Parameter& parameter, int32_t vec, float (&out)[kElements<T>]) {
+    constexpr int E = kElements<T>;
+    if (parameter.is_fp32) {
+        const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(parameter.data) + vec * E);
+#pragma unroll
+        for (int i = 0; i < E / 4; ++i) {
+            const float4 part = __ldg(from + i);
+            out[4 * i] = part.x;
+            out[4 * i + 1] = part.y;
+            out[4 * i + 2] = part.z;
+            out[4 * i + 3] = part.w;
+        }
+    } else {
+        const uint4 raw = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(parameter.data) + vec * E));
+        fabric::widen(Vec16{{raw.x, raw.y, raw.z, raw.w}}, out, static_cast<const T*>(nullptr));
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ float load_value(const Parameter& parameter) {
+    if (parameter.is_fp32) return *static_cast<const float*>(parameter.data);
+    return static_cast<float>(*static_cast<const T*>(parameter.data));
+}
+
+template <typename T>
+__device__ __forceinline__ float rounded(float x) {
+    return static_cast<float>(static_cast<T>(x));
+}
+
+// The norm of a row in place. `team` sums over all threads that share the row.
+template <typename T, int kVecs, class Team>
+__device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const GpuNorm& norm, int64_t hidden,
+                                          const Lanes& lanes, Team& team) {
+    constexpr int E = kElements<T>;
+    const float inverse = 1.0f / static_cast<float>(hidden);
+    if (norm.form.kind == NormKind::kLayer) {
+        float total = 0;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j)
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                total += x[j][i];
+        const float mean = team.sum(total) * inverse;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j)
+            if (lanes.has(j))
+#pragma unroll
+                for (int i = 0; i < E; ++i)
+                    x[j][i] -= mean;
+    }
+    float squares = 0;
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j)
+#pragma unroll
+        for (int i = 0; i < E; ++i)
+            squares += x[j][i] * x[j][i];
+    const float factor = rsqrtf(team.sum(squares) * inverse + norm.form.eps);
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) {
+        if (!lanes.has(j)) continue;
+#pragma unroll
+        for (int i = 0; i < E; ++i)
+            x[j][i] *= factor;
+        if (norm.form.cast_before_weight) {
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] = rounded<T>(x[j][i]);
+        }
+        float parameter[E];
+        if (norm.weight.data != nullptr) {
+            load_parameter<T>(norm.weight, lanes.at(j), parameter);
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] *= parameter[i] + norm.form.weight_offset;
+        }
+        if (norm.bias.data != nullptr) {
+            load_parameter<T>(norm.bias, lanes.at(j), parameter);
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] += parameter[i];
+        }
+    }
+}
+
+// From the sum over ranks to the rounded sum, which is written to `sum` (and to peers by the caller, as `rounded_sum`),
+// and on to the normed row, left in `x`. `residual` holds the row's own vectors where there is one.
+template <typename T, int kVecs, class Team>
+__device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
+                                       const Vec16 (&residual)[kVecs], Vec16 (&rounded_sum)[kVecs], Team& team) {
+    constexpr int E = kElements<T>;
+    if (call.reduced_bias.data != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+            if (!lanes.has(j)) continue;
+            float bias[E];
+            load_parameter<T>(call.reduced_bias, lanes.at(j), bias);
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] += bias[i];
+        }
+    }
+    const float scale = call.scale_value.data == nullptr ? call.scale : call.scale * load_value<T>(call.scale_value);
+    if (scale != 1.0f) {
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j)
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] *= scale;
+    }
+    if (call.post.form.kind != NormKind::kNone) normalize<T>(x, call.post, call.hidden, lanes, team);
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) {
+        if (!lanes.has(j)) continue;
+        if (call.residual != nullptr) {
+            float other[E];
+            fabric::widen(residual[j], other, static_cast<const T*>(nullptr));
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] += other[i];
+        }
+        rounded_sum[j] = fabric::narrow(x[j], static_cast<const T*>(nullptr));
+        if (call.sum_whole) rounded_sum[j] = fabric::filled(rounded_sum[j]);
+        fabric::widen(rounded_sum[j], x[j], static_cast<const T*>(nullptr));
+    }
+    if (call.norm.form.kind != NormKind::kNone) normalize<T>(x, call.norm, call.hidden, lanes, team);
+}
+
+// One thread's normed vector as bytes: 16 for the activations' type, 32 for fp32 from 2-byte activations, 8 for e4m3.
+struct Packet {
+    Vec16 part[2];
+};
+
+__device__ __forceinline__ uint32_t fp8_word(float a, float b, float c, float d) {
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+    return low | high << 16;
+}
+
+// `inverse` of the scale, e4m3 only. No word of it is kAbsent.
+template <typename T>
+__device__ __forceinline__ Packet packed(const float (&x)[kElements<T>], OutKind kind, float inverse) {
+    constexpr int E = kElements<T>;
+    Packet packet{};
+    if (kind == OutKind::kSame) {
+        packet.part[0] = fabric::narrow(x, static_cast<const T*>(nullptr));
+    } else if (kind == OutKind::kFloat32) {
+#pragma unroll
+        for (int i = 0; i < E; ++i)
+            packet.part[i / 4].word[i % 4] = __float_as_uint(x[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < E; i += 4)
+            packet.part[0].word[i / 4] = fp8_word(rounded<T>(x[i]) * inverse, rounded<T>(x[i + 1]) * inverse,
+                                                  rounded<T>(x[i + 2]) * inverse, rounded<T>(x[i + 3]) * inverse);
+    }
+    packet.part[0] = fabric::filled(packet.part[0]);
+    packet.part[1] = fabric::filled(packet.part[1]);
+    return packet;
+}
+
+// Bytes of a packet.
+template <typename T>
+__device__ __forceinline__ int32_t packet_bytes(OutKind kind) {
+    return kind == OutKind::kSame ? 16 : kElements<T> * (kind == OutKind::kFloat32 ? 4 : 1);
+}
+
+// The scale of a row, and its inverse: e4m3 only.
+template <typename T, int kVecs, class Team>
+__device__ __forceinline__ float inverse_scale(const float (&x)[kVecs][kElements<T>], const Call& call,
+                                               const Lanes& lanes, float& scale, Team& team) {
+    scale = 1.0f;
+    if (call.quant == QuantKind::kNone) return 1.0f;
+    if (call.quant == QuantKind::kStatic) {
+        scale = load_value<T>(call.quant_scale);
+        return 1.0f / scale;
+    }
+    float largest = 0;
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j)
+        if (lanes.has(j))
+#pragma unroll
+            for (int i = 0; i < kElements<T>; ++i)
+                largest = fmaxf(largest, fabsf(rounded<T>(x[j][i])));
+    constexpr float kLeast = 1e-12f;
+    scale = fmaxf(team.max(largest), kLeast) / kLargestFp8;
+    return 1.0f / scale;
+}
+
+__device__ __forceinline__ void store_packet(char* to, const Packet& packet, int32_t bytes) {
+    if (bytes >= 16) fabric::store(to, packet.part[0]);
+    if (bytes == 32) fabric::store(to + 16, packet.part[1]);
+    if (bytes == 8) *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
+    if (bytes == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2)
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+}  // namespace weave::gpu

@@ -1,0 +1,565 @@
+// The mail forms of all_reduce_norm: rows go to peers' mailboxes as words that carry their own arrival, so there is no
+// barrier, no flag and no fence between a store and the peer's first look at it.
+//
+// A mailbox word is "absent" until a peer writes it. There are three mailboxes, used in turn by the calls of a group.
+// A rank that has finished call k has read something of every peer's call k, so each peer has at least started k and so
+// has finished k - 1, all of its clearing included. Call k uses mailbox k % 3 and clears that of k - 1, which peers write
+// again in k + 2 at the earliest: they cannot start that before this rank has finished k and begun k + 1.
+//
+// One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners, who
+// send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
+#include <algorithm>
+
+#include "all_reduce_norm/finish.cuh"
+
+namespace weave::gpu {
+namespace {
+
+using fabric::DeviceState;
+using fabric::Header;
+using fabric::kMaxWorld;
+using fabric::Watch;
+
+constexpr int kMaxThreads = 512;
+constexpr int kControlThreads = 32;
+constexpr int kMaxCluster = 8;
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kScaleBytes = 16;
+// Of a thread, where rows are too long for one: only without clusters (before sm_90).
+constexpr int kMostVecs = 4;
+
+// The threads of a cluster that share a row. Sums are made of all warps' parts in one order, so they agree bitwise
+// wherever they are made.
+struct ClusterTeam {
+    // Parts by reduction parity, CTA of the cluster, and warp.
+    float (*parts)[kMaxCluster * kMaxWarps];
+    uint64_t* arrived;  // one mbarrier for each parity
+    int cluster;
+    int rank;
+    int num_warps;
+    uint32_t num_reductions = 0;
+
+    template <class Combine>
+    __device__ __forceinline__ float reduce(float value, const Combine& combine) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const int parity = num_reductions & 1;
+        const uint32_t phase = (num_reductions >> 1) & 1;
+        ++num_reductions;
+        value = combine(value);
+        const int num_parts = cluster * num_warps;
+#if __CUDA_ARCH__ >= 900
+        const uint32_t slot =
+            static_cast<uint32_t>(__cvta_generic_to_shared(&parts[parity][rank * num_warps + warp]));
+        const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
+        if (lane < cluster) {
+            uint32_t remote_slot, remote_barrier;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_slot) : "r"(slot), "r"(lane));
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(lane));
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_slot),
+                         "r"(__float_as_uint(value)), "r"(remote_barrier)
+                         : "memory");
+        }
+        uint32_t done = 0;
+        while (done == 0) {
+            asm volatile(
+                "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                "selp.u32 %0, 1, 0, p;\n}"
+                : "=r"(done)
+                : "r"(barrier), "r"(phase)
+                : "memory");
+        }
+        if (threadIdx.x == 0) expect(barrier, num_parts);
+#else
+        if (lane == 0) parts[parity][warp] = value;
+        asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
+#endif
+        float total = lane < num_parts ? parts[parity][lane] : 0.0f;
+        // More than 32 parts: the order is fixed all the same.
+        for (int i = lane + 32; i < num_parts; i += 32)
+            total = combine.two(total, parts[parity][i]);
+        return combine(total);
+    }
+
+    __device__ __forceinline__ static void expect(uint32_t barrier, int num_parts) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_parts * 4)
+                     : "memory");
+#endif
+    }
+
+    struct Sum {
+        __device__ __forceinline__ float operator()(float value) const { return warp_sum(value); }
+        __device__ __forceinline__ float two(float a, float b) const { return a + b; }
+    };
+    struct Max {
+        __device__ __forceinline__ float operator()(float value) const { return warp_max(value); }
+        __device__ __forceinline__ float two(float a, float b) const { return fmaxf(a, b); }
+    };
+    __device__ __forceinline__ float sum(float value) { return reduce(value, Sum{}); }
+    __device__ __forceinline__ float max(float value) { return reduce(value, Max{}); }
+};
+
+// Where things lie in a mailbox. Slots are numbered by the distance from receiver to sender, so there is none for the
+// receiver itself.
+struct MailLayout {
+    int64_t slot_rows;       // rows that one slot has room for
+    int64_t row_bytes;       // of a partial row and of a row of the sum
+    int64_t out_row_bytes;   // of a finished row, its scale included
+    int64_t out_at, sum_at;  // where the slots of finished rows and of sums begin
+    int64_t bytes;
+
+    WEAVE_HOST_DEVICE static MailLayout make(bool one_shot, int64_t tokens, int64_t hidden, int32_t element_bytes,
+                                               int32_t out_bytes, bool row_scales, int32_t world, bool sum_whole) {
+        MailLayout layout;
+        layout.slot_rows = one_shot ? tokens : (tokens + world - 1) / world;
+        layout.row_bytes = hidden * element_bytes;
+        layout.out_row_bytes = (hidden * out_bytes + 15) / 16 * 16 + (row_scales ? kScaleBytes : 0);
+        const int64_t rows = layout.slot_rows * (world - 1);
+        layout.out_at = rows * layout.row_bytes;
+        layout.sum_at = layout.out_at + (one_shot ? 0 : rows * layout.out_row_bytes);
+        layout.bytes = layout.sum_at + (one_shot || !sum_whole ? 0 : rows * layout.row_bytes);
+        return layout;
+    }
+};
+
+__device__ __forceinline__ int32_t distance(int32_t receiver, int32_t sender, int32_t world) {
+    return (sender - receiver + world) % world - 1;
+}
+
+__device__ __forceinline__ Vec16 await_mail(const char* at, Vec16 seen, const Watch& watch, int32_t peer) {
+    fabric::Patience patience;
+    while (!fabric::is_there(seen)) {
+        seen = fabric::relaxed_load(at);
+        if (patience.is_over(watch))
+            fabric::give_up(watch, patience.code(), peer, fabric::Slot::kMail, watch.tag >> 48, 0, 0);
+    }
+    return seen;
+}
+
+// A packet of 4 or 8 bytes: an e4m3 vector.
+__device__ __forceinline__ Vec16 load_short(const char* at, int32_t bytes) {
+    Vec16 v{};
+    if (bytes == 8) {
+        asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "l"(at)
+                     : "memory");
+    } else {
+        asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v.word[0]) : "l"(at) : "memory");
+    }
+    return v;
+}
+
+__device__ __forceinline__ Packet await_packet(const char* at, int32_t bytes, const Watch& watch, int32_t peer) {
+    Packet packet{};
+    if (bytes >= 16) {
+        packet.part[0] = fabric::relaxed_load(at);
+        if (bytes == 32) packet.part[1] = fabric::relaxed_load(at + 16);
+        packet.part[0] = await_mail(at, packet.part[0], watch, peer);
+        if (bytes == 32) packet.part[1] = await_mail(at + 16, packet.part[1], watch, peer);
+        return packet;
+    }
+    fabric::Patience patience;
+    while (packet.part[0] = load_short(at, bytes), !fabric::is_there(packet.part[0])) {
+        if (patience.is_over(watch))
+            fabric::give_up(watch, patience.code(), peer, fabric::Slot::kMail, watch.tag >> 48, 0, 0);
+    }
+    return packet;
+}
+
+__device__ __forceinline__ void send_packet(char* to, const Packet& packet, int32_t bytes) {
+    if (bytes >= 16) {
+        fabric::relaxed_store(to, packet.part[0]);
+        if (bytes == 32) fabric::relaxed_store(to + 16, packet.part[1]);
+    } else if (bytes == 8) {
+        asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(packet.part[0].word[0]),
+                     "r"(packet.part[0].word[1])
+                     : "memory");
+    } else {
+        asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(packet.part[0].word[0]) : "memory");
+    }
+}
+
+// A warp beside those that compute: counts the CTAs that have read the state, moves the state on with the last of them,
+// and has CTA 0 compare what the ranks run.
+__device__ void control(const Call& call, const DeviceState& before, int64_t mail_bytes, const Watch& watch) {
+    Header* own = reinterpret_cast<Header*>(call.base[call.rank]);
+    const int lane = threadIdx.x & 31;
+    if (lane == 0) {
+        __threadfence();
+        if (atomicAdd(&own->state.num_arrived, 1u) == gridDim.x - 1) {
+            own->state.num_arrived = 0;
+            own->state.mail_bytes[before.num_mail_calls % 3] = mail_bytes;
+            own->state.mail_bytes[(before.num_mail_calls + 2) % 3] = 0;
+            own->state.num_mail_calls = before.num_mail_calls + 1;
+            own->state.num_calls = before.num_calls + 1;
+        }
+    }
+    if (blockIdx.x != 0 || lane >= call.world || lane == call.rank) return;
+    Header* peer = reinterpret_cast<Header*>(call.base[lane]);
+    const int parity = before.num_calls & 1;
+    fabric::relaxed_signal(&peer->tag[parity][call.rank], watch.tag);
+    fabric::Patience patience;
+    uint64_t theirs;
+    while ((theirs = fabric::relaxed_look(&own->tag[parity][lane])) >> 48 != watch.tag >> 48) {
+        if (patience.is_over(watch))
+            fabric::give_up(watch, patience.code(), lane, fabric::Slot::kTag, watch.tag >> 48, theirs >> 48, 0);
+    }
+    if (theirs != watch.tag)
+        fabric::give_up(watch, Code::kSiteMismatch, lane, fabric::Slot::kTag, watch.tag >> 48, theirs >> 48, theirs);
+}
+
+template <typename T, int kMaxW, int kVecs>
+struct Mail {
+    static constexpr int E = kElements<T>;
+    const Call& call;
+    const Watch& watch;
+    const Lanes& lanes;
+    ClusterTeam& team;
+    const MailLayout& layout;
+    int64_t mailbox;
+    int32_t out_packet;
+
+    __device__ __forceinline__ char* box(int32_t rank) const { return call.base[rank] + mailbox; }
+    __device__ __forceinline__ const char* partial(int64_t row, int j) const {
+        return static_cast<const char*>(call.partial) + row * layout.row_bytes + lanes.at(j) * 16;
+    }
+
+    // This rank's partial row `row` into slot row `index` of `receiver`.
+    __device__ __forceinline__ void send_partial(int32_t receiver, int64_t row, int64_t index) const {
+        char* to = box(receiver) +
+                   (distance(receiver, call.rank, call.world) * layout.slot_rows + index) * layout.row_bytes;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j)
+            if (lanes.has(j))
+                fabric::relaxed_store(to + lanes.at(j) * 16, fabric::filled(fabric::load(partial(row, j))));
+    }
+
+    // The same row to all peers.
+    __device__ __forceinline__ void send_partial_to_all(int64_t row) const {
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+            if (!lanes.has(j)) continue;
+            const Vec16 v = fabric::filled(fabric::load(partial(row, j)));
+#pragma unroll
+            for (int step = 1; step < kMaxW; ++step) {
+                if (step >= call.world) break;
+                const int32_t receiver = (call.rank + step) % call.world;
+                const int64_t slot = distance(receiver, call.rank, call.world) * layout.slot_rows + row;
+                fabric::relaxed_store(box(receiver) + slot * layout.row_bytes + lanes.at(j) * 16, v);
+            }
+        }
+    }
+
+    // Token row `row`, whose peers' parts come in slot row `index`: summed, finished, stored; and sent if two-shot.
+    __device__ __forceinline__ void reduce(int64_t row, int64_t index, bool send) const {
+        float x[kVecs][E];
+        Vec16 residual[kVecs], rounded_sum[kVecs];
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] = 0;
+            if (!lanes.has(j)) continue;
+            const int64_t at = index * layout.row_bytes + lanes.at(j) * 16;
+            const Vec16 mine = fabric::load(partial(row, j));
+            if (call.residual != nullptr) {
+                residual[j] = fabric::load(static_cast<const char*>(call.residual) + row * layout.row_bytes +
+                                           lanes.at(j) * 16);
+            }
+            Vec16 part[kMaxW];
+#pragma unroll
+            for (int r = 0; r < kMaxW; ++r) {
+                if (r >= call.world || r == call.rank) continue;
+                const int64_t slot = distance(call.rank, r, call.world) * layout.slot_rows * layout.row_bytes;
+                part[r] = fabric::relaxed_load(box(call.rank) + slot + at);
+            }
+#pragma unroll
+            for (int r = 0; r < kMaxW; ++r) {
+                if (r >= call.world) break;
+                float widened[E];
+                if (r == call.rank) {
+                    fabric::widen(fabric::filled(mine), widened, static_cast<const T*>(nullptr));
+                } else {
+                    const int64_t slot = distance(call.rank, r, call.world) * layout.slot_rows * layout.row_bytes;
+                    part[r] = await_mail(box(call.rank) + slot + at, part[r], watch, r);
+                    fabric::widen(part[r], widened, static_cast<const T*>(nullptr));
+                }
+#pragma unroll
+                for (int i = 0; i < E; ++i)
+                    x[j][i] += widened[i];
+            }
+        }
+        finish<T>(x, call, lanes, residual, rounded_sum, team);
+        float scale;
+        const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
+        const int32_t own = call.rank;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+            if (!lanes.has(j)) continue;
+            const int64_t vec = lanes.at(j);
+            const Packet packet = packed<T>(x[j], call.out_kind, inverse);
+            if (send) {
+#pragma unroll
+                for (int step = 1; step < kMaxW; ++step) {
+                    if (step >= call.world) break;
+                    const int32_t receiver = (own + step) % call.world;
+                    const int64_t slot = distance(receiver, own, call.world) * layout.slot_rows + index;
+                    if (call.normed != nullptr) {
+                        send_packet(box(receiver) + layout.out_at + slot * layout.out_row_bytes + vec * out_packet,
+                                    packet, out_packet);
+                    }
+                    if (call.sum_whole) {
+                        fabric::relaxed_store(box(receiver) + layout.sum_at + slot * layout.row_bytes + vec * 16,
+                                              rounded_sum[j]);
+                    }
+                    if (call.quant == QuantKind::kPerToken && vec == 0) {
+                        const uint32_t bits = __float_as_uint(scale);
+                        fabric::relaxed_store(box(receiver) + layout.out_at + (slot + 1) * layout.out_row_bytes -
+                                                  kScaleBytes,
+                                              Vec16{{bits, bits, bits, bits}});
+                    }
+                }
+            }
+            store_outputs(row, vec, packet, rounded_sum[j], scale);
+        }
+    }
+
+    __device__ __forceinline__ void store_outputs(int64_t row, int64_t vec, const Packet& packet, const Vec16& sum,
+                                                  float scale) const {
+        if (call.normed != nullptr) {
+            char* to = static_cast<char*>(call.normed) + (row * lanes.count + vec) * out_packet;
+            store_packet(to, packet, out_packet);
+        }
+        if (call.sum != nullptr)
+            fabric::store(static_cast<char*>(call.sum) + row * layout.row_bytes + vec * 16, sum);
+        if (call.quant == QuantKind::kPerToken && vec == 0) static_cast<float*>(call.row_scale)[row] = scale;
+    }
+
+    // A finished row of `owner` from its slot row `index`.
+    __device__ __forceinline__ void receive(int32_t owner, int64_t row, int64_t index) const {
+        const int64_t slot = distance(call.rank, owner, call.world) * layout.slot_rows + index;
+        const char* from = box(call.rank) + layout.out_at + slot * layout.out_row_bytes;
+        const char* sum_from = box(call.rank) + layout.sum_at + slot * layout.row_bytes;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+            if (!lanes.has(j)) continue;
+            const int64_t vec = lanes.at(j);
+            if (call.normed != nullptr) {
+                const Packet packet = await_packet(from + vec * out_packet, out_packet, watch, owner);
+                char* to = static_cast<char*>(call.normed) + (row * lanes.count + vec) * out_packet;
+                store_packet(to, packet, out_packet);
+            }
+            if (call.sum_whole) {
+                const char* at = sum_from + vec * 16;
+                fabric::store(static_cast<char*>(call.sum) + row * layout.row_bytes + vec * 16,
+                              await_mail(at, fabric::relaxed_load(at), watch, owner));
+            }
+            if (call.quant == QuantKind::kPerToken && vec == 0) {
+                const char* at = from + layout.out_row_bytes - kScaleBytes;
+                const Vec16 scale = await_mail(at, fabric::relaxed_load(at), watch, owner);
+                static_cast<float*>(call.row_scale)[row] = __uint_as_float(scale.word[0]);
+            }
+        }
+    }
+};
+
+template <typename T, int kMaxW, int kVecs>
+__global__ void __launch_bounds__(kMaxThreads + kControlThreads)
+    mail(const __grid_constant__ Call call, const __grid_constant__ MailLayout layout, int one_shot, int cluster) {
+    __shared__ float parts[2][kMaxCluster * kMaxWarps];
+    __shared__ alignas(8) uint64_t arrived[2];
+    const int num_threads = blockDim.x - kControlThreads;
+    const int in_cluster = static_cast<int>(blockIdx.x) % cluster;
+    ClusterTeam team{parts, arrived, cluster, in_cluster, num_threads / 32};
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+        for (int parity = 0; parity < 2; ++parity) {
+            const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+            ClusterTeam::expect(barrier, cluster * team.num_warps);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    // Before the wait for the kernel in front: this much of the start is hidden behind it.
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    fabric::let_next_kernel_start();
+    fabric::wait_for_previous_kernel();
+
+    const Header* own = reinterpret_cast<const Header*>(call.base[call.rank]);
+    DeviceState state;
+    state.num_calls = *reinterpret_cast<const volatile uint64_t*>(&own->state.num_calls);
+    state.num_mail_calls = *reinterpret_cast<const volatile uint32_t*>(&own->state.num_mail_calls);
+    uint64_t stale[3];
+    for (int i = 0; i < 3; ++i)
+        stale[i] = *reinterpret_cast<const volatile uint64_t*>(&own->state.mail_bytes[i]);
+    const uint64_t tag = fabric::tag_word(state.num_calls + 1, call.tokens, call.tag);
+    const Watch watch{reinterpret_cast<Header*>(call.base[call.rank]), call.record, call.timeout_ns, tag};
+    if (static_cast<int>(threadIdx.x) >= num_threads) {
+        asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
+        control(call, state, layout.bytes, watch);
+        return;
+    }
+    asm volatile("bar.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
+
+    const uint32_t turn = state.num_mail_calls % 3, last = (state.num_mail_calls + 2) % 3;
+    const Lanes lanes{static_cast<int>(threadIdx.x) + in_cluster * num_threads, cluster * num_threads,
+                      static_cast<int>(call.hidden) / kElements<T>};
+    const Mail<T, kMaxW, kVecs> rows{call, watch, lanes, team, layout, call.regions.mailbox(turn),
+                                     packet_bytes<T>(call.out_kind)};
+    const int64_t first = blockIdx.x / cluster, step = gridDim.x / cluster;
+    if (one_shot) {
+        for (int64_t row = first; row < call.tokens; row += step)
+            rows.send_partial_to_all(row);
+    } else {
+        for (int64_t index = first; index < layout.slot_rows; index += step)
+            for (int p = 1; p < call.world; ++p) {
+                const int32_t owner = (call.rank + p) % call.world;
+                const int64_t row = call.begin_of(owner) + index;
+                if (row < call.end_of(owner)) rows.send_partial(owner, row, index);
+            }
+    }
+    // While the rows travel.
+    const uint64_t stale_bytes = last == 0 ? stale[0] : last == 1 ? stale[1] : stale[2];
+    char* to_clear = call.base[call.rank] + call.regions.mailbox(last);
+    const Vec16 absent{{fabric::kAbsent, fabric::kAbsent, fabric::kAbsent, fabric::kAbsent}};
+    for (uint64_t at = (blockIdx.x * static_cast<uint64_t>(num_threads) + threadIdx.x) * 16; at < stale_bytes;
+         at += static_cast<uint64_t>(gridDim.x) * num_threads * 16)
+        fabric::store(to_clear + at, absent);
+    if (one_shot) {
+        for (int64_t row = first; row < call.tokens; row += step)
+            rows.reduce(row, row, false);
+        return;
+    }
+    const int64_t begin = call.begin_of(call.rank), end = call.end_of(call.rank);
+    for (int64_t index = first; begin + index < end; index += step)
+        rows.reduce(begin + index, index, true);
+    for (int64_t index = first; index < layout.slot_rows; index += step)
+        for (int p = 1; p < call.world; ++p) {
+            const int32_t owner = (call.rank + p) % call.world;
+            const int64_t row = call.begin_of(owner) + index;
+            if (row < call.end_of(owner)) rows.receive(owner, row, index);
+        }
+}
+
+struct Shape {
+    int num_threads;
+    int cluster;
+    int vecs;
+};
+
+// One vector a thread, over as many CTAs as a cluster may have: many CTAs move a few rows sooner than one does.
+Shape shape_of(int64_t num_vecs, int cluster, bool has_clusters) {
+    constexpr int kFewThreads = 128;
+    Shape shape{0, 1, 1};
+    if (has_clusters) {
+        const int largest = cluster > 0 ? std::min(cluster, kMaxCluster) : kMaxCluster;
+        while (shape.cluster < largest && num_vecs > static_cast<int64_t>(shape.cluster) * kFewThreads)
+            shape.cluster *= 2;
+        while (shape.cluster < kMaxCluster && num_vecs > static_cast<int64_t>(shape.cluster) * kMaxThreads)
+            shape.cluster *= 2;
+    }
+    int64_t a_cta = (num_vecs + shape.cluster - 1) / shape.cluster;
+    while (a_cta > static_cast<int64_t>(kMaxThreads) * shape.vecs)
+        shape.vecs *= kMostVecs;
+    a_cta = (a_cta + shape.vecs - 1) / shape.vecs;
+    shape.num_threads = static_cast<int>((a_cta + 31) / 32 * 32);
+    return shape;
+}
+
+template <typename T, int kMaxW, int kVecs>
+int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
+    const auto kernel = mail<T, kMaxW, kVecs>;
+    int major = 0, num_sms = 0, device = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    cudaLaunchAttribute attributes[2];
+    int num_attributes = 0;
+    if (shape.cluster > 1) {
+        attributes[num_attributes].id = cudaLaunchAttributeClusterDimension;
+        attributes[num_attributes].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+        ++num_attributes;
+    }
+    if (launch.overlap && major >= 9) {
+        attributes[num_attributes].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[num_attributes].val.programmaticStreamSerializationAllowed = 1;
+        ++num_attributes;
+    }
+    cudaLaunchConfig_t config{};
+    config.blockDim = shape.num_threads + kControlThreads;
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.attrs = attributes;
+    config.numAttrs = num_attributes;
+    // CTAs wait for each other through peers: all of them must be resident at once.
+    int num_teams = 0;
+    config.gridDim = shape.cluster;
+    cudaError_t error = cudaSuccess;
+    if (shape.cluster > 1) {
+        config.numAttrs = 1;
+        error = cudaOccupancyMaxActiveClusters(&num_teams, kernel, &config);
+        config.numAttrs = num_attributes;
+    } else {
+        int per_sm = 0;
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, config.blockDim.x, 0);
+        num_teams = per_sm * num_sms;
+    }
+    if (error != cudaSuccess) return error;
+    if (num_teams < 1) return cudaErrorLaunchOutOfResources;
+    if (launch.num_ctas > 0) num_teams = std::min(num_teams, std::max(1, launch.num_ctas / shape.cluster));
+    const bool one_shot = launch.form == Form::kMailOneShot;
+    const int64_t rows = one_shot ? call.tokens : call.share();
+    num_teams = static_cast<int>(std::min<int64_t>(num_teams, rows));
+    config.gridDim = num_teams * shape.cluster;
+    const int32_t out_bytes = call.out_kind == OutKind::kSame      ? size_of(launch.dtype)
+                              : call.out_kind == OutKind::kFloat32 ? 4
+                                                                   : 1;
+    const MailLayout layout = MailLayout::make(one_shot, call.tokens, call.hidden, size_of(launch.dtype), out_bytes,
+                                               call.quant == QuantKind::kPerToken, call.world, call.sum_whole != 0);
+    if (layout.bytes > call.regions.mailbox_bytes) return cudaErrorInvalidValue;
+    return cudaLaunchKernelEx(&config, kernel, call, layout, static_cast<int>(one_shot), shape.cluster);
+}
+
+template <typename T>
+int with_world(const Call& call, const Launch& launch, const Shape& shape) {
+    if (shape.vecs > kMostVecs) return cudaErrorInvalidValue;
+    if (shape.vecs > 1) return enqueue<T, kMaxWorld, kMostVecs>(call, launch, shape);
+    if (call.world <= 2) return enqueue<T, 2, 1>(call, launch, shape);
+    if (call.world <= 4) return enqueue<T, 4, 1>(call, launch, shape);
+    return enqueue<T, kMaxWorld, 1>(call, launch, shape);
+}
+
+bool has_clusters(int device) {
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major >= 9;
+}
+
+}  // namespace
+
+int64_t mail_bytes(bool one_shot, int64_t tokens, int64_t hidden, int32_t element_bytes, int32_t out_bytes,
+                   int32_t world, bool sum_whole) {
+    return MailLayout::make(one_shot, tokens, hidden, element_bytes, out_bytes, true, world, sum_whole).bytes;
+}
+
+const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device) {
+    const int64_t num_vecs = hidden * size_of(dtype) / 16;
+    return shape_of(num_vecs, 0, has_clusters(device)).vecs > kMostVecs ? "rows are too long for the mail forms" : "";
+}
+
+int run_mail(const Call& call, const Launch& launch) {
+    int device = 0;
+    cudaGetDevice(&device);
+    const Shape shape =
+        shape_of(call.hidden * size_of(launch.dtype) / 16, launch.cluster, has_clusters(device));
+    switch (launch.dtype) {
+        case DType::kFloat32:
+            return with_world<float>(call, launch, shape);
+        case DType::kBFloat16:
+            return with_world<__nv_bfloat16>(call, launch, shape);
+        case DType::kFloat16:
+            return with_world<__half>(call, launch, shape);
+    }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace weave::gpu
