@@ -57,13 +57,15 @@ bench: $(BUILT)
 	$(BIN)/python -m benchmarks.results_table
 
 gpu-test:
-	python3 -m pip install -q --no-build-isolation --no-deps -e .
+	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
 	python3 -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
 
+# Figures go to benchmarks/results/$(MACHINE)/. From a copy without git history: BENCHMARK_COMMIT=$(git rev-parse HEAD).
 gpu-bench:
 	python3 -m pip install -q --no-build-isolation --no-deps -e .
-	python3 -m benchmarks.llama_layers --device cuda --machine $(MACHINE) \
-	    --ranks $$(python3 -c "import torch; print(torch.cuda.device_count())")
+	python3 -m benchmarks.all_reduce_rms_norm --device cuda --machine $(MACHINE) --all
+	python3 -m benchmarks.llama_layers --device cuda --machine $(MACHINE)
+	python3 -m benchmarks.results_table
 
 $(INSTALLED): requirements.txt
 	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }

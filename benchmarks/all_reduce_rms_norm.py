@@ -1,25 +1,32 @@
-"""`weave::all_reduce_norm` on CPU ranks against gloo's all-reduce followed by Inductor's add + RMSNorm.
+"""`weave::all_reduce_norm` against a library's all-reduce followed by Inductor's add + RMSNorm.
 
-    python -m benchmarks.all_reduce_rms_norm [--worlds 2,3,4] [--quick]
+    python -m benchmarks.all_reduce_rms_norm [--worlds 2,3,4] [--quick]                       CPU ranks, against Gloo
+    python -m benchmarks.all_reduce_rms_norm --device cuda --machine h200x4 [--worlds 4,2]    GPUs of this host
+        [--sweep-ctas] [--sweep-shapes] [--tune] [--all] [--tokens 1 64] [--hiddens 8192]
+    torchrun --nproc-per-node 4 -m benchmarks.all_reduce_rms_norm --device cuda ...           the same, one world only
 
-All variants of a case take turns in one run on the same spawned ranks, one thread each, hidden 4096, bf16. A time is
-the median over iterations, of the ranks the slowest. `bound` is what memory allows: the op must at least read partial
-result and residual and write sum and normed, once each, so it is the time of two copies of that size in the same run,
-with all ranks copying at once, into memory that is there already.
+On CPU ranks: one thread each, hidden 4096, bf16; all variants of a case take turns in one run on the same spawned
+ranks. A time is the median over iterations, of the ranks the slowest. `bound` is what memory allows: the op must at
+least read partial result and residual and write sum and normed, once each, so it is the time of two copies of that
+size in the same run, with all ranks copying at once, into memory that is there already.
+
+On GPUs: see benchmarks/all_reduce_rms_norm_gpu.py and benchmarks/all_reduce_rms_norm_variants.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import record
 from tests.ranks import run_ranks
@@ -152,6 +159,9 @@ def measure(world: int, quick: bool) -> list[record.Row]:
 
 
 def show(rows: list[record.Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"all-reduce + residual + RMSNorm, hidden {HIDDEN}, bf16, microseconds")
     columns = (
         "ranks tokens gloo_then_inductor gloo_all_reduce one_shot two_shot weave predicted ratio bound weave/bound"
@@ -169,17 +179,82 @@ def show(rows: list[record.Row]) -> None:
     Console().print(table)
 
 
-def main() -> None:
+def main_gpu(args: argparse.Namespace) -> int:
+    """One torchrun for each world, unless this is a rank of one already; then the results of all of them."""
+    from benchmarks import all_reduce_rms_norm_gpu as gpu
+    from benchmarks import gpu_ranks
+
+    flags = {
+        gpu.MAIN: args.all,
+        gpu.CTAS: args.sweep_ctas or args.all,
+        gpu.SHAPES: args.sweep_shapes or args.all,
+        gpu.TUNE: args.tune,
+    }
+    suites = tuple(suite for suite, is_asked in flags.items() if is_asked) or (gpu.MAIN,)
+    profile = args.profile or (args.machine if args.machine in cost_model.names() else "h200x4")
+    asked = gpu.Asked(suites, profile, tuple(args.tokens), tuple(args.hiddens), args.quick)
+
+    def finish(found: gpu.Found) -> None:
+        for suite, rows in found.rows.items():
+            print(gpu.summary(suite, rows))
+            if not (args.quick or args.tokens or args.hiddens):
+                print(record.write(suite, args.machine, rows))
+        if found.curves:
+            Path(args.curves).write_text(json.dumps(found.curves, indent=1) + "\n")
+            print(args.curves)
+
+    def program(place: gpu_ranks.Place) -> None:
+        bench = gpu.Bench(place, asked)
+        bench.run()
+        if place.rank == 0:
+            bench.found.save(Path(args.found)) if args.found else finish(bench.found)
+
+    if dist.is_torchelastic_launched():
+        gpu_ranks.run_and_exit(program)
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
+        raise SystemExit(f"found {num_gpus} CUDA device(s), the benchmark needs at least 2")
+    worlds = (
+        [int(world) for world in args.worlds.split(",")] if args.worlds else [n for n in (8, 4, 2) if n <= num_gpus]
+    )
+    together = gpu.Found()
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "found.json"
+            code = gpu_ranks.start("benchmarks.all_reduce_rms_norm", world, [*sys.argv[1:], "--found", str(path)])
+            if code:
+                return code
+            together.add_from(path)
+    finish(together)
+    return 0
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="2,3,4", help="rank counts (default: 2,3,4)")
-    parser.add_argument("--machine", default="cpu", help="folder of benchmarks/results that the figures go to")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--worlds", help="rank counts (default: 2,3,4; GPUs: 8,4,2 as far as there are)")
+    parser.add_argument("--machine", help="folder of benchmarks/results that the figures go to (default: the device)")
     parser.add_argument("--quick", action="store_true", help="few iterations, small cases; nothing is written")
+    gpus = parser.add_argument_group("GPUs")
+    gpus.add_argument("--sweep-ctas", action="store_true", help="how many CTAs the bulk form needs")
+    gpus.add_argument("--sweep-shapes", action="store_true", help="many shapes, the profile's choice alone")
+    gpus.add_argument("--tune", action="store_true", help="curves of every lowering, for a machine's profile")
+    gpus.add_argument("--all", action="store_true", help="the main suite and both sweeps")
+    gpus.add_argument("--tokens", type=int, nargs="+", default=[], help="only these; no result file is written")
+    gpus.add_argument("--hiddens", type=int, nargs="+", default=[], help="only these; no result file is written")
+    gpus.add_argument("--profile", help="machine profile that chooses and predicts (default: MACHINE if shipped)")
+    gpus.add_argument("--curves", default="peer_curves.json", help="where --tune writes (default: peer_curves.json)")
+    gpus.add_argument("--found", help=argparse.SUPPRESS)  # where the ranks of one world leave their figures
     args = parser.parse_args()
-    rows = [row for world in args.worlds.split(",") for row in measure(int(world), args.quick)]
+    args.machine = args.machine or args.device
+    if args.device == "cuda":
+        return main_gpu(args)
+    rows = [row for world in (args.worlds or "2,3,4").split(",") for row in measure(int(world), args.quick)]
     show(rows)
     if not args.quick:
         print(record.write("all_reduce_rms_norm", args.machine, rows))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

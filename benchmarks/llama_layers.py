@@ -1,12 +1,15 @@
 """Llama layers under tensor parallelism: weave, Inductor, eager, and Inductor with its all-reduces removed.
 
-    python -m benchmarks.llama_layers [--ranks 2] [--dtypes bfloat16 float32] [--quick]      starts its own ranks
-    torchrun --nproc-per-node 4 -m benchmarks.llama_layers --device cuda                      or is started by torchrun
+    python -m benchmarks.llama_layers [--ranks 2] [--dtypes bfloat16 float32] [--quick]      CPU ranks
+    python -m benchmarks.llama_layers --device cuda --machine h200x4 [--cases prefill:1024 decode:8] [--eager]
+    python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.llama_layers --device cuda ...    the same
 
-Times the decoder stack (embedding, layers, last norm; no output projection) for decode, one token a sequence with a
-static cache, and prefill. All variants run in one process per rank and take turns, so that drift of the machine meets
-all of them. A time is the median over iterations, and of the ranks the slowest. `without_all_reduce` computes wrong
-values and bounds what any treatment of communication can reach.
+On CPU ranks: times the decoder stack (embedding, layers, last norm; no output projection) for decode, one token a
+sequence with a static cache, and prefill. All variants run in one process per rank and take turns, so that drift of
+the machine meets all of them. A time is the median over iterations, and of the ranks the slowest.
+`without_all_reduce` computes wrong values and bounds what any treatment of communication can reach.
+
+On GPUs (all there are, or `--ranks`): benchmarks/llama_layers_gpu.py.
 """
 
 from __future__ import annotations
@@ -46,12 +49,9 @@ class Case:
 CASES = (Case("decode", 1, 1), Case("decode", 8, 1), Case("prefill", 1, 512), Case("prefill", 1, 2048))
 
 
-def without_all_reduce(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], *, mode: str | None = None
-) -> Callable[..., object]:
+def without_all_reduce(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
     """Inductor on the graph with every all-reduce replaced by its input."""
     from torch._functorch import config as functorch_config
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     @functools.wraps(compile_fx_inner)
@@ -72,17 +72,16 @@ def without_all_reduce(
         return compile_fx_inner(graph_module, *args, **options)
 
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=list_mode_options(mode) if mode else None)
+        return compile_fx(gm, inputs, inner_compile=inner)
 
 
-def variants(model: PreTrainedModel, cuda_graphs: bool) -> dict[str, Callable[..., object]]:
-    mode = "reduce-overhead" if cuda_graphs else None
+def variants(model: PreTrainedModel) -> dict[str, Callable[..., object]]:
     compiled = functools.partial(torch.compile, model, dynamic=False, fullgraph=True)
     return {
         "eager": model,
-        "inductor": compiled(backend="inductor", mode=mode),
-        "weave": compiled(backend="weave", mode=mode),
-        "without_all_reduce": compiled(backend=without_all_reduce, mode=mode),
+        "inductor": compiled(backend="inductor"),
+        "weave": compiled(backend="weave"),
+        "without_all_reduce": compiled(backend=without_all_reduce),
     }
 
 
@@ -91,7 +90,7 @@ class Workload:
 
     def __init__(self, model: PreTrainedModel, case: Case, device: torch.device) -> None:
         torch.manual_seed(case.tokens)
-        self.case, self.device, self.cache = case, device, None
+        self.case, self.cache = case, None
         self.ids = torch.randint(1, model.config.vocab_size, (case.batch, case.seq)).to(device)
         self.positions = torch.arange(case.seq, device=device)[None].expand(case.batch, -1).contiguous()
         if case.phase == "decode":
@@ -117,8 +116,6 @@ class Workload:
             dist.barrier()
             begin = time.perf_counter()
             self(forward)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e6)
         return times
 
@@ -135,7 +132,6 @@ def measure(workload: Workload, forwards: dict[str, Callable[..., object]], quic
             if turn > 0:
                 times[name].extend(found)
     medians = torch.tensor([statistics.median(found) for found in times.values()], dtype=torch.float64)
-    medians = medians.to(workload.device)
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return dict(zip(times, medians.tolist(), strict=True))
 
@@ -167,7 +163,7 @@ def run(here: tiny_llama.Ranks, dtypes: list[str], cases: list[Case], quick: boo
         model = tiny_llama.make(llama, getattr(torch, dtype), here).model
         for case in cases:
             torch._dynamo.reset()
-            forwards = variants(model, here.device.type == "cuda")
+            forwards = variants(model)
             workload = Workload(model, case, here.device)
             weave_error, inductor_error = check(workload, forwards)
             us = measure(workload, forwards, quick)
@@ -187,17 +183,49 @@ def run(here: tiny_llama.Ranks, dtypes: list[str], cases: list[Case], quick: boo
     return tuple(rows)
 
 
+def main_gpu(args: argparse.Namespace) -> int:
+    from benchmarks import gpu_ranks
+
+    if not dist.is_torchelastic_launched():
+        num_ranks = args.ranks or torch.cuda.device_count()
+        if num_ranks < 2:
+            raise SystemExit(f"found {num_ranks} CUDA device(s), the benchmark needs at least 2")
+        return gpu_ranks.start("benchmarks.llama_layers", num_ranks, sys.argv[1:])
+    from benchmarks import llama_layers_gpu as gpu
+
+    cases = tuple(gpu.parse(word) for word in args.cases) or gpu.CASES
+    cases = tuple(case for case in cases if args.phase in (None, case.phase))
+    asked = gpu.Asked(cases, args.profile, args.eager, args.quick)
+
+    def program(place: gpu_ranks.Place) -> None:
+        rows, wrong = gpu.run(place, asked)
+        place.say(gpu.summary(rows))
+        if place.rank == 0 and not args.quick and cases == gpu.CASES:
+            print(record.write("llama_layers", args.machine, rows))
+        assert not wrong, "; ".join(wrong)
+
+    gpu_ranks.run_and_exit(program)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="default: 2 on CPUs, as many as there are GPUs")
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--machine", default="cpu", help="folder of benchmarks/results that the figures go to")
+    parser.add_argument("--machine", help="folder of benchmarks/results that the figures go to (default: the device)")
     parser.add_argument("--phase", choices=["decode", "prefill"], help="only these cases; nothing is written")
     parser.add_argument("--quick", action="store_true", help="few rounds, and nothing is written")
+    gpus = parser.add_argument_group("GPUs")
+    gpus.add_argument("--cases", nargs="+", default=[], help="prefill:TOKENS and decode:BATCH; nothing is written")
+    gpus.add_argument("--profile", help="machine profile for weave (default: the one that fits the GPUs)")
+    gpus.add_argument("--eager", action="store_true", help="time eager as well")
     args = parser.parse_args()
+    args.machine = args.machine or args.device
+    if args.device == "cuda":
+        return main_gpu(args)
     if not dist.is_torchelastic_launched():
-        launch = ["torch.distributed.run", "--nproc-per-node", str(args.ranks), "-m", "benchmarks.llama_layers"]
+        launch = ["torch.distributed.run", "--nproc-per-node", str(args.ranks or 2), "-m", "benchmarks.llama_layers"]
         return subprocess.call([sys.executable, "-m", *launch, *sys.argv[1:]])
     with tiny_llama.ranks() as here:
         assert here.device.type == args.device, f"asked for {args.device}, found {here.device.type}"

@@ -63,7 +63,7 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
     record = {
         "suite": suite,
         "machine": machine,
-        "host": {"processor": _processor(), "cores": len(os.sched_getaffinity(0))},
+        "host": {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), **_gpus()},
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
         "versions": _versions(),
@@ -75,7 +75,8 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with `+` where the working tree differs from it; None outside of git."""
+    """The commit that was measured, with `+` where the working tree differs from it; outside of git, what
+    `BENCHMARK_COMMIT` says, else None."""
     folder = Path(__file__).parent
     try:
         commit = subprocess.run(
@@ -86,7 +87,8 @@ def _commit() -> str | None:
             cwd=folder, capture_output=True, text=True, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return None
+        # A copy of the sources without their history, as GPU hosts get it: who made it knows the commit.
+        return os.environ.get("BENCHMARK_COMMIT")
     return commit + ("+" if changed else "")
 
 
@@ -97,7 +99,31 @@ def _versions() -> dict[str, str]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return versions | _cuda_versions()
+
+
+def _cuda_versions() -> dict[str, str]:
+    """Of what runs on the GPUs; empty without any."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    found = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    try:
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ..."
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return found
+    driver = next((word for word in words if word[0].isdigit() and "." in word), None)
+    return found if driver is None else {**found, "driver": driver}
+
+
+def _gpus() -> dict[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"}
 
 
 def _processor() -> str:

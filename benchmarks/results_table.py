@@ -7,12 +7,14 @@ python -m benchmarks.results_table --check    exits with 1 if RESULTS.md is not 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.record import Row
+from benchmarks.plots import plot
+from benchmarks.record import Row, Scalar
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
@@ -23,6 +25,15 @@ median over iterations, and of the ranks the slowest, all columns of a row from 
 over weave: above 1, weave is faster. *bound* is the time below which no treatment of communication can go; each suite
 says how it is found.
 """
+
+
+EXTRAS = {"runs": "weave runs", "over_best": "over best", "peer_library_us": "peer library*"}
+"""Parameters that get a column, with its title."""
+NOTES = {
+    "peer_library_us": "*peer library*: FlashInfer 0.7.2, `trtllm_allreduce_fusion`, from another run on the same host "
+    "(benchmarks/peer_library.py); never counted as a baseline.",
+    "over_best": "*over best*: the time with so many CTAs over that with the best number.",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,8 @@ def read(path: Path) -> Suite:
             )
             for row in data["rows"]
         )
-        host = f"{data['host']['processor']}, {data['host']['cores']} cores"
+        parts = [data["host"].get("gpus"), data["host"]["processor"], f"{data['host']['cores']} cores"]
+        host = ", ".join(part for part in parts if part)
         commit = data["commit"] or "unknown"
         return Suite(data["suite"], data["machine"], host, data["date"], commit, data["versions"], rows)
     except KeyError as missing:
@@ -66,17 +78,28 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def shown(name: str, value: Scalar | None) -> str:
+    """A parameter in its column."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return number(value) if name.endswith("_us") else f"{value:.2f}"
+
+
 def table(suite: Suite) -> str:
     """A suite in Markdown; one column for each part of the case and each baseline that any row has."""
     keys = list(dict.fromkeys(key for row in suite.rows for key in row.case))
     names = list(dict.fromkeys(name for row in suite.rows for name in row.baselines))
-    columns = [*keys, "weave", *names, "ratio", "predicted", "bound"]
+    extras = [name for name in EXTRAS if any(name in row.parameters for row in suite.rows)]
+    columns = [*keys, "weave", *names, "ratio", "predicted", "bound", *(EXTRAS[name] for name in extras)]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(keys) + "---:|" * (len(columns) - len(keys))]
     for row in suite.rows:
         cells = [str(row.case.get(key, "")) for key in keys]
         cells.append(number(row.weave_us))
         cells.extend(number(row.baselines.get(name)) for name in names)
         cells.extend([f"{row.ratio:.2f}", number(row.predicted_us), number(row.bound_us)])
+        for name in extras:
+            value = row.parameters.get(name)
+            cells.append(shown(name, value))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -86,31 +109,10 @@ def page(suites: list[Suite]) -> str:
     for suite in suites:
         versions = ", ".join(f"{name} {version}" for name, version in suite.versions.items())
         where = f"{suite.host}; {suite.date}, commit {suite.commit}; {versions}."
-        parts.append(f"## {suite.name}, {suite.machine}\n\n{where}\n\n{table(suite)}\n")
+        notes = [text for name, text in NOTES.items() if any(name in row.parameters for row in suite.rows)]
+        said = "".join(f"\n{text}\n" for text in notes)
+        parts.append(f"## {suite.name}, {suite.machine}\n\n{where}\n\n{table(suite)}\n{said}")
     return "\n".join(parts)
-
-
-def label(row: Row) -> str:
-    return " ".join(str(value) for value in row.case.values())
-
-
-def plot(suite: Suite, path: Path) -> None:
-    """The speed of weave over its best baseline, one bar a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.28 * len(suite.rows)), layout="constrained")
-    labels = [label(row) for row in suite.rows]
-    bars = axes.barh(labels, [row.ratio for row in suite.rows], color="#3b6ea5")
-    axes.bar_label(bars, labels=[f"{row.ratio:.2f}x {row.best_baseline}" for row in suite.rows], padding=3)
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.invert_yaxis()
-    axes.margins(x=0.25)
-    axes.set_title(f"{suite.name}, {suite.machine}: best baseline / weave")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def main() -> int:
@@ -128,8 +130,11 @@ def main() -> int:
             )
         return int(current != text)
     RESULTS.write_text(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{RESULTS}: {len(suites)} suite(s); no plots without matplotlib (pip install matplotlib)")
+        return 0
     for path, suite in zip(paths, suites, strict=True):
-        plot(suite, path.with_suffix(".png"))
+        plot(f"{suite.name}, {suite.machine}", suite.rows, path.with_suffix(".png"))
     print(f"{RESULTS}: {len(suites)} suite(s), {sum(len(suite.rows) for suite in suites)} row(s)")
     return 0
 

@@ -5,21 +5,26 @@ predict, and decide, the same.
 """
 
 from weaveopt.cost_model.collectives import all_reduce_us
-from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused, one_shot_max_tokens
+from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused
+from weaveopt.cost_model.fused import Way, ways
 from weaveopt.cost_model.kernels import memory_us, num_waves, product_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.profile import dumps, load, names
+from weaveopt.cost_model.table import lowerings, one_shot_max_tokens
 
 __all__ = [
     "Machine",
+    "Way",
     "all_reduce_us",
     "dumps",
     "estimate_all_reduce_norm",
     "estimate_unfused",
     "load",
+    "lowerings",
     "memory_us",
     "names",
     "num_waves",
     "one_shot_max_tokens",
     "product_us",
+    "ways",
 ]

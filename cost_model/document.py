@@ -30,10 +30,17 @@ class CurveDocument(TypedDict):
     points: list[PointDocument]
 
 
+class FusedCurveDocument(CurveDocument):
+    form: NotRequired[str]
+    ctas: NotRequired[int]
+    hidden: NotRequired[int]
+
+
 class FabricDocument(TypedDict):
     link: LinkDocument
+    forms: NotRequired[list[str]]
     all_reduce: NotRequired[list[CurveDocument]]
-    all_reduce_norm: NotRequired[list[CurveDocument]]
+    all_reduce_norm: NotRequired[list[FusedCurveDocument]]
 
 
 class MemoryDocument(TypedDict):

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weaveopt.decision import Algorithm, Fabric, MachineSummary
+from weaveopt.decision import Algorithm, Fabric, Form, MachineSummary
 
 MEASURED = "measured"
+FORMS: dict[Fabric, tuple[Form, ...]] = {
+    Fabric.SHM: (Form.SEGMENT,),
+    Fabric.PEER: (Form.MAIL, Form.BULK),
+    Fabric.MULTIMEM: (Form.DIRECT,),
+    Fabric.NVSHMEM: (Form.DIRECT,),
+    Fabric.LIBRARY: (),
+}
+"""Forms of the fused kernel that a fabric's devices can run, where the profile does not say."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,18 @@ class Curve:
     algorithm: Algorithm
     world: int
     points: tuple[Point, ...]
+    form: Form = Form.SEGMENT
+    """Of the fused kernel; a bare all-reduce has none."""
+    ctas: int = 0
+    """CTAs of the fused kernel; 0: as many as are co-resident."""
+    hidden: int = 0
+    """Row length that it was measured at; 0: not told."""
+
+    @property
+    def last_bytes(self) -> int | None:
+        """The largest message that may be read from it; None: any (it goes on with its last cost per byte)."""
+        # Mail stops where its mailboxes were no longer worth their memory: nothing is known beyond.
+        return self.points[-1].bytes if self.form is Form.MAIL else None
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,12 @@ class FabricCosts:
     link: Link
     all_reduce: tuple[Curve, ...] = ()
     all_reduce_norm: tuple[Curve, ...] = ()
+    forms: tuple[Form, ...] = ()
+    """Forms of the fused kernel that the devices can run, where they differ from `FORMS`."""
+
+    @property
+    def usable_forms(self) -> tuple[Form, ...]:
+        return self.forms or FORMS[self.fabric]
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,10 @@ class Machine:
     inter_host: Link
     fabric_costs: tuple[FabricCosts, ...]
 
+    def __hash__(self) -> int:
+        """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
+        return hash((self.name, self.relative_error))
+
     @property
     def fabrics(self) -> tuple[Fabric, ...]:
         """The fabrics that exist on such a machine."""
@@ -152,10 +182,14 @@ class Machine:
         for costs in self.fabric_costs:
             prefix = f"fabrics.{costs.fabric.value}"
             used.append((f"{prefix}.link", costs.link.origin))
-            for kind, curves in (("all_reduce", costs.all_reduce), ("all_reduce_norm", costs.all_reduce_norm)):
-                used += [(f"{prefix}.{kind}.{c.algorithm.value}.world{c.world}", c.origin) for c in curves]
+            used += [(f"{prefix}.all_reduce.{c.algorithm.value}.world{c.world}", c.origin) for c in costs.all_reduce]
+            for curve in costs.all_reduce_norm:
+                form = "" if curve.form is Form.SEGMENT else f".{curve.form.value}"
+                where = f"{prefix}.all_reduce_norm.{curve.algorithm.value}{form}.world{curve.world}"
+                used.append((where, curve.origin))
         return MachineSummary(
             name=self.name,
             measured=all(named[origin].kind == MEASURED for _, origin in used),
-            origins=tuple((where, str(named[origin])) for where, origin in used),
+            # The same kernel with other CTAs or rows has the same line.
+            origins=tuple((where, str(named[origin])) for where, origin in dict.fromkeys(used)),
         )

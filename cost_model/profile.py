@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from weaveopt.cost_model import document as doc
 from weaveopt.cost_model.machine import (
+    FORMS,
     Curve,
     FabricCosts,
     Link,
@@ -22,7 +24,7 @@ from weaveopt.cost_model.machine import (
     Tile,
 )
 from weaveopt.cost_model.validate import checked
-from weaveopt.decision import Algorithm, Fabric
+from weaveopt.decision import Algorithm, Fabric, Form
 from weaveopt.errors import ProfileError, closest
 
 _PROFILES = Path(__file__).parent / "profiles"
@@ -42,11 +44,16 @@ def load(name_or_path: str) -> Machine:
     """
     text = os.fspath(name_or_path)
     if text in names():
-        return _machine(_read(_PROFILES / f"{text}.json"))
+        return _shipped(text)
     path = Path(text).expanduser()
     if path.suffix != ".json" and os.sep not in text and not path.is_file():
         raise ProfileError(f"machine {text!r}: neither a shipped profile nor a JSON file; {closest(text, names())}")
-    return _machine(_read(path))
+    return _machine(_read(path, shipped=False))
+
+
+@cache
+def _shipped(name: str) -> Machine:
+    return _machine(_read(_PROFILES / f"{name}.json", shipped=True))
 
 
 def dumps(machine: Machine) -> str:
@@ -56,14 +63,14 @@ def dumps(machine: Machine) -> str:
     return re.sub(r"\{[^{}\[\]]*\}", lambda leaf: " ".join(leaf.group().split()), text) + "\n"
 
 
-def _read(path: Path) -> doc.ProfileDocument:
+def _read(path: Path, shipped: bool) -> doc.ProfileDocument:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ProfileError(f"profile {path}: cannot be read: not UTF-8 text") from None
     except OSError as error:
         raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from None
-    return checked(str(path), text)
+    return checked(str(path), text, shipped)
 
 
 def _points(raw: list[doc.PointDocument]) -> tuple[Point, ...]:
@@ -78,12 +85,27 @@ def _curve(raw: doc.CurveDocument) -> Curve:
     return Curve(raw["origin"], Algorithm(raw["algorithm"]), raw["world"], _points(raw["points"]))
 
 
+def _default_form(fabric: Fabric, algorithm: Algorithm) -> Form:
+    """The form of a curve that does not tell: profiles were written before there were several."""
+    if fabric is Fabric.PEER:
+        return Form.MAIL if algorithm is Algorithm.ONE_SHOT else Form.BULK
+    return next(iter(FORMS[fabric]), Form.SEGMENT)
+
+
+def _fused_curve(fabric: Fabric, raw: doc.FusedCurveDocument) -> Curve:
+    curve = _curve(raw)
+    form = Form(raw["form"]) if "form" in raw else _default_form(fabric, curve.algorithm)
+    return replace(curve, form=form, ctas=raw.get("ctas", 0), hidden=raw.get("hidden", 0))
+
+
 def _fabric(name: str, raw: doc.FabricDocument) -> FabricCosts:
+    fabric = Fabric(name)
     return FabricCosts(
-        fabric=Fabric(name),
+        fabric=fabric,
         link=_link(raw["link"]),
         all_reduce=tuple(map(_curve, raw.get("all_reduce", []))),
-        all_reduce_norm=tuple(map(_curve, raw.get("all_reduce_norm", []))),
+        all_reduce_norm=tuple(_fused_curve(fabric, each) for each in raw.get("all_reduce_norm", [])),
+        forms=tuple(map(Form, raw.get("forms", []))),
     )
 
 
@@ -136,6 +158,33 @@ def _curve_document(curve: Curve) -> doc.CurveDocument:
     return {"origin": curve.origin, "algorithm": curve.algorithm.value, "world": curve.world, "points": points}
 
 
+def _fused_curve_document(curve: Curve) -> doc.FusedCurveDocument:
+    plain = _curve_document(curve)
+    raw: doc.FusedCurveDocument = {
+        "origin": plain["origin"],
+        "algorithm": plain["algorithm"],
+        "form": curve.form.value,
+        "world": plain["world"],
+        "points": plain["points"],
+    }
+    if curve.ctas:
+        raw["ctas"] = curve.ctas
+    if curve.hidden:
+        raw["hidden"] = curve.hidden
+    return raw
+
+
+def _fabric_document(costs: FabricCosts) -> doc.FabricDocument:
+    raw: doc.FabricDocument = {
+        "link": _link_document(costs.link),
+        "all_reduce": list(map(_curve_document, costs.all_reduce)),
+        "all_reduce_norm": list(map(_fused_curve_document, costs.all_reduce_norm)),
+    }
+    if costs.forms:
+        raw["forms"] = [form.value for form in costs.forms]
+    return raw
+
+
 def _products_document(costs: ProductCosts) -> doc.ProductsDocument:
     raw: doc.ProductsDocument = {
         "origin": costs.origin,
@@ -175,12 +224,5 @@ def _document(machine: Machine) -> doc.ProfileDocument:
         "memory": _memory_document(machine.memory),
         "products": {each.dtype: _products_document(each) for each in machine.products},
         "inter_host": _link_document(machine.inter_host),
-        "fabrics": {
-            each.fabric.value: {
-                "link": _link_document(each.link),
-                "all_reduce": list(map(_curve_document, each.all_reduce)),
-                "all_reduce_norm": list(map(_curve_document, each.all_reduce_norm)),
-            }
-            for each in machine.fabric_costs
-        },
+        "fabrics": {each.fabric.value: _fabric_document(each) for each in machine.fabric_costs},
     }

@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NoReturn, cast
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError, best_match
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from weaveopt.cost_model.document import PointDocument, ProfileDocument
 from weaveopt.errors import ProfileError
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
 
 _SCHEMA = Path(__file__).parent / "profile.schema.json"
 _LONGEST_SHOWN = 60
@@ -20,6 +21,8 @@ _LONGEST_SHOWN = 60
 
 @cache
 def _validator() -> Draft202012Validator:
+    from jsonschema import Draft202012Validator
+
     return Draft202012Validator(json.loads(_SCHEMA.read_text(encoding="utf-8")))
 
 
@@ -55,12 +58,19 @@ def _expected(error: ValidationError) -> str:
             return str(limit)
         case "minItems" | "minProperties" | "minLength":
             return "at least one entry"
+        case "uniqueItems":
+            return "every entry once"
         case "oneOf":
             return "either tiles with units, or rates"
     return str(error.message)
 
 
 def _check_schema(file: str, document: object) -> None:
+    try:
+        from jsonschema.exceptions import best_match
+    except ImportError:
+        needed = "only shipped profiles can be read without the package jsonschema: pip install jsonschema"
+        raise ProfileError(f"profile {file}: {needed}") from None
     error = best_match(_validator().iter_errors(document))
     if error is None:
         return
@@ -133,8 +143,25 @@ def _check_finite(file: str, value: object, field: str = "") -> None:
         _refuse(file, field, value, "a finite number")
 
 
-def checked(file: str, text: str) -> ProfileDocument:
-    """The profile in `text`, or a one-line `ProfileError` that names `file`, field, found and expected."""
+def _check_fused(file: str, document: ProfileDocument) -> None:
+    """Every fused curve is of a form that its algorithm has, and tells something that no other curve tells."""
+    for name, fabric in document["fabrics"].items():
+        seen: dict[tuple[object, ...], int] = {}
+        for index, curve in enumerate(fabric.get("all_reduce_norm", [])):
+            where = f"fabrics.{name}.all_reduce_norm[{index}]"
+            if curve.get("form") == "bulk" and curve["algorithm"] != "two_shot":
+                _refuse(file, f"{where}.algorithm", curve["algorithm"], "two_shot: bulk copies have no other")
+            key = tuple(curve.get(part) for part in ("algorithm", "form", "ctas", "world", "hidden"))
+            if key in seen:
+                _refuse(file, where, " ".join(map(str, key)), f"another kernel than in row {seen[key]}")
+            seen[key] = index
+
+
+def checked(file: str, text: str, shipped: bool = False) -> ProfileDocument:
+    """The profile in `text`, or a one-line `ProfileError` that names `file`, field, found and expected.
+
+    A shipped file keeps to the schema (the tests see to it), so that it can be read without jsonschema.
+    """
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -143,11 +170,13 @@ def checked(file: str, text: str) -> ProfileDocument:
     except RecursionError:
         raise ProfileError(f"profile {file}: not a profile: nested too deeply") from None
     _check_finite(file, document)
-    _check_schema(file, document)
+    if not shipped:
+        _check_schema(file, document)
     profile = cast(ProfileDocument, document)
     for field, origin in _origins_of(profile):
         if origin not in profile["origins"]:
             _refuse(file, field, origin, f"one of the origins {', '.join(profile['origins'])}")
     _check_points(file, profile)
     _check_rates(file, profile)
+    _check_fused(file, profile)
     return profile

@@ -8,8 +8,10 @@ Unfused, on every rank of a group::
     total = residual + total               # absent after the embedding
     normed = rms_norm(total) * weight      # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
 
-Fused: `weave::mm_all_reduce_norm` lets the product write into the arena and does the rest in one pass. Two
-all-reduces that meet in one sum (a mixture and its shared experts; parallel attention and MLP) become one.
+Fused: `weave::mm_all_reduce_norm` lets the product write into the arena and does the rest in one pass. On `peer`
+the kernel sends rows from wherever they are: there the product stays in the graph, where Inductor picks its kernel,
+and `weave::all_reduce_norm` does the rest. Two all-reduces that meet in one sum (a mixture and its shared experts;
+parallel attention and MLP) become one.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import torch
 import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
-from weaveopt import cost_model
-from weaveopt.decision import Algorithm, Candidate, Decision, Fabric, Placement, Product, Rejection, Site, Workload
+from weaveopt import lowering
+from weaveopt.decision import Candidate, Decision, Fabric, Placement, Product, RegionNeed, Rejection, Site, Workload
 from weaveopt.facts import DTYPE_NAMES, count_tokens, group_of, module_of, shape_of
 from weaveopt.norm import Norm, find_norms
 from weaveopt.ops import all_reduce_norm_call as op
@@ -100,57 +102,10 @@ class AllReduceRMSNorm:
 
     def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
         assert site.workload is not None, f"{site.id} was not matched"
-        topology = context.topologies[site.group]
-        found: list[Candidate] = []
-        for fabric, unreachable in topology.fabrics():
-            if fabric is Fabric.LIBRARY:
-                continue
-            reasons = [] if unreachable is None else [unreachable]
-            if fabric not in context.machine.fabrics:
-                values = (("machine", context.machine.name), ("fabric", fabric.value))
-                reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
-            if fabric not in op.KERNEL_FABRICS:
-                message = "this version has no kernel of the rule for the fabric"
-                reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
-            found.extend(self._lowerings(site.workload, fabric, tuple(reasons), context))
-        return tuple(found)
+        return lowering.candidates(self.name, site.workload, context.topologies[site.group], context)
 
-    def _lowerings(
-        self, workload: Workload, fabric: Fabric, reasons: tuple[Rejection, ...], context: Context
-    ) -> list[Candidate]:
-        """One-shot and two-shot. The threshold between them is a function of what all sites of a chain share.
-
-        So sites that hand a token-sharded residual to each other always agree on the algorithm.
-        """
-        machine = context.machine
-        known = fabric in machine.fabrics
-        threshold = 0
-        if known:
-            threshold = cost_model.one_shot_max_tokens(
-                machine, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
-            )
-        chosen = Algorithm.ONE_SHOT if workload.tokens <= threshold else Algorithm.TWO_SHOT
-        lowerings: list[Candidate] = []
-        for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
-            why = list(reasons)
-            if known and algorithm is not chosen:
-                values = (("tokens", workload.tokens), ("one_shot_max_tokens", threshold))
-                why.append(Rejection("slower_algorithm", f"{chosen.value} is predicted faster at this size", values))
-            estimate = None
-            if known:
-                estimate = cost_model.estimate_all_reduce_norm(
-                    machine, workload, fabric, algorithm, sum_sharded=workload.sum_may_shard
-                )
-            parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
-            lowerings.append(Candidate(self.name, fabric, algorithm, parameters, estimate, tuple(why)))
-        return lowerings
-
-    def need(self, decision: Decision) -> ArenaNeed:
-        workload = decision.site.workload
-        assert workload is not None
-        # The normed rows may be wider than the activations (fp32 weights): reserve for the widest.
-        need = op.arena_bytes(workload.max_tokens, workload.hidden, workload.dtype, "float32", workload.world)
-        return ArenaNeed(need.partial_bytes, need.output_bytes)
+    def need(self, decision: Decision) -> ArenaNeed | RegionNeed:
+        return lowering.arena_need(decision)
 
     def replace(
         self, graph: fx.Graph, match: Match, decision: Decision, placement: Placement, context: Context
@@ -167,7 +122,7 @@ class AllReduceRMSNorm:
             *((reduced.post.weight, reduced.post.bias) if reduced.post else (None, None)),
             *((reduced.norm.weight, reduced.norm.bias) if reduced.norm else (None, None)),
         )
-        if match.product is not None:
+        if match.product is not None and decision.chosen.fabric is not Fabric.PEER:
             *bias, a, b = match.product.args
             addend = match.addend if match.addend is not None else (bias[0] if bias else None)
             target: object = torch.ops.weave.mm_all_reduce_norm.default
@@ -260,7 +215,17 @@ def _workload(reduced: Reduced, match: SiteMatch, absorbed: frozenset[fx.Node], 
         has_residual=bool(reduced.residuals),
         sum_is_used=_is_read_elsewhere(reduced),
         sum_may_shard=all(user in absorbed or user in match.interior for user in reduced.total.users),
+        out_dtype=_out_dtype(reduced),
     )
+
+
+def _out_dtype(reduced: Reduced) -> str:
+    """Of the normed rows, where it is not that of the activations."""
+    value = tensor_of(reduced.collectives[0])
+    output = None if reduced.norm is None else tensor_of(reduced.norm.output)
+    if value is None or output is None or output.dtype == value.dtype:
+        return ""
+    return DTYPE_NAMES.get(output.dtype, "")
 
 
 def _is_read_elsewhere(reduced: Reduced) -> bool:
@@ -313,11 +278,6 @@ def _call(
 ) -> op.AllReduceNormCall:
     workload = decision.site.workload
     assert workload is not None
-    out_dtype = workload.dtype
-    if reduced.norm is not None:
-        output = tensor_of(reduced.norm.output)
-        assert output is not None
-        out_dtype = DTYPE_NAMES[output.dtype]
     sharded = op.SumOut.SHARDED if placement.sum_sharded else op.SumOut.WHOLE
     parameters = dict(decision.chosen.parameters)
     return op.AllReduceNormCall(
@@ -327,18 +287,19 @@ def _call(
         world=workload.world,
         hidden=workload.hidden,
         dtype=workload.dtype,
-        out_dtype=out_dtype,
+        out_dtype=workload.out_dtype or workload.dtype,
         partial_offset=placement.partial_offset,
         output_offset=placement.output_offset,
         partial_bytes=placement.partial_bytes,
         max_tokens=placement.max_tokens,
-        one_shot_max_tokens=int(parameters["one_shot_max_tokens"]),
+        one_shot_max_tokens=int(parameters.get("one_shot_max_tokens", 0)),
         scale=reduced.scale,
         post=reduced.post.form if reduced.post else None,
         norm=reduced.norm.form if reduced.norm else None,
         residual_sharded=placement.residual_sharded,
         sum_out=sharded if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
+        lowerings=decision.chosen.lowerings,
     )
 
 

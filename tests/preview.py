@@ -39,16 +39,21 @@ def previewed(
     disable: tuple[str, ...] = (),
     force: tuple[str, ...] = FORCED,
     machine: str = "cpu",
+    device: str = "cpu",
+    static: bool = False,
 ) -> GraphReport:
-    """The report on the only graph of `fn`."""
+    """The report on the only graph of `fn`; `static`: its sizes are numbers, else the token counts are not."""
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     with fake_group(world), torch.no_grad():
         seen = backend.preview(
-            Config(disable=disable, force=force), topology.fake(world), cost_model.load(machine), reports.append
+            Config(disable=disable, force=force),
+            topology.fake(world, device=device),
+            cost_model.load(machine),
+            reports.append,
         )
         compiled = torch.compile(fn, backend=seen, fullgraph=True, dynamic=dynamic)
         with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
-            compiled(*(mode.from_tensor(x) for x in inputs))
+            compiled(*(mode.from_tensor(x, static_shapes=static or None) for x in inputs))
     assert len(reports) == 1, f"{len(reports)} graphs"
     return reports[0]

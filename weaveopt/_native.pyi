@@ -120,3 +120,83 @@ class AllReduceNorm:
     def next_parity(self) -> int: ...
 
 def isas() -> list[str]: ...
+
+has_cuda: bool
+"""Whether the CUDA part was built; what follows is there only then."""
+
+class GpuForm(Enum):
+    mail_one_shot = 0
+    mail_two_shot = 1
+    bulk = 2
+    direct = 3
+    def __int__(self) -> int: ...
+
+class OutKind(Enum):
+    same = 0
+    float32 = 1
+    float8_e4m3fn = 2
+
+class QuantKind(Enum):
+    none = 0
+    static = 1
+    per_token = 2
+
+class Regions:
+    def __init__(self, mailbox_bytes: int, staging_bytes: int, output_bytes: int) -> None: ...
+    @property
+    def mailbox_bytes(self) -> int: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    @property
+    def output_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+
+class PeerGroup:
+    def __init__(self, bases: list[int], multicast: int, rank: int, device: int, regions: Regions) -> None: ...
+    @property
+    def status(self) -> Status: ...
+    def acknowledge(self) -> None: ...
+    def abort(self, code: Code) -> None: ...
+
+class GpuSite:
+    tag: int
+    hidden: int
+    dtype: DType
+    out_kind: OutKind
+    quant: QuantKind
+    post: NormForm
+    norm: NormForm
+    sum_whole: bool
+    scale: float
+    timeout_s: float
+
+class GpuAllReduceNorm:
+    def __init__(self, group: PeerGroup, site: GpuSite) -> None: ...
+    def run(
+        self,
+        tokens: int,
+        form: int,
+        num_ctas: int,
+        cluster: int,
+        overlap: bool,
+        stream: int,
+        partial: int,
+        partial_offset: int,
+        residual: int,
+        reduced_bias: int,
+        post_weight: int,
+        post_bias: int,
+        weight: int,
+        bias: int,
+        scale_value: int,
+        quant_scale: int,
+        fp32_parameters: int,
+        normed: int,
+        sum: int,
+        row_scale: int,
+        /,
+    ) -> int: ...
+
+def unsupported(form: GpuForm, dtype: DType, hidden: int, world: int, fp8: bool, device: int) -> str: ...
+def cuda_error_text(code: int) -> str: ...

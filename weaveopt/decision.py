@@ -94,6 +94,8 @@ class Workload:
     """Whether the graph reads the sum (partials + residual) after this site."""
     sum_may_shard: bool = False
     """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
+    out_dtype: str = ""
+    """Of the normed rows, where it is not `dtype`."""
 
     @property
     def message_bytes(self) -> int:
@@ -208,7 +210,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rewritten site works in the arena of its group."""
+    """Where a rewritten site works in the arena of its group; offsets and bytes are 0 where sites share regions."""
 
     site: str
     partial_offset: int
@@ -225,13 +227,33 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class RegionNeed:
+    """Bytes of the regions of a GPU arena, by use; each a multiple of 256. See `csrc/fabric/peer.h`."""
+
+    mailbox_bytes: int = 0
+    """Of one of the three mailboxes."""
+    staging_bytes: int = 0
+    output_bytes: int = 0
+    partial_bytes: int = 0
+    """Where the product writes for loads that reduce in place."""
+
+    def union(self, other: RegionNeed) -> RegionNeed:
+        """Room for either."""
+        return RegionNeed(*(max(a, b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
 class BufferPlan:
     """All symmetric memory that one graph needs in one process group, known before any is allocated."""
 
     group: str
     bytes: int
     slots: tuple[Slot, ...] = ()
+    """On GPUs the regions, in the order of `csrc/fabric/peer.h`: mailboxes, staging, output, partial."""
     placements: tuple[Placement, ...] = ()
+    fabric: Fabric = Fabric.SHM
+    regions: RegionNeed | None = None
+    """On GPUs: all sites of the group share them, and the runtime places them."""
 
 
 @dataclass(frozen=True)

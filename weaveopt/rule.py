@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
-from weaveopt.decision import Candidate, Decision, Placement, Site
+from weaveopt.decision import Candidate, Decision, Placement, RegionNeed, Site
 from weaveopt.runtime.topology import Topology
 
 
@@ -86,8 +86,8 @@ class Rule(Protocol):
         """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made."""
         ...
 
-    def need(self, decision: Decision) -> ArenaNeed:
-        """What the chosen candidate needs of the arena of its group."""
+    def need(self, decision: Decision) -> ArenaNeed | RegionNeed:
+        """What the chosen candidate needs of the arena of its group; regions, where its fabric joins GPUs."""
         ...
 
     def replace(

@@ -48,15 +48,41 @@ __device__ __forceinline__ float load_value(const Parameter& parameter) {
     return static_cast<float>(*static_cast<const T*>(parameter.data));
 }
 
+// To T and back, in pairs: conversions one by one run at a quarter of the rate.
 template <typename T>
-__device__ __forceinline__ float rounded(float x) {
-    return static_cast<float>(static_cast<T>(x));
+__device__ __forceinline__ void round_to(float (&x)[kElements<T>]) {
+    fabric::widen(fabric::narrow(x, static_cast<const T*>(nullptr)), x, static_cast<const T*>(nullptr));
 }
 
+// A norm's weight where it is needed, or loaded before: while the row's parts travel.
+template <typename T, int kVecs>
+struct LateWeight {
+    __device__ __forceinline__ LateWeight() {}
+    __device__ __forceinline__ LateWeight(const GpuNorm&, const Lanes&) {}
+    __device__ __forceinline__ void get(const GpuNorm& norm, const Lanes& lanes, int j, float (&out)[kElements<T>]) const {
+        load_parameter<T>(norm.weight, lanes.at(j), out);
+    }
+};
+
+template <typename T, int kVecs>
+struct EarlyWeight {
+    float value[kVecs][kElements<T>];
+    __device__ __forceinline__ EarlyWeight(const GpuNorm& norm, const Lanes& lanes) {
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j)
+            if (lanes.has(j) && norm.weight.data != nullptr) load_parameter<T>(norm.weight, lanes.at(j), value[j]);
+    }
+    __device__ __forceinline__ void get(const GpuNorm&, const Lanes&, int j, float (&out)[kElements<T>]) const {
+#pragma unroll
+        for (int i = 0; i < kElements<T>; ++i)
+            out[i] = value[j][i];
+    }
+};
+
 // The norm of a row in place. `team` sums over all threads that share the row.
-template <typename T, int kVecs, class Team>
+template <typename T, int kVecs, class Team, class Weight>
 __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const GpuNorm& norm, int64_t hidden,
-                                          const Lanes& lanes, Team& team) {
+                                          const Lanes& lanes, Team& team, const Weight& weight) {
     constexpr int E = kElements<T>;
     const float inverse = 1.0f / static_cast<float>(hidden);
     if (norm.form.kind == NormKind::kLayer) {
@@ -87,14 +113,10 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
 #pragma unroll
         for (int i = 0; i < E; ++i)
             x[j][i] *= factor;
-        if (norm.form.cast_before_weight) {
-#pragma unroll
-            for (int i = 0; i < E; ++i)
-                x[j][i] = rounded<T>(x[j][i]);
-        }
+        if (norm.form.cast_before_weight) round_to<T>(x[j]);
         float parameter[E];
         if (norm.weight.data != nullptr) {
-            load_parameter<T>(norm.weight, lanes.at(j), parameter);
+            weight.get(norm, lanes, j, parameter);
 #pragma unroll
             for (int i = 0; i < E; ++i)
                 x[j][i] *= parameter[i] + norm.form.weight_offset;
@@ -110,9 +132,10 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
 
 // From the sum over ranks to the rounded sum, which is written to `sum` (and to peers by the caller, as `rounded_sum`),
 // and on to the normed row, left in `x`. `residual` holds the row's own vectors where there is one.
-template <typename T, int kVecs, class Team>
+template <typename T, int kVecs, class Team, class Weight>
 __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
-                                       const Vec16 (&residual)[kVecs], Vec16 (&rounded_sum)[kVecs], Team& team) {
+                                       const Vec16 (&residual)[kVecs], Vec16 (&rounded_sum)[kVecs], Team& team,
+                                       const Weight& weight) {
     constexpr int E = kElements<T>;
     if (call.reduced_bias.data != nullptr) {
 #pragma unroll
@@ -133,7 +156,9 @@ __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Ca
             for (int i = 0; i < E; ++i)
                 x[j][i] *= scale;
     }
-    if (call.post.form.kind != NormKind::kNone) normalize<T>(x, call.post, call.hidden, lanes, team);
+    if (call.post.form.kind != NormKind::kNone) {
+        normalize<T>(x, call.post, call.hidden, lanes, team, LateWeight<T, kVecs>{});
+    }
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
         if (!lanes.has(j)) continue;
@@ -148,7 +173,7 @@ __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Ca
         if (call.sum_whole) rounded_sum[j] = fabric::filled(rounded_sum[j]);
         fabric::widen(rounded_sum[j], x[j], static_cast<const T*>(nullptr));
     }
-    if (call.norm.form.kind != NormKind::kNone) normalize<T>(x, call.norm, call.hidden, lanes, team);
+    if (call.norm.form.kind != NormKind::kNone) normalize<T>(x, call.norm, call.hidden, lanes, team, weight);
 }
 
 // One thread's normed vector as bytes: 16 for the activations' type, 32 for fp32 from 2-byte activations, 8 for e4m3.
@@ -162,9 +187,9 @@ __device__ __forceinline__ uint32_t fp8_word(float a, float b, float c, float d)
     return low | high << 16;
 }
 
-// `inverse` of the scale, e4m3 only. No word of it is kAbsent.
+// `inverse` of the scale, e4m3 only; then x is rounded to T first. No word of it is kAbsent.
 template <typename T>
-__device__ __forceinline__ Packet packed(const float (&x)[kElements<T>], OutKind kind, float inverse) {
+__device__ __forceinline__ Packet packed(float (&x)[kElements<T>], OutKind kind, float inverse) {
     constexpr int E = kElements<T>;
     Packet packet{};
     if (kind == OutKind::kSame) {
@@ -174,10 +199,11 @@ __device__ __forceinline__ Packet packed(const float (&x)[kElements<T>], OutKind
         for (int i = 0; i < E; ++i)
             packet.part[i / 4].word[i % 4] = __float_as_uint(x[i]);
     } else {
+        round_to<T>(x);
 #pragma unroll
         for (int i = 0; i < E; i += 4)
-            packet.part[0].word[i / 4] = fp8_word(rounded<T>(x[i]) * inverse, rounded<T>(x[i + 1]) * inverse,
-                                                  rounded<T>(x[i + 2]) * inverse, rounded<T>(x[i + 3]) * inverse);
+            packet.part[0].word[i / 4] =
+                fp8_word(x[i] * inverse, x[i + 1] * inverse, x[i + 2] * inverse, x[i + 3] * inverse);
     }
     packet.part[0] = fabric::filled(packet.part[0]);
     packet.part[1] = fabric::filled(packet.part[1]);
@@ -192,8 +218,8 @@ __device__ __forceinline__ int32_t packet_bytes(OutKind kind) {
 
 // The scale of a row, and its inverse: e4m3 only.
 template <typename T, int kVecs, class Team>
-__device__ __forceinline__ float inverse_scale(const float (&x)[kVecs][kElements<T>], const Call& call,
-                                               const Lanes& lanes, float& scale, Team& team) {
+__device__ __forceinline__ float inverse_scale(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
+                                               float& scale, Team& team) {
     scale = 1.0f;
     if (call.quant == QuantKind::kNone) return 1.0f;
     if (call.quant == QuantKind::kStatic) {
@@ -202,11 +228,13 @@ __device__ __forceinline__ float inverse_scale(const float (&x)[kVecs][kElements
     }
     float largest = 0;
 #pragma unroll
-    for (int j = 0; j < kVecs; ++j)
-        if (lanes.has(j))
+    for (int j = 0; j < kVecs; ++j) {
+        if (!lanes.has(j)) continue;
+        round_to<T>(x[j]);
 #pragma unroll
-            for (int i = 0; i < kElements<T>; ++i)
-                largest = fmaxf(largest, fabsf(rounded<T>(x[j][i])));
+        for (int i = 0; i < kElements<T>; ++i)
+            largest = fmaxf(largest, fabsf(x[j][i]));
+    }
     constexpr float kLeast = 1e-12f;
     scale = fmaxf(team.max(largest), kLeast) / kLargestFp8;
     return 1.0f / scale;

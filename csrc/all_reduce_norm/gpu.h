@@ -50,8 +50,8 @@ struct Call {
     fabric::Regions regions;
     int32_t world;
     int32_t rank;
-    int64_t tokens;
-    int64_t hidden;
+    int32_t tokens;
+    int32_t hidden;
     uint64_t timeout_ns;
     uint32_t tag;  // equal on all ranks if they run the same
     OutKind out_kind;
@@ -70,10 +70,9 @@ struct Call {
     GpuNorm post;
     GpuNorm norm;
 
-    WEAVE_HOST_DEVICE int64_t begin_of(int32_t owner) const { return tokens * owner / world; }
-    WEAVE_HOST_DEVICE int64_t end_of(int32_t owner) const { return tokens * (owner + 1) / world; }
-    // Rows of the largest share.
-    WEAVE_HOST_DEVICE int64_t share() const { return (tokens + world - 1) / world; }
+    // Filled by run(): where each rank's share of the token rows begins, and the rows of the largest share.
+    int32_t begin[fabric::kMaxWorld + 1];
+    int32_t share;
 };
 
 // Where and how a kernel runs. 0: as many as fit, or what suits the row.
@@ -83,15 +82,15 @@ struct Launch {
     int32_t num_ctas;
     int32_t cluster;   // CTAs that share a row (mail forms)
     bool overlap;      // programmatic dependent launch
+    bool in_place;     // kBulk: finished rows stay in the output region, for a caller that reads them there
     void* stream;
 };
 
-// Bytes of each region that a call of `tokens` rows needs. `out_bytes` is of one element of normed.
-fabric::Regions regions_for(Form form, int64_t tokens, int64_t hidden, int32_t element_bytes, int32_t out_bytes,
-                            int32_t world, bool sum_whole);
-
-// Whether this device can run the form for such rows: a line that says why not, or an empty one.
-const char* unsupported(Form form, DType dtype, int64_t hidden, int32_t world, int32_t device);
+// Whether `device` can run the form for such rows: a line that says why not, or an empty one.
+const char* unsupported(Form form, DType dtype, int64_t hidden, int32_t world, bool fp8, int32_t device);
+const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device);
+const char* bulk_unsupported(DType dtype, int64_t hidden, bool fp8, int32_t device);
+const char* direct_unsupported(DType dtype, int64_t hidden);
 
 // Enqueues the call. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
 int run(const Call& call, const Launch& launch);

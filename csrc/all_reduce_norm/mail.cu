@@ -9,6 +9,7 @@
 // One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners, who
 // send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
 #include <algorithm>
+#include <type_traits>
 
 #include "all_reduce_norm/finish.cuh"
 
@@ -48,6 +49,10 @@ struct ClusterTeam {
         value = combine(value);
         const int num_parts = cluster * num_warps;
 #if __CUDA_ARCH__ >= 900
+        if (cluster == 1) {
+            meet(value, parity);
+            return total(parity, num_parts, combine);
+        }
         const uint32_t slot =
             static_cast<uint32_t>(__cvta_generic_to_shared(&parts[parity][rank * num_warps + warp]));
         const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
@@ -70,14 +75,25 @@ struct ClusterTeam {
         }
         if (threadIdx.x == 0) expect(barrier, num_parts);
 #else
-        if (lane == 0) parts[parity][warp] = value;
-        asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
+        meet(value, parity);
 #endif
-        float total = lane < num_parts ? parts[parity][lane] : 0.0f;
+        return total(parity, num_parts, combine);
+    }
+
+    // The threads of one CTA.
+    __device__ __forceinline__ void meet(float value, int parity) const {
+        if ((threadIdx.x & 31) == 0) parts[parity][threadIdx.x >> 5] = value;
+        asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
+    }
+
+    template <class Combine>
+    __device__ __forceinline__ float total(int parity, int num_parts, const Combine& combine) const {
+        const int lane = threadIdx.x & 31;
+        float sum = lane < num_parts ? parts[parity][lane] : 0.0f;
         // More than 32 parts: the order is fixed all the same.
         for (int i = lane + 32; i < num_parts; i += 32)
-            total = combine.two(total, parts[parity][i]);
-        return combine(total);
+            sum = combine.two(sum, parts[parity][i]);
+        return combine(sum);
     }
 
     __device__ __forceinline__ static void expect(uint32_t barrier, int num_parts) {
@@ -99,70 +115,65 @@ struct ClusterTeam {
     __device__ __forceinline__ float max(float value) { return reduce(value, Max{}); }
 };
 
-// Where things lie in a mailbox. Slots are numbered by the distance from receiver to sender, so there is none for the
-// receiver itself.
+// Where things lie in a mailbox. A rank sends to the rank `step` behind it (receiver = sender + step, around the ring) in
+// its slot world - 1 - step, so that it finds what the rank `step` behind itself sent in slot step - 1.
 struct MailLayout {
-    int64_t slot_rows;       // rows that one slot has room for
-    int64_t row_bytes;       // of a partial row and of a row of the sum
-    int64_t out_row_bytes;   // of a finished row, its scale included
-    int64_t out_at, sum_at;  // where the slots of finished rows and of sums begin
-    int64_t bytes;
+    uint32_t slot_rows;       // rows that one slot has room for
+    uint32_t row_bytes;       // of a partial row and of a row of the sum
+    uint32_t out_row_bytes;   // of a finished row, its scale included
+    uint32_t out_at, sum_at;  // where the slots of finished rows and of sums begin
+    uint32_t bytes;
 
-    WEAVE_HOST_DEVICE static MailLayout make(bool one_shot, int64_t tokens, int64_t hidden, int32_t element_bytes,
-                                               int32_t out_bytes, bool row_scales, int32_t world, bool sum_whole) {
-        MailLayout layout;
-        layout.slot_rows = one_shot ? tokens : (tokens + world - 1) / world;
-        layout.row_bytes = hidden * element_bytes;
-        layout.out_row_bytes = (hidden * out_bytes + 15) / 16 * 16 + (row_scales ? kScaleBytes : 0);
-        const int64_t rows = layout.slot_rows * (world - 1);
-        layout.out_at = rows * layout.row_bytes;
-        layout.sum_at = layout.out_at + (one_shot ? 0 : rows * layout.out_row_bytes);
-        layout.bytes = layout.sum_at + (one_shot || !sum_whole ? 0 : rows * layout.row_bytes);
-        return layout;
+    // False if a mailbox of `room` bytes, or 32-bit offsets, are too small for it.
+    static bool make(MailLayout& layout, bool one_shot, int64_t tokens, int64_t hidden, int32_t element_bytes,
+                     int32_t out_bytes, bool row_scales, int32_t world, bool sum_whole, int64_t room) {
+        const int64_t slot_rows = one_shot ? tokens : (tokens + world - 1) / world;
+        const int64_t row_bytes = hidden * element_bytes;
+        const int64_t out_row_bytes = (hidden * out_bytes + 15) / 16 * 16 + (row_scales ? kScaleBytes : 0);
+        const int64_t rows = slot_rows * (world - 1);
+        const int64_t out_at = rows * row_bytes;
+        const int64_t sum_at = out_at + (one_shot ? 0 : rows * out_row_bytes);
+        const int64_t bytes = sum_at + (one_shot || !sum_whole ? 0 : rows * row_bytes);
+        layout = {static_cast<uint32_t>(slot_rows),     static_cast<uint32_t>(row_bytes),
+                  static_cast<uint32_t>(out_row_bytes), static_cast<uint32_t>(out_at),
+                  static_cast<uint32_t>(sum_at),        static_cast<uint32_t>(bytes)};
+        return bytes <= std::min<int64_t>(room, UINT32_MAX);
     }
 };
 
-__device__ __forceinline__ int32_t distance(int32_t receiver, int32_t sender, int32_t world) {
-    return (sender - receiver + world) % world - 1;
-}
-
-__device__ __forceinline__ Vec16 await_mail(const char* at, Vec16 seen, const Watch& watch, int32_t peer) {
+__device__ __noinline__ Vec16 await_mail(const char* at, const Watch& watch, int32_t peer) {
     fabric::Patience patience;
-    while (!fabric::is_there(seen)) {
-        seen = fabric::relaxed_load(at);
-        if (patience.is_over(watch))
-            fabric::give_up(watch, patience.code(), peer, fabric::Slot::kMail, watch.tag >> 48, 0, 0);
+    for (;;) {
+        const Vec16 seen = fabric::relaxed_load(at);
+        if (fabric::is_there(seen)) return seen;
+        if (patience.is_over(watch)) fabric::give_up(watch, patience.code(), peer, fabric::Slot::kMail, 1, 0, 0);
     }
-    return seen;
 }
 
-// A packet of 4 or 8 bytes: an e4m3 vector.
-__device__ __forceinline__ Vec16 load_short(const char* at, int32_t bytes) {
-    Vec16 v{};
-    if (bytes == 8) {
-        asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "l"(at)
-                     : "memory");
-    } else {
-        asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v.word[0]) : "l"(at) : "memory");
-    }
-    return v;
-}
-
-__device__ __forceinline__ Packet await_packet(const char* at, int32_t bytes, const Watch& watch, int32_t peer) {
+// Of 16 or 32 bytes, or of 4 or 8, an e4m3 vector. Words beyond it stay zero, which counts as there.
+__device__ __forceinline__ Packet look_packet(const char* at, int32_t bytes) {
     Packet packet{};
     if (bytes >= 16) {
         packet.part[0] = fabric::relaxed_load(at);
         if (bytes == 32) packet.part[1] = fabric::relaxed_load(at + 16);
-        packet.part[0] = await_mail(at, packet.part[0], watch, peer);
-        if (bytes == 32) packet.part[1] = await_mail(at + 16, packet.part[1], watch, peer);
-        return packet;
-    }
-    fabric::Patience patience;
-    while (packet.part[0] = load_short(at, bytes), !fabric::is_there(packet.part[0])) {
-        if (patience.is_over(watch))
-            fabric::give_up(watch, patience.code(), peer, fabric::Slot::kMail, watch.tag >> 48, 0, 0);
+    } else if (bytes == 8) {
+        asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(packet.part[0].word[0]), "=r"(packet.part[0].word[1])
+                     : "l"(at)
+                     : "memory");
+    } else {
+        asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(packet.part[0].word[0]) : "l"(at) : "memory");
     }
     return packet;
+}
+
+__device__ __forceinline__ void await_packet(Packet& packet, const char* at, int32_t bytes, const Watch& watch,
+                                             int32_t peer) {
+    fabric::Patience patience;
+    while (!fabric::is_there(packet.part[0]) || !fabric::is_there(packet.part[1])) {
+        if (patience.is_over(watch)) fabric::give_up(watch, patience.code(), peer, fabric::Slot::kMail, 1, 0, 0);
+        packet = look_packet(at, bytes);
+    }
 }
 
 __device__ __forceinline__ void send_packet(char* to, const Packet& packet, int32_t bytes) {
@@ -194,176 +205,228 @@ __device__ void control(const Call& call, const DeviceState& before, int64_t mai
         }
     }
     if (blockIdx.x != 0 || lane >= call.world || lane == call.rank) return;
-    Header* peer = reinterpret_cast<Header*>(call.base[lane]);
-    const int parity = before.num_calls & 1;
-    fabric::relaxed_signal(&peer->tag[parity][call.rank], watch.tag);
-    fabric::Patience patience;
-    uint64_t theirs;
-    while ((theirs = fabric::relaxed_look(&own->tag[parity][lane])) >> 48 != watch.tag >> 48) {
-        if (patience.is_over(watch))
-            fabric::give_up(watch, patience.code(), lane, fabric::Slot::kTag, watch.tag >> 48, theirs >> 48, 0);
-    }
-    if (theirs != watch.tag)
-        fabric::give_up(watch, Code::kSiteMismatch, lane, fabric::Slot::kTag, watch.tag >> 48, theirs >> 48, theirs);
+    fabric::exchange_tags(watch, call.base[lane], call.rank, lane, before.num_calls);
 }
 
-template <typename T, int kMaxW, int kVecs>
+// kPlain: what most calls are, with fewer registers, so that two CTAs share an SM: normed in the activations' type, no
+// quantization, the sum not handed out.
+template <typename T, int kMaxW, int kVecs, bool kPlain>
 struct Mail {
     static constexpr int E = kElements<T>;
+    // With one vector a thread there are registers to spare for what is needed only after the wait.
+    using Weight = std::conditional_t<kVecs == 1, EarlyWeight<T, kVecs>, LateWeight<T, kVecs>>;
     const Call& call;
     const Watch& watch;
     const Lanes& lanes;
     ClusterTeam& team;
     const MailLayout& layout;
     int64_t mailbox;
-    int32_t out_packet;
 
-    __device__ __forceinline__ char* box(int32_t rank) const { return call.base[rank] + mailbox; }
-    __device__ __forceinline__ const char* partial(int64_t row, int j) const {
-        return static_cast<const char*>(call.partial) + row * layout.row_bytes + lanes.at(j) * 16;
+    __device__ __forceinline__ OutKind out_kind() const { return kPlain ? OutKind::kSame : call.out_kind; }
+    __device__ __forceinline__ int32_t out_packet() const { return kPlain ? 16 : packet_bytes<T>(call.out_kind); }
+    __device__ __forceinline__ bool sum_whole() const { return !kPlain && call.sum_whole; }
+    __device__ __forceinline__ bool scales_rows() const { return !kPlain && call.quant == QuantKind::kPerToken; }
+    __device__ __forceinline__ int32_t behind(int32_t step) const {
+        const int32_t rank = call.rank + step;
+        return rank < call.world ? rank : rank - call.world;
+    }
+    // This rank's slots in the mailbox of the rank `step` behind; the slots of that rank's rows in the own mailbox.
+    __device__ __forceinline__ char* theirs(uint32_t step, uint32_t at, uint32_t row_bytes, uint32_t index) const {
+        return call.base[behind(step)] + mailbox +
+               (at + ((call.world - 1 - step) * layout.slot_rows + index) * row_bytes);
+    }
+    __device__ __forceinline__ const char* mine(uint32_t step, uint32_t at, uint32_t row_bytes, uint32_t index) const {
+        return call.base[call.rank] + mailbox + (at + ((step - 1) * layout.slot_rows + index) * row_bytes);
+    }
+    // Where row `row` of a tensor has this thread's vector j.
+    __device__ __forceinline__ int64_t in_tensor(int32_t row, int j) const {
+        return (static_cast<int64_t>(row) * lanes.count + lanes.at(j)) * 16;
+    }
+    __device__ __forceinline__ Vec16 partial(int32_t row, int j) const {
+        return fabric::load(static_cast<const char*>(call.partial) + in_tensor(row, j));
     }
 
-    // This rank's partial row `row` into slot row `index` of `receiver`.
-    __device__ __forceinline__ void send_partial(int32_t receiver, int64_t row, int64_t index) const {
-        char* to = box(receiver) +
-                   (distance(receiver, call.rank, call.world) * layout.slot_rows + index) * layout.row_bytes;
-#pragma unroll
-        for (int j = 0; j < kVecs; ++j)
-            if (lanes.has(j))
-                fabric::relaxed_store(to + lanes.at(j) * 16, fabric::filled(fabric::load(partial(row, j))));
-    }
-
-    // The same row to all peers.
-    __device__ __forceinline__ void send_partial_to_all(int64_t row) const {
+    // Slot row `index` of every owner's share: this rank's partial rows on their way.
+    __device__ __forceinline__ void send_to_owners(int32_t index) const {
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
             if (!lanes.has(j)) continue;
-            const Vec16 v = fabric::filled(fabric::load(partial(row, j)));
+            Vec16 v[kMaxW];
 #pragma unroll
             for (int step = 1; step < kMaxW; ++step) {
                 if (step >= call.world) break;
-                const int32_t receiver = (call.rank + step) % call.world;
-                const int64_t slot = distance(receiver, call.rank, call.world) * layout.slot_rows + row;
-                fabric::relaxed_store(box(receiver) + slot * layout.row_bytes + lanes.at(j) * 16, v);
+                const int32_t owner = behind(step);
+                if (call.begin[owner] + index < call.begin[owner + 1]) v[step] = partial(call.begin[owner] + index, j);
+            }
+#pragma unroll
+            for (int step = 1; step < kMaxW; ++step) {
+                if (step >= call.world) break;
+                const int32_t owner = behind(step);
+                if (call.begin[owner] + index < call.begin[owner + 1])
+                    fabric::relaxed_store(theirs(step, 0, layout.row_bytes, index) + lanes.at(j) * 16,
+                                          fabric::filled(v[step]));
+            }
+        }
+    }
+
+    // Token row `row` to all peers.
+    __device__ __forceinline__ void send_to_all(int32_t row) const {
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+            if (!lanes.has(j)) continue;
+            const Vec16 v = fabric::filled(partial(row, j));
+#pragma unroll
+            for (int step = 1; step < kMaxW; ++step) {
+                if (step >= call.world) break;
+                fabric::relaxed_store(theirs(step, 0, layout.row_bytes, row) + lanes.at(j) * 16, v);
             }
         }
     }
 
     // Token row `row`, whose peers' parts come in slot row `index`: summed, finished, stored; and sent if two-shot.
-    __device__ __forceinline__ void reduce(int64_t row, int64_t index, bool send) const {
+    __device__ __forceinline__ void reduce(int32_t row, int32_t index, bool send) const {
         float x[kVecs][E];
         Vec16 residual[kVecs], rounded_sum[kVecs];
+        const Weight weight(call.norm, lanes);
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
 #pragma unroll
             for (int i = 0; i < E; ++i)
                 x[j][i] = 0;
             if (!lanes.has(j)) continue;
-            const int64_t at = index * layout.row_bytes + lanes.at(j) * 16;
-            const Vec16 mine = fabric::load(partial(row, j));
-            if (call.residual != nullptr) {
-                residual[j] = fabric::load(static_cast<const char*>(call.residual) + row * layout.row_bytes +
-                                           lanes.at(j) * 16);
-            }
             Vec16 part[kMaxW];
+            // In the order of ranks, which is the order of the sum.
 #pragma unroll
             for (int r = 0; r < kMaxW; ++r) {
-                if (r >= call.world || r == call.rank) continue;
-                const int64_t slot = distance(call.rank, r, call.world) * layout.slot_rows * layout.row_bytes;
-                part[r] = fabric::relaxed_load(box(call.rank) + slot + at);
+                if (r >= call.world) break;
+                part[r] = r == call.rank ? fabric::filled(partial(row, j)) : fabric::relaxed_load(part_of(r, index, j));
             }
+            if (call.residual != nullptr) {
+                residual[j] = fabric::load(static_cast<const char*>(call.residual) + in_tensor(row, j));
+            }
+            await_parts(part, index, j);
 #pragma unroll
             for (int r = 0; r < kMaxW; ++r) {
                 if (r >= call.world) break;
                 float widened[E];
-                if (r == call.rank) {
-                    fabric::widen(fabric::filled(mine), widened, static_cast<const T*>(nullptr));
-                } else {
-                    const int64_t slot = distance(call.rank, r, call.world) * layout.slot_rows * layout.row_bytes;
-                    part[r] = await_mail(box(call.rank) + slot + at, part[r], watch, r);
-                    fabric::widen(part[r], widened, static_cast<const T*>(nullptr));
-                }
+                fabric::widen(part[r], widened, static_cast<const T*>(nullptr));
 #pragma unroll
                 for (int i = 0; i < E; ++i)
                     x[j][i] += widened[i];
             }
         }
-        finish<T>(x, call, lanes, residual, rounded_sum, team);
-        float scale;
-        const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
-        const int32_t own = call.rank;
+        finish<T>(x, call, lanes, residual, rounded_sum, team, weight);
+        float scale = 1.0f, inverse = 1.0f;
+        if constexpr (!kPlain) inverse = inverse_scale<T>(x, call, lanes, scale, team);
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
             if (!lanes.has(j)) continue;
-            const int64_t vec = lanes.at(j);
-            const Packet packet = packed<T>(x[j], call.out_kind, inverse);
+            const int32_t vec = lanes.at(j);
+            const Packet packet = packed<T>(x[j], out_kind(), inverse);
             if (send) {
 #pragma unroll
                 for (int step = 1; step < kMaxW; ++step) {
                     if (step >= call.world) break;
-                    const int32_t receiver = (own + step) % call.world;
-                    const int64_t slot = distance(receiver, own, call.world) * layout.slot_rows + index;
-                    if (call.normed != nullptr) {
-                        send_packet(box(receiver) + layout.out_at + slot * layout.out_row_bytes + vec * out_packet,
-                                    packet, out_packet);
-                    }
-                    if (call.sum_whole) {
-                        fabric::relaxed_store(box(receiver) + layout.sum_at + slot * layout.row_bytes + vec * 16,
-                                              rounded_sum[j]);
-                    }
-                    if (call.quant == QuantKind::kPerToken && vec == 0) {
-                        const uint32_t bits = __float_as_uint(scale);
-                        fabric::relaxed_store(box(receiver) + layout.out_at + (slot + 1) * layout.out_row_bytes -
-                                                  kScaleBytes,
-                                              Vec16{{bits, bits, bits, bits}});
-                    }
+                    send_finished(step, index, vec, packet, rounded_sum[j], scale);
                 }
             }
-            store_outputs(row, vec, packet, rounded_sum[j], scale);
+            store_finished(row, vec, packet, scale);
+            if (call.sum != nullptr)
+                fabric::store(static_cast<char*>(call.sum) + in_tensor(row, j), rounded_sum[j]);
         }
     }
 
-    __device__ __forceinline__ void store_outputs(int64_t row, int64_t vec, const Packet& packet, const Vec16& sum,
-                                                  float scale) const {
+    // Looks at all that are missing in one go: they come at about the same time.
+    __device__ __forceinline__ void await_parts(Vec16 (&part)[kMaxW], int32_t index, int j) const {
+        fabric::Patience patience;
+        for (;;) {
+            int32_t missing = -1;
+#pragma unroll
+            for (int r = 0; r < kMaxW; ++r)
+                if (r < call.world && !fabric::is_there(part[r])) missing = r;
+            if (missing < 0) return;
+            if (patience.is_over(watch)) fabric::give_up(watch, patience.code(), missing, fabric::Slot::kMail, 1, 0, 0);
+#pragma unroll
+            for (int r = 0; r < kMaxW; ++r)
+                if (r < call.world && !fabric::is_there(part[r])) part[r] = fabric::relaxed_load(part_of(r, index, j));
+        }
+    }
+
+    __device__ __forceinline__ const char* part_of(int32_t sender, int32_t index, int j) const {
+        const int32_t step = sender > call.rank ? sender - call.rank : sender - call.rank + call.world;
+        return mine(step, 0, layout.row_bytes, index) + lanes.at(j) * 16;
+    }
+
+    __device__ __forceinline__ void send_finished(int32_t step, int32_t index, int32_t vec, const Packet& packet,
+                                                  const Vec16& sum, float scale) const {
+        if (call.normed != nullptr)
+            send_packet(theirs(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(), packet, out_packet());
+        if (sum_whole())
+            fabric::relaxed_store(theirs(step, layout.sum_at, layout.row_bytes, index) + vec * 16, sum);
+        if (scales_rows() && vec == 0) {
+            const uint32_t bits = __float_as_uint(scale);
+            fabric::relaxed_store(theirs(step, layout.out_at, layout.out_row_bytes, index + 1) - kScaleBytes,
+                                  Vec16{{bits, bits, bits, bits}});
+        }
+    }
+
+    __device__ __forceinline__ void store_finished(int32_t row, int32_t vec, const Packet& packet, float scale) const {
         if (call.normed != nullptr) {
-            char* to = static_cast<char*>(call.normed) + (row * lanes.count + vec) * out_packet;
-            store_packet(to, packet, out_packet);
+            char* to = static_cast<char*>(call.normed) + (static_cast<int64_t>(row) * lanes.count + vec) * out_packet();
+            store_packet(to, packet, out_packet());
         }
-        if (call.sum != nullptr)
-            fabric::store(static_cast<char*>(call.sum) + row * layout.row_bytes + vec * 16, sum);
-        if (call.quant == QuantKind::kPerToken && vec == 0) static_cast<float*>(call.row_scale)[row] = scale;
+        if (scales_rows() && vec == 0) static_cast<float*>(call.row_scale)[row] = scale;
     }
 
-    // A finished row of `owner` from its slot row `index`.
-    __device__ __forceinline__ void receive(int32_t owner, int64_t row, int64_t index) const {
-        const int64_t slot = distance(call.rank, owner, call.world) * layout.slot_rows + index;
-        const char* from = box(call.rank) + layout.out_at + slot * layout.out_row_bytes;
-        const char* sum_from = box(call.rank) + layout.sum_at + slot * layout.row_bytes;
+    // Slot row `index` of every owner's share: finished rows that peers sent.
+    __device__ __forceinline__ void receive(int32_t index) const {
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
             if (!lanes.has(j)) continue;
-            const int64_t vec = lanes.at(j);
-            if (call.normed != nullptr) {
-                const Packet packet = await_packet(from + vec * out_packet, out_packet, watch, owner);
-                char* to = static_cast<char*>(call.normed) + (row * lanes.count + vec) * out_packet;
-                store_packet(to, packet, out_packet);
+            const int32_t vec = lanes.at(j);
+            Packet packet[kMaxW];
+            Vec16 sum[kMaxW];
+#pragma unroll
+            for (int step = 1; step < kMaxW; ++step) {
+                if (step >= call.world || !has_row(step, index)) continue;
+                if (call.normed != nullptr)
+                    packet[step] = look_packet(mine(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(),
+                                               out_packet());
+                if (sum_whole())
+                    sum[step] = fabric::relaxed_load(mine(step, layout.sum_at, layout.row_bytes, index) + vec * 16);
             }
-            if (call.sum_whole) {
-                const char* at = sum_from + vec * 16;
-                fabric::store(static_cast<char*>(call.sum) + row * layout.row_bytes + vec * 16,
-                              await_mail(at, fabric::relaxed_load(at), watch, owner));
-            }
-            if (call.quant == QuantKind::kPerToken && vec == 0) {
-                const char* at = from + layout.out_row_bytes - kScaleBytes;
-                const Vec16 scale = await_mail(at, fabric::relaxed_load(at), watch, owner);
-                static_cast<float*>(call.row_scale)[row] = __uint_as_float(scale.word[0]);
+#pragma unroll
+            for (int step = 1; step < kMaxW; ++step) {
+                if (step >= call.world || !has_row(step, index)) continue;
+                const int32_t owner = behind(step);
+                const int32_t row = call.begin[owner] + index;
+                float scale = 1.0f;
+                if (call.normed != nullptr) {
+                    const char* from = mine(step, layout.out_at, layout.out_row_bytes, index);
+                    await_packet(packet[step], from + vec * out_packet(), out_packet(), watch, owner);
+                    if (scales_rows() && vec == 0) {
+                        const Vec16 bits = await_mail(from + layout.out_row_bytes - kScaleBytes, watch, owner);
+                        scale = __uint_as_float(bits.word[0]);
+                    }
+                    store_finished(row, vec, packet[step], scale);
+                }
+                if (sum_whole()) {
+                    if (!fabric::is_there(sum[step]))
+                        sum[step] = await_mail(mine(step, layout.sum_at, layout.row_bytes, index) + vec * 16, watch, owner);
+                    fabric::store(static_cast<char*>(call.sum) + in_tensor(row, j), sum[step]);
+                }
             }
         }
     }
+
+    __device__ __forceinline__ bool has_row(int32_t step, int32_t index) const {
+        const int32_t owner = behind(step);
+        return call.begin[owner] + index < call.begin[owner + 1];
+    }
 };
 
-template <typename T, int kMaxW, int kVecs>
-__global__ void __launch_bounds__(kMaxThreads + kControlThreads)
+template <typename T, int kMaxW, int kVecs, bool kPlain>
+__global__ void __launch_bounds__(kMaxThreads + kControlThreads, kPlain ? 2 : 1)
     mail(const __grid_constant__ Call call, const __grid_constant__ MailLayout layout, int one_shot, int cluster) {
     __shared__ float parts[2][kMaxCluster * kMaxWarps];
     __shared__ alignas(8) uint64_t arrived[2];
@@ -372,7 +435,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads)
     ClusterTeam team{parts, arrived, cluster, in_cluster, num_threads / 32};
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0) {
-        for (int parity = 0; parity < 2; ++parity) {
+        for (int parity = 0; parity < 2 && cluster > 1; ++parity) {
             const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
             ClusterTeam::expect(barrier, cluster * team.num_warps);
@@ -380,7 +443,8 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     // Before the wait for the kernel in front: this much of the start is hidden behind it.
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (cluster > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
     fabric::let_next_kernel_start();
     fabric::wait_for_previous_kernel();
@@ -404,41 +468,28 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads)
     const uint32_t turn = state.num_mail_calls % 3, last = (state.num_mail_calls + 2) % 3;
     const Lanes lanes{static_cast<int>(threadIdx.x) + in_cluster * num_threads, cluster * num_threads,
                       static_cast<int>(call.hidden) / kElements<T>};
-    const Mail<T, kMaxW, kVecs> rows{call, watch, lanes, team, layout, call.regions.mailbox(turn),
-                                     packet_bytes<T>(call.out_kind)};
-    const int64_t first = blockIdx.x / cluster, step = gridDim.x / cluster;
-    if (one_shot) {
-        for (int64_t row = first; row < call.tokens; row += step)
-            rows.send_partial_to_all(row);
-    } else {
-        for (int64_t index = first; index < layout.slot_rows; index += step)
-            for (int p = 1; p < call.world; ++p) {
-                const int32_t owner = (call.rank + p) % call.world;
-                const int64_t row = call.begin_of(owner) + index;
-                if (row < call.end_of(owner)) rows.send_partial(owner, row, index);
-            }
-    }
-    // While the rows travel.
+    const Mail<T, kMaxW, kVecs, kPlain> rows{call, watch, lanes, team, layout, call.regions.mailbox(turn)};
+    const int32_t first = blockIdx.x / cluster, stride = gridDim.x / cluster;
     const uint64_t stale_bytes = last == 0 ? stale[0] : last == 1 ? stale[1] : stale[2];
-    char* to_clear = call.base[call.rank] + call.regions.mailbox(last);
-    const Vec16 absent{{fabric::kAbsent, fabric::kAbsent, fabric::kAbsent, fabric::kAbsent}};
-    for (uint64_t at = (blockIdx.x * static_cast<uint64_t>(num_threads) + threadIdx.x) * 16; at < stale_bytes;
-         at += static_cast<uint64_t>(gridDim.x) * num_threads * 16)
-        fabric::store(to_clear + at, absent);
-    if (one_shot) {
-        for (int64_t row = first; row < call.tokens; row += step)
-            rows.reduce(row, row, false);
-        return;
-    }
-    const int64_t begin = call.begin_of(call.rank), end = call.end_of(call.rank);
-    for (int64_t index = first; begin + index < end; index += step)
-        rows.reduce(begin + index, index, true);
-    for (int64_t index = first; index < layout.slot_rows; index += step)
-        for (int p = 1; p < call.world; ++p) {
-            const int32_t owner = (call.rank + p) % call.world;
-            const int64_t row = call.begin_of(owner) + index;
-            if (row < call.end_of(owner)) rows.receive(owner, row, index);
-        }
+    const auto clear = [&] {
+        char* to = call.base[call.rank] + call.regions.mailbox(last);
+        const Vec16 absent{{fabric::kAbsent, fabric::kAbsent, fabric::kAbsent, fabric::kAbsent}};
+        for (uint64_t at = (blockIdx.x * static_cast<uint64_t>(num_threads) + threadIdx.x) * 16; at < stale_bytes;
+             at += static_cast<uint64_t>(gridDim.x) * num_threads * 16)
+            fabric::store(to + at, absent);
+    };
+    const int32_t begin = one_shot ? 0 : call.begin[call.rank];
+    const int32_t end = one_shot ? call.tokens : call.begin[call.rank + 1];
+    for (int32_t index = first; index < (one_shot ? call.tokens : call.share); index += stride)
+        one_shot ? rows.send_to_all(index) : rows.send_to_owners(index);
+    // What the last call left is cleared while rows travel.
+    if (one_shot) clear();
+    for (int32_t index = first; begin + index < end; index += stride)
+        rows.reduce(begin + index, index, !one_shot);
+    if (one_shot) return;
+    clear();
+    for (int32_t index = first; index < call.share; index += stride)
+        rows.receive(index);
 }
 
 struct Shape {
@@ -466,9 +517,9 @@ Shape shape_of(int64_t num_vecs, int cluster, bool has_clusters) {
     return shape;
 }
 
-template <typename T, int kMaxW, int kVecs>
+template <typename T, int kMaxW, int kVecs, bool kPlain>
 int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
-    const auto kernel = mail<T, kMaxW, kVecs>;
+    const auto kernel = mail<T, kMaxW, kVecs, kPlain>;
     int major = 0, num_sms = 0, device = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -507,25 +558,33 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     if (num_teams < 1) return cudaErrorLaunchOutOfResources;
     if (launch.num_ctas > 0) num_teams = std::min(num_teams, std::max(1, launch.num_ctas / shape.cluster));
     const bool one_shot = launch.form == Form::kMailOneShot;
-    const int64_t rows = one_shot ? call.tokens : call.share();
+    const int64_t rows = one_shot ? call.tokens : call.share;
     num_teams = static_cast<int>(std::min<int64_t>(num_teams, rows));
     config.gridDim = num_teams * shape.cluster;
     const int32_t out_bytes = call.out_kind == OutKind::kSame      ? size_of(launch.dtype)
                               : call.out_kind == OutKind::kFloat32 ? 4
                                                                    : 1;
-    const MailLayout layout = MailLayout::make(one_shot, call.tokens, call.hidden, size_of(launch.dtype), out_bytes,
-                                               call.quant == QuantKind::kPerToken, call.world, call.sum_whole != 0);
-    if (layout.bytes > call.regions.mailbox_bytes) return cudaErrorInvalidValue;
+    MailLayout layout;
+    if (!MailLayout::make(layout, one_shot, call.tokens, call.hidden, size_of(launch.dtype), out_bytes,
+                          call.quant == QuantKind::kPerToken, call.world, call.sum_whole != 0,
+                          call.regions.mailbox_bytes))
+        return cudaErrorInvalidValue;
     return cudaLaunchKernelEx(&config, kernel, call, layout, static_cast<int>(one_shot), shape.cluster);
+}
+
+template <typename T, int kMaxW>
+int with_outputs(const Call& call, const Launch& launch, const Shape& shape) {
+    const bool plain = call.out_kind == OutKind::kSame && call.quant == QuantKind::kNone && !call.sum_whole;
+    return plain ? enqueue<T, kMaxW, 1, true>(call, launch, shape) : enqueue<T, kMaxW, 1, false>(call, launch, shape);
 }
 
 template <typename T>
 int with_world(const Call& call, const Launch& launch, const Shape& shape) {
     if (shape.vecs > kMostVecs) return cudaErrorInvalidValue;
-    if (shape.vecs > 1) return enqueue<T, kMaxWorld, kMostVecs>(call, launch, shape);
-    if (call.world <= 2) return enqueue<T, 2, 1>(call, launch, shape);
-    if (call.world <= 4) return enqueue<T, 4, 1>(call, launch, shape);
-    return enqueue<T, kMaxWorld, 1>(call, launch, shape);
+    if (shape.vecs > 1) return enqueue<T, kMaxWorld, kMostVecs, false>(call, launch, shape);
+    if (call.world <= 2) return with_outputs<T, 2>(call, launch, shape);
+    if (call.world <= 4) return with_outputs<T, 4>(call, launch, shape);
+    return with_outputs<T, kMaxWorld>(call, launch, shape);
 }
 
 bool has_clusters(int device) {
@@ -535,11 +594,6 @@ bool has_clusters(int device) {
 }
 
 }  // namespace
-
-int64_t mail_bytes(bool one_shot, int64_t tokens, int64_t hidden, int32_t element_bytes, int32_t out_bytes,
-                   int32_t world, bool sum_whole) {
-    return MailLayout::make(one_shot, tokens, hidden, element_bytes, out_bytes, true, world, sum_whole).bytes;
-}
 
 const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device) {
     const int64_t num_vecs = hidden * size_of(dtype) / 16;

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "all_reduce_norm/shm.h"
+#include "base/bindings.h"
 #include "fabric/shm.h"
 
 namespace py = pybind11;
@@ -207,4 +208,10 @@ PYBIND11_MODULE(_native, m) {
     m.doc() = "Native part of weaveopt: fabrics and kernels, without torch.";
     weave::bind_fabric(m);
     weave::bind_all_reduce_norm(m);
+#ifdef WEAVE_WITH_CUDA
+    m.attr("has_cuda") = true;
+    weave::bind_cuda(m);
+#else
+    m.attr("has_cuda") = false;
+#endif
 }

@@ -66,6 +66,11 @@ __device__ __forceinline__ void relaxed_signal(uint64_t* word, uint64_t value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Both halves of signal() for several words: fence() once, then relaxed_signal() each.
+__device__ __forceinline__ void fence() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 __device__ __forceinline__ uint64_t look(const uint64_t* word) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -92,16 +97,17 @@ struct Watch {
     uint64_t tag;
 };
 
-// Tells the host, waits until it has read that, and ends the kernel. Does not return.
-static __device__ __noinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot, uint64_t expected,
-                                     uint64_t seen, uint64_t peer_tag) {
-    volatile Record* record = watch.record;
-    if (atomicExch(&watch.own->state.failed, 1u) == 0) {
+// Tells the host, waits until it has read that, and ends the kernel. Does not return. Takes values: a reference would
+// put what it refers to into local memory, and every use of it with that.
+static __device__ __noinline__ void tell_host_and_end(Header* own, Record* to, uint64_t own_tag, Code code, int32_t peer,
+                                                      Slot slot, uint64_t expected, uint64_t seen, uint64_t peer_tag) {
+    volatile Record* record = to;
+    if (atomicExch(&own->state.failed, 1u) == 0) {
         record->peer = peer;
         record->slot = static_cast<uint32_t>(slot);
         record->expected = expected;
         record->seen = seen;
-        record->own_tag = watch.tag;
+        record->own_tag = own_tag;
         record->peer_tag = peer_tag;
         __threadfence_system();
         record->code = static_cast<uint32_t>(code);
@@ -112,6 +118,11 @@ static __device__ __noinline__ void give_up(const Watch& watch, Code code, int32
     while (record->acknowledged == 0 && nanoseconds() - begin < kPatienceNs)
         __nanosleep(1000);
     __trap();
+}
+
+__device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot, uint64_t expected,
+                                        uint64_t seen, uint64_t peer_tag) {
+    tell_host_and_end(watch.own, watch.record, watch.tag, code, peer, slot, expected, seen, peer_tag);
 }
 
 // How long this thread has been waiting. Looks at the clock and at the host only now and then.
@@ -138,12 +149,14 @@ class Patience {
     Code code_ = Code::kOk;
 };
 
-__device__ __forceinline__ void wait(const uint64_t* word, uint64_t value, const Watch& watch, int32_t peer, Slot slot) {
+__device__ __forceinline__ uint64_t wait(const uint64_t* word, uint64_t value, const Watch& watch, int32_t peer,
+                                         Slot slot) {
     Patience patience;
     uint64_t seen;
     while ((seen = look(word)) < value) {
         if (patience.is_over(watch)) give_up(watch, patience.code(), peer, slot, value, seen, 0);
     }
+    return seen;
 }
 
 __device__ __forceinline__ uint64_t relaxed_wait(const uint64_t* word, uint64_t value, const Watch& watch, int32_t peer,
@@ -154,6 +167,21 @@ __device__ __forceinline__ uint64_t relaxed_wait(const uint64_t* word, uint64_t 
         if (patience.is_over(watch)) give_up(watch, patience.code(), peer, slot, value, seen, 0);
     }
     return seen;
+}
+
+// Tells `peer` what this rank runs and compares what the peer runs: `watch.tag` on both, or neither goes on.
+__device__ __forceinline__ void exchange_tags(const Watch& watch, char* peer_arena, int32_t rank, int32_t peer,
+                                              uint64_t num_calls) {
+    constexpr int32_t kCallShift = 2 * kTagFieldBits;
+    const int parity = num_calls & 1;
+    relaxed_signal(&reinterpret_cast<Header*>(peer_arena)->tag[parity][rank], watch.tag);
+    Patience patience;
+    uint64_t theirs;
+    while ((theirs = relaxed_look(&watch.own->tag[parity][peer])) >> kCallShift != watch.tag >> kCallShift) {
+        if (patience.is_over(watch))
+            give_up(watch, patience.code(), peer, Slot::kTag, watch.tag >> kCallShift, theirs >> kCallShift, 0);
+    }
+    if (theirs != watch.tag) give_up(watch, Code::kSiteMismatch, peer, Slot::kTag, watch.tag, theirs, theirs);
 }
 
 // The kernel before this one in the stream may still run until here (programmatic dependent launch); its results are

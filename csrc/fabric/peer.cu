@@ -46,6 +46,10 @@ const char* name_of(Slot slot) {
 
 }  // namespace
 
+const char* error_text(int code) {
+    return cudaGetErrorString(static_cast<cudaError_t>(code));
+}
+
 PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device,
                      const Regions& regions)
     : bases_(std::move(bases)), multicast_(multicast), rank_(rank), device_(device), regions_(regions) {

@@ -78,6 +78,9 @@ struct Regions {
     WEAVE_HOST_DEVICE int64_t total() const { return output() + output_bytes; }
 };
 
+// What a CUDA error code stands for.
+const char* error_text(int code);
+
 // The arenas of a group as this rank's kernels see them.
 class PeerGroup {
   public:

@@ -10,7 +10,7 @@ import pytest
 from weaveopt.cli import model_source, report_json
 from weaveopt.cli.explain import DEFAULT_MACHINE
 from weaveopt.cli.main import main
-from weaveopt.decision import Decision, Report
+from weaveopt.decision import Decision, Fabric, Report
 
 EMBEDDING = int(not model_source.experts_come_alone())
 """All-reduces behind the embedding: later transformers share it by vocabulary."""
@@ -84,6 +84,21 @@ def test_defaults_disable_why_and_trace(
     assert main([*cpu, "--format", "trace"]) == 0
     events = json.loads(capsys.readouterr().out)["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+@pytest.mark.parametrize(("phase", "tokens"), [("prefill", 2048), ("decode", 8)])
+def test_llama_70b_on_gpus_that_reach_each_other(phase: str, tokens: int, tmp_path: Path) -> None:
+    report = _explain(f"llama-3.3-70b --tp 4 --machine h200x4 --phase {phase} --tokens {tokens}", tmp_path)
+    (graph,) = report.graphs
+    rewritten = [d for d in graph.decisions if d.rewritten]
+    assert rewritten and {d.chosen.fabric for d in rewritten} == {Fabric.PEER}
+    assert {d.chosen.lowerings[-1].max_tokens for d in rewritten} == {tokens}
+    (plan,) = graph.plans
+    assert plan.regions is not None and plan.bytes == 65536 + sum(slot.bytes for slot in plan.slots)
+    for decision in graph.decisions:
+        _assert_complete(decision)
+        assert decision.chosen.estimate is not None
+        assert "copy" not in {term.name for term in decision.chosen.estimate.terms}
 
 
 def test_why_of_an_unknown_site_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

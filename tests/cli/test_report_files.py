@@ -9,7 +9,18 @@ from itertools import pairwise
 import pytest
 
 from weaveopt.cli import report_json, trace
-from weaveopt.decision import Estimate, Placement, Report, Term, Workload
+from weaveopt.decision import (
+    Algorithm,
+    Estimate,
+    Fabric,
+    Form,
+    Lowering,
+    Placement,
+    RegionNeed,
+    Report,
+    Term,
+    Workload,
+)
 from weaveopt.errors import WeaveError
 
 FIELDS = {
@@ -61,7 +72,8 @@ def test_every_field_of_a_workload_survives(report: Report, field: str) -> None:
     graph, decision = report.graphs[0], report.graphs[0].decisions[1]
     assert decision.site.workload is not None
     before = getattr(decision.site.workload, field)
-    workload = replace(decision.site.workload, **{field: not before if isinstance(before, bool) else before + 1})
+    after = "float32" if field == "out_dtype" else not before if isinstance(before, bool) else before + 1
+    workload = replace(decision.site.workload, **{field: after})
     changed = replace(graph, decisions=(replace(decision, site=replace(decision.site, workload=workload)),))
     altered = replace(report, graphs=(changed,))
     assert report_json.from_json(report_json.to_json(altered)) == altered
@@ -74,6 +86,39 @@ def test_every_field_of_a_placement_survives(report: Report, field: str) -> None
     placement = replace(plan.placements[0], **{field: not before if isinstance(before, bool) else before + 1})
     altered = replace(report, graphs=(replace(graph, plans=(replace(plan, placements=(placement,)),)),))
     assert report_json.from_json(report_json.to_json(altered)) == altered
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(RegionNeed)])
+def test_regions_and_tables_survive(report: Report, field: str) -> None:
+    graph, plan, decision = report.graphs[0], report.graphs[0].plans[0], report.graphs[0].decisions[1]
+    plan = replace(plan, fabric=Fabric.PEER, regions=replace(RegionNeed(), **{field: 512}))
+    rows = (
+        Lowering(24, Algorithm.ONE_SHOT, Form.MAIL),
+        Lowering(8192, Algorithm.TWO_SHOT, Form.BULK, 64),
+    )
+    chosen = replace(decision.chosen, fabric=Fabric.PEER, lowerings=rows)
+    altered = replace(report, graphs=(replace(graph, plans=(plan,), decisions=(replace(decision, chosen=chosen),)),))
+    text = report_json.to_json(altered)
+    assert report_json.from_json(text) == altered
+    document = json.loads(text)["graphs"][0]
+    assert document["arena"]["groups"][0]["regions"][field] == 512
+    assert document["sites"][0]["lowerings"][1] == {
+        "max_tokens": 8192, "algorithm": "two_shot", "form": "bulk", "num_ctas": 64,
+    }  # fmt: skip
+
+
+def test_reports_without_the_later_fields_are_read(report: Report) -> None:
+    document = json.loads(report_json.to_json(report))
+    graph = document["graphs"][0]
+    for group in graph["arena"]["groups"]:
+        del group["fabric"], group["regions"]
+    for site in graph["sites"]:
+        del site["lowerings"]
+        for alternative in site["alternatives"]:
+            del alternative["lowerings"]
+        if site["workload"]:
+            del site["workload"]["out_dtype"]
+    assert report_json.from_json(json.dumps(document)) == report
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from weaveopt.cli import reasons, render, why
-from weaveopt.decision import Candidate, MachineSummary, Rejection, Report
+from weaveopt.cli import memory, reasons, render, why
+from weaveopt.decision import (
+    Algorithm,
+    Candidate,
+    Decision,
+    Fabric,
+    Form,
+    Lowering,
+    MachineSummary,
+    RegionNeed,
+    Rejection,
+    Report,
+)
 from weaveopt.errors import OptionError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,6 +45,75 @@ def test_no_column_and_no_reason_is_lost(report: Report, width: int) -> None:
             assert rejection.code in squeezed
     assert "64%" in text
     assert all(len(line) <= width for line in text.splitlines())
+
+
+def _on_gpus(report: Report) -> Report:
+    """The same with its sites on peer: two run by a table, whose regions all sites share."""
+    table = (
+        Lowering(24, Algorithm.ONE_SHOT, Form.MAIL),
+        Lowering(512, Algorithm.TWO_SHOT, Form.MAIL),
+        Lowering(4096, Algorithm.TWO_SHOT, Form.BULK, 64),
+    )
+    parameters = (("form", "bulk"), ("num_ctas", 64), ("max_tokens", 4096), ("measured", True))
+
+    def moved(decision: Decision) -> Decision:
+        if not decision.rewritten or decision.site.workload is None:
+            return decision
+        workload = replace(decision.site.workload, max_tokens=8192)
+        chosen = replace(decision.chosen, fabric=Fabric.PEER, parameters=parameters, lowerings=table)
+        slower = Rejection("slower_algorithm", "two_shot bulk is predicted faster at this size", (("tokens", 512),))
+        mail = replace(chosen, parameters=(("form", "mail"), ("num_ctas", 0)), rejections=(slower,))
+        switch = replace(
+            chosen, fabric=Fabric.MULTIMEM, parameters=(("form", "direct"), ("measured", False)), rejections=()
+        )
+        alternatives = (decision.alternatives[0], replace(mail, algorithm=Algorithm.ONE_SHOT), mail, switch)
+        return replace(
+            decision, site=replace(decision.site, workload=workload), chosen=chosen, alternatives=alternatives
+        )
+
+    graph = report.graphs[0]
+    regions = RegionNeed(mailbox_bytes=1 << 20, staging_bytes=2 << 20, output_bytes=3 << 20)
+    plan = replace(graph.plans[0], fabric=Fabric.PEER, regions=regions, bytes=(8 << 20) + 65536, slots=())
+    moved_graph = replace(graph, decisions=tuple(map(moved, graph.decisions)), plans=(plan,))
+    return replace(report, graphs=(moved_graph,))
+
+
+def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
+    squeezed = " ".join(render.text(_on_gpus(report)).split())
+    table = (
+        "peer table, hidden 1024: up to 24 tokens one_shot mail, up to 512 two_shot mail, "
+        "up to 4096 two_shot bulk on 64 CTAs, more through the library"
+    )
+    assert squeezed.count(table) == 1
+    assert "two_shot bulk 64" in squeezed
+    assert "unmeasured: multimem two_shot direct (predicted from a paper or a model)" in squeezed
+    assert "arena: 8,454,144 bytes: header, 3 mailboxes of 1,048,576, staging 2,097,152, output 3,145,728" in squeezed
+    assert "gather: two-shot hands out the whole sum at 1 place(s)" in squeezed
+
+
+def test_a_reason_names_the_kernels_that_it_holds_for(report: Report) -> None:
+    decisions = _on_gpus(report).graphs[0].decisions
+    (slower,) = (reason for reason in reasons.collect(decisions) if reason.code == "slower_algorithm")
+    assert slower.where(reasons.tried(decisions)) == "peer one_shot mail and two_shot mail"
+    assert slower.num_places == 16
+
+
+def test_why_tells_the_table_of_a_site(report: Report) -> None:
+    squeezed = " ".join(why.text(_on_gpus(report), "model.layers.1.mlp.down_proj").split())
+    assert "chosen: all_reduce_rms_norm on peer, two_shot form=bulk num_ctas=64" in squeezed
+    assert "run-time table: up to 24 tokens one_shot mail, up to 512 two_shot mail" in squeezed
+
+
+def test_a_sharded_or_unread_sum_is_not_gathered(report: Report) -> None:
+    graph = report.graphs[0]
+    placement = replace(graph.plans[0].placements[0], sum_sharded=True)
+    sharded = replace(graph, plans=(replace(graph.plans[0], placements=(placement,)),))
+    assert list(memory.gather_line(sharded)) == []
+    decision = graph.decisions[1]
+    assert decision.site.workload is not None
+    unread = replace(decision, site=replace(decision.site, workload=replace(decision.site.workload, sum_is_used=False)))
+    assert list(memory.gather_line(replace(graph, decisions=(unread,)))) == []
+    assert len(list(memory.gather_line(graph))) == 1
 
 
 def test_layers_of_a_kind_are_one_row_with_their_places_added_up(report: Report) -> None:

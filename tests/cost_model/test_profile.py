@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.decision import Algorithm, Fabric, Workload
+from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.validate import checked
+from weaveopt.decision import Algorithm, Fabric, Form, Workload
 from weaveopt.errors import ProfileError
 
 FOLDER = Path(cost_model.__file__).parent
@@ -88,6 +92,70 @@ def test_measured_only_if_all_of_it_is(tmp_path: Path) -> None:
     assert cost_model.load(str(path)).summary().measured
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profile_keeps_to_the_schema(name: str) -> None:
+    """They are loaded without the schema's check."""
+    checked(name, (FOLDER / "profiles" / f"{name}.json").read_text())
+
+
+def test_only_shipped_profiles_load_without_jsonschema(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(_document()))
+    code = f"""
+import sys
+sys.modules["jsonschema"] = sys.modules["jsonschema.exceptions"] = None
+from weaveopt import cost_model
+from weaveopt.errors import ProfileError
+for name in cost_model.names():
+    cost_model.load(name)
+try:
+    cost_model.load({str(path)!r})
+except ProfileError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.startswith(f"profile {path}: ") and "pip install jsonschema" in done.stdout
+
+
+FUSED = "fabrics.peer.all_reduce_norm"
+_FORMS = [curve.get("form") for curve in _document()["fabrics"]["peer"]["all_reduce_norm"]]
+BULK = f"{FUSED}[{_FORMS.index('bulk')}]"
+
+
+def test_a_fused_curve_tells_form_ctas_and_row(tmp_path: Path) -> None:
+    document = _document()
+    curve = {"origin": "kernel", "algorithm": "two_shot", "world": 2, "points": [{"bytes": 16384, "us": 5.0}]}
+    document["fabrics"]["peer"]["forms"] = ["mail", "bulk", "direct"]
+    document["fabrics"]["peer"]["all_reduce_norm"] = [
+        {**curve, "form": "mail", "hidden": 4096},
+        {**curve, "form": "bulk", "ctas": 64},
+        {**curve, "algorithm": "one_shot"},
+        curve,
+    ]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document))
+    machine = cost_model.load(str(path))
+    costs = fabric_costs(machine, Fabric.PEER)
+    found = [(c.algorithm, c.form, c.ctas, c.hidden, c.last_bytes) for c in costs.all_reduce_norm]
+    assert found == [
+        (Algorithm.TWO_SHOT, Form.MAIL, 0, 4096, 16384),
+        (Algorithm.TWO_SHOT, Form.BULK, 64, 0, None),
+        (Algorithm.ONE_SHOT, Form.MAIL, 0, 0, 16384),  # profiles from before there were forms
+        (Algorithm.TWO_SHOT, Form.BULK, 0, 0, None),
+    ]
+    assert costs.usable_forms == (Form.MAIL, Form.BULK, Form.DIRECT)
+    path.write_text(cost_model.dumps(machine))
+    assert cost_model.load(str(path)) == machine
+
+
+def test_forms_of_a_fabric_that_does_not_tell() -> None:
+    machine = cost_model.load("h100x8")
+    forms = {each.fabric: each.usable_forms for each in machine.fabric_costs}
+    assert forms == {Fabric.LIBRARY: (), Fabric.MULTIMEM: (Form.DIRECT,), Fabric.PEER: (Form.MAIL, Form.BULK)}
+    assert {c.form for c in fabric_costs(machine, Fabric.MULTIMEM).all_reduce_norm} == {Form.DIRECT}
+
+
 def _set(path: str, value: object) -> Broken:
     """Sets `a.b[0].c`; `...` as the value takes the field away."""
 
@@ -128,6 +196,12 @@ CASES = [
     ("fabrics.library", ..., "field fabrics.library: found nothing, expected this field"),
     ("fabrics.library.all_reduce[0].points", [], "found [], expected at least one entry"),
     ("fabrics.ethernet", {}, "field fabrics.ethernet: found {}, expected one of the fields library"),
+    (f"{BULK}.form", "post", 'form: found "post", expected one of segment, mail, bulk, direct'),
+    (f"{BULK}.ctas", -1, f"field {BULK}.ctas: found -1, expected a number >= 0"),
+    (f"{BULK}.hidden", 0, f"field {BULK}.hidden: found 0, expected a number >= 1"),
+    (f"{BULK}.algorithm", "one_shot", f'field {BULK}.algorithm: found "one_shot", expected two_shot'),
+    ("fabrics.peer.forms", [], "field fabrics.peer.forms: found [], expected at least one entry"),
+    ("fabrics.peer.forms", ["mail", "mail"], "expected every entry once"),
     ("colour", "red", 'field colour: found "red", expected one of the fields schema'),
     ("origins.nccl.kind", "guess", 'field origins.nccl.kind: found "guess", expected one of measured, datasheet'),
 ]
@@ -138,6 +212,14 @@ def test_refused(path: str, value: object, expected: str, tmp_path: Path) -> Non
     document = copy.deepcopy(_document())
     _set(path, value)(document)
     assert expected in _refusal(tmp_path, json.dumps(document))
+
+
+def test_two_curves_of_one_kernel(tmp_path: Path) -> None:
+    document = _document()
+    curves = document["fabrics"]["peer"]["all_reduce_norm"]
+    curves.append(copy.deepcopy(curves[0]))
+    where = f"field {FUSED}[{len(curves) - 1}]: found "
+    assert _refusal(tmp_path, json.dumps(document)).startswith(where)
 
 
 def test_not_json(tmp_path: Path) -> None:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch.fx as fx
 
 from tests.pipeline.test_decide import Priced
-from weaveopt.decision import Algorithm, Candidate, Decision, Fabric, Site, Workload
+from weaveopt.decision import (
+    Algorithm,
+    BufferPlan,
+    Candidate,
+    Decision,
+    Fabric,
+    Form,
+    Lowering,
+    RegionNeed,
+    Site,
+    Workload,
+)
 from weaveopt.pipeline.plan import _Interval, _place, plan
 from weaveopt.rule import ArenaNeed, Finding, Match
 
@@ -81,6 +93,70 @@ def test_a_sum_that_anything_else_reads_is_whole() -> None:
     b = row("b", 10, Match(frozenset([total2]), sharded_input=total))
     placements = [p for each in planned(a, b).values() for p in each.placements]  # type: ignore[attr-defined]
     assert not any(p.sum_sharded or p.residual_sharded for p in placements)
+
+
+class Sharing(Priced):
+    """Sites on GPUs: what they need differs by site."""
+
+    def need(self, decision: Decision) -> RegionNeed:
+        tokens = decision.chosen.lowerings[-1].max_tokens
+        return RegionNeed(256 * tokens, 512 * (200 - tokens), 1024 * tokens, 256 if tokens == 30 else 0)
+
+
+def gpu_row(name: str, tokens: int, match: Match, fabric: Fabric = Fabric.PEER) -> tuple[Finding, Decision]:
+    found, decision = row(name, tokens, match)
+    table = (Lowering(tokens // 2, Algorithm.ONE_SHOT, Form.MAIL), Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK, 64))
+    return found, replace(decision, chosen=replace(decision.chosen, fabric=fabric, lowerings=table))
+
+
+def shared(*rows: tuple[Finding, Decision]) -> BufferPlan:
+    findings, decisions = zip(*rows, strict=True)
+    (only,) = plan(findings, decisions, [Sharing({})])
+    return only
+
+
+def test_sites_of_a_gpu_group_share_the_regions() -> None:
+    _, total, total2 = chain_graph()
+    found = shared(gpu_row("a", 100, Match(frozenset([total]))), gpu_row("b", 40, Match(frozenset([total2]))))
+    assert (found.fabric, found.regions) == (Fabric.PEER, RegionNeed(25600, 81920, 102400))
+    # csrc/fabric/peer.h: header, three mailboxes, staging, output
+    assert [(s.offset, s.bytes) for s in found.slots] == [(65536, 76800), (142336, 81920), (224256, 102400)]
+    assert found.bytes == 326656
+    assert all(slot.owners == ("a", "b") for slot in found.slots)
+    placed = [(p.site, p.max_tokens, p.partial_offset, p.partial_bytes, p.output_offset) for p in found.placements]
+    assert placed == [("a", 100, 0, 0, 0), ("b", 40, 0, 0, 0)]
+
+
+def test_the_plan_counts_as_the_native_part_does() -> None:
+    native = pytest.importorskip("weaveopt._native")
+    if not getattr(native, "has_cuda", False):
+        pytest.skip("the native part was built without CUDA")
+    _, total, _ = chain_graph()
+    found = shared(gpu_row("a", 100, Match(frozenset([total]))))
+    assert found.regions is not None
+    regions = native.Regions(found.regions.mailbox_bytes, found.regions.staging_bytes, found.regions.output_bytes)
+    assert regions.total_bytes == found.bytes
+
+
+def test_a_product_that_writes_into_the_arena_has_the_last_region() -> None:
+    _, total, total2 = chain_graph()
+    rows = gpu_row("a", 30, Match(frozenset([total])), Fabric.MULTIMEM), gpu_row("b", 40, Match(frozenset([total2])))
+    found = shared(*rows)
+    assert found.fabric is Fabric.MULTIMEM, "what maps it by multicast too"
+    last = found.slots[-1]
+    assert last.bytes == 256 and last.offset + 256 == found.bytes
+
+
+@pytest.mark.parametrize(("tokens", "ctas", "sharded"), [(40, 64, True), (40, 32, False), (42, 64, False)])
+def test_a_sum_is_sharded_only_between_equal_tables(tokens: int, ctas: int, sharded: bool) -> None:
+    _, total, total2 = chain_graph()
+    a = gpu_row("a", 40, Match(frozenset([total]), sharded_output=total))
+    found, decision = gpu_row("b", 40, Match(frozenset([total2]), sharded_input=total))
+    first, last = decision.chosen.lowerings
+    table = (first, replace(last, max_tokens=tokens, num_ctas=ctas))
+    placements = shared(a, (found, replace(decision, chosen=replace(decision.chosen, lowerings=table)))).placements
+    assert [p.sum_sharded for p in placements] == [sharded, False]
+    assert [p.residual_sharded for p in placements] == [False, sharded]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -37,6 +39,16 @@ def test_two_hosts_have_the_library_only() -> None:
 
 def test_gpus_do_not_use_shm() -> None:
     assert codes(topology.fake(8, device="cuda"))[Fabric.SHM] == "fabric_needs_cpu"
+
+
+def test_gpus_of_one_host_need_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = replace(topology.fake(4, device="cuda"), fake=False)
+    for built, code in ((True, None), (False, "cuda_part_missing")):
+        monkeypatch.setattr(topology, "cuda_part_present", lambda built=built: built)
+        assert codes(real)[Fabric.PEER] == code
+        assert codes(topology.fake(4, device="cuda"))[Fabric.PEER] is None, "a plan for another machine"
+        assert codes(replace(real, hosts=("a", "a", "b", "b")))[Fabric.PEER] in (code, "fabric_needs_one_host")
+    assert codes(real)[Fabric.LIBRARY] is None
 
 
 def test_ranks_that_do_not_spread_evenly_are_refused() -> None:

@@ -33,6 +33,12 @@ class Reader:
             raise WeaveError(f"{self.path}: no field {key!r}")
         return Reader(self.value[key], f"{self.path}.{key}")
 
+    def optional(self, key: str) -> Reader:
+        """The field, or null where it is not there: reports are older than some fields."""
+        if not isinstance(self.value, dict):
+            raise self._wrong("an object")
+        return Reader(self.value.get(key), f"{self.path}.{key}")
+
     def __iter__(self) -> Iterator[Reader]:
         if not isinstance(self.value, list):
             raise self._wrong("a list")

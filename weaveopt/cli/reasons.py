@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ class Reason:
     sites: dict[str, int] = field(default_factory=dict)
     """Site id -> places of the model it stands for."""
     candidates: dict[str, list[str]] = field(default_factory=dict)
-    """Fabric -> algorithms; empty where the reason holds for the site as such."""
+    """Fabric -> kernels; empty where the reason holds for the site as such."""
     values: list[Values] = field(default_factory=list)
 
     @property
@@ -26,13 +27,13 @@ class Reason:
         return sum(self.sites.values())
 
     def where(self, tried: dict[str, list[str]]) -> str:
-        """`peer, shm one_shot`: algorithms only where not all that were tried on the fabric are meant."""
+        """`peer, shm one_shot`: kernels only where not all that were tried on the fabric are meant."""
         if not self.candidates:
             return "every fabric"
         words = []
-        for fabric, algorithms in self.candidates.items():
-            whole = set(algorithms) == set(tried.get(fabric, ()))
-            words.append(fabric if whole else f"{fabric} {' '.join(algorithms)}")
+        for fabric, kernels in self.candidates.items():
+            whole = set(kernels) == set(tried.get(fabric, ()))
+            words.append(fabric if whole else f"{fabric} {' and '.join(kernels)}")
         return ", ".join(words)
 
     def sentence(self) -> str:
@@ -51,21 +52,32 @@ def collect(decisions: Sequence[Decision]) -> list[Reason]:
             reason.sites[decision.site.id] = decision.site.count
             reason.values.append(rejection.values)
             if candidate is not None:
-                algorithms = reason.candidates.setdefault(candidate.fabric.value, [])
-                if candidate.algorithm.value not in algorithms:
-                    algorithms.append(candidate.algorithm.value)
+                kernels = reason.candidates.setdefault(candidate.fabric.value, [])
+                if kernel_of(candidate) not in kernels:
+                    kernels.append(kernel_of(candidate))
     return list(found.values())
 
 
 def tried(decisions: Iterable[Decision]) -> dict[str, list[str]]:
-    """Fabric -> every algorithm that some candidate uses on it, left places aside."""
+    """Fabric -> every kernel that some candidate uses on it, left places aside."""
     fabrics: dict[str, list[str]] = {}
     for decision in decisions:
         for candidate in (decision.chosen, *decision.alternatives):
-            algorithms = fabrics.setdefault(candidate.fabric.value, [])
-            if candidate.choice != LEAVE and candidate.algorithm.value not in algorithms:
-                algorithms.append(candidate.algorithm.value)
+            kernels = fabrics.setdefault(candidate.fabric.value, [])
+            if candidate.choice != LEAVE and kernel_of(candidate) not in kernels:
+                kernels.append(kernel_of(candidate))
     return fabrics
+
+
+def kernel_of(candidate: Candidate) -> str:
+    """`two_shot`, or `two_shot bulk` where the fabric has several forms."""
+    form = dict(candidate.parameters).get("form")
+    return candidate.algorithm.value if form is None else f"{candidate.algorithm.value} {form}"
+
+
+def collapse(module: str) -> str:
+    """`model.layers.17.mlp.down_proj` as `model.layers.*.mlp.down_proj`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", module)
 
 
 def _rejections(decision: Decision) -> Iterable[tuple[str, Candidate | None, Rejection]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
@@ -11,7 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weaveopt.cli.reasons import collect, tried
+from weaveopt.cli.memory import arena_lines, gather_line, table_lines, unmeasured_line
+from weaveopt.cli.reasons import collapse, collect, kernel_of, tried
 from weaveopt.decision import LEAVE, Candidate, Decision, Fabric, GraphReport, MachineSummary, Report
 
 DEFAULT_WIDTH = 120
@@ -91,11 +91,9 @@ def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"{graph.phase}, {graph.tokens} tokens ({graph.name})", style="bold")]
     parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
     parts.append(Text(_total_line(graph)))
+    parts.extend(Text(line) for line in (*table_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))
-    arena = sum(plan.bytes for plan in graph.plans)
-    if arena:
-        slots = sum(len(plan.slots) for plan in graph.plans)
-        parts.append(Text(f"arena: {arena:,} bytes in {slots} slots"))
+    parts.extend(Text(line) for line in (*arena_lines(graph), *gather_line(graph)))
     parts.extend(Text(f"rounding: {line}") for line in graph.rounding)
     if graph.steps_us:
         steps = ", ".join(f"{name} {float(us) / 1e3:.1f} ms" for name, us in graph.steps_us)
@@ -109,7 +107,7 @@ def _table(rows: tuple[Row, ...], width: int) -> Table:
     numbers = {"×": 3, "unfused us": 12, "predicted us": 12, "saved": 5}
     fabric = max(len(name.value) for name in Fabric)
     rest = width - sum(numbers.values()) - fabric - 7
-    choice = min(max(len(word) for row in cells for word in str(row[3]).split()), rest // 3)
+    choice = min(max(len(word) for row in cells for word in ("choice", *str(row[3]).split())), rest // 3)
     site = min(max(len(row.module) for row in rows), (rest - choice) * 3 // 5)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("site", overflow="fold", width=site)
@@ -135,11 +133,6 @@ def rows_of(graph: GraphReport) -> tuple[Row, ...]:
     return tuple(Row(collapse(decisions[0].site.module), tuple(decisions)) for decisions in alike.values())
 
 
-def collapse(module: str) -> str:
-    """`model.layers.17.mlp.down_proj` as `model.layers.*.mlp.down_proj`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", module)
-
-
 def _cells(row: Row) -> tuple[str | Text, ...]:
     first = row.decisions[0]
     unfused = first.unfused.us if first.unfused else None
@@ -159,7 +152,10 @@ def _cells(row: Row) -> tuple[str | Text, ...]:
 
 
 def _choice(candidate: Candidate) -> str:
-    return LEAVE if candidate.choice == LEAVE else f"{candidate.choice} {candidate.algorithm.value}"
+    if candidate.choice == LEAVE:
+        return LEAVE
+    ctas = dict(candidate.parameters).get("num_ctas")
+    return f"{candidate.choice} {kernel_of(candidate)}{f' {ctas}' if ctas else ''}"
 
 
 def _us(us: float | None) -> str:

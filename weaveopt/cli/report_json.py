@@ -16,10 +16,13 @@ from weaveopt.decision import (
     Estimate,
     Fabric,
     Fallback,
+    Form,
     GraphReport,
+    Lowering,
     MachineSummary,
     Placement,
     Product,
+    RegionNeed,
     Rejection,
     Report,
     Site,
@@ -65,7 +68,13 @@ def _graph(graph: GraphReport) -> Json:
                 for slot in plan.slots
             ],
             "groups": [
-                {"group": plan.group, "bytes": plan.bytes, "placements": [asdict(p) for p in plan.placements]}
+                {
+                    "group": plan.group,
+                    "fabric": plan.fabric.value,
+                    "bytes": plan.bytes,
+                    "regions": None if plan.regions is None else asdict(plan.regions),
+                    "placements": [asdict(p) for p in plan.placements],
+                }
                 for plan in graph.plans
             ],
         },
@@ -105,6 +114,7 @@ def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str
         "fabric": candidate.fabric.value,
         "algorithm": candidate.algorithm.value,
         "parameters": dict(candidate.parameters),
+        "lowerings": [asdict(lowering) for lowering in candidate.lowerings],
         "predicted_us": None if estimate is None else estimate.us,
         "relative_error": None if estimate is None else estimate.relative_error,
         "terms": None if estimate is None else _terms(estimate),
@@ -156,6 +166,8 @@ def _read_graph(graph: Reader) -> GraphReport:
                     if slot["group"].text() == group["group"].text()
                 ),
                 placements=tuple(_read_placement(placement) for placement in group["placements"]),
+                fabric=Fabric.SHM if group.optional("fabric").missing else _member(Fabric, group["fabric"]),
+                regions=_read_regions(group.optional("regions")),
             )
             for group in arena["groups"]
         ),
@@ -167,6 +179,26 @@ def _read_graph(graph: Reader) -> GraphReport:
 
 def _read_fallbacks(fallbacks: Reader) -> tuple[Fallback, ...]:
     return tuple(Fallback(f["graph"].text(), f["step"].text(), f["error"].text()) for f in fallbacks)
+
+
+def _read_regions(regions: Reader) -> RegionNeed | None:
+    if regions.missing:
+        return None
+    return RegionNeed(
+        mailbox_bytes=regions["mailbox_bytes"].integer(),
+        staging_bytes=regions["staging_bytes"].integer(),
+        output_bytes=regions["output_bytes"].integer(),
+        partial_bytes=regions["partial_bytes"].integer(),
+    )
+
+
+def _read_lowering(row: Reader) -> Lowering:
+    return Lowering(
+        max_tokens=row["max_tokens"].integer(),
+        algorithm=_member(Algorithm, row["algorithm"]),
+        form=_member(Form, row["form"]),
+        num_ctas=row["num_ctas"].integer(),
+    )
 
 
 def _read_placement(placement: Reader) -> Placement:
@@ -219,10 +251,12 @@ def _read_workload(workload: Reader) -> Workload:
         has_residual=workload["has_residual"].flag(),
         sum_is_used=workload["sum_is_used"].flag(),
         sum_may_shard=workload["sum_may_shard"].flag(),
+        out_dtype="" if workload.optional("out_dtype").missing else workload["out_dtype"].text(),
     )
 
 
 def _read_candidate(candidate: Reader, rejected_key: str = "rejected") -> Candidate:
+    lowerings = candidate.optional("lowerings")
     estimate = (
         None
         if candidate["terms"].missing
@@ -235,10 +269,11 @@ def _read_candidate(candidate: Reader, rejected_key: str = "rejected") -> Candid
         parameters=candidate["parameters"].values(),
         estimate=estimate,
         rejections=_read_rejections(candidate[rejected_key]),
+        lowerings=() if lowerings.missing else tuple(map(_read_lowering, lowerings)),
     )
 
 
-Member = TypeVar("Member", Fabric, Algorithm)
+Member = TypeVar("Member", Fabric, Algorithm, Form)
 
 
 def _member(kind: type[Member], value: Reader) -> Member:

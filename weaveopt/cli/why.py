@@ -6,7 +6,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from weaveopt.cli.render import collapse, to_text
+from weaveopt.cli.memory import table_text
+from weaveopt.cli.reasons import collapse
+from weaveopt.cli.render import to_text
 from weaveopt.decision import Candidate, Decision, Estimate, GraphReport, Rejection, Report, Workload
 from weaveopt.errors import OptionError, closest
 
@@ -52,6 +54,8 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
     parts.extend(_line(f"every fabric: {_reason(rejection)}") for rejection in site.rejections)
     parts.append(_line(f"unfused: {_estimate(decision.unfused)}"))
     parts.extend(_candidate("chosen", decision.chosen))
+    if decision.chosen.lowerings and site.workload is not None:
+        parts.append(_line(f"run-time table: {table_text(decision.chosen.lowerings, site.workload.max_tokens)}"))
     for candidate in decision.alternatives:
         parts.extend(_candidate("allowed" if candidate.allowed else "rejected", candidate))
     parts.append(_line(f"saved: {decision.saving_us:,.2f} us each"))

@@ -1,4 +1,4 @@
-"""`weave::all_reduce_norm` and `weave::mm_all_reduce_norm`: sum over ranks, residual and norm in one pass.
+"""`weave::all_reduce_norm`, `mm_all_reduce_norm` and `all_reduce_norm_quant`: sum over ranks, residual and norm.
 
     partial = a @ b (+ addend)                 # mm form only: straight into the arena, no copy
     s = all_reduce(partial, "sum")             # in fp32, ranks in order: bitwise alike on all ranks and runs
@@ -7,15 +7,19 @@
     s = residual + s
     sum = s.to(dtype)                          # rounded once; empty [0] where call.sum_out is none
     normed = norm(sum)                         # of the rounded sum, in fp32; empty [0] where call.norm is None
+    normed = e4m3(normed.to(dtype) / scale)    # quant form only: scale is quant_scale, or row_scale by token
 
 Every argument but the first is optional. Shapes: `partial` and `residual` [..., hidden], `a` [tokens, k], `b` [k,
 hidden], `addend` [hidden] or [tokens, hidden], `scale` [], the other parameters [hidden]. Results are contiguous and
 have the shape of `residual` if given, else of `partial`. Activations are bf16, fp16 or fp32, parameters the same or
 fp32. `call` is an encoded `AllReduceNormCall`.
 
-Up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share of them,
-and rows are handed out (two); above `call.max_tokens`, or with fabric `library`, the library's all-reduce runs,
-which sums in `dtype`, and the rest in torch.
+`row_scale` is [..., 1] in fp32, or empty [0] where call.quant is not `per_token`.
+
+On `shm`, up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share
+of them, and rows are handed out (two). On `peer`, `call.lowerings` says so by token count, and which kernel runs.
+Above `call.max_tokens`, where the device has no kernel for the rows, or with fabric `library`, the library's all-reduce
+runs, which sums in `dtype`, and the rest in torch.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or
 token count, `ArenaError` where no arena was reserved. After such an error the group's arena stays unusable.
@@ -27,29 +31,36 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.distributed as dist
 
 from weaveopt.decision import Fabric
 from weaveopt.errors import WeaveError
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, SumOut, decode
+from weaveopt.ops.all_reduce_norm_call import GPU_FABRICS, SumOut, decode
+from weaveopt.ops.all_reduce_norm_peer import PeerSite
+from weaveopt.ops.all_reduce_norm_reference import QuantResults, Results, row_scale_shape, through_library
+from weaveopt.ops.all_reduce_norm_reference import reference as reference
+from weaveopt.ops.all_reduce_norm_reference import reference_quant as reference_quant
 from weaveopt.ops.all_reduce_norm_shm import ShmSite
-from weaveopt.runtime import topology
 
 Tensor = torch.Tensor
-Results = tuple[Tensor, Tensor]
 
 _REST = (
     "Tensor? reduced_bias, Tensor? scale, Tensor? residual, Tensor? post_weight, Tensor? post_bias, "
     "Tensor? weight, Tensor? bias, str call) -> (Tensor normed, Tensor sum)"
+)
+_QUANT_REST = _REST.replace("str call", "Tensor? quant_scale, str call").replace(
+    "Tensor sum)", "Tensor sum, Tensor row_scale)"
 )
 # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _library = torch.library.Library("weave", "FRAGMENT")
 _library.define(f"all_reduce_norm(Tensor partial, {_REST}", tags=_TAGS)
 _library.define(f"mm_all_reduce_norm(Tensor a, Tensor b, Tensor? addend, {_REST}", tags=_TAGS)
+_library.define(f"all_reduce_norm_quant(Tensor partial, {_QUANT_REST}", tags=_TAGS)
 
 _sites: dict[str, ShmSite] = {}
 """Sites bound to the arena that they ran in last, by encoded call."""
+_peer_sites: dict[str, PeerSite] = {}
+"""The same on GPUs."""
 
 
 def _site(call: str) -> ShmSite | None:
@@ -64,8 +75,18 @@ def _site(call: str) -> ShmSite | None:
     return site
 
 
+def _peer_site(call: str, op: str) -> PeerSite | None:
+    """The bound site, or None where the library runs."""
+    decoded = decode(call)
+    if decoded.fabric not in GPU_FABRICS:
+        return None
+    site = _peer_sites[call] = PeerSite.bind(decoded, call, op, functools.partial(_forget, call))
+    return site
+
+
 def _forget(call: str) -> None:
     _sites.pop(call, None)
+    _peer_sites.pop(call, None)
 
 
 def _all_reduce_norm(
@@ -84,10 +105,10 @@ def _all_reduce_norm(
         tokens = partial.numel() // site.hidden
         if tokens <= site.max_tokens:
             return site.run(tokens, partial, None, reduced_bias, scale, residual, post_weight, post_bias, weight, bias)
-    return _through_library(
+    return through_library(
         partial.clone(memory_format=torch.contiguous_format),
-        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, decode(call),
-    )  # fmt: skip
+        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, decode(call),
+    )[:2]  # fmt: skip
 
 
 def _mm_all_reduce_norm(
@@ -112,12 +133,12 @@ def _mm_all_reduce_norm(
                 reduced_bias, scale, residual, post_weight, post_bias, weight, bias,
             )  # fmt: skip
         partial = torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
-        return _through_library(
-            partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, decode(call)
-        )
+        return through_library(
+            partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, decode(call)
+        )[:2]
 
 
-def _through_library(
+def _all_reduce_norm_quant(
     partial: Tensor,
     reduced_bias: Tensor | None,
     scale: Tensor | None,
@@ -126,24 +147,18 @@ def _through_library(
     post_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    call: AllReduceNormCall,
-) -> Results:
-    """The same with the process group's own all-reduce; `partial` is overwritten."""
-    group = topology.process_group(call.group)
-    dist.all_reduce(partial, group=group)
-    if residual is not None and call.residual_sharded:
-        # Own rows, zeros elsewhere: the sum over ranks is the whole residual, exactly.
-        rows = residual.reshape(-1, call.hidden)
-        begin, end = call.share(rows.shape[0], dist.get_rank(group))
-        whole = torch.zeros_like(rows)
-        whole[begin:end] = rows[begin:end]
-        dist.all_reduce(whole, group=group)
-        residual = whole.view(residual.shape)
-    return _finish(partial.float(), reduced_bias, scale, residual, post_weight, post_bias, weight, bias, call)
+    quant_scale: Tensor | None,
+    call: str,
+) -> QuantResults:
+    """On the CPU no fabric quantizes."""
+    return through_library(
+        partial.clone(memory_format=torch.contiguous_format),
+        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale, decode(call),
+    )  # fmt: skip
 
 
-def reference(
-    partials: list[Tensor],
+def _all_reduce_norm_quant_cuda(
+    partial: Tensor,
     reduced_bias: Tensor | None,
     scale: Tensor | None,
     residual: Tensor | None,
@@ -151,17 +166,27 @@ def reference(
     post_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    call: AllReduceNormCall,
-) -> Results:
-    """What every rank must get from `partials`, one per rank, in plain torch and one process."""
-    total = partials[0].float()
-    for partial in partials[1:]:
-        total = total + partial.float()
-    return _finish(total, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, call)
+    quant_scale: Tensor | None,
+    call: str,
+    op: str = "all_reduce_norm_quant",
+) -> QuantResults:
+    site = _peer_sites.get(call) or _peer_site(call, op)
+    if site is not None:
+        tokens = partial.numel() // site.hidden
+        row = site.row(tokens)
+        if row is not None:
+            return site.run(
+                row, tokens, partial, None,
+                reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale,
+            )  # fmt: skip
+    return through_library(
+        partial.clone(memory_format=torch.contiguous_format),
+        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale, decode(call),
+    )  # fmt: skip
 
 
-def _finish(
-    total: Tensor,
+def _all_reduce_norm_cuda(
+    partial: Tensor,
     reduced_bias: Tensor | None,
     scale: Tensor | None,
     residual: Tensor | None,
@@ -169,35 +194,38 @@ def _finish(
     post_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    call: AllReduceNormCall,
+    call: str,
 ) -> Results:
-    """Everything after the sum over ranks; `total` is that sum in fp32."""
-    dtype = getattr(torch, call.dtype)
-    if reduced_bias is not None:
-        total = total + reduced_bias.float()
-    total = total * (call.scale if scale is None else call.scale * scale.float())
-    if call.post is not None:
-        total = _norm(total, post_weight, post_bias, call.post, dtype)
-    if residual is not None:
-        total = residual.contiguous().float() + total.view(residual.shape)
-    rounded = total.to(dtype)
-    empty = rounded.new_empty(0)
-    out = rounded if call.sum_out is not SumOut.NONE else empty
-    if call.norm is None:
-        return empty.to(getattr(torch, call.out_dtype)), out
-    return _norm(rounded.float(), weight, bias, call.norm, dtype).to(getattr(torch, call.out_dtype)), out
+    return _all_reduce_norm_quant_cuda(
+        partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, call, "all_reduce_norm"
+    )[:2]
 
 
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: NormForm, dtype: torch.dtype) -> Tensor:
-    """`form` of fp32 `x`, in fp32."""
-    if form.kind is NormKind.LAYER:
-        x = x - x.mean(-1, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps)
-    if form.cast_before_weight:
-        x = x.to(dtype).float()
-    if weight is not None:
-        x = x * (weight.float() + form.weight_offset)
-    return x if bias is None else x + bias.float()
+def _mm_all_reduce_norm_cuda(
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor | None,
+    reduced_bias: Tensor | None,
+    scale: Tensor | None,
+    residual: Tensor | None,
+    post_weight: Tensor | None,
+    post_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    call: str,
+) -> Results:
+    with torch._C._AutoDispatchBelowAutograd():
+        site = _peer_sites.get(call) or _peer_site(call, "mm_all_reduce_norm")
+        row = site.row(a.shape[0]) if site is not None else None
+        if site is not None and row is not None:
+            return site.run(
+                row, a.shape[0], None, (a, b, addend),
+                reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None,
+            )[:2]  # fmt: skip
+        partial = torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
+        return through_library(
+            partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, decode(call)
+        )[:2]
 
 
 def _fake(shape: torch.Size | tuple[int, ...], like: Tensor, call: str) -> Results:
@@ -239,6 +267,27 @@ def _fake_mm_all_reduce_norm(
     return _fake((a.shape[0], b.shape[1]) if residual is None else residual.shape, a, call)
 
 
+def _fake_all_reduce_norm_quant(
+    partial: Tensor,
+    reduced_bias: Tensor | None,
+    scale: Tensor | None,
+    residual: Tensor | None,
+    post_weight: Tensor | None,
+    post_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    quant_scale: Tensor | None,
+    call: str,
+) -> QuantResults:
+    _expect_dtype(partial, call)
+    shape = partial.shape if residual is None else residual.shape
+    decoded = decode(call)
+    row_scale = partial.new_empty(
+        row_scale_shape(shape, decoded) if decoded.norm is not None else 0, dtype=torch.float32
+    )
+    return *_fake(shape, partial, call), row_scale
+
+
 def _expect_dtype(x: Tensor, call: str) -> None:
     decoded = decode(call)
     if x.dtype is not getattr(torch, decoded.dtype):
@@ -247,5 +296,10 @@ def _expect_dtype(x: Tensor, call: str) -> None:
 
 _library.impl("all_reduce_norm", _all_reduce_norm, "CPU")
 _library.impl("mm_all_reduce_norm", _mm_all_reduce_norm, "CPU")
+_library.impl("all_reduce_norm_quant", _all_reduce_norm_quant, "CPU")
+_library.impl("all_reduce_norm", _all_reduce_norm_cuda, "CUDA")
+_library.impl("mm_all_reduce_norm", _mm_all_reduce_norm_cuda, "CUDA")
+_library.impl("all_reduce_norm_quant", _all_reduce_norm_quant_cuda, "CUDA")
 torch.library.register_fake("weave::all_reduce_norm", _fake_all_reduce_norm, lib=_library)
 torch.library.register_fake("weave::mm_all_reduce_norm", _fake_mm_all_reduce_norm, lib=_library)
+torch.library.register_fake("weave::all_reduce_norm_quant", _fake_all_reduce_norm_quant, lib=_library)

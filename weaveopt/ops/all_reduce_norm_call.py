@@ -8,14 +8,15 @@ from enum import StrEnum
 from functools import cache
 
 from weaveopt.decision import DTYPE_BYTES, Algorithm, Fabric, Form, Lowering
+from weaveopt.decision import RegionNeed as RegionNeed
 from weaveopt.errors import WeaveError
 
 ALIGNMENT_BYTES = 64
 KERNEL_FABRICS = frozenset({Fabric.SHM, Fabric.PEER, Fabric.MULTIMEM})
+"""Fabrics that this family has a kernel for; the library needs none."""
 GPU_FABRICS = frozenset({Fabric.PEER, Fabric.MULTIMEM})
 SCALE_BYTES = 16
 """What a row's scale takes beside the row, where normed is quantized by token."""
-"""Fabrics that this family has a kernel for; the library needs none."""
 
 
 class NormKind(StrEnum):
@@ -59,22 +60,6 @@ class Quant(StrEnum):
 
 
 @dataclass(frozen=True)
-class RegionNeed:
-    """Bytes of the regions of a GPU arena, by use; each a multiple of 256. See `csrc/fabric/peer.h`."""
-
-    mailbox_bytes: int = 0
-    """Of one of the three mailboxes."""
-    staging_bytes: int = 0
-    output_bytes: int = 0
-    partial_bytes: int = 0
-    """Where the product writes for loads that reduce in place."""
-
-    def union(self, other: RegionNeed) -> RegionNeed:
-        """Room for either."""
-        return RegionNeed(*(max(a, b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-@dataclass(frozen=True)
 class ArenaNeed:
     """Bytes of a rank's segment that a site works in, both multiples of 64."""
 
@@ -102,7 +87,7 @@ def arena_bytes(max_tokens: int, hidden: int, dtype: str, out_dtype: str, world:
 def region_need(lowering: Lowering, hidden: int, dtype: str, out_dtype: str, world: int) -> RegionNeed:
     """What calls of up to `lowering.max_tokens` tokens need of a GPU arena, the sum handed out whole if need be."""
     tokens, share = lowering.max_tokens, -(-lowering.max_tokens // world)
-    row, out_row = hidden * DTYPE_BYTES[dtype], hidden * DTYPE_BYTES[out_dtype] + SCALE_BYTES
+    row, out_row = hidden * DTYPE_BYTES[dtype], -(-hidden * DTYPE_BYTES[out_dtype] // 16) * 16 + SCALE_BYTES
     match lowering.form, lowering.algorithm:
         case Form.MAIL, Algorithm.ONE_SHOT:
             return RegionNeed(mailbox_bytes=_page_aligned((world - 1) * tokens * row))
@@ -182,7 +167,9 @@ def _form(record: dict[str, str | float | bool] | None) -> NormForm | None:
 
 
 def _lowering(row: dict[str, str | int]) -> Lowering:
-    return Lowering(int(row["max_tokens"]), Algorithm(row["algorithm"]), Form(row["form"]), int(row["num_ctas"]))
+    return Lowering(
+        int(row["max_tokens"]), Algorithm(str(row["algorithm"])), Form(str(row["form"])), int(row["num_ctas"])
+    )
 
 
 @cache

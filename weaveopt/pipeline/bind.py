@@ -16,7 +16,7 @@ import torch
 from weaveopt.decision import GraphReport
 from weaveopt.errors import AgreementError
 from weaveopt.rule import CapturedGraph, Context
-from weaveopt.runtime import arena, topology
+from weaveopt.runtime import arena, arena_gpu, topology
 
 Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
@@ -35,7 +35,11 @@ def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None
         _compare(group, document, context.config.compile_timeout_s)
     for plan in report.plans:
         known = context.topologies[plan.group]
-        if not known.fake:
+        if known.fake:
+            continue
+        if plan.regions is not None:
+            arena_gpu.reserve(known, plan.regions, context.config.compile_timeout_s)
+        else:
             num_bytes = max(plan.bytes, context.config.arena_bytes)
             arena.reserve(known, num_bytes, context.config.compile_timeout_s)
 

@@ -1,15 +1,19 @@
-"""Step 4: lifetimes -> arena offsets. The byte count is known before anything is allocated."""
+"""Step 4: lifetimes -> arena offsets, or regions. The byte count is known before anything is allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
-from weaveopt.decision import BufferPlan, Decision, Placement, Slot
+from weaveopt.decision import BufferPlan, Decision, Fabric, Placement, RegionNeed, Slot
 from weaveopt.rule import ArenaNeed, Finding, Rule
 
 _ALIGNMENT = 4096
 """Slots start on pages, so that no two of them share one (first touch decides where a page lives)."""
+_HEADER_BYTES = 64 << 10
+_NUM_MAILBOXES = 3
+"""Of a GPU arena: `kHeaderBytes` and `kNumMailboxes` in csrc/fabric/peer.h."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ def plan(findings: Sequence[Finding], decisions: Sequence[Decision], rules: Sequ
 
     The operations of one group run one after another on every rank, and a call ends only when its peers have
     read what they need of it or hold a second buffer (see `weaveopt.ops`); so a site's memory is live during
-    that site alone, and all sites of a group share the same bytes.
+    that site alone, and all sites of a group share the same bytes. On GPUs they share regions whose place is fixed.
     """
     by_name = {rule.name: rule for rule in rules}
     sharded = _sharded_values(findings, decisions)
@@ -42,6 +46,44 @@ def plan(findings: Sequence[Finding], decisions: Sequence[Decision], rules: Sequ
 
 
 def _plan_group(
+    group: str,
+    rows: list[tuple[Finding, Decision]],
+    needs: Mapping[str, ArenaNeed | RegionNeed],
+    sharded: frozenset[object],
+) -> BufferPlan:
+    """The ranks of a group have one kind of device, so its sites need either slots or regions."""
+    regions = [need for need in needs.values() if isinstance(need, RegionNeed)]
+    slots = {site: need for site, need in needs.items() if isinstance(need, ArenaNeed)}
+    assert not (regions and slots), f"group {group} has sites on CPUs ({', '.join(slots)}) and on GPUs"
+    if regions:
+        return _plan_regions(group, rows, reduce(RegionNeed.union, regions), sharded)
+    return _plan_slots(group, rows, slots, sharded)
+
+
+def _plan_regions(
+    group: str, rows: list[tuple[Finding, Decision]], regions: RegionNeed, sharded: frozenset[object]
+) -> BufferPlan:
+    owners = tuple(decision.site.id for _, decision in rows)
+    offset = _HEADER_BYTES
+    slots: list[Slot] = []
+    mailboxes = _NUM_MAILBOXES * regions.mailbox_bytes
+    for size in (mailboxes, regions.staging_bytes, regions.output_bytes, regions.partial_bytes):
+        if size:
+            slots.append(Slot(offset, size, owners))
+        offset += size
+    fabrics = {decision.chosen.fabric for _, decision in rows}
+    return BufferPlan(
+        group=group,
+        bytes=offset,
+        slots=tuple(slots),
+        placements=tuple(_placement(finding, decision, None, 0, sharded) for finding, decision in rows),
+        # What multicast maps, peers reach too.
+        fabric=Fabric.MULTIMEM if Fabric.MULTIMEM in fabrics else Fabric.PEER,
+        regions=regions,
+    )
+
+
+def _plan_slots(
     group: str, rows: list[tuple[Finding, Decision]], needs: Mapping[str, ArenaNeed], sharded: frozenset[object]
 ) -> BufferPlan:
     partials = [_Interval(d.site.id, 2 * needs[d.site.id].partial_bytes, i, i) for i, (_, d) in enumerate(rows)]
@@ -59,16 +101,16 @@ def _plan_group(
 
 
 def _placement(
-    finding: Finding, decision: Decision, partial_slot: Slot, output_offset: int, sharded: frozenset[object]
+    finding: Finding, decision: Decision, partial_slot: Slot | None, output_offset: int, sharded: frozenset[object]
 ) -> Placement:
     workload, match = decision.site.workload, finding.match
     assert workload is not None and match is not None
     return Placement(
         site=decision.site.id,
-        partial_offset=partial_slot.offset,
-        partial_bytes=partial_slot.bytes // 2,
+        partial_offset=partial_slot.offset if partial_slot else 0,
+        partial_bytes=partial_slot.bytes // 2 if partial_slot else 0,
         output_offset=output_offset,
-        max_tokens=workload.max_tokens,
+        max_tokens=max((row.max_tokens for row in decision.chosen.lowerings), default=workload.max_tokens),
         residual_sharded=match.sharded_input in sharded,
         sum_sharded=match.sharded_output in sharded,
     )
@@ -101,7 +143,8 @@ def _division(decision: Decision) -> tuple[object, ...]:
     workload = decision.site.workload
     assert workload is not None
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
-    return (decision.site.group, decision.chosen.fabric, decision.chosen.algorithm, *shape, decision.chosen.parameters)
+    chosen = decision.chosen
+    return (decision.site.group, chosen.fabric, chosen.algorithm, *shape, chosen.parameters, chosen.lowerings)
 
 
 def _place(intervals: Sequence[_Interval], base: int) -> list[Slot]:

@@ -72,6 +72,8 @@ class Topology:
                 return Rejection("native_part_missing", "weaveopt was installed without its native part")
         elif self.device != "cuda":
             return Rejection("fabric_needs_cuda", f"{fabric.value} joins GPUs", (("device", self.device),))
+        elif fabric in (Fabric.PEER, Fabric.MULTIMEM) and not self.fake and not cuda_part_present():
+            return Rejection("cuda_part_missing", "weaveopt was installed without its CUDA part")
         if fabric is Fabric.MULTIMEM and not self.fake:
             # Creating a multicast object to find out can put the GPUs of a shared host out of service.
             return Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
@@ -96,6 +98,15 @@ def native_part_present() -> bool:
     except ImportError:
         return False
     return True
+
+
+def cuda_part_present() -> bool:
+    """Whether the native part was built where nvcc was found."""
+    try:
+        from weaveopt import _native
+    except ImportError:
+        return False
+    return _native.has_cuda
 
 
 class Exchange:

@@ -1,0 +1,310 @@
+"""`weave::all_reduce_norm` on the GPUs of one host: the rank program, started by benchmarks.all_reduce_rms_norm.
+
+Suites: `all_reduce_rms_norm` (tokens 1 to 32K, hidden 8192 and 4096), `all_reduce_rms_norm_ctas` (how many CTAs the
+bulk form needs), `all_reduce_rms_norm_shapes` (hidden 1024 to 16384), and the curves of a machine's profile.
+
+Residual and sum are sharded by tokens, as between the layers of a model; rows with `sum` `whole` are the other case.
+`weave` is what the profile's table picks; where it leaves the site alone that is NCCL and Inductor, whose time is then
+weave's. `bound` is the link's share alone: a two-shot that only pushes, at the highest rate measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks import record
+from benchmarks.all_reduce_rms_norm_variants import (
+    ADD_NORM,
+    NCCL,
+    SYMM_ONE_SHOT,
+    SYMM_TWO_SHOT,
+    TIMEOUT_S,
+    Case,
+    Effort,
+    SymmetricBuffers,
+    Variant,
+    bulk_variants,
+    mail_variants,
+    measure,
+)
+from benchmarks.gpu_ranks import Place, table
+from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
+from weaveopt import cost_model
+from weaveopt.decision import Fabric, Lowering, Workload
+from weaveopt.ops.all_reduce_norm_call import RegionNeed
+
+MAIN, CTAS, SHAPES, TUNE = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes", "tune"
+TOKENS = tuple(1 << power for power in range(16))
+HIDDENS = (8192, 4096)
+MAIN_CTAS = (16, 64, 132)
+WHOLE_TOKENS = (64, 1024, 8192)
+CTA_TOKENS = (64, 512, 4096, 16384)
+CTA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 132)
+SHAPE_HIDDENS = (1024, 2048, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
+SHAPE_TOKENS = (1, 7, 100, 1000, 8192, 65536)
+SHAPE_LIMIT_BYTES = 1 << 31
+"""Tensors of 2 GiB and more would be about 64-bit indices, not about communication."""
+TUNE_CTAS = (4, 8, 16, 24, 32, 48, 64, 96, 132)
+LEAST_BULK_BYTES = 64 << 10
+BASELINES = (NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT)
+QUICK_TOKENS = (1, 64, 1024)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure. Empty `tokens` and `hiddens`: what the suite has."""
+
+    suites: tuple[str, ...]
+    profile: str
+    tokens: tuple[int, ...] = ()
+    hiddens: tuple[int, ...] = ()
+    quick: bool = False
+
+
+@dataclass
+class Found:
+    """Result rows by suite, and the curves for a profile."""
+
+    rows: dict[str, list[record.Row]] = field(default_factory=dict)
+    curves: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        rows = {suite: [asdict(row) for row in rows] for suite, rows in self.rows.items()}
+        path.write_text(json.dumps({"rows": rows, "curves": self.curves}))
+
+    def add_from(self, path: Path) -> None:
+        saved = json.loads(path.read_text())
+        for suite, rows in saved["rows"].items():
+            self.rows.setdefault(suite, []).extend(record.Row(**row) for row in rows)
+        for kind, curves in saved["curves"].items():
+            self.curves.setdefault(kind, []).extend(curves)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case of a suite, with the variants that it needs beside the profile's choice."""
+
+    case: Case
+    variants: tuple[Variant, ...]
+    chosen: Variant | None
+
+
+class Bench:
+    def __init__(self, place: Place, asked: Asked) -> None:
+        self.place, self.asked = place, asked
+        self.machine = cost_model.load(asked.profile)
+        self.found = Found()
+
+    def run(self) -> None:
+        import torch._inductor.config as inductor_config
+
+        import weaveopt.ops  # noqa: F401
+        from weaveopt.runtime import arena_gpu, topology
+
+        inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
+        jobs = {suite: self.jobs(suite) for suite in self.asked.suites}
+        every = [job for each in jobs.values() for job in each]
+        need = RegionNeed()
+        for job in every:
+            for variant in job.variants:
+                need = need.union(variant.need(job.case, self.place.world))
+        # All of it before the first capture: graphs hold the arena's addresses.
+        arena_gpu.reserve(topology.discover(self.place.group, TIMEOUT_S), need, TIMEOUT_S)
+        symmetric = SymmetricBuffers(self.place, max(job.case.bytes for job in every))
+        with torch.no_grad():
+            for suite, each in jobs.items():
+                self.suite(suite, each, symmetric)
+
+    def jobs(self, suite: str) -> list[Job]:
+        hiddens = self.asked.hiddens or {CTAS: (8192,), SHAPES: SHAPE_HIDDENS}.get(suite, HIDDENS)
+        tokens = self.asked.tokens or {CTAS: CTA_TOKENS, SHAPES: SHAPE_TOKENS}.get(suite, TOKENS)
+        if self.asked.quick and not self.asked.tokens:
+            tokens = QUICK_TOKENS
+        cases = [Case(count, hidden) for hidden in hiddens for count in tokens]
+        return [self.job(suite, case) for case in cases if case.bytes < SHAPE_LIMIT_BYTES]
+
+    def job(self, suite: str, case: Case) -> Job:
+        chosen = self.choice(case)
+        variants: list[Variant] = []
+        if suite == CTAS:
+            variants = bulk_variants(case, CTA_COUNTS)
+        elif suite == TUNE:
+            variants = mail_variants(case)
+            if case.bytes >= LEAST_BULK_BYTES:
+                variants += bulk_variants(case, TUNE_CTAS)
+        elif suite == MAIN:
+            variants = mail_variants(case)
+            if case.bytes >= LEAST_BULK_BYTES:
+                variants += bulk_variants(case, MAIN_CTAS)
+        variants = [each for each in variants if each.is_supported(case, self.place)]
+        if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:
+            variants.append(chosen)
+        if suite == MAIN and case.tokens in WHOLE_TOKENS:
+            variants += [Variant(each.lowering, whole=True) for each in variants]
+        return Job(case, tuple(variants), chosen)
+
+    def choice(self, case: Case) -> Variant | None:
+        """What the profile's table picks for graphs of this one size; None where it leaves them to the library."""
+        rows = cost_model.lowerings(
+            self.machine, Fabric.PEER, case.hidden, "bfloat16", self.place.world, 1, case.tokens, case.tokens
+        )
+        row = next((row for row in rows if case.tokens <= row.max_tokens), None)
+        return None if row is None else Variant(Lowering(case.tokens, row.algorithm, row.form, row.num_ctas))
+
+    def predicted_us(self, case: Case, lowering: Lowering, whole: bool) -> float:
+        workload = Workload(case.tokens, case.tokens, case.hidden, "bfloat16", self.place.world)
+        estimate = cost_model.estimate_all_reduce_norm(
+            self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.form, lowering.num_ctas
+        )
+        return estimate.us
+
+    def suite(self, suite: str, jobs: Iterable[Job], symmetric: SymmetricBuffers) -> None:
+        tuned: list[tuple[Case, dict[str, float]]] = []
+        for job in jobs:
+            case = job.case
+            effort = Effort()
+            if suite in (SHAPES, TUNE):
+                effort = Effort(3, 4, 5 if case.bytes > 256 << 20 else 0)
+            if self.asked.quick:
+                effort = Effort(2, 2)
+            is_tuning = suite == TUNE
+            us = measure(self.place, case, job.variants, symmetric, effort, with_add_norm=is_tuning)
+            ours = "  ".join(f"{variant.name} {us[variant.name]:.1f}" for variant in job.variants)
+            theirs = "  ".join(
+                f"{name.removesuffix('_then_inductor')} {us[name]:.1f}" for name in BASELINES if name in us
+            )
+            self.place.say(f"{self.place.world} x {case.tokens:5} x {case.hidden:5}: {theirs} | {ours}")
+            if is_tuning:
+                tuned.append((case, us))
+                continue
+            rows = self.rows(suite, job, us)
+            self.found.rows.setdefault(suite, []).extend(rows)
+        if tuned:
+            self.tune(tuned)
+
+    def rows(self, suite: str, job: Job, us: dict[str, float]) -> list[record.Row]:
+        case: dict[str, record.Scalar] = {
+            "ranks": self.place.world,
+            "hidden": job.case.hidden,
+            "tokens": job.case.tokens,
+            "dtype": "bfloat16",
+        }
+        baselines = {name: us[name] for name in BASELINES if name in us}
+        measured = {f"{variant.name}_us": round(us[variant.name], 3) for variant in job.variants}
+        if suite == CTAS:
+            best = min(us[variant.name] for variant in job.variants)
+            return [
+                self.row(
+                    {**case, "ctas": variant.lowering.num_ctas}, us, variant, baselines, job.case,
+                    {"over_best": round(us[variant.name] / best, 3)},
+                )
+                for variant in job.variants
+            ]  # fmt: skip
+        rows = []
+        for whole in (False, True) if any(variant.whole for variant in job.variants) else (False,):
+            sum_out = {"sum": "whole" if whole else "sharded"}
+            candidates = [variant for variant in job.variants if variant.whole == whole]
+            chosen = None if job.chosen is None else Variant(job.chosen.lowering, whole)
+            fastest = min(candidates, key=lambda variant: us[variant.name], default=None)
+            extra: dict[str, record.Scalar] = dict(measured)
+            if fastest is not None:
+                extra["fastest"] = fastest.name
+            peer = flashinfer(job.case.hidden, job.case.tokens)
+            if self.place.world == FLASHINFER_WORLD and peer is not None and not whole:
+                extra["peer_library_us"] = peer
+            rows.append(self.row({**case, **sum_out}, us, chosen, baselines, job.case, extra))
+        return rows
+
+    def row(
+        self, case: dict[str, record.Scalar], us: dict[str, float], variant: Variant | None,
+        baselines: dict[str, float], shape: Case, extra: dict[str, record.Scalar],
+    ) -> record.Row:  # fmt: skip
+        return record.row(
+            case=case,
+            weave_us=baselines[NCCL] if variant is None else us[variant.name],
+            baselines=baselines,
+            predicted_us=None if variant is None else self.predicted_us(shape, variant.lowering, variant.whole),
+            bound_us=shape.floor_us(self.place.world),
+            parameters={"runs": "leave" if variant is None else variant.name, **extra},
+        )
+
+    def tune(self, tuned: Sequence[tuple[Case, dict[str, float]]]) -> None:
+        """Curves in the form that profiles have them, and who is the fastest at each size."""
+        self.found.curves = curves(tuned, self.place.world)
+        for case, us in tuned:
+            fastest = min((name for name in us if name not in (*BASELINES, ADD_NORM)), key=lambda name: us[name])
+            baseline = min((name for name in us if name in BASELINES), key=lambda name: us[name])
+            self.place.say(
+                f"tune {self.place.world} x {case.tokens:5} x {case.hidden:5}: {fastest} {us[fastest]:.1f} us, "
+                f"{us[baseline] / us[fastest]:.2f}x {baseline}, floor {case.floor_us(self.place.world):.1f}"
+            )
+
+
+def curves(tuned: Sequence[tuple[Case, dict[str, float]]], world: int) -> dict[str, list[dict[str, object]]]:
+    """`all_reduce_norm`, `all_reduce` (NCCL, without the kernel after it) and `memory` points, by bytes."""
+    from benchmarks.measure_cpu import never_falling
+
+    by_name: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    library: list[tuple[int, float]] = []
+    memory: list[tuple[int, float]] = []
+    largest = max(case.hidden for case, _ in tuned)
+    for case, us in tuned:
+        for name, found in us.items():
+            if name not in (*BASELINES, ADD_NORM):
+                by_name.setdefault((name, case.hidden), []).append((case.bytes, found))
+        if case.hidden == largest:
+            library.append((case.bytes, us[NCCL] - us[ADD_NORM]))
+            # It reads the reduced rows and the residual and writes the sum and the normed rows.
+            memory.append((4 * case.bytes, us[ADD_NORM]))
+
+    def points(rows: list[tuple[int, float]]) -> list[dict[str, float]]:
+        return [{"bytes": point.bytes, "us": point.us} for point in never_falling(sorted(rows))]
+
+    fused: list[dict[str, object]] = []
+    for (name, hidden), rows in by_name.items():
+        algorithm, form, *ctas = name.split()
+        place = {"world": world, "hidden": hidden, "ctas": int(ctas[0]) if ctas else 0}
+        fused.append({"origin": "kernel", "algorithm": algorithm, "form": form, **place, "points": points(rows)})
+    return {
+        "all_reduce_norm": fused,
+        "all_reduce": [{"origin": "nccl", "algorithm": "library", "world": world, "points": points(library)}],
+        "memory": [{"origin": "norm", "world": world, "points": points(memory)}],
+    }
+
+
+def summary(suite: str, rows: Sequence[record.Row]) -> str:
+    """The suite in a few lines, for people."""
+    columns = [
+        "ranks", "hidden", "tokens", "weave", "runs", "fastest", "", "best baseline", "", "ratio", "floor", "x floor",
+        "peer",
+    ]  # fmt: skip
+    lines = []
+    # Of many shapes, those that are the least worth.
+    listed = sorted(rows, key=lambda row: row.ratio)[:16] if suite == SHAPES else rows
+    for row in listed:
+        shown = [str(row.case[name]) for name in ("ranks", "hidden", "tokens")]
+        if row.case.get("sum") == "whole":
+            shown[-1] += " whole"
+        bound = row.bound_us or math.nan
+        fastest = str(row.parameters.get("fastest", ""))
+        lines.append([
+            *shown, f"{row.weave_us:.1f}", str(row.parameters["runs"]),
+            fastest, microseconds(row.parameters.get(f"{fastest}_us")),
+            row.best_baseline.partition("_then")[0], f"{row.baselines[row.best_baseline]:.1f}",
+            f"{row.ratio:.2f}", f"{bound:.1f}", f"{row.weave_us / bound:.2f}",
+            microseconds(row.parameters.get("peer_library_us")),
+        ])  # fmt: skip
+    text = table(f"{suite}, bf16, microseconds", columns, lines)
+    worst = min(rows, key=lambda row: row.ratio)
+    shape = " x ".join(str(worst.case[name]) for name in ("ranks", "tokens", "hidden"))
+    return f"{text}\nworst ratio {worst.ratio:.3f} ({shape}), {len(rows)} rows"
+
+
+def microseconds(value: record.Scalar | None) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else ""

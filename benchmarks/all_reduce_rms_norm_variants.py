@@ -1,0 +1,292 @@
+"""One shape of `weave::all_reduce_norm` on GPUs: every variant of ours and every baseline, checked and timed alike.
+
+A variant is a chain of calls in one CUDA graph: each call takes its partial result from a small rotation of buffers and
+the sum of the call before as its residual. The chain is long enough that one replay takes about a millisecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpu_ranks
+from benchmarks.gpu_ranks import Place
+from tests.tolerances import LIBRARY, assert_close
+from weaveopt.decision import Algorithm, Fabric, Form, Lowering
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, RegionNeed, SumOut, region_need
+
+Tensor = torch.Tensor
+Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""(index in the rotation, residual) -> (normed, sum)."""
+
+DTYPE = torch.bfloat16
+EPS = 1e-5
+TIMEOUT_S = 60.0
+PUSH_BYTES_PER_S = 346e9
+"""What stores to all peers at once reach on NVLink 4, each way (measured, 64 MiB to each peer, all SMs)."""
+ROTATION = ((1 << 20, 8), (8 << 20, 4))
+"""Buffers in the rotation for partial results of up to so many bytes; 2 above. They should stay in the L2 cache."""
+REPLAY_US = 1200.0
+LARGEST_ONE_SHOT_BYTES = 2048 * 8192 * 2
+"""Of torch's one-shot all-reduce, far beyond where it is the best."""
+NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT = "nccl_then_inductor", "symm_one_shot_then_inductor", "symm_two_shot_then_inductor"
+ADD_NORM = "add_norm"
+"""Inductor's kernel alone, for profiles."""
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    hidden: int
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * self.hidden * DTYPE.itemsize
+
+    @property
+    def rotation(self) -> int:
+        return next((number for limit, number in ROTATION if self.bytes <= limit), 2)
+
+    def floor_us(self, world: int) -> float:
+        """The link's share alone: a two-shot that only pushes, at the highest rate measured."""
+        return 2 * (world - 1) / world * self.bytes / PUSH_BYTES_PER_S * 1e6
+
+    def num_calls(self, world: int) -> int:
+        return min(100, max(10, math.ceil(REPLAY_US / (8 + 1.3 * self.floor_us(world)))))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the op. `whole`: residual and sum are whole on every rank; else sharded by tokens."""
+
+    lowering: Lowering
+    whole: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.lowering.algorithm.value, self.lowering.form.value]
+        if self.lowering.num_ctas:
+            words.append(str(self.lowering.num_ctas))
+        if self.whole:
+            words.append("whole")
+        return " ".join(words)
+
+    def call(self, case: Case, place: Place) -> AllReduceNormCall:
+        return AllReduceNormCall(
+            site=f"benchmark.{case.hidden}.{case.tokens}.{self.name}", group=place.group,
+            fabric=Fabric.PEER, world=place.world, hidden=case.hidden, dtype="bfloat16", out_dtype="bfloat16",
+            partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=case.tokens, one_shot_max_tokens=0,
+            post=None, norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S,
+            residual_sharded=not self.whole, sum_out=SumOut.WHOLE if self.whole else SumOut.SHARDED,
+            lowerings=(self.lowering,),
+        )  # fmt: skip
+
+    def is_supported(self, case: Case, place: Place) -> bool:
+        """Whether the device has this kernel for such rows; the op would go through the library without a word."""
+        if place.device.type != "cuda":
+            return True
+        from weaveopt import _native
+        from weaveopt.ops.all_reduce_norm_peer import native_form_of
+
+        form, dtype = native_form_of(self.lowering), _native.DType.bfloat16
+        return not _native.unsupported(form, dtype, case.hidden, place.world, False, place.device.index)
+
+    def need(self, case: Case, world: int) -> RegionNeed:
+        return region_need(self.lowering, case.hidden, "bfloat16", "bfloat16", world)
+
+
+def add_norm(reduced: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What Llama's layers do after the all-reduce."""
+    total = residual + reduced
+    wide = total.float()
+    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(DTYPE)
+    return weight * scaled, total
+
+
+class SymmetricBuffers:
+    """Inputs of torch's symmetric-memory all-reduces; each is exchanged once, at offset 0 of its own allocation."""
+
+    def __init__(self, place: Place, largest_bytes: int) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        most = ROTATION[0][1]
+        sizes = [min(largest_bytes, next((limit for limit, n in reversed(ROTATION) if i < n), 0)) for i in range(most)]
+        sizes[:2] = [largest_bytes] * 2
+        # Not symm_mem.empty(), which may take pieces of a pool: their offsets need not be 0, nor alike on all ranks.
+        self._buffers = [
+            _SymmetricMemory.empty_strided_p2p((size // DTYPE.itemsize,), (1,), DTYPE, place.device) for size in sizes
+        ]
+        for buffer in self._buffers:
+            symm_mem.rendezvous(buffer, place.group)
+            buffer.zero_()
+
+    def of(self, case: Case) -> list[Tensor]:
+        count = case.tokens * case.hidden
+        return [buffer[:count].view(case.tokens, case.hidden) for buffer in self._buffers[: case.rotation]]
+
+
+class Shape:
+    """The tensors of one case and what runs on them."""
+
+    def __init__(self, place: Place, case: Case, symmetric: SymmetricBuffers) -> None:
+        torch._dynamo.reset()
+        self.place, self.case = place, case
+        own, same = (torch.Generator(place.device).manual_seed(seed) for seed in (1000 + place.rank, case.tokens))
+        size = (case.tokens, case.hidden)
+
+        def random(generator: torch.Generator) -> Tensor:
+            return torch.randn(size, generator=generator, device=place.device, dtype=DTYPE)
+
+        self.given = [random(own) for _ in range(case.rotation)]
+        self.partials = [given.clone() for given in self.given]
+        self.symmetric = symmetric.of(case)
+        self.residual = random(same)
+        self.weight = torch.rand(case.hidden, generator=same, device=place.device).to(DTYPE)
+        self.add_norm = torch.compile(add_norm, dynamic=False, fullgraph=True)
+        self.restore()
+
+    def restore(self) -> None:
+        """In-place baselines leave sums in their inputs, which would grow from call to call."""
+        torch._foreach_copy_(self.partials + self.symmetric, self.given + self.given)
+
+    def baselines(self) -> dict[str, Call]:
+        group = self.place.group
+        one_shot, two_shot = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
+
+        def nccl(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
+            dist.all_reduce(self.partials[index])
+            return self.add_norm(self.partials[index], residual, self.weight)
+
+        def symm_one_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
+            return self.add_norm(one_shot(self.symmetric[index], "sum", group), residual, self.weight)
+
+        def symm_two_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
+            return self.add_norm(two_shot(self.symmetric[index], "sum", group), residual, self.weight)
+
+        found: dict[str, Call] = {NCCL: nccl, SYMM_TWO_SHOT: symm_two_shot}
+        if self.case.bytes <= LARGEST_ONE_SHOT_BYTES:
+            found[SYMM_ONE_SHOT] = symm_one_shot
+        return found
+
+    def alone(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.add_norm(self.partials[index], residual, self.weight)
+
+    def ours(self, variant: Variant) -> Call:
+        fused = torch.ops.weave.all_reduce_norm.default
+        call = variant.call(self.case, self.place).encode()
+        weight = self.weight
+
+        def run(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
+            normed, total, *_ = fused(self.partials[index], None, None, residual, None, None, weight, None, call)
+            return normed, total
+
+        return run
+
+    def check(self, calls: dict[str, Call], sharded: frozenset[str]) -> None:
+        """All of them against an fp32 sum, on two inputs. Of `sharded` ones only this rank's rows of the sum count."""
+        rank, world, tokens = self.place.rank, self.place.world, self.case.tokens
+        own = slice(tokens * rank // world, tokens * (rank + 1) // world)
+        for index in range(2):
+            wide = self.given[index].float()
+            dist.all_reduce(wide)
+            want_sum = wide.add_(self.residual).to(DTYPE)
+            wide.copy_(want_sum)
+            scale = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / wide.shape[-1] + EPS)
+            want_normed = self.weight * wide.mul_(scale).to(DTYPE)
+            for name, call in calls.items():
+                self.restore()
+                normed, total = call(index, self.residual)
+                rows = own if name in sharded else slice(None)
+                what = f"rank {rank}, {name}, {tokens} x {self.case.hidden}, input {index}"
+                assert_close(normed, want_normed, LIBRARY, f"{what}, normed")
+                assert_close(total[rows], want_sum[rows], LIBRARY, f"{what}, sum")
+                # Or the next one could pass by leaving this memory as it finds it.
+                for result in (normed, total):
+                    result.fill_(float("nan"))
+                gpu_ranks.meet()
+        self.restore()
+
+
+def usable(shape: Shape, calls: dict[str, Call]) -> dict[str, Call]:
+    """Without the baselines that refuse this shape (torch's ask for whole multiples of some alignment)."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call(0, shape.residual)
+        except (RuntimeError, ValueError) as refused:  # by a check of the arguments: all ranks alike
+            line = str(refused).splitlines()[0]
+            shape.place.say(f"{shape.case.tokens} x {shape.case.hidden}: {name} does not run: {line[:100]}")
+            continue
+        found[name] = call
+    shape.restore()
+    return found
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often a variant's chain is replayed; `num_calls` 0: as many calls as make about a millisecond."""
+
+    num_rounds: int = 4
+    num_replays: int = 5
+    num_calls: int = 0
+
+
+def measure(
+    place: Place,
+    case: Case,
+    variants: Sequence[Variant],
+    symmetric: SymmetricBuffers,
+    effort: Effort,
+    with_baselines: bool = True,
+    with_add_norm: bool = False,
+) -> dict[str, float]:
+    """Microseconds a call by name, of the ranks the slowest, after all results were checked."""
+    shape = Shape(place, case, symmetric)
+    calls: dict[str, Call] = usable(shape, shape.baselines()) if with_baselines else {}
+    calls |= {variant.name: shape.ours(variant) for variant in variants}
+    two_shot = Algorithm.TWO_SHOT
+    sharded = {each.name for each in variants if not each.whole and each.lowering.algorithm is two_shot}
+    shape.check(calls, frozenset(sharded))
+    if with_add_norm:
+        calls[ADD_NORM] = shape.alone
+    num_calls = effort.num_calls or case.num_calls(place.world)
+
+    def chain(call: Call) -> gpu_ranks.Step:
+        def run() -> None:
+            residual = shape.residual
+            for index in range(num_calls):
+                _, residual = call(index % case.rotation, residual)
+
+        return run
+
+    pool = torch.cuda.graph_pool_handle()
+    shape.alone(0, shape.residual)  # compiles, if nothing else did
+    graphs = {name: gpu_ranks.capture(chain(call), pool) for name, call in calls.items()}
+    replays = {name: graph.replay for name, graph in graphs.items()}
+    settle = torch.zeros(1, device=place.device)
+    us = gpu_ranks.median_us(replays, shape.restore, effort.num_rounds, effort.num_replays, settle)
+    gpu_ranks.meet()
+    for graph in graphs.values():
+        graph.reset()
+    if case.bytes > ROTATION[-1][0]:
+        torch.cuda.empty_cache()
+    return {name: found / num_calls for name, found in us.items()}
+
+
+def mail_variants(case: Case) -> list[Variant]:
+    """The mail forms where they may pay: their mailboxes grow with the tokens."""
+    found = []
+    if case.bytes <= 16 << 20:
+        found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
+    if case.bytes <= 64 << 20:
+        found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
+    return found
+
+
+def bulk_variants(case: Case, ctas: Sequence[int]) -> list[Variant]:
+    return [Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.BULK, count)) for count in ctas]

@@ -1,0 +1,137 @@
+"""The plots of result files. Which one a suite gets follows from what its rows hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.record import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[Row]
+Panel = tuple[int, int]
+"""Ranks and hidden size."""
+
+
+def plot(title: str, rows: Rows, path: Path) -> None:
+    """Writes the suite's plot to `path` (PNG)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if all("ctas" in row.case for row in rows):
+        figure = _ctas(title, rows)
+    elif all("runs" in row.parameters and "sum" in row.case for row in rows):
+        hiddens = {row.case["hidden"] for row in rows}
+        figure = _latency(title, rows) if len(hiddens) <= 3 else _ratios(title, rows)
+    else:
+        figure = _bars(title, rows)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def label(row: Row) -> str:
+    return " ".join(str(value) for value in row.case.values())
+
+
+def _bars(title: str, rows: Rows) -> Figure:
+    """The speed of weave over its best baseline, one bar a row."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.28 * len(rows)), layout="constrained")
+    bars = axes.barh([label(row) for row in rows], [row.ratio for row in rows], color="#3b6ea5")
+    axes.bar_label(bars, labels=[f"{row.ratio:.2f}x {row.best_baseline}" for row in rows], padding=3)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_title(f"{title}: best baseline / weave")
+    return figure
+
+
+def _panels(rows: Rows) -> dict[Panel, list[Row]]:
+    """Rows by ranks and hidden size, by tokens; those with a whole sum are another case."""
+    found: dict[Panel, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: int(row.case["tokens"])):
+        if row.case.get("sum") != "whole":
+            found.setdefault((int(row.case["ranks"]), int(row.case["hidden"])), []).append(row)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _grid(title: str, count: int, height: float) -> tuple[Figure, list[Axes]]:
+    from matplotlib import pyplot
+
+    columns = min(2, count)
+    lines = -(-count // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(6.2 * columns, height * lines), layout="constrained", squeeze=False
+    )
+    figure.suptitle(title)
+    flat = [each for line in axes for each in line]
+    for unused in flat[count:]:
+        unused.axis("off")
+    return figure, flat
+
+
+def _latency(title: str, rows: Rows) -> Figure:
+    """Latency against tokens: weave, the best baseline, the best peer library, and the bound."""
+    panels = _panels(rows)
+    figure, axes = _grid(f"{title}: all-reduce + residual + RMSNorm, bf16", len(panels), 4.6)
+    for ((ranks, hidden), found), here in zip(panels.items(), axes, strict=False):
+        tokens = [int(row.case["tokens"]) for row in found]
+        here.plot(tokens, [row.baselines[row.best_baseline] for row in found], "o-", ms=3, label="best baseline")
+        peers = [(row.case["tokens"], row.parameters.get("peer_library_us")) for row in found]
+        peers = [(count, us) for count, us in peers if us is not None]
+        if peers:
+            here.plot(*zip(*peers, strict=True), "s--", ms=3, color="gray", label="peer library (another run)")
+        here.plot(tokens, [row.weave_us for row in found], "o-", ms=3, color="#c03a2b", label="weave")
+        here.plot(tokens, [row.bound_us for row in found], ":", color="black", label="bandwidth bound")
+        _log_log(here, f"{ranks} GPUs, hidden {hidden}", "tokens", "us")
+    return figure
+
+
+def _ctas(title: str, rows: Rows) -> Figure:
+    """Time against the number of CTAs, a line for each token count."""
+    panels = _panels(rows)
+    figure, axes = _grid(f"{title}: over the best number of CTAs", len(panels), 4.2)
+    for ((ranks, hidden), found), here in zip(panels.items(), axes, strict=False):
+        for tokens in dict.fromkeys(row.case["tokens"] for row in found):
+            line = sorted((row for row in found if row.case["tokens"] == tokens), key=lambda row: int(row.case["ctas"]))
+            best = min(row.weave_us for row in line)
+            ctas = [int(row.case["ctas"]) for row in line]
+            here.plot(ctas, [row.weave_us / best for row in line], "o-", ms=3, label=f"{tokens} tokens, {best:.0f} us")
+        _log_log(here, f"{ranks} GPUs, hidden {hidden}", "CTAs", "time / best")
+        here.set_ylim(0.95, 8)
+    return figure
+
+
+def _ratios(title: str, rows: Rows) -> Figure:
+    """Best baseline over weave against tokens, a line for each hidden size."""
+    by_ranks: dict[int, dict[int, list[Row]]] = {}
+    for (ranks, hidden), found in _panels(rows).items():
+        by_ranks.setdefault(ranks, {})[hidden] = found
+    figure, axes = _grid(f"{title}: best baseline / weave", len(by_ranks), 4.2)
+    for (ranks, by_hidden), here in zip(by_ranks.items(), axes, strict=False):
+        for hidden, found in sorted(by_hidden.items()):
+            tokens = [int(row.case["tokens"]) for row in found]
+            here.plot(tokens, [row.ratio for row in found], "o-", ms=3, label=str(hidden))
+        here.axhline(1.0, color="black", linewidth=1)
+        here.set_xscale("log", base=2)
+        here.set_title(f"{ranks} GPUs, by hidden size")
+        here.set_xlabel("tokens")
+        here.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def _log_log(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)

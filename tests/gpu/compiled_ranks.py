@@ -1,0 +1,75 @@
+"""One rank of `test_backend`: a compiled block on GPUs against eager, and in CUDA graphs. Started by torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+import weaveopt
+from tests import forms
+from tests.tolerances import LIBRARY, assert_close
+from weaveopt.decision import Fabric
+
+RULE = "all_reduce_rms_norm"
+MAX_TOKENS = 64
+
+
+def main() -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    weights = forms.make_weights(torch.bfloat16)
+    product, norm = weights.product.cuda(), weights.norm.cuda()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + functional.all_reduce(x @ product, "sum", dist.group.WORLD)
+        return forms.rms(total, norm), total
+
+    def inputs(tokens: int) -> tuple[Tensor, Tensor]:
+        own, shared = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(7)
+        x = torch.randn(2, tokens, forms.INNER, generator=own).bfloat16().cuda()
+        return x, torch.randn(2, tokens, forms.HIDDEN, generator=shared).bfloat16().cuda()
+
+    def check(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str) -> None:
+        for result, expected in zip(got, want, strict=True):
+            assert_close(result.cpu(), expected.cpu(), LIBRARY, what)
+
+    options = {"machine": "h200x4", "force": [RULE], "strict": True, "max_tokens": MAX_TOKENS, "timeout_s": 30.0}
+    with torch.no_grad():
+        for cuda_graphs in (False, True):
+            torch._dynamo.reset()
+            compiled = torch.compile(block, backend="weave", options={**options, "cuda_graphs": cuda_graphs})  # type: ignore[call-overload]
+            for _ in range(4):
+                check(compiled(*inputs(9)), block(*inputs(9)), f"cuda_graphs={cuda_graphs}")
+        # A symbolic token count, up to what was planned for and above it.
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend="weave", dynamic=True, options=options)  # type: ignore[call-overload]
+        for tokens in (9, 3, 32, 40):
+            check(compiled(*inputs(tokens)), block(*inputs(tokens)), f"{2 * tokens} tokens")
+
+        # By hand around the compiled call.
+        x, residual = inputs(9)
+        compiled(x, residual)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = compiled(x, residual)
+        for seed in (1, 2):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * seed + rank)))
+            graph.replay()
+            check(captured, block(x, residual), f"replay {seed}")
+    decisions = [d for report in weaveopt.report().graphs for d in report.decisions]
+    assert decisions and all(d.rewritten and d.chosen.fabric is Fabric.PEER for d in decisions), decisions
+    print(f"rank {rank}: compiled as in eager", flush=True)
+    sys.stdout.flush()
+    # NCCL's communicator cannot be destroyed while captured graphs hold it.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

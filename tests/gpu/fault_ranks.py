@@ -1,0 +1,85 @@
+"""One rank of `test_faults`: ranks that die, stall or differ, and what the others are told. Prints one JSON line.
+
+Arguments: the scenario, this rank's GPU, and where the store is (MASTER_ADDR and so on come by the environment).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.op_cases import BULK, MAIL_ONE_SHOT, Case, make_call, make_inputs, need_of, run_op
+from weaveopt.runtime import arena_gpu, topology
+
+STALL_TIMEOUT_S = 4.0
+LONG_TIMEOUT_S = 60.0
+HIDDEN = 1024
+
+
+def error_of(step: Callable[[], object]) -> str:
+    """What `step` raises. The watchdog's error may come at any moment, so also while another one is looked at."""
+    try:
+        try:
+            step()
+        except BaseException as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(scenario: str, device: int) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    kernel = BULK if scenario.endswith("bulk") else MAIL_ONE_SHOT
+    timeout_s = STALL_TIMEOUT_S if scenario.startswith("stalled") else LONG_TIMEOUT_S
+    call = replace(make_call(Case(), HIDDEN, "bfloat16", world, (kernel.lowering(64),)), timeout_s=timeout_s)
+    call = replace(call, site="layers.0")
+    other = replace(call, site="layers.1")
+    arena_gpu.reserve(topology.discover("0", 60.0), need_of([call]), 60.0)
+    # Bound before, so that no rank meets another in the store when it fails.
+    inputs = {n: make_inputs(Case(), n, HIDDEN, torch.bfloat16, world, seed=n) for n in (5, 6)}
+    for warm in (call, other):
+        for values in inputs.values():
+            run_op(values, rank, warm)
+    torch.cuda.synchronize()
+    dist.barrier()  # on the GPUs: nobody is inside a call any more
+    torch.cuda.synchronize()
+    victim = world - 1
+    if rank == victim and scenario.startswith(("killed", "stalled")):
+        os.kill(os.getpid(), signal.SIGKILL if scenario.startswith("killed") else signal.SIGSTOP)
+    differs = rank == victim and scenario.startswith("differing")
+    tokens = 6 if differs and "tokens" in scenario else 5
+    last = other if differs and "sites" in scenario else call
+
+    def fail() -> None:
+        run_op(inputs[tokens], rank, last)
+        torch.cuda.synchronize()
+        # The watchdog's own error comes at the next step in Python.
+        for _ in range(100):
+            time.sleep(0.01)
+
+    started = time.monotonic()
+    at_once = error_of(fail)
+    seconds = time.monotonic() - started
+    time.sleep(0.2)
+    error_of(lambda: run_op(inputs[5], rank, call))  # may be cut short by the watchdog's error
+    later = error_of(lambda: run_op(inputs[5], rank, call))
+    told = {"rank": rank, "seconds": seconds, "at_once": at_once, "later": later}
+    print(json.dumps(told), flush=True)
+    sys.stderr.flush()
+    # Nothing can be taken down in order after a trap.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

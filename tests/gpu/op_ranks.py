@@ -1,0 +1,340 @@
+"""One rank of `test_op`: the fused op on GPUs against the reference. Started by torchrun; `--quick` runs a few cases.
+
+Uninitialized memory is filled with NaN while kernels are compared with the reference, so that a row that nobody wrote
+shows; the other stages run back to back, without anything between that would hide a race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.op_cases import (
+    BULK,
+    CASES,
+    DIRECT,
+    DTYPES,
+    HIDDENS,
+    KERNELS,
+    MAIL_ONE_SHOT,
+    MAIL_TWO_SHOT,
+    TIMEOUT_S,
+    Case,
+    Kernel,
+    Results,
+    check,
+    checksum,
+    make_call,
+    make_inputs,
+    need_of,
+    reference_of,
+    run_op,
+    unsupported,
+)  # fmt: skip
+from weaveopt.decision import RegionNeed
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, SumOut, region_need
+from weaveopt.runtime import arena_gpu, topology
+
+HEADER_BYTES = 64 << 10
+WORLD_GROUP = "0"
+REPLAYS = 10_000
+
+
+def reserve(need: RegionNeed, group: str = WORLD_GROUP) -> arena_gpu.GpuArena:
+    return arena_gpu.reserve(topology.discover(group, TIMEOUT_S), need, TIMEOUT_S)
+
+
+def fill_regions(memory: arena_gpu.GpuArena) -> None:
+    """NaN in all that kernels write before they read it. Mailboxes are not touched: they hold what is to come."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    mailboxes = 3 * memory.regions.mailbox_bytes
+    begin = HEADER_BYTES + mailboxes
+    memory.tensor(begin, (memory.num_bytes - begin,), torch.uint8).fill_(0xFF)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+class Alike:
+    """Checksums of results, compared over the ranks in one go."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.sums: list[torch.Tensor] = []
+
+    def add(self, what: str, call: AllReduceNormCall, results: Results) -> None:
+        self.names.append(what)
+        self.sums.append(checksum(call, results))
+
+    def compare(self) -> None:
+        """Raises `AssertionError` naming the first result that is not bitwise the same on all ranks."""
+        if not self.sums:
+            return
+        own = torch.stack(self.sums)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        for rank, other in enumerate(everyone):
+            differing = (other != everyone[0]).nonzero()
+            assert not len(differing), f"rank {rank} differs from rank 0 bitwise: {self.names[int(differing[0])]}"
+        self.names.clear()
+        self.sums.clear()
+
+
+def grid(quick: bool) -> str:
+    """Every kernel, dtype, hidden size and token count, each with two cases in turn."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors start as NaN
+    alike, counts = Alike(), Counter[str]()
+    hiddens = (8, 4096, 8192) if quick else HIDDENS
+    for index, (kernel, dtype, hidden) in enumerate(itertools.product(KERNELS, DTYPES, hiddens)):
+        memory = reserve(need_of([make_call(Case(wide_out=True), hidden, dtype, world, (kernel.lowering(),))]))
+        fill_regions(memory)
+        for step, tokens in enumerate(kernel.tokens[::3] if quick else kernel.tokens):
+            for case in (CASES[(5 * index + step) % len(CASES)], CASES[(7 * index + 3 * step + 1) % len(CASES)]):
+                counts[run_case(kernel, case, dtype, hidden, tokens, seed=index, alike=alike)] += 1
+        alike.compare()
+    # Every case with every kernel and dtype, at sizes with rows that no CTA count divides.
+    for kernel, dtype, case in itertools.product(KERNELS, DTYPES, CASES[::4] if quick else CASES):
+        counts[run_case(kernel, case, dtype, 1024, 37, seed=5, alike=alike)] += 1
+    alike.compare()
+    torch.use_deterministic_algorithms(False)
+    return f"rank {rank}: {dict(sorted(counts.items()))}"
+
+
+def run_case(kernel: Kernel, case: Case, dtype: str, hidden: int, tokens: int, seed: int, alike: Alike) -> str:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if unsupported(kernel, case, hidden, dtype, world):
+        return f"{kernel.name} unsupported"
+    inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed)
+    call = make_call(case, hidden, dtype, world, (kernel.lowering(),))
+    what = f"{kernel.name}, {tokens} tokens of {hidden} {dtype}, {case}"
+    got = run_op(inputs, rank, call)
+    again = run_op(inputs, rank, call)
+    alike.add(what, call, got)
+    assert torch.equal(checksum(call, got), checksum(call, again)), f"two runs differ: {what}"
+    check(got, reference_of(inputs, call), call, tokens, rank, what, quant_scale=inputs.quant_scale)
+    return kernel.name
+
+
+def chain(quick: bool) -> str:
+    """Kernels and sizes mixed back to back: mailboxes rotate and regions change their layout. Checked at the end."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = list(itertools.product((0, 1, 5, 64, 200), (1024, 4096)))
+    calls = {
+        (kernel, hidden): make_call(Case(), hidden, "bfloat16", world, (kernel.lowering(256),))
+        for kernel in KERNELS
+        for hidden in (1024, 4096)
+        if not unsupported(kernel, Case(), hidden, "bfloat16", world)
+    }
+    reserve(need_of(list(calls.values())))
+    inputs = {shape: make_inputs(Case(), *shape, torch.bfloat16, world, seed=i) for i, shape in enumerate(shapes)}
+    numbers = torch.Generator().manual_seed(3)
+    steps = []
+    for _ in range(60 if quick else 400):
+        kernel = KERNELS[int(torch.randint(len(KERNELS), (), generator=numbers))]
+        shape = shapes[int(torch.randint(len(shapes), (), generator=numbers))]
+        if (kernel, shape[1]) in calls:
+            steps.append((kernel, shape))
+    alike = Alike()
+    for _ in range(2):  # the first round binds, and so meets in the store
+        results = [run_op(inputs[shape], rank, calls[kernel, shape[1]]) for kernel, shape in steps]
+    for index, ((kernel, shape), got) in enumerate(zip(steps, results, strict=True)):
+        call = calls[kernel, shape[1]]
+        check(got, reference_of(inputs[shape], call), call, shape[0], rank, f"step {index}, {kernel.name}, {shape}")
+        alike.add(f"step {index}", call, got)
+    alike.compare()
+    return f"{len(steps)} steps"
+
+
+def sharded(quick: bool) -> str:
+    """Three sites: the residual between them stays sharded; the last sum is whole, by a kernel or by the library."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    count = 0
+    for kernel, dtype, tokens, library in itertools.product(
+        (MAIL_TWO_SHOT, BULK, DIRECT), DTYPES, (1, 2, 65, 200), (False, True)
+    ):
+        if unsupported(kernel, Case(), 1024, dtype, world):
+            continue
+        first = make_call(Case(sum_out=SumOut.SHARDED), 1024, dtype, world, (kernel.lowering(256),))
+        middle = replace(first, residual_sharded=True)
+        last = replace(middle, sum_out=SumOut.WHOLE)
+        reserve(need_of([first]))
+        steps = [make_inputs(Case(), tokens, 1024, getattr(torch, dtype), world, seed) for seed in (1, 2, 3)]
+        residual = want_residual = None
+        for call, inputs in zip((first, middle, last), steps, strict=True):
+            at_end = library and call is last
+            if at_end:
+                call = replace(call, max_tokens=1, lowerings=(kernel.lowering(1),), site="more tokens than planned")
+            got = run_op(inputs, rank, call, residual)
+            want = reference_of(inputs, call, want_residual)
+            by_library = at_end and tokens > 1
+            check(got, want, call, tokens, rank, f"{kernel.name}, {tokens} tokens, {call}", library=by_library)
+            residual = got[1]
+            # The chain goes on from the same rounding on both sides, all ranks' rows put together.
+            begin, end = call.share(tokens, rank) if call.sum_out is SumOut.SHARDED else (0, tokens)
+            whole = torch.zeros_like(residual)
+            whole[begin:end] = residual[begin:end]
+            if call.sum_out is SumOut.SHARDED:
+                dist.all_reduce(whole)
+            want_residual = whole
+            count += 1
+    torch.use_deterministic_algorithms(False)
+    return f"{count} calls"
+
+
+def table(quick: bool) -> str:
+    """One call whose kernel goes by token count, the library above the last row."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = (MAIL_ONE_SHOT.lowering(7), MAIL_TWO_SHOT.lowering(64), BULK.lowering(200))
+    call = make_call(Case(), 4096, "bfloat16", world, rows)
+    reserve(need_of([call]))
+    for tokens in (0, 1, 7, 8, 64, 65, 200, 201, 500):
+        inputs = make_inputs(Case(), tokens, 4096, torch.bfloat16, world, seed=tokens)
+        got = run_op(inputs, rank, call)
+        check(got, reference_of(inputs, call), call, tokens, rank, f"{tokens} tokens", library=tokens > 200)
+    return "all rows"
+
+
+def growing(quick: bool) -> str:
+    """A larger need makes a new arena and keeps the old one's addresses; differing needs are an error on all ranks."""
+    from weaveopt.errors import ArenaError
+
+    rank = dist.get_rank()
+    before = reserve(RegionNeed())
+    assert reserve(RegionNeed()) is before
+    more = before.regions.union(RegionNeed(output_bytes=before.regions.output_bytes + 4096))
+    after = reserve(more)
+    assert after is not before and after.regions == more and not before.closed
+    assert reserve(RegionNeed(mailbox_bytes=256)).regions == more, "regions never shrink"
+    before.tensor(HEADER_BYTES, (16,), torch.uint8).clone()
+    try:
+        reserve(RegionNeed(output_bytes=more.output_bytes + 256 * (1 + rank)))
+    except ArenaError as error:
+        assert "different regions" in str(error)
+    else:
+        raise AssertionError("ranks that differ were not refused")
+    torch.cuda.synchronize()
+    dist.barrier()
+    return f"{after.num_bytes} bytes"
+
+
+def graphs(quick: bool) -> str:
+    """A chain of all kernels in a CUDA graph: every replay gives the bits of the first."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cases = [
+        (kernel, tokens, case)
+        for kernel in KERNELS
+        for tokens, case in ((1, Case()), (40, Case(scale_tensor=True)), (200, Case(quant=Quant.PER_TOKEN)))
+        if not unsupported(kernel, case, 4096, "bfloat16", world)
+    ]
+    calls = [make_call(case, 4096, "bfloat16", world, (kernel.lowering(256),)) for kernel, _, case in cases]
+    inputs = [make_inputs(case, tokens, 4096, torch.bfloat16, world, seed=tokens) for _, tokens, case in cases]
+    reserve(need_of(calls))
+
+    def step() -> list[Results]:
+        return [run_op(values, rank, call) for values, call in zip(inputs, calls, strict=True)]
+
+    for (_, tokens, case), call, values, got in zip(cases, calls, inputs, step(), strict=True):
+        check(got, reference_of(values, call), call, tokens, rank, f"before the capture: {case}")
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    with torch.cuda.graph(graph):
+        captured = step()
+        flat = [result.reshape(-1).view(torch.uint8) for results in captured for result in results if result.numel()]
+        first = [torch.empty_like(values) for values in flat]
+        for values, expected in zip(flat, first, strict=True):
+            differing += (values != expected).sum()
+    dist.barrier()
+    graph.replay()
+    for values, expected in zip(flat, first, strict=True):
+        expected.copy_(values)
+    for (_, tokens, case), call, values, got in zip(cases, calls, inputs, captured, strict=True):
+        check(got, reference_of(values, call), call, tokens, rank, f"first replay: {case}")
+    differing.zero_()
+    for _ in range(200 if quick else REPLAYS):
+        graph.replay()
+    assert int(differing) == 0, f"{int(differing)} bytes differ from the first replay"
+    _alive.append(graph)
+    return f"{len(calls)} calls, {200 if quick else REPLAYS} replays"
+
+
+_alive: list[object] = []
+"""Captured graphs hold addresses of arenas to the end."""
+
+
+def subgroups(quick: bool) -> str:
+    """Rows and columns of a 2x2 mesh in turn, then three of the four ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world != 4:
+        return "needs 4 ranks"
+    mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (2, 2))
+    groups = [mesh.get_group(0), mesh.get_group(1)]
+    three = dist.new_group([0, 1, 2])
+    if rank < 3:
+        groups.append(three)
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        own = ranks.index(rank)
+        for kernel, tokens in itertools.product(KERNELS, (1, 7, 64, 200)):
+            if unsupported(kernel, Case(), 1024, "bfloat16", len(ranks)):
+                continue
+            name = group.group_name
+            call = make_call(Case(), 1024, "bfloat16", len(ranks), (kernel.lowering(256),), name)
+            reserve(need_of([call]), name)
+            inputs = make_inputs(Case(), tokens, 1024, torch.bfloat16, len(ranks), seed=ranks[0] * 10 + tokens)
+            for _ in range(3):
+                got = run_op(inputs, own, call)
+            check(got, reference_of(inputs, call), call, tokens, own, f"{kernel.name} in group {ranks}")
+    return f"{len(groups)} groups"
+
+
+STAGES: dict[str, Callable[[bool], str]] = {
+    "growing": growing, "grid": grid, "chain": chain, "sharded": sharded, "table": table, "graphs": graphs,
+    "subgroups": subgroups,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="*", choices=sorted(STAGES), default=sorted(STAGES, key=list(STAGES).index))
+    arguments = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    world = dist.get_world_size()
+    # Once, and for all of the grid: growing region by region would keep every smaller arena.
+    rows = [(k.lowering(), h, d) for k in KERNELS for h in HIDDENS for d in DTYPES]
+    need = RegionNeed()
+    for row, hidden, dtype in rows:
+        need = need.union(region_need(row, hidden, dtype, "float32", world))
+    if "grid" in arguments.only and not arguments.quick:
+        reserve(need)
+    for name in arguments.only:
+        started = time.monotonic()
+        told = STAGES[name](arguments.quick)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == 0:
+            print(f"stage {name}: {told} ({time.monotonic() - started:.1f} s)", flush=True)
+    print(f"rank {rank}: every stage passed", flush=True)
+    sys.stdout.flush()
+    # NCCL's communicator cannot be destroyed while captured graphs hold it.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

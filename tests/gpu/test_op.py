@@ -1,0 +1,123 @@
+"""The fused op on GPUs: against the reference, in CUDA graphs, in sub-groups, and when ranks die, stall or differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
+from tests.ranks import free_port
+
+FAULT_TIMEOUT_S = 90.0
+
+
+@needs_cuda_part
+@pytest.mark.multigpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += ["--master-port", str(free_port()), "-m", "tests.gpu.op_ranks"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert done.stdout.count("every stage passed") == world
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the ranks of a scenario printed, by rank; a rank that was killed or stopped printed nothing."""
+
+    results: dict[int, dict[str, object]]
+    stderr: str
+
+    def text(self, rank: int, when: str) -> str:
+        return str(self.results[rank][when])
+
+    def seconds(self, rank: int) -> float:
+        return float(str(self.results[rank]["seconds"]))
+
+
+def run_scenario(scenario: str, devices: tuple[int, ...]) -> Told:
+    """Every rank is our own child: torchrun would end the others as soon as one fails."""
+    port = str(free_port())
+    children = []
+    for rank, device in enumerate(devices):
+        environment = {
+            **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank),
+            "WORLD_SIZE": str(len(devices)), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(devices)),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "tests.gpu.fault_ranks", scenario, str(device)]
+        pipe = subprocess.PIPE
+        children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+    deadline = time.monotonic() + FAULT_TIMEOUT_S
+    results: dict[int, dict[str, object]] = {}
+    errors = ""
+    # The last rank may be stopped for good: it is ended once the others are through.
+    for rank, child in enumerate(children):
+        gone = rank == len(children) - 1 and scenario.startswith(("killed", "stalled"))
+        try:
+            out, error = child.communicate(timeout=0.1 if gone else max(deadline - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, error = child.communicate()
+        errors += error
+        for line in out.splitlines():
+            if line.startswith("{"):
+                results[rank] = json.loads(line)
+    return Told(results, errors)
+
+
+SCENARIOS = ("killed", "killed bulk", "stalled", "stalled bulk", "differing tokens", "differing sites bulk")
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Told]:
+    """All scenarios, as many at once as there are pairs of GPUs."""
+    pairs = [(2 * i, 2 * i + 1) for i in range(torch.cuda.device_count() // 2)]
+    outcomes: dict[str, Told] = {}
+
+    def run_some(index: int) -> None:
+        for scenario in SCENARIOS[index :: len(pairs)]:
+            outcomes[scenario] = run_scenario(scenario, pairs[index])
+
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        list(pool.map(run_some, range(len(pairs))))
+    return outcomes
+
+
+@needs_cuda_part
+@pytest.mark.multigpu
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if not s.startswith("differing")])
+def test_a_rank_that_is_gone_ends_the_other(scenario: str, told: dict[str, Told]) -> None:
+    outcome = told[scenario]
+    assert 0 in outcome.results, f"rank 0 hung or died:\n{outcome.stderr[-4000:]}"
+    text = outcome.text(0, "later")
+    assert text.startswith("PeerTimeoutError: the arena is unusable since an earlier call failed."), text
+    assert "site layers.0 with 5 tokens" in text and "rank 0: peer rank 1" in text
+    assert outcome.text(0, "at_once"), "the call that could not finish raised nothing"
+    assert outcome.stderr.count("weaveopt: PeerTimeoutError: ") == 1, outcome.stderr[-4000:]
+    if scenario.startswith("killed"):
+        assert "rank 1 exited" in text and outcome.seconds(0) < 10
+    else:
+        assert "did not signal within 4 s" in text and 3 < outcome.seconds(0) < 10
+
+
+@needs_cuda_part
+@pytest.mark.multigpu
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.startswith("differing")])
+def test_ranks_that_differ_are_told_so(scenario: str, told: dict[str, Told]) -> None:
+    outcome = told[scenario]
+    assert set(outcome.results) == {0, 1}, f"a rank hung or died:\n{outcome.stderr[-4000:]}"
+    own, other = ("5 tokens", "6 tokens") if "tokens" in scenario else ("site layers.0", "site layers.1")
+    texts = [outcome.text(rank, "later") for rank in (0, 1)]
+    assert any("AgreementError" in text and own in text and other in text for text in texts), texts
+    assert all(outcome.seconds(rank) < 15 for rank in (0, 1))

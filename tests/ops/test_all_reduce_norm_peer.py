@@ -1,0 +1,285 @@
+"""The fused op on GPUs as far as that needs none: table, regions, what is handed to the kernel, quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import weaveopt.ops  # noqa: F401
+from tests.ranks import run_ranks
+from weaveopt import _native
+from weaveopt.decision import Algorithm, Fabric, Form, Lowering, RegionNeed
+from weaveopt.errors import ArenaError, PeerTimeoutError, WeaveError
+from weaveopt.ops import all_reduce_norm_peer as peer
+from weaveopt.ops.all_reduce_norm import reference, reference_quant
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, Quant, SumOut, decode, region_need
+from weaveopt.runtime import arena_gpu, watchdog
+from weaveopt.runtime.topology import Group
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+HIDDEN = 64
+LLAMA = NormForm(NormKind.RMS, 1e-5, cast_before_weight=True)
+TABLE = (
+    Lowering(4, Algorithm.ONE_SHOT, Form.MAIL),
+    Lowering(16, Algorithm.TWO_SHOT, Form.MAIL),
+    Lowering(256, Algorithm.TWO_SHOT, Form.BULK, num_ctas=64),
+)
+FIELDS = (
+    "tokens", "form", "num_ctas", "cluster", "overlap", "stream", "partial", "partial_offset", "residual",
+    "reduced_bias", "post_weight", "post_bias", "weight", "bias", "scale_value", "quant_scale", "fp32_parameters",
+    "normed", "sum", "row_scale",
+)  # fmt: skip
+
+
+def make_call(**changes: object) -> AllReduceNormCall:
+    call = AllReduceNormCall(
+        site="layers.0", group="tp", fabric=Fabric.PEER, world=2, hidden=HIDDEN, dtype="bfloat16", out_dtype="bfloat16",
+        partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=256, one_shot_max_tokens=0, post=None,
+        norm=LLAMA, timeout_s=30.0, lowerings=TABLE,
+    )  # fmt: skip
+    return replace(call, **changes)  # type: ignore[arg-type]
+
+
+def need_of(call: AllReduceNormCall) -> RegionNeed:
+    need = RegionNeed()
+    for row in call.lowerings:
+        need = need.union(region_need(row, call.hidden, call.dtype, call.out_dtype, call.world))
+    return need
+
+
+@dataclass
+class Launches:
+    """Stands for the native module: keeps what a kernel would be launched with."""
+
+    calls: list[SimpleNamespace] = field(default_factory=list)
+    sites: list[SimpleNamespace] = field(default_factory=list)
+    code: int = 0
+    why_not: str = ""
+
+    def module(self) -> SimpleNamespace:
+        forms = ("mail_one_shot", "mail_two_shot", "bulk", "direct")
+        return SimpleNamespace(
+            GpuForm=SimpleNamespace(**{name: index for index, name in enumerate(forms)}),
+            OutKind=SimpleNamespace(same="same", float32="float32", float8_e4m3fn="float8_e4m3fn"),
+            QuantKind=SimpleNamespace(none="none", static="static", per_token="per_token"),
+            DType=_native.DType, NormForm=_native.NormForm, NormKind=_native.NormKind,
+            GpuSite=SimpleNamespace, GpuAllReduceNorm=self.bind,
+            unsupported=lambda *of: self.why_not, cuda_error_text=lambda code: f"error {code}",
+        )  # fmt: skip
+
+    def bind(self, group: object, site: SimpleNamespace) -> SimpleNamespace:
+        self.sites.append(site)
+        return SimpleNamespace(run=self.run)
+
+    def run(self, *values: object) -> int:
+        self.calls.append(SimpleNamespace(**dict(zip(FIELDS, values, strict=True))))
+        return self.code
+
+    @property
+    def last(self) -> SimpleNamespace:
+        return self.calls[-1]
+
+
+@dataclass
+class MadeUpArena:
+    regions: RegionNeed
+    group: Group = field(default_factory=lambda: Group("tp", (0, 1), 1))
+    device: int | None = None
+    native: object = field(default_factory=lambda: SimpleNamespace(status=SimpleNamespace(code=_native.Code.OK)))
+    peers: tuple[watchdog.Process, ...] = ()
+    error: WeaveError | None = None
+    partial_offset: int = 1 << 16
+    callbacks: list[object] = field(default_factory=list)
+
+    def at_close(self, callback: object) -> None:
+        self.callbacks.append(callback)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    made = Launches()
+    monkeypatch.setattr(peer, "_native", made.module())
+    monkeypatch.setattr(peer, "expect_alike", lambda *of: None)
+    monkeypatch.setattr(peer, "_on_gpu", lambda value, device: torch.tensor(value))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: -1)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: -1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    yield made
+
+
+def bind(call: AllReduceNormCall, monkeypatch: pytest.MonkeyPatch, **of_arena: object) -> peer.PeerSite:
+    made = MadeUpArena(**{"regions": need_of(call), **of_arena})  # type: ignore[arg-type]
+    monkeypatch.setattr(arena_gpu, "of", lambda name: made)
+    return peer.PeerSite.bind(call, call.encode(), "all_reduce_norm", lambda: None)
+
+
+def run(
+    site: peer.PeerSite, tokens: int, partial: torch.Tensor | None = None, **given: torch.Tensor
+) -> peer.QuantResults:
+    row = site.row(tokens)
+    assert row is not None
+    if partial is None:
+        partial = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
+    names = ("reduced_bias", "scale", "residual", "post_weight", "post_bias", "weight", "bias", "quant_scale")
+    return site.run(row, tokens, partial, None, *(given.get(name) for name in names))  # type: ignore[arg-type]
+
+
+def test_the_table_picks_the_kernel_by_token_count(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bind(make_call(), monkeypatch)
+    for tokens, form, num_ctas in ((1, 0, 0), (4, 0, 0), (5, 1, 0), (16, 1, 0), (17, 2, 64), (256, 2, 64)):
+        run(site, tokens)
+        assert (launches.last.tokens, launches.last.form, launches.last.num_ctas) == (tokens, form, num_ctas)
+    assert site.row(257) is None, "through the library"
+    launches.why_not = "rows are too long"
+    assert bind(make_call(), monkeypatch).row(5) is None
+
+
+def test_no_tokens_launch_nothing(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    normed, total, row_scale = run(bind(make_call(), monkeypatch), 0)
+    assert normed.shape == total.shape == (0, HIDDEN) and row_scale.shape == (0,) and not launches.calls
+
+
+def test_what_is_handed_to_the_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bind(make_call(norm=NormForm(NormKind.LAYER, 1e-5), post=LLAMA), monkeypatch)
+    bfloat16, wide = torch.ones(HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN)
+    residual = torch.ones(1, 5, HIDDEN, dtype=torch.bfloat16)
+    scale = torch.tensor(0.5, dtype=torch.bfloat16)
+    normed, total, _ = run(
+        site, 5, residual=residual, weight=wide, bias=bfloat16, post_weight=wide, reduced_bias=bfloat16.double()
+    )
+    seen = launches.last
+    assert seen.stream == 77 and seen.residual == residual.data_ptr() and normed.shape == total.shape == (1, 5, HIDDEN)
+    assert (seen.normed, seen.sum, seen.row_scale) == (normed.data_ptr(), total.data_ptr(), 0)
+    assert (seen.weight, seen.bias, seen.post_weight) == (wide.data_ptr(), bfloat16.data_ptr(), wide.data_ptr())
+    assert seen.reduced_bias not in (0, bfloat16.data_ptr()) and seen.post_bias == seen.scale_value == 0
+    assert seen.fp32_parameters == 0b01011, "double became fp32; the bias is of the activations' type"
+    run(site, 5, residual=residual, scale=scale.float(), weight=bfloat16)
+    assert launches.last.fp32_parameters == 1 << 5 and launches.last.scale_value != 0
+
+
+def test_odd_strides_and_addresses_are_copied(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bind(make_call(), monkeypatch)
+    strided = torch.ones(HIDDEN, 5, dtype=torch.bfloat16).t()
+    shifted = torch.ones(5 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(5, HIDDEN)
+    weight = torch.ones(HIDDEN + 1, dtype=torch.bfloat16)[1:]
+    run(site, 5, strided, residual=shifted, weight=weight)
+    for pointer, original in ((launches.last.partial, strided), (launches.last.residual, shifted)):
+        assert pointer % 16 == 0 and pointer != original.data_ptr()
+    assert launches.last.weight % 16 == 0 and launches.last.weight != weight.data_ptr()
+    with pytest.raises(WeaveError, match=r"residual is \(4, 64\).* expected 5 rows of 64"):
+        run(site, 5, residual=torch.ones(4, HIDDEN, dtype=torch.bfloat16))
+    with pytest.raises(WeaveError, match=r"a parameter is \(3,\), expected \[64\]"):
+        run(site, 5, weight=torch.ones(3))
+
+
+def test_results_that_are_not_wanted_are_empty(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    normed, total, _ = run(bind(make_call(sum_out=SumOut.NONE), monkeypatch), 5)
+    assert normed.shape == (5, HIDDEN) and total.shape == (0,) and launches.last.sum == 0
+    normed, total, _ = run(bind(make_call(norm=None), monkeypatch), 5)
+    assert normed.shape == (0,) and total.shape == (5, HIDDEN) and launches.last.normed == 0
+    assert not launches.sites[0].sum_whole and launches.sites[1].sum_whole
+
+
+def test_quantized_results(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn")
+    normed, _, row_scale = run(bind(call, monkeypatch), 5)
+    assert normed.dtype is torch.float8_e4m3fn and row_scale.shape == (5, 1) and row_scale.dtype is torch.float32
+    assert launches.last.row_scale == row_scale.data_ptr() and launches.sites[-1].out_kind == "float8_e4m3fn"
+    static = bind(replace(call, quant=Quant.STATIC), monkeypatch)
+    with pytest.raises(WeaveError, match="needs quant_scale"):
+        run(static, 5)
+    _, _, row_scale = run(static, 5, quant_scale=torch.tensor(0.1))
+    assert row_scale.shape == (0,) and launches.last.quant_scale and launches.last.fp32_parameters == 1 << 6
+
+
+def test_direct_reads_the_partial_result_from_the_arena(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_call(lowerings=(Lowering(256, Algorithm.TWO_SHOT, Form.DIRECT),))
+    site = bind(call, monkeypatch)
+    run(site, 5, torch.full((5, HIDDEN), 3.0, dtype=torch.bfloat16))
+    assert (
+        launches.last.partial_offset == 1 << 16 and site._partial is not None and bool((site._partial[:5] == 3).all())
+    )
+    row = site.row(7)
+    assert row is not None
+    a, b = torch.ones(7, 4, dtype=torch.bfloat16), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+    site.run(row, 7, None, (a, b, None), None, None, None, None, None, None, None, None)
+    assert launches.last.partial == site._partial.data_ptr() and bool((site._partial[:7] == 4).all())
+
+
+def test_an_arena_that_is_too_small_or_broken_is_refused(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArenaError, match=r"layers.0: needs RegionNeed"):
+        bind(make_call(), monkeypatch, regions=RegionNeed(mailbox_bytes=1 << 20))
+    with pytest.raises(ArenaError, match="planned for 2 ranks, group has 3"):
+        bind(make_call(), monkeypatch, group=Group("tp", (0, 1, 2), 0))
+    with pytest.raises(ArenaError, match="not mapped for multicast"):
+        bind(make_call(fabric=Fabric.MULTIMEM), monkeypatch)
+    with pytest.raises(PeerTimeoutError, match=r"^the arena is unusable since an earlier call failed\. peer rank 1"):
+        run(bind(make_call(), monkeypatch, error=PeerTimeoutError("peer rank 1 exited")), 5)
+    launches.code = 719
+    with pytest.raises(WeaveError, match=r"layers.0, group 'tp', rank 1: the kernel could not be launched: error 719"):
+        run(bind(make_call(), monkeypatch), 5)
+
+
+def test_only_kernels_that_exist_are_asked_for() -> None:
+    with pytest.raises(WeaveError, match="no GPU kernel for one_shot in the form bulk"):
+        peer.native_form_of(Lowering(1, Algorithm.ONE_SHOT, Form.BULK))
+    for table in ((), TABLE[::-1], TABLE[:2]):
+        with pytest.raises(WeaveError, match="does not end at 256"):
+            decode(make_call(lowerings=table).encode())
+    call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn")
+    assert decode(call.encode()) == call
+
+
+def test_regions_hold_what_the_kernels_lay_out() -> None:
+    """The layouts of csrc/all_reduce_norm/mail.cu and bulk.cu, for rows whose e4m3 form is no multiple of 16 bytes."""
+    world, tokens, share = 4, 6, 2
+    one = region_need(Lowering(tokens, Algorithm.ONE_SHOT, Form.MAIL), 8, "bfloat16", "bfloat16", world)
+    assert one == RegionNeed(mailbox_bytes=512) and one.mailbox_bytes >= 3 * tokens * 16
+    two = region_need(Lowering(tokens, Algorithm.TWO_SHOT, Form.MAIL), 8, "bfloat16", "float8_e4m3fn", world)
+    assert two.mailbox_bytes >= 3 * share * (16 + (16 + 16) + 16)
+    bulk = region_need(Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK), 8, "bfloat16", "float8_e4m3fn", world)
+    assert bulk.staging_bytes >= 3 * share * 16 and bulk.output_bytes >= tokens * (8 + 4 + 16)
+
+
+def test_quantized_reference() -> None:
+    partials = [torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2)]
+    nothing = (None,) * 7
+    normed, _ = reference(partials, *nothing, make_call())
+    call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn", sum_out=SumOut.NONE)
+    quantized, total, row_scale = reference_quant(partials, *nothing, None, call)
+    assert quantized.dtype is torch.float8_e4m3fn and total.shape == (0,) and row_scale.shape == (6, 1)
+    torch.testing.assert_close(quantized.float() * row_scale, normed.float(), rtol=0.07, atol=0.01)
+    torch.testing.assert_close(row_scale.squeeze(1), normed.float().abs().amax(-1) / 448)
+    static = replace(call, quant=Quant.STATIC)
+    saturated, _, no_scale = reference_quant(partials, *nothing, torch.tensor(1e-4), static)
+    assert saturated.float().abs().max() == 448 and no_scale.shape == (0,)
+    with pytest.raises(WeaveError, match="needs quant_scale"):
+        reference(partials, *nothing, static)
+    zeros, _, least = reference_quant([torch.zeros(1, HIDDEN).bfloat16()], *nothing, None, call)
+    assert not zeros.float().any() and least.item() > 0
+
+
+def run_quant_op(rank: int) -> None:
+    """On CPU ranks the library runs; schema, fake and tracing hold for every op."""
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    partial = torch.randn(5, HIDDEN).bfloat16()
+    residual, weight = torch.randn(1, 5, HIDDEN).bfloat16(), torch.ones(HIDDEN)
+    for quant, scale in ((Quant.PER_TOKEN, None), (Quant.STATIC, torch.tensor(0.1))):
+        call = make_call(group="0", world=1, quant=quant, out_dtype="float8_e4m3fn")
+        arguments = (partial, None, None, residual, None, None, weight, None, scale, call.encode())
+        torch.library.opcheck(torch.ops.weave.all_reduce_norm_quant.default, arguments, test_utils=checks)
+        got = torch.ops.weave.all_reduce_norm_quant(*arguments)
+        want = reference_quant([partial], None, None, residual, None, None, weight, None, scale, call)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want, strict=True))
+
+
+def test_the_quantizing_op_on_the_cpu() -> None:
+    run_ranks(run_quant_op, 1)

@@ -1,0 +1,129 @@
+"""What of the benchmarks needs no GPU: which cases and variants they have, the rows, curves, pages and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import all_reduce_rms_norm_gpu as gpu
+from benchmarks import plots, results_table
+from benchmarks.all_reduce_rms_norm_variants import (
+    ADD_NORM,
+    NCCL,
+    SYMM_ONE_SHOT,
+    SYMM_TWO_SHOT,
+    Case,
+    Variant,
+    add_norm,
+)
+from benchmarks.gpu_ranks import Place
+from benchmarks.peer_library import flashinfer
+from benchmarks.record import Row
+from weaveopt.decision import Algorithm, Form, Lowering
+from weaveopt.ops.all_reduce_norm_call import decode
+from weaveopt.ops.all_reduce_norm_reference import reference
+
+PLACE = Place(0, 4, torch.device("cpu"))
+
+
+def bench(*suites: str, world: int = 4) -> gpu.Bench:
+    return gpu.Bench(Place(0, world, PLACE.device), gpu.Asked(suites, "h200x4"))
+
+
+def times(job: gpu.Job, world: int) -> dict[str, float]:
+    floor = job.case.floor_us(world) + 5
+    us = {variant.name: floor * (1 + 0.01 * place) for place, variant in enumerate(job.variants)}
+    return us | {NCCL: 2 * floor, SYMM_ONE_SHOT: 1.9 * floor, SYMM_TWO_SHOT: 1.8 * floor, ADD_NORM: 0.2 * floor}
+
+
+def all_rows(found: gpu.Bench, suite: str) -> list[Row]:
+    return [row for job in found.jobs(suite) for row in found.rows(suite, job, times(job, found.place.world))]
+
+
+def test_flashinfer_times_are_of_the_faster_form() -> None:
+    assert flashinfer(8192, 1) == 5.81
+    assert flashinfer(8192, 256) == 37.5
+    assert flashinfer(4096, 2048) == 121.0
+    assert flashinfer(8192, 4096) is None
+    assert flashinfer(8192, 3) is None
+    assert flashinfer(5120, 1) is None
+
+
+@pytest.mark.parametrize(("suite", "least"), [(gpu.MAIN, 32), (gpu.CTAS, 4), (gpu.SHAPES, 60), (gpu.TUNE, 32)])
+def test_suites_have_their_cases(suite: str, least: int) -> None:
+    jobs = bench(suite).jobs(suite)
+    assert len(jobs) >= least
+    for job in jobs:
+        names = [variant.name for variant in job.variants]
+        assert len(set(names)) == len(names)
+        for variant in job.variants:
+            call = variant.call(job.case, PLACE)
+            assert decode(call.encode()) == call
+            assert variant.need(job.case, 4).mailbox_bytes < 2 << 30
+
+
+def test_a_call_means_what_inductor_is_given() -> None:
+    case = Case(5, 64)
+    call = Variant(Lowering(5, Algorithm.ONE_SHOT, Form.MAIL), whole=True).call(case, Place(0, 2, PLACE.device))
+    torch.manual_seed(0)
+    first, second, residual = (torch.randn(5, 64).bfloat16() for _ in range(3))
+    weight = torch.rand(64).bfloat16()
+    normed, total, *_ = reference([first, second], None, None, residual, None, None, weight, None, call)
+    want_normed, want_total = add_norm((first.float() + second.float()).bfloat16(), residual, weight)
+    torch.testing.assert_close(total, want_total, rtol=2e-2, atol=4e-2)
+    torch.testing.assert_close(normed, want_normed, rtol=3e-2, atol=6e-2)
+
+
+def test_rows_of_the_main_suite() -> None:
+    found = bench(gpu.MAIN)
+    rows = all_rows(found, gpu.MAIN)
+    sharded = [row for row in rows if row.case["sum"] == "sharded"]
+    assert len(sharded) == len(gpu.TOKENS) * len(gpu.HIDDENS)
+    assert len(rows) == len(sharded) + len(gpu.WHOLE_TOKENS) * len(gpu.HIDDENS)
+    assert all(row.bound_us is not None and row.bound_us < row.weave_us for row in rows)
+    assert all(set(row.baselines) == {NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT} for row in rows)
+    assert any(row.predicted_us is not None for row in rows)
+    assert "peer_library_us" in sharded[0].parameters
+    assert "worst ratio" in gpu.summary(gpu.MAIN, rows)
+
+
+def test_curves_never_fall() -> None:
+    found = bench(gpu.TUNE)
+    made = gpu.curves([(job.case, times(job, 4)) for job in found.jobs(gpu.TUNE)], 4)
+    assert {(each["algorithm"], each["form"]) for each in made["all_reduce_norm"]} == {
+        ("one_shot", "mail"),
+        ("two_shot", "mail"),
+        ("two_shot", "bulk"),
+    }
+    for each in [*made["all_reduce_norm"], *made["all_reduce"], *made["memory"]]:
+        points = [(point["bytes"], point["us"]) for point in each["points"]]  # type: ignore[attr-defined]
+        assert points == sorted(points)
+        assert [us for _, us in points] == sorted(us for _, us in points)
+
+
+@pytest.mark.parametrize("suite", [gpu.MAIN, gpu.CTAS, gpu.SHAPES])
+def test_pages_and_plots(tmp_path: Path, suite: str) -> None:
+    pytest.importorskip("matplotlib")
+    found = [bench(suite, world=world) for world in (4, 2)]
+    together = gpu.Found()
+    for each in found:
+        each.found.rows[suite] = all_rows(each, suite)
+        each.found.save(tmp_path / "found.json")
+        together.add_from(tmp_path / "found.json")
+    rows = together.rows[suite]
+    assert len(rows) == 2 * len(found[0].found.rows[suite])
+    file = {
+        "suite": suite, "machine": "made-up", "host": {"processor": "x", "cores": 1, "gpus": "4 x y"},
+        "date": "2026-11-20", "commit": None, "versions": {"cuda": "13.0"}, "rows": [vars(row) for row in rows],
+    }  # fmt: skip
+    (tmp_path / "suite.json").write_text(json.dumps(file))
+    read = results_table.read(tmp_path / "suite.json")
+    page = results_table.page([read])
+    assert page.count("\n| ") == len(rows) + 1
+    assert "4 x y, x, 1 cores" in page
+    assert ("FlashInfer" in page) == (suite != gpu.CTAS)
+    plots.plot(suite, read.rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
