@@ -445,47 +445,41 @@ struct Finisher {
     char* places;  // the team's
     int32_t out_packet;
 
-    // The sum over ranks of row `index` of this rank's share, in x.
+    // The sum over ranks of row `index` of this rank's share, in x: the own part first, then the slots in order. Only the
+    // owner sums a row, so any fixed order is the same for everyone.
     __device__ __forceinline__ void reduce(int64_t index, int64_t row, float (&x)[kVecs][E],
                                            Vec16 (&residual)[kVecs]) const {
         const Call& call = work.call;
-        const int64_t row_bytes = work.layout.row_bytes;
-        const char* staging = call.base[call.rank] + call.regions.staging();
-        constexpr int kAtOnce = kVecs < 2 ? 1 : 2;
+        const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
+        const char* own = static_cast<const char*>(call.partial) + row * row_bytes + lanes.first * 16;
+        const char* before = static_cast<const char*>(call.residual) + row * row_bytes + lanes.first * 16;
+        const char* slots = call.base[call.rank] + call.regions.staging() + index * row_bytes + lanes.first * 16;
+        constexpr int kAtOnce = 2;
+        constexpr int kStride = kTeamThreads * 16;
 #pragma unroll
         for (int j0 = 0; j0 < kVecs; j0 += kAtOnce) {
             Vec16 part[kMaxW][kAtOnce];
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
                 const int j = j0 + k;
-                if (!lanes.has(j)) continue;
-                const int64_t at = lanes.at(j) * 16;
+                part[0][k] = lanes.has(j) ? fabric::load(own + j * kStride) : Vec16{};
 #pragma unroll
-                for (int r = 0; r < kMaxW; ++r) {
-                    if (r >= call.world) break;
-                    const int64_t slot = (r > call.rank ? r - call.rank : r - call.rank + call.world) - 1;
-                    part[r][k] = fabric::load(
-                        r == call.rank ? static_cast<const char*>(call.partial) + row * row_bytes + at
-                                       : staging + (slot * call.share + index) * row_bytes + at);
-                }
-                if (call.residual != nullptr)
-                    residual[j] = fabric::load(static_cast<const char*>(call.residual) + row * row_bytes + at);
+                for (int slot = 1; slot < kMaxW; ++slot)
+                    part[slot][k] = lanes.has(j) && slot < call.world
+                                        ? fabric::load(slots + (slot - 1) * slot_bytes + j * kStride)
+                                        : Vec16{};
+                residual[j] = lanes.has(j) && call.residual != nullptr ? fabric::load(before + j * kStride) : Vec16{};
             }
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
-                const int j = j0 + k;
+                fabric::widen(part[0][k], x[j0 + k], static_cast<const T*>(nullptr));
 #pragma unroll
-                for (int i = 0; i < E; ++i)
-                    x[j][i] = 0;
-                if (!lanes.has(j)) continue;
-#pragma unroll
-                for (int r = 0; r < kMaxW; ++r) {
-                    if (r >= call.world) break;
+                for (int slot = 1; slot < kMaxW; ++slot) {
                     float widened[E];
-                    fabric::widen(part[r][k], widened, static_cast<const T*>(nullptr));
+                    fabric::widen(part[slot][k], widened, static_cast<const T*>(nullptr));
 #pragma unroll
                     for (int i = 0; i < E; ++i)
-                        x[j][i] += widened[i];
+                        x[j0 + k][i] += widened[i];
                 }
             }
         }
@@ -504,45 +498,43 @@ struct Finisher {
         char* place = places + number % layout.places * layout.place_bytes;
         for (int32_t i = 0; i < count; ++i) {
             float x[kVecs][E];
-            Vec16 residual[kVecs], rounded_sum[kVecs];
+            Vec16 residual[kVecs];
             reduce(index + i, first + i, x, residual);
             // The place is free once what it held before was read out of it.
             if (i == 0 && number >= static_cast<uint32_t>(layout.places))
                 await_word(work.progress.taken[team.index], number - layout.places + 1);
-            finish<T>(x, call, lanes, residual, rounded_sum, team, LateWeight<T, kVecs>{});
+            char* sums = place + layout.rows_a_unit * layout.out_row_bytes + i * layout.row_bytes;
+            char* sum_row = static_cast<char*>(call.sum) + (first + i) * layout.row_bytes;
+            finish<T>(x, call, lanes, residual, team, LateWeight<T, kVecs>{}, [&](int j, const Vec16& sum) {
+                if (call.sum != nullptr) fabric::store(sum_row + lanes.at(j) * 16, sum);
+                if (call.sum_whole) *reinterpret_cast<Vec16*>(sums + lanes.at(j) * 16) = sum;
+            });
             float scale;
             const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
-            put(place, i, first + i, x, rounded_sum, inverse, scale);
+            put(place, i, first + i, x, inverse, scale);
         }
         order_shared_stores_before_copies();
         team.meet();
         if (team.thread == 0) post(work.progress.finished[team.index], number + 1);
     }
 
-    __device__ __forceinline__ void put(char* place, int32_t i, int64_t row, float (&x)[kVecs][E],
-                                        const Vec16 (&rounded_sum)[kVecs], float inverse, float scale) const {
+    __device__ __forceinline__ void put(char* place, int32_t i, int64_t row, float (&x)[kVecs][E], float inverse,
+                                        float scale) const {
         const Call& call = work.call;
-        const BulkLayout& layout = work.layout;
-        char* normed = place + i * layout.out_row_bytes;
-        char* sums = place + layout.rows_a_unit * layout.out_row_bytes + i * layout.row_bytes;
+        char* normed = place + i * work.layout.out_row_bytes;
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j)) continue;
-            const int64_t vec = lanes.at(j);
-            if (call.normed != nullptr) {
-                const Packet packet = packed<T>(x[j], call.out_kind, inverse);
-                char* to = normed + vec * out_packet;
-                if (out_packet >= 16) *reinterpret_cast<Vec16*>(to) = packet.part[0];
-                if (out_packet == 32) *reinterpret_cast<Vec16*>(to + 16) = packet.part[1];
-                if (out_packet == 8) *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
-                if (out_packet == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
-            }
-            if (call.sum_whole) *reinterpret_cast<Vec16*>(sums + vec * 16) = rounded_sum[j];
-            if (call.sum != nullptr)
-                fabric::store(static_cast<char*>(call.sum) + row * layout.row_bytes + vec * 16, rounded_sum[j]);
+            if (!lanes.has(j) || call.normed == nullptr) continue;
+            const Packet packet = packed<T>(x[j], call.out_kind, inverse);
+            char* to = normed + lanes.at(j) * out_packet;
+            if (out_packet >= 16) *reinterpret_cast<Vec16*>(to) = packet.part[0];
+            if (out_packet == 32) *reinterpret_cast<Vec16*>(to + 16) = packet.part[1];
+            if (out_packet == 8)
+                *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
+            if (out_packet == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
         }
         if (call.quant == QuantKind::kPerToken && team.thread == 0) {
-            *reinterpret_cast<float*>(normed + layout.out_bytes) = scale;
+            *reinterpret_cast<float*>(normed + work.layout.out_bytes) = scale;
             static_cast<float*>(call.row_scale)[row] = scale;
         }
     }

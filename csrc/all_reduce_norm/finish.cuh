@@ -130,12 +130,12 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
     }
 }
 
-// From the sum over ranks to the rounded sum, which is written to `sum` (and to peers by the caller, as `rounded_sum`),
-// and on to the normed row, left in `x`. `residual` holds the row's own vectors where there is one.
-template <typename T, int kVecs, class Team, class Weight>
+// From the sum over ranks on to the normed row, left in `x`. `residual` holds the row's own vectors where there is one.
+// `take_sum(j, v)` gets the rounded sum: at once, so that it takes no registers during the norm.
+template <typename T, int kVecs, class Team, class Weight, class TakeSum>
 __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
-                                       const Vec16 (&residual)[kVecs], Vec16 (&rounded_sum)[kVecs], Team& team,
-                                       const Weight& weight) {
+                                       const Vec16 (&residual)[kVecs], Team& team, const Weight& weight,
+                                       const TakeSum& take_sum) {
     constexpr int E = kElements<T>;
     if (call.reduced_bias.data != nullptr) {
 #pragma unroll
@@ -169,9 +169,10 @@ __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Ca
             for (int i = 0; i < E; ++i)
                 x[j][i] += other[i];
         }
-        rounded_sum[j] = fabric::narrow(x[j], static_cast<const T*>(nullptr));
-        if (call.sum_whole) rounded_sum[j] = fabric::filled(rounded_sum[j]);
-        fabric::widen(rounded_sum[j], x[j], static_cast<const T*>(nullptr));
+        Vec16 sum = fabric::narrow(x[j], static_cast<const T*>(nullptr));
+        if (call.sum_whole) sum = fabric::filled(sum);
+        fabric::widen(sum, x[j], static_cast<const T*>(nullptr));
+        take_sum(j, sum);
     }
     if (call.norm.form.kind != NormKind::kNone) normalize<T>(x, call.norm, call.hidden, lanes, team, weight);
 }

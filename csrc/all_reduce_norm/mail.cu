@@ -286,7 +286,7 @@ struct Mail {
     // Token row `row`, whose peers' parts come in slot row `index`: summed, finished, stored; and sent if two-shot.
     __device__ __forceinline__ void reduce(int32_t row, int32_t index, bool send) const {
         float x[kVecs][E];
-        Vec16 residual[kVecs], rounded_sum[kVecs];
+        Vec16 residual[kVecs];
         const Weight weight(call.norm, lanes);
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
@@ -315,7 +315,14 @@ struct Mail {
                     x[j][i] += widened[i];
             }
         }
-        finish<T>(x, call, lanes, residual, rounded_sum, team, weight);
+        finish<T>(x, call, lanes, residual, team, weight, [&](int j, const Vec16& sum) {
+            if (call.sum != nullptr) fabric::store(static_cast<char*>(call.sum) + in_tensor(row, j), sum);
+            if (!send || !sum_whole()) return;
+#pragma unroll
+            for (int step = 1; step < kMaxW; ++step)
+                if (step < call.world)
+                    fabric::relaxed_store(theirs(step, layout.sum_at, layout.row_bytes, index) + lanes.at(j) * 16, sum);
+        });
         float scale = 1.0f, inverse = 1.0f;
         if constexpr (!kPlain) inverse = inverse_scale<T>(x, call, lanes, scale, team);
 #pragma unroll
@@ -327,12 +334,10 @@ struct Mail {
 #pragma unroll
                 for (int step = 1; step < kMaxW; ++step) {
                     if (step >= call.world) break;
-                    send_finished(step, index, vec, packet, rounded_sum[j], scale);
+                    send_finished(step, index, vec, packet, scale);
                 }
             }
             store_finished(row, vec, packet, scale);
-            if (call.sum != nullptr)
-                fabric::store(static_cast<char*>(call.sum) + in_tensor(row, j), rounded_sum[j]);
         }
     }
 
@@ -358,11 +363,9 @@ struct Mail {
     }
 
     __device__ __forceinline__ void send_finished(int32_t step, int32_t index, int32_t vec, const Packet& packet,
-                                                  const Vec16& sum, float scale) const {
+                                                  float scale) const {
         if (call.normed != nullptr)
             send_packet(theirs(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(), packet, out_packet());
-        if (sum_whole())
-            fabric::relaxed_store(theirs(step, layout.sum_at, layout.row_bytes, index) + vec * 16, sum);
         if (scales_rows() && vec == 0) {
             const uint32_t bits = __float_as_uint(scale);
             fabric::relaxed_store(theirs(step, layout.out_at, layout.out_row_bytes, index + 1) - kScaleBytes,

@@ -1,4 +1,6 @@
 // The Python face of the native code. Pointers and sizes come in as integers: nothing here knows torch.
+#include "base/bindings.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,7 +8,6 @@
 #include <stdexcept>
 
 #include "all_reduce_norm/shm.h"
-#include "base/bindings.h"
 #include "fabric/shm.h"
 
 namespace py = pybind11;

@@ -1,0 +1,208 @@
+// The direct form of all_reduce_norm: owners read all ranks' partial rows where they are, finish them in registers and
+// store them to everyone, between two rounds of signals (TokenWeave, section 4.3, where the switch sums and copies).
+//
+// The body is written once over a fabric with two operations, reduce_load and broadcast_store: `peer` does them with
+// loads and stores to each rank in turn, `multimem` with one instruction on a multicast address.
+#pragma once
+
+#include <algorithm>
+
+#include "all_reduce_norm/finish.cuh"
+
+namespace weave::gpu {
+
+using fabric::Header;
+using fabric::kMaxCtas;
+using fabric::kMaxWorld;
+using fabric::Watch;
+
+constexpr int kDirectThreads = 512;
+constexpr int kDirectWarps = kDirectThreads / 32;
+constexpr int kDirectScaleBytes = 16;
+constexpr int kMostDirectVecs = 8;
+
+// Where rows lie in the output region, equal on all ranks.
+struct DirectLayout {
+    int32_t row_bytes;
+    int32_t out_bytes;
+    int32_t out_row_bytes;
+    int64_t sum_at;
+};
+
+// The threads of a CTA. Sums are made in one order.
+struct BlockTeam {
+    float (*parts)[kDirectWarps];
+    uint32_t num_reductions = 0;
+
+    template <class Combine>
+    __device__ __forceinline__ float reduce(float value, const Combine& combine) {
+        float* row = parts[num_reductions++ & 1];
+        value = combine(value);
+        if ((threadIdx.x & 31) == 0) row[threadIdx.x >> 5] = value;
+        __syncthreads();
+        return combine((threadIdx.x & 31) < kDirectWarps ? row[threadIdx.x & 31] : 0.0f);
+    }
+    __device__ __forceinline__ float sum(float value) {
+        return reduce(value, [](float part) { return warp_sum(part); });
+    }
+    __device__ __forceinline__ float max(float value) {
+        return reduce(value, [](float part) { return warp_max(part); });
+    }
+};
+
+template <class Fabric, typename T, int kVecs>
+__global__ void __launch_bounds__(kDirectThreads, 1)
+    direct(const __grid_constant__ Call call, const __grid_constant__ DirectLayout layout) {
+    constexpr int E = kElements<T>;
+    __shared__ float parts[2][kDirectWarps];
+    fabric::let_next_kernel_start();
+    fabric::wait_for_previous_kernel();
+    Header* own = reinterpret_cast<Header*>(call.base[call.rank]);
+    const uint64_t calls = *reinterpret_cast<const volatile uint64_t*>(&own->state.num_calls);
+    __syncthreads();
+    const Watch watch{own, call.record, call.timeout_ns, fabric::tag_word(calls + 1, call.tokens, call.tag)};
+    const uint64_t word = (calls + 1) << 24 | 1;
+    const int peer = threadIdx.x;
+    const bool meets = peer < call.world && peer != call.rank;
+    if (threadIdx.x == kMaxWorld) {
+        // Everyone in this CTA has read the state: the last CTA moves it on.
+        __threadfence();
+        if (atomicAdd(&own->state.num_arrived, 1u) == gridDim.x - 1) {
+            own->state.num_arrived = 0;
+            own->state.num_calls = calls + 1;
+        }
+    }
+    if (meets) {
+        Header* theirs = reinterpret_cast<Header*>(call.base[peer]);
+        if (blockIdx.x == 0) fabric::exchange_tags(watch, call.base[peer], call.rank, peer, calls);
+        // The partial rows were written by kernels before this one.
+        fabric::signal(&theirs->partial[call.rank][blockIdx.x], word);
+        fabric::wait(&own->partial[peer][blockIdx.x], word, watch, peer, fabric::Slot::kPartial);
+    }
+    Fabric::order_addresses();
+    __syncthreads();
+
+    const Lanes lanes{static_cast<int>(threadIdx.x), kDirectThreads, call.hidden / E};
+    BlockTeam team{parts};
+    const int32_t packet_size = packet_bytes<T>(call.out_kind);
+    const int64_t output = call.regions.output();
+    for (int32_t row = call.begin[call.rank] + blockIdx.x; row < call.begin[call.rank + 1]; row += gridDim.x) {
+        float x[kVecs][E];
+        Vec16 residual[kVecs];
+        const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] = 0;
+            if (!lanes.has(j)) continue;
+            Fabric::template reduce_load<T>(call, call.partial_offset + row_at + lanes.at(j) * 16, x[j]);
+            if (call.residual != nullptr)
+                residual[j] = fabric::load(static_cast<const char*>(call.residual) + row_at + lanes.at(j) * 16);
+        }
+        finish<T>(x, call, lanes, residual, team, LateWeight<T, kVecs>{}, [&](int j, const Vec16& sum) {
+            if (call.sum_whole)
+                Fabric::broadcast_store(call, output + layout.sum_at + row_at + lanes.at(j) * 16, sum);
+            else if (call.sum != nullptr)
+                fabric::store(static_cast<char*>(call.sum) + row_at + lanes.at(j) * 16, sum);
+        });
+        float scale;
+        const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
+        const int64_t out_at = output + static_cast<int64_t>(row) * layout.out_row_bytes;
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+            if (!lanes.has(j) || call.normed == nullptr) continue;
+            const Packet packet = packed<T>(x[j], call.out_kind, inverse);
+            const int64_t at = out_at + static_cast<int64_t>(lanes.at(j)) * packet_size;
+            if (packet_size >= 16) Fabric::broadcast_store(call, at, packet.part[0]);
+            if (packet_size == 32) Fabric::broadcast_store(call, at + 16, packet.part[1]);
+            if (packet_size < 16) Fabric::broadcast_short(call, at, packet.part[0], packet_size);
+        }
+        if (call.quant == QuantKind::kPerToken && threadIdx.x == 0) {
+            const uint32_t bits = __float_as_uint(scale);
+            Fabric::broadcast_store(call, out_at + layout.out_row_bytes - kDirectScaleBytes,
+                                    Vec16{{bits, bits, bits, bits}});
+        }
+    }
+    Fabric::order_addresses();
+    __syncthreads();
+    if (meets) {
+        fabric::signal(&reinterpret_cast<Header*>(call.base[peer])->rows[call.rank][blockIdx.x * fabric::kMaxTeams], word);
+        fabric::wait(&own->rows[peer][blockIdx.x * fabric::kMaxTeams], word, watch, peer, fabric::Slot::kRows);
+    }
+    Fabric::order_addresses();
+    __syncthreads();
+    // What everyone stored here, into the caller's tensors.
+    const char* from = call.base[call.rank] + output;
+    for (int32_t owner = 0; owner < call.world; ++owner)
+        for (int32_t row = call.begin[owner] + blockIdx.x; row < call.begin[owner + 1]; row += gridDim.x) {
+            const char* out_row = from + static_cast<int64_t>(row) * layout.out_row_bytes;
+            for (int32_t at = threadIdx.x * 4; call.normed != nullptr && at < layout.out_bytes; at += kDirectThreads * 4)
+                *reinterpret_cast<uint32_t*>(static_cast<char*>(call.normed) +
+                                             static_cast<int64_t>(row) * layout.out_bytes + at) =
+                    *reinterpret_cast<const volatile uint32_t*>(out_row + at);
+            if (call.quant == QuantKind::kPerToken && threadIdx.x == 0)
+                static_cast<float*>(call.row_scale)[row] =
+                    *reinterpret_cast<const volatile float*>(out_row + layout.out_row_bytes - kDirectScaleBytes);
+            if (!call.sum_whole) continue;
+            const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
+            for (int32_t at = threadIdx.x * 16; at < layout.row_bytes; at += kDirectThreads * 16)
+                fabric::store(static_cast<char*>(call.sum) + row_at + at, fabric::load(from + layout.sum_at + row_at + at));
+        }
+}
+
+template <class Fabric, typename T, int kVecs>
+int enqueue_direct(const Call& call, const Launch& launch) {
+    int device = 0, num_sms = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    DirectLayout layout{};
+    const int32_t out = call.out_kind == OutKind::kSame      ? static_cast<int32_t>(size_of(launch.dtype))
+                        : call.out_kind == OutKind::kFloat32 ? 4
+                                                             : 1;
+    layout.row_bytes = static_cast<int32_t>(call.hidden * size_of(launch.dtype));
+    layout.out_bytes = call.hidden * out;
+    layout.out_row_bytes = (layout.out_bytes + 15) / 16 * 16 +
+                           (call.quant == QuantKind::kPerToken ? kDirectScaleBytes : 0);
+    layout.sum_at = (static_cast<int64_t>(call.tokens) * layout.out_row_bytes + 255) / 256 * 256;
+    const int64_t bytes = layout.sum_at + (call.sum_whole ? static_cast<int64_t>(call.tokens) * layout.row_bytes : 0);
+    if (bytes > call.regions.output_bytes) return cudaErrorInvalidValue;
+    // CTAs wait for each other through peers: all of them must be resident at once, which is one on each SM.
+    int32_t num_ctas = std::min({num_sms, kMaxCtas, call.share});
+    if (launch.num_ctas > 0) num_ctas = std::min(num_ctas, launch.num_ctas);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = num_ctas;
+    config.blockDim = kDirectThreads;
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.attrs = &attribute;
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    config.numAttrs = launch.overlap && major >= 9 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, direct<Fabric, T, kVecs>, call, layout);
+}
+
+template <class Fabric, typename T>
+int run_direct_as(const Call& call, const Launch& launch) {
+    const int32_t vecs = (call.hidden / kElements<T> + kDirectThreads - 1) / kDirectThreads;
+    if (vecs <= 2) return enqueue_direct<Fabric, T, 2>(call, launch);
+    if (vecs <= kMostDirectVecs) return enqueue_direct<Fabric, T, kMostDirectVecs>(call, launch);
+    return cudaErrorInvalidValue;
+}
+
+template <class Fabric>
+int run_direct(const Call& call, const Launch& launch) {
+    switch (launch.dtype) {
+        case DType::kFloat32:
+            return run_direct_as<Fabric, float>(call, launch);
+        case DType::kBFloat16:
+            return run_direct_as<Fabric, __nv_bfloat16>(call, launch);
+        case DType::kFloat16:
+            return run_direct_as<Fabric, __half>(call, launch);
+    }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace weave::gpu
