@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     Fabric::order_addresses();
     __syncthreads();
     if (meets) {
-        fabric::signal(&reinterpret_cast<Header*>(call.base[peer])->rows[call.rank][blockIdx.x * fabric::kMaxTeams], word);
-        fabric::wait(&own->rows[peer][blockIdx.x * fabric::kMaxTeams], word, watch, peer, fabric::Slot::kRows);
+        fabric::signal(&reinterpret_cast<Header*>(call.base[peer])->rows[call.rank][blockIdx.x], word);
+        fabric::wait(&own->rows[peer][blockIdx.x], word, watch, peer, fabric::Slot::kRows);
     }
     Fabric::order_addresses();
     __syncthreads();

@@ -20,8 +20,6 @@ namespace weave::fabric {
 constexpr int32_t kMaxWorld = 8;
 constexpr int32_t kMaxCtas = 256;
 constexpr int32_t kNumMailboxes = 3;
-// Groups of threads of one CTA that finish rows independently (see all_reduce_norm/bulk.cuh).
-constexpr int32_t kMaxTeams = 2;
 
 // What the owner's kernels keep from call to call. Nobody else touches it.
 struct DeviceState {
@@ -37,8 +35,8 @@ struct DeviceState {
 struct Header {
     alignas(128) DeviceState state;
     alignas(128) uint64_t tag[2][kMaxWorld];  // what a source runs, by parity of its call: see tag_word()
-    alignas(128) uint64_t partial[kMaxWorld][kMaxCtas];             // its partial rows for CTA c have come
-    alignas(128) uint64_t rows[kMaxWorld][kMaxCtas * kMaxTeams];    // its finished rows from team t of CTA c have come
+    alignas(128) uint64_t partial[kMaxWorld][kMaxCtas];  // its partial rows for CTA c have come
+    alignas(128) uint64_t rows[kMaxWorld][kMaxCtas];     // its finished rows from CTA c have come
 };
 constexpr std::size_t kHeaderBytes = 64 << 10;
 static_assert(sizeof(Header) <= kHeaderBytes);

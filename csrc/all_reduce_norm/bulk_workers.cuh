@@ -1,0 +1,346 @@
+// The warps of a CTA of the bulk form that move rows and signals; see bulk.cu.
+#pragma once
+
+#include "all_reduce_norm/gpu.h"
+#include "fabric/bulk_copy.cuh"
+#include "fabric/device.cuh"
+
+namespace weave::gpu {
+
+using fabric::Header;
+using fabric::kMaxCtas;
+using fabric::kMaxWorld;
+using fabric::Watch;
+
+constexpr int kMaxStages = 8;
+constexpr int kMaxPlaces = 4;
+
+// Sizes that all CTAs of all ranks share.
+struct BulkLayout {
+    uint32_t unit_bytes;  // of partial rows, and of a stage; a longer row is a unit of its own, in pieces
+    int32_t rows_a_unit;
+    int32_t row_bytes;      // of a partial row and a row of the sum
+    int32_t out_bytes;      // of a finished row
+    int32_t out_row_bytes;  // the same with its scale
+    int64_t sum_at;         // where rows of the sum begin in the output region
+    int32_t stages;         // between loader and sender; even
+    int32_t places;         // for finished units, used in turn
+    int32_t place_bytes;
+    int32_t in_place;    // finished rows stay in the output region
+    int32_t travelling;  // copies of a sender on their way at once
+};
+
+#ifdef WEAVE_BULK_COPY
+
+// One copy out of a stage.
+struct Job {
+    char* to;
+    uint32_t bytes;  // 0: no more will come
+    int16_t owner;   // whom it brings partial rows, or -1
+    uint16_t units;  // how many of those units that makes; 0: it is not the last of its unit
+};
+
+// What the warps of a CTA tell each other, beside the barriers. Each word has one writer.
+struct Shared {
+    uint64_t stage_full[kMaxStages], stage_empty[kMaxStages];
+    uint64_t place_full[kMaxPlaces], place_empty[kMaxPlaces];
+    Job jobs[kMaxStages];
+    volatile uint32_t pushed[kMaxWorld];  // by owner: units whose partial rows have arrived there
+    volatile uint32_t published;          // finished units that have arrived everywhere
+
+    // One thread.
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < kMaxStages; ++i) {
+            fabric::init_barrier(&stage_full[i]);
+            fabric::init_barrier(&stage_empty[i]);
+        }
+        for (int i = 0; i < kMaxPlaces; ++i) {
+            fabric::init_barrier(&place_full[i]);
+            fabric::init_barrier(&place_empty[i]);
+        }
+        for (int i = 0; i < kMaxWorld; ++i)
+            pushed[i] = 0;
+        published = 0;
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+};
+
+// Everything before it, arrived copies included, is part of what the signalling warp publishes.
+__device__ __forceinline__ void post(volatile uint32_t& word, uint32_t value) {
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+    word = value;
+}
+
+// A place in a ring, and the parity of the phase that its barrier is in when it gets there the next time.
+struct Turn {
+    uint32_t at = 0, parity = 0;
+    __device__ __forceinline__ void next(uint32_t size) {
+        if (++at == size) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// What every part of the kernel knows.
+struct Work {
+    const Call& call;
+    const BulkLayout& layout;
+    const Watch& watch;
+    Shared& shared;
+    char* stages;
+    char* places;
+    uint64_t epoch;  // of the words, above the count of units
+
+    __device__ __forceinline__ Header* header(int32_t rank) const {
+        return reinterpret_cast<Header*>(call.base[rank]);
+    }
+    __device__ __forceinline__ char* output(int32_t rank) const { return call.base[rank] + call.regions.output(); }
+    __device__ __forceinline__ uint64_t word(uint32_t count) const { return epoch | count; }
+    __device__ __forceinline__ char* place(uint32_t at) const { return places + at * layout.place_bytes; }
+    // Unit j of this CTA: the index of its first row in a share, and how many rows it has of `owner`'s.
+    __device__ __forceinline__ int32_t first(int32_t j) const {
+        return static_cast<int32_t>(blockIdx.x + j * gridDim.x) * layout.rows_a_unit;
+    }
+    __device__ __forceinline__ int32_t unit(int32_t owner, int32_t index) const {
+        const int32_t left = call.begin[owner + 1] - call.begin[owner] - index;
+        return left < layout.rows_a_unit ? (left < 0 ? 0 : left) : layout.rows_a_unit;
+    }
+    // How many units of this CTA `owner`'s share has.
+    __device__ __forceinline__ uint32_t num_units(int32_t owner) const {
+        const int32_t rows = call.begin[owner + 1] - call.begin[owner];
+        const uint32_t units = (rows + layout.rows_a_unit - 1) / layout.rows_a_unit;
+        return units > blockIdx.x ? (units - blockIdx.x - 1) / gridDim.x + 1 : 0;
+    }
+    __device__ __forceinline__ int32_t behind(int32_t step) const {
+        const int32_t rank = call.rank + step;
+        return rank < call.world ? rank : rank - call.world;
+    }
+};
+
+// Fills stages: this rank's partial rows, unit by unit, owners in turn; then what peers pushed into the output region.
+struct Loader {
+    const Work work;
+    Turn turn;
+    bool first_round = true;
+
+    __device__ __forceinline__ void take_stage() {
+        if (!first_round) fabric::await_phase(&work.shared.stage_empty[turn.at], turn.parity ^ 1);
+    }
+    __device__ __forceinline__ void next() {
+        turn.next(work.layout.stages);
+        first_round &= turn.at != 0;
+    }
+
+    // `bytes` in pieces that fit a stage.
+    __device__ __forceinline__ void load(const char* from, char* to, uint32_t bytes, int32_t owner, uint32_t units) {
+        for (uint32_t done = 0; done < bytes; done += work.layout.unit_bytes) {
+            const uint32_t piece = min(bytes - done, work.layout.unit_bytes);
+            take_stage();
+            work.shared.jobs[turn.at] = Job{to + done, piece, static_cast<int16_t>(owner),
+                                            static_cast<uint16_t>(done + piece == bytes ? units : 0)};
+            fabric::arrive_expecting(&work.shared.stage_full[turn.at], piece);
+            fabric::copy_in(work.stages + turn.at * work.layout.unit_bytes, from + done, piece,
+                            &work.shared.stage_full[turn.at]);
+            next();
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        const Call& call = work.call;
+        const int64_t row_bytes = work.layout.row_bytes;
+        const char* partial = static_cast<const char*>(call.partial);
+        for (int32_t j = 0; work.first(j) < call.share; ++j) {
+            const int32_t index = work.first(j);
+            for (int32_t step = 1; step < call.world; ++step) {
+                const int32_t owner = work.behind(step);
+                char* to = call.base[owner] + call.regions.staging() +
+                           (static_cast<int64_t>(call.world - 1 - step) * call.share + index) * row_bytes;
+                load(partial + (call.begin[owner] + index) * row_bytes, to, work.unit(owner, index) * row_bytes, owner,
+                     j + 1);
+            }
+        }
+        uint64_t seen[kMaxWorld] = {};
+        for (int32_t j = 0; work.first(j) < call.share; ++j)
+#pragma unroll
+            for (int32_t step = 1; step < kMaxWorld; ++step)
+                if (step < call.world) collect(work.behind(step), work.first(j), j, seen[step]);
+        take_stage();
+        work.shared.jobs[turn.at].bytes = 0;
+        fabric::arrive(&work.shared.stage_full[turn.at]);
+    }
+
+    // Unit j of `owner`, once it is there; `seen` is the owner's word when it was last looked at.
+    __device__ __forceinline__ void collect(int32_t owner, int32_t index, int32_t j, uint64_t& seen) {
+        const Call& call = work.call;
+        const BulkLayout& layout = work.layout;
+        const int32_t rows = work.unit(owner, index);
+        if (rows == 0) return;
+        if (seen < work.word(j + 1)) {
+            seen = fabric::wait(&work.header(call.rank)->rows[owner][blockIdx.x], work.word(j + 1), work.watch, owner,
+                                fabric::Slot::kRows);
+            fabric::order_accesses_before_copies();
+        }
+        const int64_t token = call.begin[owner] + index;
+        const char* output = work.output(call.rank);
+        char* normed = static_cast<char*>(call.normed) + token * layout.out_bytes;
+        if (call.quant == QuantKind::kPerToken) {
+            // Rows that carry a scale are taken one by one, since the caller's tensor has no room for it.
+            for (int32_t i = 0; i < rows; ++i) {
+                const char* from = output + (token + i) * layout.out_row_bytes;
+                static_cast<float*>(call.row_scale)[token + i] =
+                    *reinterpret_cast<const volatile float*>(from + layout.out_bytes);
+                if (!layout.in_place) load(from, normed + i * layout.out_bytes, layout.out_bytes, -1, 0);
+            }
+        } else if (call.normed != nullptr && !layout.in_place) {
+            load(output + token * layout.out_bytes, normed, rows * layout.out_bytes, -1, 0);
+        }
+        if (call.sum_whole && !layout.in_place) {
+            load(output + layout.sum_at + token * layout.row_bytes,
+                 static_cast<char*>(call.sum) + token * layout.row_bytes, rows * layout.row_bytes, -1, 0);
+        }
+    }
+};
+
+// Sends stages as they fill, in order, and reports the partial rows that have arrived.
+struct StageSender {
+    // More than are ever on their way at once.
+    static constexpr uint32_t kRing = 16;
+    const Work work;
+    uint32_t* ring;  // owner and units of what is on its way
+    Turn turn, to_free;
+    uint32_t num_sent = 0, num_freed = 0, num_arrived = 0;
+
+    __device__ __forceinline__ void run() {
+        for (;; turn.next(work.layout.stages)) {
+            while (!fabric::is_over(&work.shared.stage_full[turn.at], turn.parity)) {
+                // Nothing to send: see what has arrived meanwhile.
+                fabric::await_reading<0>();
+                free(0);
+                if (num_sent != num_arrived) report(num_sent - num_arrived - 1);
+            }
+            const Job job = work.shared.jobs[turn.at];
+            if (job.bytes == 0) break;
+            fabric::copy_out(job.to, work.stages + turn.at * work.layout.unit_bytes, job.bytes);
+            fabric::commit_copies();
+            ring[num_sent++ % kRing] = static_cast<uint32_t>(job.units) << 16 | static_cast<uint16_t>(job.owner);
+            if (work.layout.stages > 4) {
+                fabric::await_reading<3>();
+                free(3);
+            } else {
+                fabric::await_reading<1>();
+                free(1);
+            }
+            if (num_sent - num_arrived > static_cast<uint32_t>(work.layout.travelling))
+                report(work.layout.travelling);
+        }
+        while (num_sent != num_arrived)
+            report(num_sent - num_arrived - 1);
+    }
+
+    // All but the last `reading` copies have been read out of their stages.
+    __device__ __forceinline__ void free(uint32_t reading) {
+        for (; num_sent - num_freed > reading; ++num_freed) {
+            fabric::arrive(&work.shared.stage_empty[to_free.at]);
+            to_free.next(work.layout.stages);
+        }
+    }
+
+    // Waits until at most `pending` copies are on their way, which is one less.
+    __device__ __forceinline__ void report(uint32_t pending) {
+        fabric::await_arrival(pending);
+        const uint32_t what = ring[num_arrived++ % kRing];
+        if (what >> 16 != 0) post(work.shared.pushed[what & 0xffff], what >> 16);
+    }
+};
+
+// Sends finished units to everyone, in order, and reports those that have arrived.
+struct RowSender {
+    const Work work;
+
+    __device__ __forceinline__ void run() {
+        const uint32_t num_units = work.num_units(work.call.rank);
+        uint32_t num_freed = 0, num_arrived = 0;
+        Turn turn, to_free;
+        const auto free = [&](uint32_t upto) {
+            for (; num_freed < upto; ++num_freed) {
+                fabric::arrive(&work.shared.place_empty[to_free.at]);
+                to_free.next(work.layout.places);
+            }
+        };
+        for (uint32_t j = 0; j < num_units; ++j, turn.next(work.layout.places)) {
+            while (!fabric::is_over(&work.shared.place_full[turn.at], turn.parity)) {
+                fabric::await_reading<0>();
+                free(j);
+                if (num_arrived == j) continue;
+                fabric::await_arrival<0>();
+                post(work.shared.published, num_arrived = j);
+            }
+            push(j, work.place(turn.at));
+            fabric::await_reading<1>();
+            free(j);
+            fabric::await_arrival<1>();
+            post(work.shared.published, num_arrived = j);
+        }
+        fabric::await_arrival<0>();
+        post(work.shared.published, num_units);
+    }
+
+    __device__ __forceinline__ void push(int32_t j, const char* place) {
+        const Call& call = work.call;
+        const BulkLayout& layout = work.layout;
+        const int32_t index = work.first(j);
+        const int32_t count = work.unit(call.rank, index);
+        const int64_t first = call.begin[call.rank] + index;
+        const char* sums = place + layout.rows_a_unit * layout.out_row_bytes;
+        for (int step = 1; step < call.world; ++step) {
+            char* output = work.output(work.behind(step));
+            if (call.normed != nullptr)
+                fabric::copy_out(output + first * layout.out_row_bytes, place, count * layout.out_row_bytes);
+            if (call.sum_whole)
+                fabric::copy_out(output + layout.sum_at + first * layout.row_bytes, sums, count * layout.row_bytes);
+        }
+        char* normed = static_cast<char*>(call.normed) + first * layout.out_bytes;
+        if (call.normed != nullptr) {
+            if (layout.in_place) {
+                fabric::copy_out(work.output(call.rank) + first * layout.out_row_bytes, place,
+                                 count * layout.out_row_bytes);
+            } else if (layout.out_row_bytes == layout.out_bytes) {
+                fabric::copy_out(normed, place, count * layout.out_bytes);
+            } else {
+                for (int32_t i = 0; i < count; ++i)
+                    fabric::copy_out(normed + i * layout.out_bytes, place + i * layout.out_row_bytes, layout.out_bytes);
+            }
+        }
+        fabric::commit_copies();
+    }
+};
+
+// The warp that tells the peers: lane `step - 1` the rank `step` behind. One fence for all that was posted.
+__device__ __forceinline__ void publish(const Work work) {
+    const Call& call = work.call;
+    const int32_t step = (threadIdx.x & 31) + 1;
+    const bool active = step < call.world;
+    const int32_t peer = active ? work.behind(step) : call.rank;
+    const uint32_t all_rows = active ? work.num_units(call.rank) : 0, all_partial = active ? work.num_units(peer) : 0;
+    uint32_t rows = 0, partial = 0;
+    while (!__all_sync(0xffffffffu, rows == all_rows && partial == all_partial)) {
+        const uint32_t rows_now = active ? work.shared.published : 0;
+        const uint32_t partial_now = active ? work.shared.pushed[peer] : 0;
+        if (!__any_sync(0xffffffffu, rows_now != rows || partial_now != partial)) {
+            __nanosleep(32);
+            continue;
+        }
+        fabric::fence();
+        Header* header = work.header(peer);
+        if (partial_now != partial)
+            fabric::relaxed_signal(&header->partial[call.rank][blockIdx.x], work.word(partial_now));
+        if (rows_now != rows) fabric::relaxed_signal(&header->rows[call.rank][blockIdx.x], work.word(rows_now));
+        rows = rows_now;
+        partial = partial_now;
+    }
+}
+
+#endif  // WEAVE_BULK_COPY
+
+}  // namespace weave::gpu
