@@ -10,7 +10,8 @@ Unfused, on every rank of a group::
 
 Fused: `weave::mm_all_reduce_norm` lets the product write into the arena and does the rest in one pass. On `peer`
 the kernel sends rows from wherever they are: there the product stays in the graph, where Inductor picks its kernel,
-and `weave::all_reduce_norm` does the rest. Two all-reduces that meet in one sum (a mixture and its shared experts;
+and `weave::all_reduce_norm` does the rest. Where only FP8 linears read the normed rows, on GPUs the op quantizes them
+too (`weave::all_reduce_norm_quant`). Two all-reduces that meet in one sum (a mixture and its shared experts;
 parallel attention and MLP) become one.
 """
 
@@ -29,6 +30,7 @@ from weaveopt.facts import DTYPE_NAMES, count_tokens, group_of, module_of, shape
 from weaveopt.norm import Norm, find_norms
 from weaveopt.ops import all_reduce_norm_call as op
 from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.quantized import Place, Quantized, find_quantized, shaped_like, stored_scale
 from weaveopt.reduced import ANY_ALL_REDUCE, Reduced, follow, product_of
 from weaveopt.rule import ArenaNeed, Context, Finding, Match
 from weaveopt.splice import call_after, current, erase_dead, last_of, replace_uses
@@ -44,6 +46,8 @@ class SiteMatch(Match):
     product: fx.Node | None = None
     addend: fx.Node | None = None
     """What is added to the product before the reduction: another partial result."""
+    quantized: Quantized | None = None
+    """What FP8 linears do to the normed rows, where the op does it."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,12 @@ class AllReduceRMSNorm:
         group = group_of(node)
         if isinstance(reduced, Rejection):
             return Finding(self._site(node, (node,), group, None, "", (reduced,)), None)
-        match = _matched(reduced)
+        quantized = _quantized(reduced, group, context)
+        match = _matched(reduced, quantized if isinstance(quantized, Quantized) else None)
         workload = _workload(reduced, match, absorbed, context)
         rejections = _rejections(reduced, workload, group, context)
-        site = self._site(node, reduced.collectives, group, workload, reduced.text, rejections)
+        form = reduced.text + _quantized_text(quantized)
+        site = self._site(node, reduced.collectives, group, workload, form, rejections)
         return Finding(site, None if rejections else match)
 
     def _site(
@@ -111,11 +117,11 @@ class AllReduceRMSNorm:
         self, graph: fx.Graph, match: Match, decision: Decision, placement: Placement, context: Context
     ) -> tuple[str, ...]:
         assert isinstance(match, SiteMatch) and match.reduced is not None
-        reduced = match.reduced
+        reduced, quantized = match.reduced, match.quantized
         sum_used = _is_read_elsewhere(reduced)
-        call = _call(reduced, decision, placement, sum_used, context)
+        call = _call(match, reduced, decision, placement, sum_used, context)
         first = reduced.collectives[0]
-        operands = (
+        operands: tuple[fx.Node | None, ...] = (
             _summed(graph, reduced.biases),
             reduced.scale_tensor,
             _summed(graph, reduced.residuals),
@@ -130,41 +136,71 @@ class AllReduceRMSNorm:
         else:
             target = torch.ops.weave.all_reduce_norm.default
             leading = (_summed(graph, reduced.partials),)
+            if quantized is not None:
+                target = torch.ops.weave.all_reduce_norm_quant.default
+                operands = (*operands, stored_scale(graph, quantized))
         args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
         position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
         fused = call_after(graph, position, target, (*args, call.encode()), like=first)
-        self._splice_results(graph, reduced, fused, sum_used)
+        self._splice_results(graph, match, reduced, fused, sum_used)
         erase_dead(graph, match.interior | reduced.passed | frozenset(_producers(reduced)))
-        return _rounding(reduced)
+        return _rounding(reduced, quantized)
 
-    def _splice_results(self, graph: fx.Graph, reduced: Reduced, fused: fx.Node, sum_used: bool) -> None:
-        """Readers of the norm and of the sum read the fused results, in the shapes that they had."""
+    def _splice_results(
+        self, graph: fx.Graph, match: SiteMatch, reduced: Reduced, fused: fx.Node, sum_used: bool
+    ) -> None:
+        """Readers of the norm, of its quantized rows and their scales, and of the sum read the fused results."""
         position = fused
-        outputs: list[tuple[fx.Node, int]] = []
+        quantized = match.quantized
+        outputs: list[tuple[fx.Node, int, tuple[Place, ...] | None]] = []
         if reduced.norm is not None:
-            outputs.append((reduced.norm.output, 0))
+            outputs.append((reduced.norm.output, 0, None if quantized is None else quantized.rows))
+            if quantized is not None and quantized.scales:
+                outputs.append((reduced.norm.output, 2, quantized.scales))
         if sum_used:
-            outputs.append((reduced.total, 1))
-        for old, index in outputs:
-            result = call_after(graph, position, operator.getitem, (fused, index), like=old)
+            outputs.append((reduced.total, 1, None))
+        for old, index, places in outputs:
+            result = position = call_after(graph, position, operator.getitem, (fused, index), like=old)
             old_value, value = tensor_of(old), tensor_of(result)
             assert old_value is not None and value is not None
             if value.ndim != old_value.ndim:
                 # Only a product without a residual loses the shape [batch, seq, hidden]; its view still has the sizes.
-                result = call_after(
-                    graph, result, aten.view.default, (result, shape_of(graph, reduced.partials[0])), old
-                )
-            replace_uses(graph, old, result)
-            position = result
+                sizes = shape_of(graph, reduced.partials[0])
+                last = value.shape[-1]
+                result = call_after(graph, result, aten.view.default, (result, [*sizes[:-1], last]), old)
+            if places is None:
+                replace_uses(graph, old, result)
+            for place in places or ():
+                replace_uses(graph, place.node, shaped_like(graph, place, result))
 
 
-def _matched(reduced: Reduced) -> SiteMatch:
+def _quantized(reduced: Reduced, group: str, context: Context) -> Quantized | Rejection | None:
+    """The quantization that the op may do at this site, or why it is left to the graph."""
+    topology = context.topologies.get(group)
+    if reduced.norm is None or topology is None or not lowering.quantizes(topology):
+        return None
+    found = find_quantized(reduced.norm.output)
+    if not isinstance(found, Quantized):
+        return found
+    value = tensor_of(reduced.collectives[0])
+    return found if value is None else lowering.against_quantization(int(value.shape[-1])) or found
+
+
+def _quantized_text(quantized: Quantized | Rejection | None) -> str:
+    if not isinstance(quantized, Rejection):
+        return "" if quantized is None else quantized.text
+    values = ", ".join(f"{name} {value}" for name, value in quantized.values)
+    return f" -> e4m3 left as it is: {quantized.message} ({values})"
+
+
+def _matched(reduced: Reduced, quantized: Quantized | None) -> SiteMatch:
     """What disappears, which value may stay sharded, and which product writes into the arena."""
-    vanishing = set(reduced.passed)
+    vanishing = set(reduced.passed) | (quantized.nodes if quantized is not None else set())
     for node in reversed(reduced.norm.nodes if reduced.norm else ()):
         if node is reduced.norm.output or all(user in vanishing for user in node.users):  # type: ignore[union-attr]
             vanishing.add(node)
-    products = [product_of(partial) for partial in reduced.partials]
+    # The op that quantizes takes a partial result: its product stays in the graph on every fabric.
+    products = [] if quantized is not None else [product_of(partial) for partial in reduced.partials]
     product = addend = None
     if len(products) == 1:
         product = products[0]
@@ -177,6 +213,7 @@ def _matched(reduced: Reduced) -> SiteMatch:
         reduced=reduced,
         product=product,
         addend=addend,
+        quantized=quantized,
     )
 
 
@@ -215,7 +252,7 @@ def _workload(reduced: Reduced, match: SiteMatch, absorbed: frozenset[fx.Node], 
         has_residual=bool(reduced.residuals),
         sum_is_used=_is_read_elsewhere(reduced),
         sum_may_shard=all(user in absorbed or user in match.interior for user in reduced.total.users),
-        out_dtype=_out_dtype(reduced),
+        out_dtype=_out_dtype(reduced) if match.quantized is None else "float8_e4m3fn",
     )
 
 
@@ -274,7 +311,7 @@ def _norm_rejections(norm: Norm, value: torch.Tensor) -> list[Rejection]:
 
 
 def _call(
-    reduced: Reduced, decision: Decision, placement: Placement, sum_used: bool, context: Context
+    match: SiteMatch, reduced: Reduced, decision: Decision, placement: Placement, sum_used: bool, context: Context
 ) -> op.AllReduceNormCall:
     workload = decision.site.workload
     assert workload is not None
@@ -299,6 +336,7 @@ def _call(
         residual_sharded=placement.residual_sharded,
         sum_out=sharded if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
+        quant=op.Quant.NONE if match.quantized is None else match.quantized.quant,
         lowerings=decision.chosen.lowerings,
     )
 
@@ -333,10 +371,10 @@ def _producers(reduced: Reduced) -> list[fx.Node]:
     return nodes
 
 
-def _rounding(reduced: Reduced) -> tuple[str, ...]:
-    lines = ["all_reduce_rms_norm: partial results are summed in fp32 and rounded once, after the residual"]
+def _rounding(reduced: Reduced, quantized: Quantized | None) -> tuple[str, ...]:
+    lines = ["partial results are summed in fp32 and rounded once, after the residual"]
     if len(reduced.collectives) > 1:
-        lines.append("all_reduce_rms_norm: partial results that meet in one sum are added before the reduction")
+        lines.append("partial results that meet in one sum are added before the reduction")
     if reduced.scale_tensor is not None or reduced.scale != 1.0:
-        lines.append("all_reduce_rms_norm: the scaled sum is not rounded before the residual is added")
-    return tuple(lines)
+        lines.append("the scaled sum is not rounded before the residual is added")
+    return tuple(f"all_reduce_rms_norm: {line}" for line in (*lines, *(quantized.rounding if quantized else ())))

@@ -28,6 +28,8 @@ from weaveopt.runtime.topology import Topology
 
 ROW_ALIGNMENT = 8
 """Elements: GPU kernels move rows in pieces of 16 bytes."""
+FP8_ROW_ALIGNMENT = 16
+"""Elements of a row in e4m3: bulk copies move 16 bytes, and any form may stand in the run-time table."""
 MAX_WORLD = 8
 """Ranks that the GPU kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
 
@@ -52,6 +54,19 @@ def candidates(rule: str, workload: Workload, topology: Topology, context: Conte
         else:
             found.extend(_by_threshold(rule, workload, fabric, reasons, context))
     return tuple(found)
+
+
+def quantizes(topology: Topology) -> bool:
+    """Whether the kernels between these ranks, if there are any, can hand out e4m3 rows."""
+    return topology.device == "cuda"
+
+
+def against_quantization(hidden: int) -> Rejection | None:
+    """Why kernels that could quantize do not take such rows."""
+    if hidden % FP8_ROW_ALIGNMENT == 0:
+        return None
+    message = f"the kernels quantize rows of a multiple of {FP8_ROW_ALIGNMENT} elements"
+    return Rejection("row_not_supported", message, (("hidden", hidden),))
 
 
 def _shape_rejections(workload: Workload) -> list[Rejection]:

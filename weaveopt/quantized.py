@@ -27,8 +27,10 @@ from weaveopt.splice import call_after, last_of
 
 LARGEST = 448.0
 """Of e4m3."""
+KERNEL_LEAST_AMAX = 1e-12
+"""The op's lower bound of a row's largest value."""
 LEAST_AMAX = 1e-4
-"""A model may keep the largest value of a row from below by up to this; the op has a bound of its own, 1e-12."""
+"""What a model's lower bound may be: a norm's rows are that small only where they are zeros."""
 PER_ROW_SCALE = 1.0 / LARGEST
 
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
@@ -72,7 +74,9 @@ class _Held:
 
     @property
     def is_row_scale(self) -> bool:
-        return self.kind is _Kind.ROW_VALUE and self.power == 1 and math.isclose(self.factor, PER_ROW_SCALE, rel_tol=1e-6)
+        return (
+            self.kind is _Kind.ROW_VALUE and self.power == 1 and math.isclose(self.factor, PER_ROW_SCALE, rel_tol=1e-6)
+        )
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,19 @@ class Quantized:
     def text(self) -> str:
         return " -> e4m3 per token" if self.quant is Quant.PER_TOKEN else " -> e4m3 static"
 
+    @property
+    def rounding(self) -> tuple[str, ...]:
+        """What the op rounds in another way, a line each."""
+        lines = [
+            "normed rows are rounded to the activations' dtype, then multiplied in fp32 with the inverse of the scale"
+        ]
+        if self.quant is Quant.PER_TOKEN and self.least != KERNEL_LEAST_AMAX:
+            bound = f"{self.least:g}" if self.least else "not bounded"
+            lines.append(f"the largest value of a row, {bound} from below, is bounded by {KERNEL_LEAST_AMAX:g}")
+        if self.narrow:
+            lines.append("scale and quotient of the quantization are not rounded to 16 bits")
+        return tuple(lines)
+
 
 def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
     """How the rows of `output` are quantized, why the op cannot do it, or None where nothing quantizes them."""
@@ -115,7 +132,8 @@ def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
     if not rows and not any(_leads_to_fp8(reader) for _, reader in others):
         return None
     if others:
-        node, reader = others[0]
+        # The step that is not known, rather than what follows from it.
+        node, reader = min(others, key=lambda pair: held[pair[0]].kind is _Kind.ROWS)
         message = "not only a quantization that the kernels do reads the rows"
         return Rejection("read_by_others", message, (("node", node.name), ("read_by", describe(reader))))
     scales = {(held[node].static, held[node].inverted) for node in rows}
@@ -303,34 +321,45 @@ def _is_narrow(node: fx.Node, value: _Held) -> bool:
 
 
 def stored_scale(graph: fx.Graph, quantized: Quantized) -> fx.Node | None:
-    """The scale that rows are divided by, without dimensions; None where every row has its own."""
+    """The scale that all rows are divided by, without dimensions; None where every row has its own."""
     scale = quantized.static
     if scale is None:
         return None
-    for target, args in ((aten.view.default, ([],)), (aten.reciprocal.default, ())):
-        if _shape(scale) if args else quantized.inverted:
-            scale = call_after(graph, last_of(graph, [scale]), target, (scale, *args), like=scale)
+    if _shape(scale):
+        scale = call_after(graph, last_of(graph, [scale]), aten.view.default, (scale, []), like=scale)
+    if quantized.inverted:
+        scale = call_after(graph, last_of(graph, [scale]), aten.reciprocal.default, (scale,), like=scale)
     return scale
 
 
 def shaped_like(graph: fx.Graph, place: Place, result: fx.Node) -> fx.Node:
-    """`result`, rows or row scales [..., 1] with the tokens divided as in the norm's output, as `place.node` was."""
-    value = tensor_of(result)
-    last = [] if value is None or value.dtype is torch.float8_e4m3fn else [1]
+    """`result`, in the shape and dtype of `place.node`.
+
+    It holds quantized rows, or a scale for each of them [..., 1]; its tokens are divided as in the norm's output.
+    """
+    result_value, wanted = tensor_of(result), tensor_of(place.node)
+    assert result_value is not None and wanted is not None
+    one_a_row = result_value.dtype is not torch.float8_e4m3fn
+    reduced = False
     for step in place.path:
         target, rest = step.target, step.args[1:]
         if is_call(step, _MAXIMUM):
-            last = []
-            if len(_shape(step.args[0])) == len(_shape_after(step)):
+            reduced = True
+            if _keeps_dim(step):
                 continue
             target, rest = aten.squeeze.dim, (-1,)
-        elif last:
+        elif one_a_row and not reduced:
             sizes = rest[0]
             assert isinstance(sizes, list | tuple), f"{step.name} is no view"
-            rest = ([*sizes[:-1], *last],)
+            rest = ([*sizes[:-1], 1],)
         sources = [result, *(node for node in step.all_input_nodes if node is not step.args[0])]
         result = call_after(graph, last_of(graph, sources), target, (result, *rest), like=step)
-    wanted, value = tensor_of(place.node), tensor_of(result)
-    if wanted is not None and value is not None and wanted.dtype is not value.dtype:
-        result = call_after(graph, result, prims.convert_element_type.default, (result, wanted.dtype), like=place.node)
+    if wanted.dtype is not result_value.dtype:
+        cast = prims.convert_element_type.default
+        result = call_after(graph, last_of(graph, [result]), cast, (result, wanted.dtype), like=place.node)
     return result
+
+
+def _keeps_dim(reduction: fx.Node) -> bool:
+    positional = reduction.args[2:3] or (reduction.kwargs.get("keepdim", False),)
+    return bool(positional[0])

@@ -4,8 +4,8 @@
 // deals with CTA c of each peer alone. In a CTA
 //   - one thread, the loader, brings partial rows into shared memory, and later what peers pushed here;
 //   - a second one sends those: to their owners' staging regions, and to the caller's tensors; and sees them arrive;
-//   - a team of 512 threads reduces the units that this rank owns and finishes them in registers, into shared memory; the
-//     next row's parts are on their way to registers meanwhile;
+//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers, into
+//     shared memory;
 //   - a third thread sends those to all output regions and sees them arrive;
 //   - one warp tells the peers. A fence at system scope waits for everything that its SM has under way (5 us and more
 //     while copies flow), so this warp does nothing else: it looks how far the senders are, fences once, signals it all.
@@ -27,12 +27,12 @@ constexpr uint32_t kBytesUnderWay = 1536 << 10;
 constexpr uint32_t kUnitBytes = 16 << 10;
 // Units that make a long unit worth it: fewer, larger copies and signals, but coarser shares of the work.
 constexpr int kManyUnits = 16;
-constexpr int kTeamThreads = 512;
+constexpr int kTeamThreads = 512 / kTeams;
 constexpr int kTeamWarps = kTeamThreads / 32;
-constexpr int kWorkers = 4;  // warps beside the team: loader, two senders, signals
-constexpr int kThreads = 32 * kWorkers + kTeamThreads;
+constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, signals
+constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kScaleBytes = 16;
-constexpr int kMostVecs = 4;
+constexpr int kMostVecs = 8;
 // Vectors of parts that a thread may have on their way.
 constexpr int kMostLoads = 8;
 
@@ -41,10 +41,13 @@ constexpr int kMostLoads = 8;
 // The threads that finish a row. Sums are made in one order.
 struct Team {
     float (*parts)[kTeamWarps];  // by reduction parity
+    int index;
     int thread;
     uint32_t num_reductions = 0;
 
-    __device__ __forceinline__ void meet() const { asm volatile("bar.sync 1, %0;" ::"n"(kTeamThreads) : "memory"); }
+    __device__ __forceinline__ void meet() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "n"(kTeamThreads) : "memory");
+    }
     template <class Combine>
     __device__ __forceinline__ float reduce(float value, const Combine& combine) {
         float* row = parts[num_reductions++ & 1];
@@ -73,9 +76,8 @@ struct Row {
 template <typename T, int kMaxW, int kVecs>
 struct Finisher {
     static constexpr int E = kElements<T>;
-    // All of a row's parts at once, a row ahead; or a few vectors at a time where they would take too many registers.
-    static constexpr bool kAhead = kMaxW * kVecs <= kMostLoads;
-    static constexpr int kAtOnce = kAhead ? kVecs : (kMostLoads / kMaxW > 0 ? kMostLoads / kMaxW : 1);
+    // More would take too many registers.
+    static constexpr int kAtOnce = kMostLoads / kMaxW < kVecs ? kMostLoads / kMaxW : kVecs;
     const Work work;
     const Lanes& lanes;
     Team& team;
@@ -89,7 +91,7 @@ struct Finisher {
     }
     // `count` is 0 behind the last row.
     __device__ __forceinline__ Row after(const Row& row) const {
-        return row.in_unit + 1 < row.count ? row_at(row.unit, row.in_unit + 1) : row_at(row.unit + 1, 0);
+        return row.in_unit + 1 < row.count ? row_at(row.unit, row.in_unit + 1) : row_at(row.unit + kTeams, 0);
     }
 
     // The parts of the row's unit have come from all ranks. A word covers all units up to it.
@@ -101,44 +103,31 @@ struct Finisher {
         __syncwarp();
     }
 
-    // Whether they have, with one look and no wait; alike for the lanes of a warp.
-    __device__ __forceinline__ bool has_unit(const Row& row) {
-        const int lane = team.thread & 31;
-        const bool asks = lane < work.call.world && lane != work.call.rank;
-        if (asks && seen < work.word(row.unit + 1))
-            seen = fabric::look(&work.header(work.call.rank)->partial[lane][blockIdx.x]);
-        return __all_sync(0xffffffffu, !asks || seen >= work.word(row.unit + 1));
-    }
-
-    // Vectors [from, from + kAtOnce) of all parts of a row, the own part first, then the slots in order. Only the owner
-    // sums a row, so any fixed order is the same for everyone.
-    __device__ __forceinline__ void load(const Row& row, int from, Vec16 (&part)[kMaxW][kAtOnce],
-                                         Vec16 (&residual)[kVecs]) const {
+    // Vectors [from, from + kAtOnce) of all parts of a row, summed: the own part first, then the slots in order. Only the
+    // owner sums a row, so any fixed order is the same for everyone.
+    __device__ __forceinline__ void add(const Row& row, int from, float (&x)[kVecs][E]) const {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
         const int64_t in_tensor = row.token * row_bytes + lanes.first * 16;
         const char* own = static_cast<const char*>(call.partial) + in_tensor;
-        const char* before = static_cast<const char*>(call.residual) + in_tensor;
         const char* slots = call.base[call.rank] + call.regions.staging() + row.index * row_bytes + lanes.first * 16;
         constexpr int kStride = kTeamThreads * 16;
+        Vec16 part[kMaxW][kAtOnce], residual[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
             const int j = from + k;
-            if (j >= kVecs) break;
             part[0][k] = lanes.has(j) ? fabric::load(own + j * kStride) : Vec16{};
 #pragma unroll
             for (int slot = 1; slot < kMaxW; ++slot)
                 part[slot][k] = lanes.has(j) && slot < call.world
                                     ? fabric::load(slots + (slot - 1) * slot_bytes + j * kStride)
                                     : Vec16{};
-            residual[j] = lanes.has(j) && call.residual != nullptr ? fabric::load(before + j * kStride) : Vec16{};
+            residual[k] = lanes.has(j) && adds_residual_first()
+                              ? fabric::load(static_cast<const char*>(call.residual) + in_tensor + j * kStride)
+                              : Vec16{};
         }
-    }
-
-    __device__ __forceinline__ void add(const Vec16 (&part)[kMaxW][kAtOnce], int from, float (&x)[kVecs][E]) const {
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-            if (from + k >= kVecs) break;
             fabric::widen(part[0][k], x[from + k], static_cast<const T*>(nullptr));
 #pragma unroll
             for (int slot = 1; slot < kMaxW; ++slot) {
@@ -148,66 +137,57 @@ struct Finisher {
                 for (int i = 0; i < E; ++i)
                     x[from + k][i] += widened[i];
             }
+            if (adds_residual_first()) {
+                float widened[E];
+                fabric::widen(residual[k], widened, static_cast<const T*>(nullptr));
+#pragma unroll
+                for (int i = 0; i < E; ++i)
+                    x[from + k][i] += widened[i];
+            }
         }
+    }
+
+    // Where nothing comes between the sum over ranks and the residual, it is loaded with the parts: in registers it would
+    // have to wait for the rest.
+    __device__ __forceinline__ bool adds_residual_first() const {
+        const Call& call = work.call;
+        return call.residual != nullptr && call.reduced_bias.data == nullptr && call.scale == 1.0f &&
+               call.scale_value.data == nullptr && call.post.form.kind == NormKind::kNone;
     }
 
     __device__ __forceinline__ void run() {
         Turn turn;
         bool first_round = true;
-        Vec16 part[kMaxW][kAtOnce], residual[kVecs];
-        Row row = row_at(0, 0);
-        if (kAhead && row.count > 0) {
-            await_unit(row);
-            load(row, 0, part, residual);
-        }
-        while (row.count > 0) {
+        for (Row row = row_at(team.index, 0); row.count > 0; row = after(row)) {
             float x[kVecs][E];
-            Vec16 own_residual[kVecs];
-            const Row next = after(row);
-            bool is_ahead = true;
-            if constexpr (kAhead) {
-                add(part, 0, x);
+            await_unit(row);
 #pragma unroll
-                for (int j = 0; j < kVecs; ++j)
-                    own_residual[j] = residual[j];
-                if (next.count > 0) {
-                    is_ahead = has_unit(next);
-                    if (is_ahead) load(next, 0, part, residual);
-                }
-            } else {
-                await_unit(row);
-#pragma unroll
-                for (int from = 0; from < kVecs; from += kAtOnce) {
-                    load(row, from, part, own_residual);
-                    add(part, from, x);
-                }
-            }
+            for (int from = 0; from < kVecs; from += kAtOnce)
+                add(row, from, x);
             // The place is free once what it held before was read out of it.
             if (row.in_unit == 0 && !first_round)
-                fabric::await_phase(&work.shared.place_empty[turn.at], turn.parity ^ 1);
-            finish_row(row, work.place(turn.at), x, own_residual);
-            if (row.in_unit + 1 == row.count) {
-                fabric::order_shared_stores_before_copies();
-                team.meet();
-                if (team.thread == 0) fabric::arrive(&work.shared.place_full[turn.at]);
-                turn.next(work.layout.places);
-                first_round &= turn.at != 0;
-            }
-            if (kAhead && !is_ahead) {
-                await_unit(next);
-                load(next, 0, part, residual);
-            }
-            row = next;
+                fabric::await_phase(&work.shared.place_empty[team.index][turn.at], turn.parity ^ 1);
+            finish_row(row, work.place(team.index, turn.at), x);
+            if (row.in_unit + 1 < row.count) continue;
+            fabric::order_shared_stores_before_copies();
+            team.meet();
+            if (team.thread == 0) fabric::arrive(&work.shared.place_full[team.index][turn.at]);
+            turn.next(work.layout.places);
+            first_round &= turn.at != 0;
         }
     }
 
-    __device__ __forceinline__ void finish_row(const Row& row, char* place, float (&x)[kVecs][E],
-                                               const Vec16 (&residual)[kVecs]) {
+    __device__ __forceinline__ void finish_row(const Row& row, char* place, float (&x)[kVecs][E]) {
         const Call& call = work.call;
         const BulkLayout& layout = work.layout;
         char* sums = place + layout.rows_a_unit * layout.out_row_bytes + row.in_unit * layout.row_bytes;
         char* sum_row = static_cast<char*>(call.sum) + row.token * layout.row_bytes;
-        finish<T>(x, call, lanes, residual, team, LateWeight<T, kVecs>{}, [&](int j, const Vec16& sum) {
+        LateWeight<T, kVecs> weight;
+        const auto residual = [&](int j) {
+            return fabric::load(static_cast<const char*>(call.residual) + row.token * layout.row_bytes + lanes.at(j) * 16);
+        };
+        const bool adds_residual = call.residual != nullptr && !adds_residual_first();
+        finish<T>(x, call, lanes, adds_residual, residual, team, weight, [&](int j, const Vec16& sum) {
             if (call.sum != nullptr) fabric::store(sum_row + lanes.at(j) * 16, sum);
             if (call.sum_whole) *reinterpret_cast<Vec16*>(sums + lanes.at(j) * 16) = sum;
         });
@@ -245,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     bulk(const __grid_constant__ Call call, const __grid_constant__ BulkLayout layout) {
 #ifdef WEAVE_BULK_COPY
     extern __shared__ __align__(128) char memory[];
-    __shared__ float parts[2][kTeamWarps];
+    __shared__ float parts[kTeams][2][kTeamWarps];
     __shared__ Shared shared;
     __shared__ uint32_t ring[StageSender::kRing];
     if (threadIdx.x == 0) shared.init();
@@ -260,7 +240,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Work work{call, layout, watch, shared, memory, places, (calls + 1) << 24};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= kWorkers) {
-        Team team{parts, static_cast<int>(threadIdx.x) - 32 * kWorkers};
+        const int thread = static_cast<int>(threadIdx.x) - 32 * kWorkers;
+        Team team{parts[thread / kTeamThreads], thread / kTeamThreads, thread % kTeamThreads};
         const Lanes lanes{team.thread, kTeamThreads, call.hidden / kElements<T>};
         Finisher<T, kMaxW, kVecs>{work, lanes, team, packet_bytes<T>(call.out_kind)}.run();
     } else if (warp == 3) {
@@ -304,7 +285,7 @@ bool fit(BulkLayout& layout, uint32_t unit_bytes, const Call& call, int device) 
     layout.place_bytes = (layout.place_bytes + 127) / 128 * 128;
     constexpr int kFewestStages = 4;
     for (layout.places = kMaxPlaces; layout.places > 0; --layout.places) {
-        const int stages = (room - layout.places * layout.place_bytes) / static_cast<int>(unit_bytes);
+        const int stages = (room - kTeams * layout.places * layout.place_bytes) / static_cast<int>(unit_bytes);
         layout.stages = std::min(kMaxStages, stages / 2 * 2);
         if (stages >= kFewestStages) return true;
     }
@@ -335,7 +316,7 @@ int enqueue(const Call& call, const Launch& launch) {
     const int64_t staging = (call.world - 1) * call.share * layout.row_bytes;
     const int64_t output = layout.sum_at + (call.sum_whole ? call.tokens * layout.row_bytes : 0);
     if (staging > call.regions.staging_bytes || output > call.regions.output_bytes) return cudaErrorInvalidValue;
-    const int shared_bytes = layout.stages * layout.unit_bytes + layout.places * layout.place_bytes;
+    const int shared_bytes = layout.stages * layout.unit_bytes + kTeams * layout.places * layout.place_bytes;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attribute;
@@ -354,8 +335,8 @@ int enqueue(const Call& call, const Launch& launch) {
 template <typename T, int kMaxW>
 int with_vecs(const Call& call, const Launch& launch) {
     const int64_t vecs = (call.hidden / kElements<T> + kTeamThreads - 1) / kTeamThreads;
-    if (vecs <= 1) return enqueue<T, kMaxW, 1>(call, launch);
     if (vecs <= 2) return enqueue<T, kMaxW, 2>(call, launch);
+    if (vecs <= 4) return enqueue<T, kMaxW, 4>(call, launch);
     if (vecs <= kMostVecs) return enqueue<T, kMaxW, kMostVecs>(call, launch);
     return cudaErrorInvalidValue;
 }

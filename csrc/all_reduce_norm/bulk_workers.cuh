@@ -13,7 +13,8 @@ using fabric::kMaxWorld;
 using fabric::Watch;
 
 constexpr int kMaxStages = 8;
-constexpr int kMaxPlaces = 4;
+constexpr int kMaxPlaces = 2;
+constexpr int kTeams = 2;
 
 // Sizes that all CTAs of all ranks share.
 struct BulkLayout {
@@ -24,7 +25,7 @@ struct BulkLayout {
     int32_t out_row_bytes;  // the same with its scale
     int64_t sum_at;         // where rows of the sum begin in the output region
     int32_t stages;         // between loader and sender; even
-    int32_t places;         // for finished units, used in turn
+    int32_t places;         // of a team for finished units, used in turn
     int32_t place_bytes;
     int32_t in_place;    // finished rows stay in the output region
     int32_t travelling;  // copies of a sender on their way at once
@@ -43,7 +44,7 @@ struct Job {
 // What the warps of a CTA tell each other, beside the barriers. Each word has one writer.
 struct Shared {
     uint64_t stage_full[kMaxStages], stage_empty[kMaxStages];
-    uint64_t place_full[kMaxPlaces], place_empty[kMaxPlaces];
+    uint64_t place_full[kTeams][kMaxPlaces], place_empty[kTeams][kMaxPlaces];
     Job jobs[kMaxStages];
     volatile uint32_t pushed[kMaxWorld];  // by owner: units whose partial rows have arrived there
     volatile uint32_t published;          // finished units that have arrived everywhere
@@ -54,10 +55,11 @@ struct Shared {
             fabric::init_barrier(&stage_full[i]);
             fabric::init_barrier(&stage_empty[i]);
         }
-        for (int i = 0; i < kMaxPlaces; ++i) {
-            fabric::init_barrier(&place_full[i]);
-            fabric::init_barrier(&place_empty[i]);
-        }
+        for (int team = 0; team < kTeams; ++team)
+            for (int i = 0; i < kMaxPlaces; ++i) {
+                fabric::init_barrier(&place_full[team][i]);
+                fabric::init_barrier(&place_empty[team][i]);
+            }
         for (int i = 0; i < kMaxWorld; ++i)
             pushed[i] = 0;
         published = 0;
@@ -97,7 +99,9 @@ struct Work {
     }
     __device__ __forceinline__ char* output(int32_t rank) const { return call.base[rank] + call.regions.output(); }
     __device__ __forceinline__ uint64_t word(uint32_t count) const { return epoch | count; }
-    __device__ __forceinline__ char* place(uint32_t at) const { return places + at * layout.place_bytes; }
+    __device__ __forceinline__ char* place(int32_t team, uint32_t at) const {
+        return places + (team * layout.places + at) * layout.place_bytes;
+    }
     // Unit j of this CTA: the index of its first row in a share, and how many rows it has of `owner`'s.
     __device__ __forceinline__ int32_t first(int32_t j) const {
         return static_cast<int32_t>(blockIdx.x + j * gridDim.x) * layout.rows_a_unit;
@@ -261,26 +265,28 @@ struct RowSender {
     __device__ __forceinline__ void run() {
         const uint32_t num_units = work.num_units(work.call.rank);
         uint32_t num_freed = 0, num_arrived = 0;
-        Turn turn, to_free;
+        Turn turn, to_free;  // of a team's places: the teams take units in turn
         const auto free = [&](uint32_t upto) {
             for (; num_freed < upto; ++num_freed) {
-                fabric::arrive(&work.shared.place_empty[to_free.at]);
-                to_free.next(work.layout.places);
+                fabric::arrive(&work.shared.place_empty[num_freed % kTeams][to_free.at]);
+                if (num_freed % kTeams == kTeams - 1) to_free.next(work.layout.places);
             }
         };
-        for (uint32_t j = 0; j < num_units; ++j, turn.next(work.layout.places)) {
-            while (!fabric::is_over(&work.shared.place_full[turn.at], turn.parity)) {
+        for (uint32_t j = 0; j < num_units; ++j) {
+            const uint32_t team = j % kTeams;
+            while (!fabric::is_over(&work.shared.place_full[team][turn.at], turn.parity)) {
                 fabric::await_reading<0>();
                 free(j);
                 if (num_arrived == j) continue;
                 fabric::await_arrival<0>();
                 post(work.shared.published, num_arrived = j);
             }
-            push(j, work.place(turn.at));
+            push(j, work.place(team, turn.at));
             fabric::await_reading<1>();
             free(j);
             fabric::await_arrival<1>();
             post(work.shared.published, num_arrived = j);
+            if (team == kTeams - 1) turn.next(work.layout.places);
         }
         fabric::await_arrival<0>();
         post(work.shared.published, num_units);

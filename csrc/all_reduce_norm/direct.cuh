@@ -100,7 +100,9 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
             if (call.residual != nullptr)
                 residual[j] = fabric::load(static_cast<const char*>(call.residual) + row_at + lanes.at(j) * 16);
         }
-        finish<T>(x, call, lanes, residual, team, LateWeight<T, kVecs>{}, [&](int j, const Vec16& sum) {
+        LateWeight<T, kVecs> weight;
+        const auto before = [&](int j) { return residual[j]; };
+        finish<T>(x, call, lanes, call.residual != nullptr, before, team, weight, [&](int j, const Vec16& sum) {
             if (call.sum_whole)
                 Fabric::broadcast_store(call, output + layout.sum_at + row_at + lanes.at(j) * 16, sum);
             else if (call.sum != nullptr)

@@ -54,36 +54,47 @@ __device__ __forceinline__ void round_to(float (&x)[kElements<T>]) {
     fabric::widen(fabric::narrow(x, static_cast<const T*>(nullptr)), x, static_cast<const T*>(nullptr));
 }
 
-// A norm's weight where it is needed, or loaded before: while the row's parts travel.
+// A norm's weight. One in the activations' type is on its way to registers while something else is waited for: by default
+// the sum over the row's threads.
 template <typename T, int kVecs>
-struct LateWeight {
+class LateWeight {
+  public:
     __device__ __forceinline__ LateWeight() {}
-    __device__ __forceinline__ LateWeight(const GpuNorm&, const Lanes&) {}
-    __device__ __forceinline__ void get(const GpuNorm& norm, const Lanes& lanes, int j, float (&out)[kElements<T>]) const {
-        load_parameter<T>(norm.weight, lanes.at(j), out);
-    }
-};
-
-template <typename T, int kVecs>
-struct EarlyWeight {
-    float value[kVecs][kElements<T>];
-    __device__ __forceinline__ EarlyWeight(const GpuNorm& norm, const Lanes& lanes) {
+    __device__ __forceinline__ void prepare(const GpuNorm& norm, const Lanes& lanes) {
+        if (norm.weight.data == nullptr || norm.weight.is_fp32) return;
 #pragma unroll
         for (int j = 0; j < kVecs; ++j)
-            if (lanes.has(j) && norm.weight.data != nullptr) load_parameter<T>(norm.weight, lanes.at(j), value[j]);
+            if (lanes.has(j)) raw_[j] = __ldg(static_cast<const uint4*>(norm.weight.data) + lanes.at(j));
     }
-    __device__ __forceinline__ void get(const GpuNorm&, const Lanes&, int j, float (&out)[kElements<T>]) const {
-#pragma unroll
-        for (int i = 0; i < kElements<T>; ++i)
-            out[i] = value[j][i];
+    __device__ __forceinline__ void get(const GpuNorm& norm, const Lanes& lanes, int j,
+                                        float (&out)[kElements<T>]) const {
+        if (norm.weight.is_fp32) {
+            load_parameter<T>(norm.weight, lanes.at(j), out);
+        } else {
+            fabric::widen(Vec16{{raw_[j].x, raw_[j].y, raw_[j].z, raw_[j].w}}, out, static_cast<const T*>(nullptr));
+        }
     }
+
+  private:
+    uint4 raw_[kVecs];
+};
+
+// The same, loaded before: while the row's parts travel.
+template <typename T, int kVecs>
+class EarlyWeight : public LateWeight<T, kVecs> {
+  public:
+    __device__ __forceinline__ EarlyWeight(const GpuNorm& norm, const Lanes& lanes) {
+        LateWeight<T, kVecs>::prepare(norm, lanes);
+    }
+    __device__ __forceinline__ void prepare(const GpuNorm&, const Lanes&) {}
 };
 
 // The norm of a row in place. `team` sums over all threads that share the row.
 template <typename T, int kVecs, class Team, class Weight>
 __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const GpuNorm& norm, int64_t hidden,
-                                          const Lanes& lanes, Team& team, const Weight& weight) {
+                                          const Lanes& lanes, Team& team, Weight& weight) {
     constexpr int E = kElements<T>;
+    weight.prepare(norm, lanes);
     const float inverse = 1.0f / static_cast<float>(hidden);
     if (norm.form.kind == NormKind::kLayer) {
         float total = 0;
@@ -130,11 +141,11 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
     }
 }
 
-// From the sum over ranks on to the normed row, left in `x`. `residual` holds the row's own vectors where there is one.
+// From the sum over ranks on to the normed row, left in `x`. `residual(j)` gives the row's own vectors if `adds_residual`.
 // `take_sum(j, v)` gets the rounded sum: at once, so that it takes no registers during the norm.
-template <typename T, int kVecs, class Team, class Weight, class TakeSum>
+template <typename T, int kVecs, class Team, class Weight, class Residual, class TakeSum>
 __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
-                                       const Vec16 (&residual)[kVecs], Team& team, const Weight& weight,
+                                       bool adds_residual, const Residual& residual, Team& team, Weight& weight,
                                        const TakeSum& take_sum) {
     constexpr int E = kElements<T>;
     if (call.reduced_bias.data != nullptr) {
@@ -157,14 +168,15 @@ __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Ca
                 x[j][i] *= scale;
     }
     if (call.post.form.kind != NormKind::kNone) {
-        normalize<T>(x, call.post, call.hidden, lanes, team, LateWeight<T, kVecs>{});
+        LateWeight<T, kVecs> post_weight;
+        normalize<T>(x, call.post, call.hidden, lanes, team, post_weight);
     }
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
         if (!lanes.has(j)) continue;
-        if (call.residual != nullptr) {
+        if (adds_residual) {
             float other[E];
-            fabric::widen(residual[j], other, static_cast<const T*>(nullptr));
+            fabric::widen(residual(j), other, static_cast<const T*>(nullptr));
 #pragma unroll
             for (int i = 0; i < E; ++i)
                 x[j][i] += other[i];

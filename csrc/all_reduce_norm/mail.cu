@@ -9,7 +9,6 @@
 // One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners, who
 // send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
 #include <algorithm>
-#include <type_traits>
 
 #include "all_reduce_norm/finish.cuh"
 
@@ -213,8 +212,6 @@ __device__ void control(const Call& call, const DeviceState& before, int64_t mai
 template <typename T, int kMaxW, int kVecs, bool kPlain>
 struct Mail {
     static constexpr int E = kElements<T>;
-    // With one vector a thread there are registers to spare for what is needed only after the wait.
-    using Weight = std::conditional_t<kVecs == 1, EarlyWeight<T, kVecs>, LateWeight<T, kVecs>>;
     const Call& call;
     const Watch& watch;
     const Lanes& lanes;
@@ -287,7 +284,7 @@ struct Mail {
     __device__ __forceinline__ void reduce(int32_t row, int32_t index, bool send) const {
         float x[kVecs][E];
         Vec16 residual[kVecs];
-        const Weight weight(call.norm, lanes);
+        EarlyWeight<T, kVecs> weight(call.norm, lanes);
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
 #pragma unroll
@@ -315,7 +312,8 @@ struct Mail {
                     x[j][i] += widened[i];
             }
         }
-        finish<T>(x, call, lanes, residual, team, weight, [&](int j, const Vec16& sum) {
+        const auto before = [&](int j) { return residual[j]; };
+        finish<T>(x, call, lanes, call.residual != nullptr, before, team, weight, [&](int j, const Vec16& sum) {
             if (call.sum != nullptr) fabric::store(static_cast<char*>(call.sum) + in_tensor(row, j), sum);
             if (!send || !sum_whole()) return;
 #pragma unroll

@@ -1,0 +1,286 @@
+"""FP8 linears on GPUs: the op quantizes the normed rows where nothing else reads them, as models write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.fx as fx
+from functorch.compile import make_boxed_func
+from torch import Tensor
+
+from tests import forms
+from tests.preview import FORCED, fake_group, previewed
+from tests.quantizations import (
+    CASES,
+    E4M3,
+    LEFT,
+    Case,
+    Form,
+    Quantize,
+    block,
+    bounded_scale,
+    chain,
+    inverse,
+    linear,
+    stored,
+    torchao_rows,
+)
+from tests.rewrites.test_all_reduce_rms_norm import inputs
+from weaveopt import backend, cost_model, inductor
+from weaveopt.config import Config
+from weaveopt.decision import Fabric, GraphReport, RegionNeed
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, decode, region_need
+from weaveopt.rule import Context
+from weaveopt.runtime import topology
+
+H = forms.HIDDEN
+TEXT = {Quant.PER_TOKEN: " -> e4m3 per token", Quant.STATIC: " -> e4m3 static"}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """The graphs that were rewritten, in order."""
+    seen: list[fx.Graph] = []
+    rewrite = backend.rewrite
+
+    def spying(captured: object, *rest: object) -> tuple[str, ...]:
+        rounding = rewrite(captured, *rest)  # type: ignore[arg-type]
+        seen.append(captured.graph)  # type: ignore[attr-defined]
+        return rounding
+
+    monkeypatch.setattr(backend, "rewrite", spying)
+    return seen
+
+
+def on_gpus(
+    form: Form,
+    *,
+    static: bool = True,
+    machine: str = "h200x4",
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    weights: forms.Weights | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
+) -> GraphReport:
+    weights = weights or forms.make_weights(dtype)
+    report = previewed(
+        lambda x, r: form(weights, x, r),
+        given or inputs(dtype),
+        world=4,
+        machine=machine,
+        device=device,
+        static=static,
+        force=FORCED,
+    )
+    assert report.fallbacks == ()
+    return report
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def quant_calls(graph: fx.Graph) -> list[AllReduceNormCall]:
+    found = graph.find_nodes(op="call_function", target=torch.ops.weave.all_reduce_norm_quant.default)
+    return [decode(str(node.args[-1])) for node in found]
+
+
+STEPS = ("abs", "amax", "max.dim", "clamp", "div", "rsqrt", "convert_element_type", "all_reduce.default", "wait_tensor")
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["numbers", "symbols"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.quantize.__name__)
+def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> None:
+    report = on_gpus(block(case.quantize), static=static)
+    (decision,) = report.decisions
+    assert decision.rewritten and decision.chosen.fabric is Fabric.PEER
+    assert decision.site.form == "all_reduce(partial) + residual -> rms_norm(eps=1e-06)" + TEXT[case.quant]
+    assert decision.site.workload is not None and decision.site.workload.out_dtype == "float8_e4m3fn"
+    (call,) = quant_calls(graphs[-1])
+    assert (call.quant, call.out_dtype, call.dtype) == (case.quant, "float8_e4m3fn", "bfloat16")
+    found = targets(graphs[-1])
+    assert not any(step in target for step in STEPS for target in found), found
+    (product,) = graphs[-1].find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
+    rows = product.args[0].meta["val"]
+    assert rows.dtype is E4M3 and rows.ndim == 2 and rows.shape[1] == H
+    if case.quant is Quant.PER_TOKEN:
+        scale = product.args[2].meta["val"]
+        assert scale.dtype is torch.float32 and scale.ndim == 2 and scale.shape[1] == 1
+    need = RegionNeed()
+    for row in decision.chosen.lowerings:
+        need = need.union(region_need(row, H, "bfloat16", "float8_e4m3fn", 4))
+    assert report.plans[0].regions == need
+    lines = [line for line in report.rounding if "normed rows are rounded" in line]
+    assert len(lines) == 1
+    assert any("not rounded to 16 bits" in line for line in report.rounding) is case.narrow
+    bounds = [line for line in report.rounding if "bounded by 1e-12" in line]
+    assert len(bounds) == bool(case.bound) and all(case.bound in line for line in bounds)
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["numbers", "symbols"])
+@pytest.mark.parametrize("quantize", [torchao_rows, inverse, stored], ids=lambda quantize: quantize.__name__)
+def test_residuals_between_quantizing_sites_stay_sharded(
+    quantize: Quantize, static: bool, graphs: list[fx.Graph]
+) -> None:
+    report = on_gpus(chain(quantize), static=static)
+    assert [d.rewritten for d in report.decisions] == [True] * 3
+    assert [p.sum_sharded for p in report.plans[0].placements] == [True, True, False]
+    assert [p.residual_sharded for p in report.plans[0].placements] == [False, True, True]
+    assert len(quant_calls(graphs[-1])) == 3
+
+
+@pytest.mark.parametrize("norm", [forms.rms, forms.rms_fp32, forms.rms_plus_one], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wherever_the_norm_rounds(
+    norm: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, graphs: list[fx.Graph]
+) -> None:
+    on_gpus(block(inverse, norm), dtype=dtype)
+    (call,) = quant_calls(graphs[-1])
+    assert call.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_several_linears_share_one_quantization(graphs: list[fx.Graph]) -> None:
+    def form(w: forms.Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        total = residual + forms.all_reduce(x @ w.product)
+        normed = forms.rms(total, w.norm)
+        return *(linear(*torchao_rows(normed), out) for out in (48, 32, 16)), total
+
+    on_gpus(form)
+    assert len(quant_calls(graphs[-1])) == 1
+    found = targets(graphs[-1])
+    assert found.count("aten._scaled_mm.default") == 3 and not any("amax" in target for target in found)
+
+
+def test_no_residual_keeps_the_tokens_apart(graphs: list[fx.Graph]) -> None:
+    def form(w: forms.Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        flat = x.reshape(-1, forms.INNER) @ w.product
+        rows, scale = bounded_scale(forms.rms(forms.all_reduce(flat).view(residual.shape), w.norm))
+        return (linear(rows, scale),)
+
+    on_gpus(form, static=False)
+    assert len(quant_calls(graphs[-1])) == 1
+
+
+@pytest.mark.parametrize(("form", "reason"), LEFT, ids=[str(index) for index in range(len(LEFT))])
+def test_left_in_the_graph_with_its_reason(form: Form, reason: str, graphs: list[fx.Graph]) -> None:
+    report = on_gpus(form)
+    (decision,) = report.decisions
+    assert decision.rewritten and quant_calls(graphs[-1]) == []
+    assert targets(graphs[-1]).count("weave.all_reduce_norm.default") == 1
+    assert " -> e4m3 left as it is: " in decision.site.form and reason in decision.site.form
+    assert decision.site.workload is not None and decision.site.workload.out_dtype == ""
+    assert not any("normed rows are rounded" in line for line in report.rounding)
+
+
+def test_rows_that_bulk_copies_do_not_take(graphs: list[fx.Graph]) -> None:
+    w = forms.make_weights(torch.bfloat16)
+    w = replace(w, product=w.product[:, :56].contiguous(), norm=w.norm[:56], after=w.after[:56])
+    x, residual = inputs(torch.bfloat16)
+
+    def form(w: forms.Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        total = residual + forms.all_reduce(x @ w.product)
+        rows, scale = bounded_scale(forms.rms(total, w.norm))
+        return (rows.float() @ w.after.float()) * scale, total
+
+    report = on_gpus(form, weights=w, given=(x, residual[..., :56].contiguous()))
+    (decision,) = report.decisions
+    assert decision.rewritten and quant_calls(graphs[-1]) == []
+    assert "rows of a multiple of 16 elements (hidden 56)" in decision.site.form
+
+
+def test_cpu_ranks_keep_it_in_the_graph(graphs: list[fx.Graph]) -> None:
+    report = on_gpus(block(inverse), machine="cpu", device="cpu")
+    (decision,) = report.decisions
+    assert decision.rewritten and decision.chosen.fabric is Fabric.SHM and "e4m3" not in decision.site.form
+    assert quant_calls(graphs[-1]) == [] and "aten.max.dim" in targets(graphs[-1])
+
+
+def test_multicast_takes_the_partial_result(graphs: list[fx.Graph]) -> None:
+    """The op that quantizes has no form that multiplies: the product stays in the graph there too."""
+    report = on_gpus(block(inverse), machine="h100x8")
+    (decision,) = report.decisions
+    assert decision.rewritten and len(quant_calls(graphs[-1])) == 1
+    assert "weave.mm_all_reduce_norm.default" not in targets(graphs[-1])
+    assert decision.site.workload is not None and decision.site.workload.product is None
+
+
+def executing_as_gpus(calls: list[AllReduceNormCall]) -> Callable[..., object]:
+    """Rewrites as for four GPUs and runs the graph here: without peers, the library's all-reduce changes nothing."""
+
+    def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
+        captured, failure = backend._capture(module, False, True)
+        known = topology.fake(4, device="cuda")
+        context = Context(Config(force=FORCED), cost_model.load("h200x4"), dict.fromkeys(captured.groups, known))
+        report = backend._steps(captured, context, backend._Clock(), failure)
+        assert report.fallbacks == ()
+        calls.extend(quant_calls(captured.graph))
+        module.graph = captured.graph
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return lambda graph_module, example_inputs: inductor.compile_with(inner_compile, graph_module, example_inputs)
+
+
+def in_order(rows: Tensor) -> Tensor:
+    """Neighbouring e4m3 values as neighbouring integers."""
+    bits = rows.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["numbers", "symbols"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.quantize.__name__)
+def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> None:
+    """Bit for bit, but for values that lie in the middle between two of e4m3: those may turn to the other one.
+
+    Where the model computes in fp32, scales agree to 2**-22, and a quotient turns only that near the middle; where it
+    rounds scale or quotient to bf16, 2**-8 takes the place of that. e4m3 has 4 bits: never more than the neighbour.
+    """
+    weights = forms.make_weights(torch.bfloat16)
+
+    def fn(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        total = residual + forms.all_reduce(x @ weights.product)
+        return (*case.quantize(forms.rms(total, weights.norm)), total)
+
+    calls: list[AllReduceNormCall] = []
+    x, residual = inputs(torch.bfloat16, tokens=(3, 170))
+    residual = residual * torch.logspace(-3, 2, 170).view(1, -1, 1).bfloat16()
+    torch._dynamo.reset()
+    with fake_group(4), torch.no_grad():
+        want_rows, want_scale, want_total = fn(x, residual)
+        normed = forms.rms(want_total, weights.norm).view(-1, H)
+        if dynamic:
+            for value in (x, residual):
+                torch._dynamo.mark_dynamic(value, 1)
+        rows, scale, total = torch.compile(fn, backend=executing_as_gpus(calls), fullgraph=True)(x, residual)
+    assert [call.quant for call in calls] == [case.quant]
+    assert calls[0].max_tokens == (8192 if dynamic else 510)
+    assert torch.equal(total, want_total)
+    assert (rows.dtype, rows.shape, rows.stride()) == (E4M3, want_rows.shape, want_rows.stride())
+    assert (scale.dtype, scale.shape, scale.stride()) == (torch.float32, want_scale.shape, want_scale.stride())
+    near = 2**-8 if case.narrow else 2**-22
+    torch.testing.assert_close(scale, want_scale, rtol=near, atol=0)
+    steps = (in_order(rows) - in_order(want_rows)).abs()
+    assert steps.max() <= 1
+    middle = (rows.double() + want_rows.double()) / 2
+    distance = (normed.double() / scale.double() - middle).abs()
+    turned = steps == 1
+    assert (distance[turned] <= near * middle[turned].abs()).all()
+    assert turned.float().mean() < (1e-1 if case.narrow else 1e-2)
+
+
+def test_rows_of_zeros_give_zeros() -> None:
+    """Without a lower bound the model divides 0 by 0."""
+    calls: list[AllReduceNormCall] = []
+    weights = forms.make_weights(torch.bfloat16)
+
+    def fn(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        return torchao_rows(forms.rms(residual + forms.all_reduce(x @ weights.product), weights.norm))
+
+    x, residual = inputs(torch.bfloat16)
+    torch._dynamo.reset()
+    with fake_group(4), torch.no_grad():
+        rows, scale = torch.compile(fn, backend=executing_as_gpus(calls), fullgraph=True)(x * 0, residual * 0)
+    assert len(calls) == 1 and not rows.float().any() and (scale > 0).all()
