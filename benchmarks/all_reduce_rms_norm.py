@@ -185,7 +185,7 @@ def main_gpu(args: argparse.Namespace) -> int:
     from benchmarks import gpu_ranks
 
     flags = {
-        gpu.MAIN: args.all,
+        gpu.MAIN: args.main or args.all,
         gpu.CTAS: args.sweep_ctas or args.all,
         gpu.SHAPES: args.sweep_shapes or args.all,
         gpu.TUNE: args.tune,
@@ -238,6 +238,7 @@ def main() -> int:
     gpus = parser.add_argument_group("GPUs")
     gpus.add_argument("--sweep-ctas", action="store_true", help="how many CTAs the bulk form needs")
     gpus.add_argument("--sweep-shapes", action="store_true", help="many shapes, the profile's choice alone")
+    gpus.add_argument("--main", action="store_true", help="the main suite; with --tune, curves are of the same times")
     gpus.add_argument("--tune", action="store_true", help="curves of every lowering, for a machine's profile")
     gpus.add_argument("--all", action="store_true", help="the main suite and both sweeps")
     gpus.add_argument("--tokens", type=int, nargs="+", default=[], help="only these; no result file is written")

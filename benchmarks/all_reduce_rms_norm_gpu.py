@@ -42,7 +42,7 @@ from weaveopt.ops.all_reduce_norm_call import RegionNeed
 MAIN, CTAS, SHAPES, TUNE = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes", "tune"
 TOKENS = tuple(1 << power for power in range(16))
 HIDDENS = (8192, 4096)
-MAIN_CTAS = (16, 64, 132)
+MAIN_CTAS = (16, 64, 128)
 WHOLE_TOKENS = (64, 1024, 8192)
 CTA_TOKENS = (64, 512, 4096, 16384)
 CTA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 132)
@@ -50,8 +50,8 @@ SHAPE_HIDDENS = (1024, 2048, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16
 SHAPE_TOKENS = (1, 7, 100, 1000, 8192, 65536)
 SHAPE_LIMIT_BYTES = 1 << 31
 """Tensors of 2 GiB and more would be about 64-bit indices, not about communication."""
-TUNE_CTAS = (4, 8, 16, 24, 32, 48, 64, 96, 132)
-LEAST_BULK_BYTES = 64 << 10
+TUNE_CTAS = (8, 16, 32, 64, 128)
+LEAST_BULK_BYTES = 1 << 20
 BASELINES = (NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT)
 QUICK_TOKENS = (1, 64, 1024)
 
@@ -108,7 +108,8 @@ class Bench:
         from weaveopt.runtime import arena_gpu, topology
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
-        jobs = {suite: self.jobs(suite) for suite in self.asked.suites}
+        suites = [suite for suite in self.asked.suites if suite != TUNE or not self.tunes_from_main]
+        jobs = {suite: self.jobs(suite) for suite in suites}
         every = [job for each in jobs.values() for job in each]
         need = RegionNeed()
         for job in every:
@@ -120,6 +121,11 @@ class Bench:
         with torch.no_grad():
             for suite, each in jobs.items():
                 self.suite(suite, each, symmetric)
+
+    @property
+    def tunes_from_main(self) -> bool:
+        """Curves come from the main suite's own times where both are asked for."""
+        return MAIN in self.asked.suites and TUNE in self.asked.suites
 
     def jobs(self, suite: str) -> list[Job]:
         hiddens = self.asked.hiddens or {CTAS: (8192,), SHAPES: SHAPE_HIDDENS}.get(suite, HIDDENS)
@@ -141,7 +147,7 @@ class Bench:
         elif suite == MAIN:
             variants = mail_variants(case)
             if case.bytes >= LEAST_BULK_BYTES:
-                variants += bulk_variants(case, MAIN_CTAS)
+                variants += bulk_variants(case, TUNE_CTAS if self.tunes_from_main else MAIN_CTAS)
         variants = [each for each in variants if each.is_supported(case, self.place)]
         if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:
             variants.append(chosen)
@@ -173,7 +179,7 @@ class Bench:
                 effort = Effort(3, 4, 5 if case.bytes > 256 << 20 else 0)
             if self.asked.quick:
                 effort = Effort(2, 2)
-            is_tuning = suite == TUNE
+            is_tuning = suite == TUNE or (suite == MAIN and self.tunes_from_main)
             us = measure(self.place, case, job.variants, symmetric, effort, with_add_norm=is_tuning)
             ours = "  ".join(f"{variant.name} {us[variant.name]:.1f}" for variant in job.variants)
             theirs = "  ".join(
@@ -181,7 +187,9 @@ class Bench:
             )
             self.place.say(f"{self.place.world} x {case.tokens:5} x {case.hidden:5}: {theirs} | {ours}")
             if is_tuning:
-                tuned.append((case, us))
+                whole = {variant.name for variant in job.variants if variant.whole}
+                tuned.append((case, {name: time for name, time in us.items() if name not in whole}))
+            if suite == TUNE:
                 continue
             rows = self.rows(suite, job, us)
             self.found.rows.setdefault(suite, []).extend(rows)

@@ -34,6 +34,8 @@ REPLAY_US = 1200.0
 LARGEST_ONE_SHOT_BYTES = 2048 * 8192 * 2
 """Of torch's one-shot all-reduce, far beyond where it is the best."""
 NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT = "nccl_then_inductor", "symm_one_shot_then_inductor", "symm_two_shot_then_inductor"
+MAIL_CTAS = 132
+"""One CTA on each SM beside as many as fit: then each sends some rows before others come to be finished."""
 ADD_NORM = "add_norm"
 """Inductor's kernel alone, for profiles."""
 
@@ -281,10 +283,12 @@ def measure(
 def mail_variants(case: Case) -> list[Variant]:
     """The mail forms where they may pay: their mailboxes grow with the tokens."""
     found = []
-    if case.bytes <= 16 << 20:
+    if case.bytes <= 2 << 20:
         found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
-    if case.bytes <= 64 << 20:
+    if case.bytes <= 32 << 20:
         found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
+    if 4 << 20 <= case.bytes <= 32 << 20:
+        found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL, MAIL_CTAS)))
     return found
 
 

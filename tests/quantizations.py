@@ -51,6 +51,13 @@ def bounded_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     return saturated(x.float() / scale).view(-1, x.shape[-1]), scale.view(-1, 1).contiguous()
 
 
+def read_in_another_form(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse is used here and elsewhere: it is computed from the op's scale."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(1e-12) / 448.0
+    factor = scale.reciprocal()
+    return saturated(x.float() * factor).view(-1, x.shape[-1]), (factor * 2.0).square().view(-1, 1)
+
+
 def stored(x: Tensor) -> tuple[Tensor, Tensor]:
     return saturated(x.float() / STORED).view(-1, x.shape[-1]), STORED
 
@@ -83,6 +90,7 @@ CASES = (
     Case(torchao_rows, Quant.PER_TOKEN, narrow=True, bound="not bounded"),
     Case(inverse, Quant.PER_TOKEN),
     Case(no_keepdim, Quant.PER_TOKEN, bound="1e-10"),
+    Case(read_in_another_form, Quant.PER_TOKEN),
     Case(bounded_scale, Quant.PER_TOKEN, bound="4.48e-06"),
     Case(stored, Quant.STATIC),
     Case(stored_inverse, Quant.STATIC),

@@ -126,7 +126,7 @@ class Quantized:
 
 def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
     """How the rows of `output` are quantized, why the op cannot do it, or None where nothing quantizes them."""
-    held = _follow(output)
+    held = _without_derived(_follow(output))
     others = _other_readers(held)
     rows = {node for node, value in held.items() if value.kind is _Kind.E4M3}
     if not rows and not any(_leads_to_fp8(reader) for _, reader in others):
@@ -171,6 +171,27 @@ def _follow(output: fx.Node) -> dict[fx.Node, _Held]:
                 held[user] = step
                 heapq.heappush(pending, user)
     return held
+
+
+def _without_derived(held: dict[fx.Node, _Held]) -> dict[fx.Node, _Held]:
+    """`held` without what is made of the scales and read by others: the graph goes on computing that from the scales."""
+    kept = dict(held)
+    for node in sorted(held, reverse=True):
+        if _is_made_of_scales(node, held) and any(user not in kept for user in node.users):
+            del kept[node]
+    return kept
+
+
+def _is_made_of_scales(node: fx.Node, held: Mapping[fx.Node, _Held]) -> bool:
+    """Whether `node` holds another value for each row than its scale, but one that is computed from that."""
+    if held[node].is_row_scale:
+        return False
+    source = node.args[0] if node.args else None
+    while isinstance(source, fx.Node) and source in held and held[source].kind is _Kind.ROW_VALUE:
+        if held[source].is_row_scale:
+            return held[node].kind is _Kind.ROW_VALUE
+        source = source.args[0]
+    return False
 
 
 def _step(node: fx.Node, held: Mapping[fx.Node, _Held], hidden: int) -> _Held | None:

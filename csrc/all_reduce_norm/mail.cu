@@ -499,12 +499,15 @@ struct Shape {
     int vecs;
 };
 
-// One vector a thread, over as many CTAs as a cluster may have: many CTAs move a few rows sooner than one does.
-Shape shape_of(int64_t num_vecs, int cluster, bool has_clusters) {
+// One vector a thread. A few rows go over as many CTAs as a cluster may have, since many CTAs move them sooner than a few
+// do; where there are rows for all SMs, over as few as hold one.
+Shape shape_of(int64_t num_vecs, int64_t rows, int num_sms, int cluster, bool has_clusters) {
     constexpr int kFewThreads = 128;
+    constexpr int kCtasAnSm = 2;
     Shape shape{0, 1, 1};
     if (has_clusters) {
-        const int largest = cluster > 0 ? std::min(cluster, kMaxCluster) : kMaxCluster;
+        const bool few = rows * kMaxCluster <= static_cast<int64_t>(kCtasAnSm) * num_sms;
+        const int largest = cluster > 0 ? std::min(cluster, kMaxCluster) : few ? kMaxCluster : 1;
         while (shape.cluster < largest && num_vecs > static_cast<int64_t>(shape.cluster) * kFewThreads)
             shape.cluster *= 2;
         while (shape.cluster < kMaxCluster && num_vecs > static_cast<int64_t>(shape.cluster) * kMaxThreads)
@@ -598,14 +601,17 @@ bool has_clusters(int device) {
 
 const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device) {
     const int64_t num_vecs = hidden * size_of(dtype) / 16;
-    return shape_of(num_vecs, 0, has_clusters(device)).vecs > kMostVecs ? "rows are too long for the mail forms" : "";
+    return shape_of(num_vecs, 1, 1, 0, has_clusters(device)).vecs > kMostVecs ? "rows are too long for the mail forms" : "";
 }
 
 int run_mail(const Call& call, const Launch& launch) {
     int device = 0;
     cudaGetDevice(&device);
-    const Shape shape =
-        shape_of(call.hidden * size_of(launch.dtype) / 16, launch.cluster, has_clusters(device));
+    int num_sms = 0;
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    const int64_t rows = launch.form == Form::kMailOneShot ? call.tokens : call.share;
+    const Shape shape = shape_of(static_cast<int64_t>(call.hidden) * size_of(launch.dtype) / 16, rows, num_sms,
+                                 launch.cluster, has_clusters(device));
     switch (launch.dtype) {
         case DType::kFloat32:
             return with_world<float>(call, launch, shape);
