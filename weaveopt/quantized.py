@@ -174,7 +174,7 @@ def _follow(output: fx.Node) -> dict[fx.Node, _Held]:
 
 
 def _without_derived(held: dict[fx.Node, _Held]) -> dict[fx.Node, _Held]:
-    """`held` without what is made of the scales and read by others: the graph goes on computing that from the scales."""
+    """`held` without what is made of the scales and read by others: the graph goes on computing that from them."""
     kept = dict(held)
     for node in sorted(held, reverse=True):
         if _is_made_of_scales(node, held) and any(user not in kept for user in node.users):

@@ -4,15 +4,17 @@
 // deals with CTA c of each peer alone. In a CTA
 //   - one thread, the loader, brings partial rows into shared memory, and later what peers pushed here;
 //   - a second one sends those: to their owners' staging regions, and to the caller's tensors; and sees them arrive;
-//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers, into
+//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers,
+//   into
 //     shared memory;
 //   - a third thread sends those to all output regions and sees them arrive;
 //   - one warp tells the peers. A fence at system scope waits for everything that its SM has under way (5 us and more
-//     while copies flow), so this warp does nothing else: it looks how far the senders are, fences once, signals it all.
+//     while copies flow), so this warp does nothing else: it looks how far the senders are, fences once, signals it
+//     all.
 //
 // One staging and one output region are enough: a rank that has finished a call has every row of every owner, so all
-// owners have read their staging; and a row is pushed only after all ranks' partial rows of that call have come, so each
-// of them has finished the call before and has copied its output.
+// owners have read their staging; and a row is pushed only after all ranks' partial rows of that call have come, so
+// each of them has finished the call before and has copied its output.
 #include <algorithm>
 
 #include "all_reduce_norm/bulk_workers.cuh"
@@ -25,6 +27,7 @@ namespace {
 // behind them.
 constexpr uint32_t kBytesUnderWay = 1536 << 10;
 constexpr uint32_t kUnitBytes = 16 << 10;
+constexpr uint32_t kLeastUnitBytes = 4 << 10;
 // Units that make a long unit worth it: fewer, larger copies and signals, but coarser shares of the work.
 constexpr int kManyUnits = 16;
 constexpr int kTeamThreads = 512 / kTeams;
@@ -103,8 +106,8 @@ struct Finisher {
         __syncwarp();
     }
 
-    // Vectors [from, from + kAtOnce) of all parts of a row, summed: the own part first, then the slots in order. Only the
-    // owner sums a row, so any fixed order is the same for everyone.
+    // Vectors [from, from + kAtOnce) of all parts of a row, summed: the own part first, then the slots in order. Only
+    // the owner sums a row, so any fixed order is the same for everyone.
     __device__ __forceinline__ void add(const Row& row, int from, float (&x)[kVecs][E]) const {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
@@ -147,8 +150,8 @@ struct Finisher {
         }
     }
 
-    // Where nothing comes between the sum over ranks and the residual, it is loaded with the parts: in registers it would
-    // have to wait for the rest.
+    // Where nothing comes between the sum over ranks and the residual, it is loaded with the parts: in registers it
+    // would have to wait for the rest.
     __device__ __forceinline__ bool adds_residual_first() const {
         const Call& call = work.call;
         return call.residual != nullptr && call.reduced_bias.data == nullptr && call.scale == 1.0f &&
@@ -184,7 +187,8 @@ struct Finisher {
         char* sum_row = static_cast<char*>(call.sum) + row.token * layout.row_bytes;
         LateWeight<T, kVecs> weight;
         const auto residual = [&](int j) {
-            return fabric::load(static_cast<const char*>(call.residual) + row.token * layout.row_bytes + lanes.at(j) * 16);
+            return fabric::load(static_cast<const char*>(call.residual) + row.token * layout.row_bytes +
+                                lanes.at(j) * 16);
         };
         const bool adds_residual = call.residual != nullptr && !adds_residual_first();
         finish<T>(x, call, lanes, adds_residual, residual, team, weight, [&](int j, const Vec16& sum) {
@@ -308,9 +312,11 @@ int enqueue(const Call& call, const Launch& launch) {
     const int64_t most = (static_cast<int64_t>(call.share) * layout.row_bytes + kUnitBytes - 1) / kUnitBytes;
     int64_t num_ctas = std::min<int64_t>({num_sms, kMaxCtas, most, call.share});
     if (launch.num_ctas > 0) num_ctas = std::min<int64_t>(num_ctas, launch.num_ctas);
-    const bool is_long = most >= kManyUnits * num_ctas;
-    if (!fit(layout, is_long ? 2 * kUnitBytes : kUnitBytes, call, device) && !fit(layout, kUnitBytes, call, device))
-        return cudaErrorInvalidValue;
+    uint32_t unit_bytes = most >= kManyUnits * num_ctas ? 2 * kUnitBytes : kUnitBytes;
+    while (!fit(layout, unit_bytes, call, device)) {
+        if (unit_bytes <= kLeastUnitBytes) return cudaErrorInvalidValue;
+        unit_bytes /= 2;
+    }
     const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
     layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
     const int64_t staging = (call.world - 1) * call.share * layout.row_bytes;

@@ -94,9 +94,7 @@ struct Work {
     char* places;
     uint64_t epoch;  // of the words, above the count of units
 
-    __device__ __forceinline__ Header* header(int32_t rank) const {
-        return reinterpret_cast<Header*>(call.base[rank]);
-    }
+    __device__ __forceinline__ Header* header(int32_t rank) const { return reinterpret_cast<Header*>(call.base[rank]); }
     __device__ __forceinline__ char* output(int32_t rank) const { return call.base[rank] + call.regions.output(); }
     __device__ __forceinline__ uint64_t word(uint32_t count) const { return epoch | count; }
     __device__ __forceinline__ char* place(int32_t team, uint32_t at) const {
@@ -235,8 +233,7 @@ struct StageSender {
                 fabric::await_reading<1>();
                 free(1);
             }
-            if (num_sent - num_arrived > static_cast<uint32_t>(work.layout.travelling))
-                report(work.layout.travelling);
+            if (num_sent - num_arrived > static_cast<uint32_t>(work.layout.travelling)) report(work.layout.travelling);
         }
         while (num_sent != num_arrived)
             report(num_sent - num_arrived - 1);

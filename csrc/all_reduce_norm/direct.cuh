@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     for (int32_t owner = 0; owner < call.world; ++owner)
         for (int32_t row = call.begin[owner] + blockIdx.x; row < call.begin[owner + 1]; row += gridDim.x) {
             const char* out_row = from + static_cast<int64_t>(row) * layout.out_row_bytes;
-            for (int32_t at = threadIdx.x * 4; call.normed != nullptr && at < layout.out_bytes; at += kDirectThreads * 4)
+            for (int32_t at = threadIdx.x * 4; call.normed != nullptr && at < layout.out_bytes;
+                 at += kDirectThreads * 4)
                 *reinterpret_cast<uint32_t*>(static_cast<char*>(call.normed) +
                                              static_cast<int64_t>(row) * layout.out_bytes + at) =
                     *reinterpret_cast<const volatile uint32_t*>(out_row + at);
@@ -149,7 +150,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
             if (!call.sum_whole) continue;
             const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
             for (int32_t at = threadIdx.x * 16; at < layout.row_bytes; at += kDirectThreads * 16)
-                fabric::store(static_cast<char*>(call.sum) + row_at + at, fabric::load(from + layout.sum_at + row_at + at));
+                fabric::store(static_cast<char*>(call.sum) + row_at + at,
+                              fabric::load(from + layout.sum_at + row_at + at));
         }
 }
 
@@ -164,8 +166,8 @@ int enqueue_direct(const Call& call, const Launch& launch) {
                                                              : 1;
     layout.row_bytes = static_cast<int32_t>(call.hidden * size_of(launch.dtype));
     layout.out_bytes = call.hidden * out;
-    layout.out_row_bytes = (layout.out_bytes + 15) / 16 * 16 +
-                           (call.quant == QuantKind::kPerToken ? kDirectScaleBytes : 0);
+    layout.out_row_bytes =
+        (layout.out_bytes + 15) / 16 * 16 + (call.quant == QuantKind::kPerToken ? kDirectScaleBytes : 0);
     layout.sum_at = (static_cast<int64_t>(call.tokens) * layout.out_row_bytes + 255) / 256 * 256;
     const int64_t bytes = layout.sum_at + (call.sum_whole ? static_cast<int64_t>(call.tokens) * layout.row_bytes : 0);
     if (bytes > call.regions.output_bytes) return cudaErrorInvalidValue;

@@ -1,5 +1,5 @@
-// What becomes of a row once it is summed over ranks: bias, scale, norm, residual, rounding, norm, quantization. The row
-// stays in the registers of the threads that share it, from the reduction to the last store.
+// What becomes of a row once it is summed over ranks: bias, scale, norm, residual, rounding, norm, quantization. The
+// row stays in the registers of the threads that share it, from the reduction to the last store.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -54,8 +54,8 @@ __device__ __forceinline__ void round_to(float (&x)[kElements<T>]) {
     fabric::widen(fabric::narrow(x, static_cast<const T*>(nullptr)), x, static_cast<const T*>(nullptr));
 }
 
-// A norm's weight. One in the activations' type is on its way to registers while something else is waited for: by default
-// the sum over the row's threads.
+// A norm's weight. One in the activations' type is on its way to registers while something else is waited for: by
+// default the sum over the row's threads.
 template <typename T, int kVecs>
 class LateWeight {
   public:
@@ -141,8 +141,8 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
     }
 }
 
-// From the sum over ranks on to the normed row, left in `x`. `residual(j)` gives the row's own vectors if `adds_residual`.
-// `take_sum(j, v)` gets the rounded sum: at once, so that it takes no registers during the norm.
+// From the sum over ranks on to the normed row, left in `x`. `residual(j)` gives the row's own vectors if
+// `adds_residual`. `take_sum(j, v)` gets the rounded sum: at once, so that it takes no registers during the norm.
 template <typename T, int kVecs, class Team, class Weight, class Residual, class TakeSum>
 __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
                                        bool adds_residual, const Residual& residual, Team& team, Weight& weight,

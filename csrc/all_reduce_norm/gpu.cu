@@ -1,7 +1,7 @@
 // The one way into the GPU kernels of all_reduce_norm.
-#include "all_reduce_norm/gpu.h"
-
 #include <cuda_runtime.h>
+
+#include "all_reduce_norm/gpu.h"
 
 namespace weave::gpu {
 

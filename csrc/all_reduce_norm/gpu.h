@@ -56,7 +56,7 @@ struct Call {
     uint32_t tag;  // equal on all ranks if they run the same
     OutKind out_kind;
     QuantKind quant;
-    const void* partial;   // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
+    const void* partial;  // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
     int64_t partial_offset;
     const void* residual;  // nullptr: none
     void* normed;          // nullptr: not wanted
@@ -64,8 +64,8 @@ struct Call {
     void* row_scale;       // fp32 [tokens], kPerToken only
     int32_t sum_whole;     // every rank needs every row of sum; else only its own rows after two steps
     float scale;
-    Parameter scale_value;   // multiplied with `scale`
-    Parameter quant_scale;   // kStatic: what a value of 1 in e4m3 stands for
+    Parameter scale_value;  // multiplied with `scale`
+    Parameter quant_scale;  // kStatic: what a value of 1 in e4m3 stands for
     Parameter reduced_bias;
     GpuNorm post;
     GpuNorm norm;
@@ -80,9 +80,9 @@ struct Launch {
     Form form;
     DType dtype;
     int32_t num_ctas;
-    int32_t cluster;   // CTAs that share a row (mail forms)
-    bool overlap;      // programmatic dependent launch
-    bool in_place;     // kBulk: finished rows stay in the output region, for a caller that reads them there
+    int32_t cluster;  // CTAs that share a row (mail forms)
+    bool overlap;     // programmatic dependent launch
+    bool in_place;    // kBulk: finished rows stay in the output region, for a caller that reads them there
     void* stream;
 };
 

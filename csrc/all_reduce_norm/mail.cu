@@ -3,13 +3,14 @@
 //
 // A mailbox word is "absent" until a peer writes it. There are three mailboxes, used in turn by the calls of a group.
 // A rank that has finished call k has read something of every peer's call k, so each peer has at least started k and so
-// has finished k - 1, all of its clearing included. Call k uses mailbox k % 3 and clears that of k - 1, which peers write
-// again in k + 2 at the earliest: they cannot start that before this rank has finished k and begun k + 1.
+// has finished k - 1, all of its clearing included. Call k uses mailbox k % 3 and clears that of k - 1, which peers
+// write again in k + 2 at the earliest: they cannot start that before this rank has finished k and begun k + 1.
 //
-// One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners, who
-// send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
+// One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners,
+// who send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
 #include <algorithm>
 
+#include "all_reduce_norm/cluster_team.cuh"
 #include "all_reduce_norm/finish.cuh"
 
 namespace weave::gpu {
@@ -20,102 +21,13 @@ using fabric::Header;
 using fabric::kMaxWorld;
 using fabric::Watch;
 
-constexpr int kMaxThreads = 512;
 constexpr int kControlThreads = 32;
-constexpr int kMaxCluster = 8;
-constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kScaleBytes = 16;
 // Of a thread, where rows are too long for one: only without clusters (before sm_90).
 constexpr int kMostVecs = 4;
 
-// The threads of a cluster that share a row. Sums are made of all warps' parts in one order, so they agree bitwise
-// wherever they are made.
-struct ClusterTeam {
-    // Parts by reduction parity, CTA of the cluster, and warp.
-    float (*parts)[kMaxCluster * kMaxWarps];
-    uint64_t* arrived;  // one mbarrier for each parity
-    int cluster;
-    int rank;
-    int num_warps;
-    uint32_t num_reductions = 0;
-
-    template <class Combine>
-    __device__ __forceinline__ float reduce(float value, const Combine& combine) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        const int parity = num_reductions & 1;
-        const uint32_t phase = (num_reductions >> 1) & 1;
-        ++num_reductions;
-        value = combine(value);
-        const int num_parts = cluster * num_warps;
-#if __CUDA_ARCH__ >= 900
-        if (cluster == 1) {
-            meet(value, parity);
-            return total(parity, num_parts, combine);
-        }
-        const uint32_t slot =
-            static_cast<uint32_t>(__cvta_generic_to_shared(&parts[parity][rank * num_warps + warp]));
-        const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
-        if (lane < cluster) {
-            uint32_t remote_slot, remote_barrier;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_slot) : "r"(slot), "r"(lane));
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(lane));
-            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_slot),
-                         "r"(__float_as_uint(value)), "r"(remote_barrier)
-                         : "memory");
-        }
-        uint32_t done = 0;
-        while (done == 0) {
-            asm volatile(
-                "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-                "selp.u32 %0, 1, 0, p;\n}"
-                : "=r"(done)
-                : "r"(barrier), "r"(phase)
-                : "memory");
-        }
-        if (threadIdx.x == 0) expect(barrier, num_parts);
-#else
-        meet(value, parity);
-#endif
-        return total(parity, num_parts, combine);
-    }
-
-    // The threads of one CTA.
-    __device__ __forceinline__ void meet(float value, int parity) const {
-        if ((threadIdx.x & 31) == 0) parts[parity][threadIdx.x >> 5] = value;
-        asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
-    }
-
-    template <class Combine>
-    __device__ __forceinline__ float total(int parity, int num_parts, const Combine& combine) const {
-        const int lane = threadIdx.x & 31;
-        float sum = lane < num_parts ? parts[parity][lane] : 0.0f;
-        // More than 32 parts: the order is fixed all the same.
-        for (int i = lane + 32; i < num_parts; i += 32)
-            sum = combine.two(sum, parts[parity][i]);
-        return combine(sum);
-    }
-
-    __device__ __forceinline__ static void expect(uint32_t barrier, int num_parts) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_parts * 4)
-                     : "memory");
-#endif
-    }
-
-    struct Sum {
-        __device__ __forceinline__ float operator()(float value) const { return warp_sum(value); }
-        __device__ __forceinline__ float two(float a, float b) const { return a + b; }
-    };
-    struct Max {
-        __device__ __forceinline__ float operator()(float value) const { return warp_max(value); }
-        __device__ __forceinline__ float two(float a, float b) const { return fmaxf(a, b); }
-    };
-    __device__ __forceinline__ float sum(float value) { return reduce(value, Sum{}); }
-    __device__ __forceinline__ float max(float value) { return reduce(value, Max{}); }
-};
-
-// Where things lie in a mailbox. A rank sends to the rank `step` behind it (receiver = sender + step, around the ring) in
-// its slot world - 1 - step, so that it finds what the rank `step` behind itself sent in slot step - 1.
+// Where things lie in a mailbox. A rank sends to the rank `step` behind it (receiver = sender + step, around the ring)
+// in its slot world - 1 - step, so that it finds what the rank `step` behind itself sent in slot step - 1.
 struct MailLayout {
     uint32_t slot_rows;       // rows that one slot has room for
     uint32_t row_bytes;       // of a partial row and of a row of the sum
@@ -363,7 +275,8 @@ struct Mail {
     __device__ __forceinline__ void send_finished(int32_t step, int32_t index, int32_t vec, const Packet& packet,
                                                   float scale) const {
         if (call.normed != nullptr)
-            send_packet(theirs(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(), packet, out_packet());
+            send_packet(theirs(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(), packet,
+                        out_packet());
         if (scales_rows() && vec == 0) {
             const uint32_t bits = __float_as_uint(scale);
             fabric::relaxed_store(theirs(step, layout.out_at, layout.out_row_bytes, index + 1) - kScaleBytes,
@@ -391,8 +304,8 @@ struct Mail {
             for (int step = 1; step < kMaxW; ++step) {
                 if (step >= call.world || !has_row(step, index)) continue;
                 if (call.normed != nullptr)
-                    packet[step] = look_packet(mine(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(),
-                                               out_packet());
+                    packet[step] = look_packet(
+                        mine(step, layout.out_at, layout.out_row_bytes, index) + vec * out_packet(), out_packet());
                 if (sum_whole())
                     sum[step] = fabric::relaxed_load(mine(step, layout.sum_at, layout.row_bytes, index) + vec * 16);
             }
@@ -413,7 +326,8 @@ struct Mail {
                 }
                 if (sum_whole()) {
                     if (!fabric::is_there(sum[step]))
-                        sum[step] = await_mail(mine(step, layout.sum_at, layout.row_bytes, index) + vec * 16, watch, owner);
+                        sum[step] =
+                            await_mail(mine(step, layout.sum_at, layout.row_bytes, index) + vec * 16, watch, owner);
                     fabric::store(static_cast<char*>(call.sum) + in_tensor(row, j), sum[step]);
                 }
             }
@@ -499,8 +413,8 @@ struct Shape {
     int vecs;
 };
 
-// One vector a thread. A few rows go over as many CTAs as a cluster may have, since many CTAs move them sooner than a few
-// do; where there are rows for all SMs, over as few as hold one.
+// One vector a thread. A few rows go over as many CTAs as a cluster may have, since many CTAs move them sooner than a
+// few do; where there are rows for all SMs, over as few as hold one.
 Shape shape_of(int64_t num_vecs, int64_t rows, int num_sms, int cluster, bool has_clusters) {
     constexpr int kFewThreads = 128;
     constexpr int kCtasAnSm = 2;
@@ -601,7 +515,8 @@ bool has_clusters(int device) {
 
 const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device) {
     const int64_t num_vecs = hidden * size_of(dtype) / 16;
-    return shape_of(num_vecs, 1, 1, 0, has_clusters(device)).vecs > kMostVecs ? "rows are too long for the mail forms" : "";
+    return shape_of(num_vecs, 1, 1, 0, has_clusters(device)).vecs > kMostVecs ? "rows are too long for the mail forms"
+                                                                              : "";
 }
 
 int run_mail(const Call& call, const Launch& launch) {

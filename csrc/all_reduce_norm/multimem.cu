@@ -12,9 +12,7 @@ namespace {
 struct Multimem {
     // The same memory is reached by its own address and by the multicast one: accesses by one are ordered with those by
     // the other only by this.
-    __device__ __forceinline__ static void order_addresses() {
-        asm volatile("fence.proxy.alias;" ::: "memory");
-    }
+    __device__ __forceinline__ static void order_addresses() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 #ifdef WEAVE_MULTIMEM
     __device__ __forceinline__ static Vec16 summed(const char* at, const __nv_bfloat16*) {
@@ -57,7 +55,8 @@ struct Multimem {
                      : "memory");
 #endif
     }
-    __device__ __forceinline__ static void broadcast_short(const Call& call, int64_t at, const Vec16& v, int32_t bytes) {
+    __device__ __forceinline__ static void broadcast_short(const Call& call, int64_t at, const Vec16& v,
+                                                           int32_t bytes) {
 #ifdef WEAVE_MULTIMEM
         for (int32_t i = 0; i < bytes / 4; ++i)
             asm volatile("multimem.st.relaxed.sys.global.u32 [%0], %1;" ::"l"(call.multicast + at + 4 * i),

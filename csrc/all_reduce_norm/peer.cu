@@ -21,7 +21,8 @@ struct Peer {
         for (int32_t rank = 0; rank < call.world; ++rank)
             fabric::store(call.base[rank] + at, v);
     }
-    __device__ __forceinline__ static void broadcast_short(const Call& call, int64_t at, const Vec16& v, int32_t bytes) {
+    __device__ __forceinline__ static void broadcast_short(const Call& call, int64_t at, const Vec16& v,
+                                                           int32_t bytes) {
         for (int32_t rank = 0; rank < call.world; ++rank)
             for (int32_t i = 0; i < bytes / 4; ++i)
                 reinterpret_cast<uint32_t*>(call.base[rank] + at)[i] = v.word[i];
@@ -31,7 +32,8 @@ struct Peer {
 }  // namespace
 
 const char* direct_unsupported(DType dtype, int64_t hidden) {
-    return hidden * size_of(dtype) / 16 > kMostDirectVecs * kDirectThreads ? "rows are too long for the direct form" : "";
+    return hidden * size_of(dtype) / 16 > kMostDirectVecs * kDirectThreads ? "rows are too long for the direct form"
+                                                                           : "";
 }
 
 int run_direct_peer(const Call& call, const Launch& launch) {

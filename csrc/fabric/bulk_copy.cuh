@@ -35,31 +35,28 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t byt
 
 __device__ __forceinline__ bool is_over(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
     return done != 0;
 }
 
 __device__ __forceinline__ void await_phase(uint64_t* barrier, uint32_t parity) {
     uint32_t done = 0;
     while (done == 0) {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(shared_address(barrier)), "r"(parity)
+                     : "memory");
     }
 }
 
 __device__ __forceinline__ void copy_in(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier))
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
 }
 
 __device__ __forceinline__ void copy_out(void* to, const void* from, uint32_t bytes) {
@@ -87,15 +84,24 @@ constexpr int kMaxPending = 8;
 
 __device__ __forceinline__ void await_arrival(int32_t pending) {
     switch (pending) {
-        case 0: return await_arrival<0>();
-        case 1: return await_arrival<1>();
-        case 2: return await_arrival<2>();
-        case 3: return await_arrival<3>();
-        case 4: return await_arrival<4>();
-        case 5: return await_arrival<5>();
-        case 6: return await_arrival<6>();
-        case 7: return await_arrival<7>();
-        default: return await_arrival<kMaxPending>();
+        case 0:
+            return await_arrival<0>();
+        case 1:
+            return await_arrival<1>();
+        case 2:
+            return await_arrival<2>();
+        case 3:
+            return await_arrival<3>();
+        case 4:
+            return await_arrival<4>();
+        case 5:
+            return await_arrival<5>();
+        case 6:
+            return await_arrival<6>();
+        case 7:
+            return await_arrival<7>();
+        default:
+            return await_arrival<kMaxPending>();
     }
 }
 

@@ -7,8 +7,8 @@
 //   relaxed_wait(word, value)    only looks; orders nothing
 //   load, store                  16 bytes of memory that nobody else writes meanwhile
 //   relaxed_load, relaxed_store  16 bytes, of which each 4-byte word arrives whole: words that carry their own arrival
-//   reduce_load                  16 bytes of every rank, summed in fp32, ranks in order (peer) or in the switch (multimem)
-//   broadcast_store              the same 16 bytes to every rank
+//   reduce_load                  16 bytes of every rank, summed in fp32, ranks in order (peer) or in the switch
+//   (multimem) broadcast_store              the same 16 bytes to every rank
 //
 // Words count calls and never reset. They are 64 bits wide, so they do not wrap. Every wait is bounded: a thread that
 // gives up writes a Record into host memory and ends the kernel with a trap, so nothing goes on with wrong data.
@@ -99,8 +99,9 @@ struct Watch {
 
 // Tells the host, waits until it has read that, and ends the kernel. Does not return. Takes values: a reference would
 // put what it refers to into local memory, and every use of it with that.
-static __device__ __noinline__ void tell_host_and_end(Header* own, Record* to, uint64_t own_tag, Code code, int32_t peer,
-                                                      Slot slot, uint64_t expected, uint64_t seen, uint64_t peer_tag) {
+static __device__ __noinline__ void tell_host_and_end(Header* own, Record* to, uint64_t own_tag, Code code,
+                                                      int32_t peer, Slot slot, uint64_t expected, uint64_t seen,
+                                                      uint64_t peer_tag) {
     volatile Record* record = to;
     if (atomicExch(&own->state.failed, 1u) == 0) {
         record->peer = peer;
@@ -250,8 +251,9 @@ __device__ __forceinline__ Vec16 narrow(const float (&x)[8], const __half*) {
     return v;
 }
 
-// A word that stands for "not there yet": as a pair of 2-byte elements (+0, -0), as a float -0. filled() takes care that
-// data never hold it. Elements are not touched otherwise; a rank treats its own data alike, so all sum the same bits.
+// A word that stands for "not there yet": as a pair of 2-byte elements (+0, -0), as a float -0. filled() takes care
+// that data never hold it. Elements are not touched otherwise; a rank treats its own data alike, so all sum the same
+// bits.
 constexpr uint32_t kAbsent = 0x80000000u;
 
 __device__ __forceinline__ Vec16 filled(Vec16 v) {

@@ -62,8 +62,9 @@ PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t ra
     if (num_words > 0) fill<<<512, 512>>>(reinterpret_cast<uint32_t*>(own + regions.mailbox(0)), num_words, kAbsent);
     check(cudaGetLastError(), "fill");
     check(cudaDeviceSynchronize(), "fill");
-    check(cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(Record), cudaHostAllocMapped | cudaHostAllocPortable),
-          "cudaHostAlloc");
+    check(
+        cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(Record), cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
     std::memset(static_cast<void*>(record_), 0, sizeof(Record));
     check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_record_), record_, 0), "cudaHostGetDevicePointer");
 }

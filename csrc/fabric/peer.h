@@ -23,10 +23,10 @@ constexpr int32_t kNumMailboxes = 3;
 
 // What the owner's kernels keep from call to call. Nobody else touches it.
 struct DeviceState {
-    uint64_t num_calls;                    // of every kind
-    uint32_t num_mail_calls;               // of those that used a mailbox; modulo 3 it names the mailbox
-    uint32_t num_arrived;                  // CTAs of the running kernel that have read this state
-    uint64_t mail_bytes[kNumMailboxes];    // that the last call left in each mailbox
+    uint64_t num_calls;                  // of every kind
+    uint32_t num_mail_calls;             // of those that used a mailbox; modulo 3 it names the mailbox
+    uint32_t num_arrived;                // CTAs of the running kernel that have read this state
+    uint64_t mail_bytes[kNumMailboxes];  // that the last call left in each mailbox
     uint32_t failed;
     uint32_t padding;
 };
@@ -34,7 +34,7 @@ struct DeviceState {
 // The first bytes of an arena. All words but `state` are written by peers: [source rank].
 struct Header {
     alignas(128) DeviceState state;
-    alignas(128) uint64_t tag[2][kMaxWorld];  // what a source runs, by parity of its call: see tag_word()
+    alignas(128) uint64_t tag[2][kMaxWorld];             // what a source runs, by parity of its call: see tag_word()
     alignas(128) uint64_t partial[kMaxWorld][kMaxCtas];  // its partial rows for CTA c have come
     alignas(128) uint64_t rows[kMaxWorld][kMaxCtas];     // its finished rows from CTA c have come
 };
@@ -70,7 +70,9 @@ struct Regions {
     int64_t staging_bytes = 0;
     int64_t output_bytes = 0;
 
-    WEAVE_HOST_DEVICE int64_t mailbox(int32_t index) const { return static_cast<int64_t>(kHeaderBytes) + index * mailbox_bytes; }
+    WEAVE_HOST_DEVICE int64_t mailbox(int32_t index) const {
+        return static_cast<int64_t>(kHeaderBytes) + index * mailbox_bytes;
+    }
     WEAVE_HOST_DEVICE int64_t staging() const { return mailbox(kNumMailboxes); }
     WEAVE_HOST_DEVICE int64_t output() const { return staging() + staging_bytes; }
     WEAVE_HOST_DEVICE int64_t total() const { return output() + output_bytes; }

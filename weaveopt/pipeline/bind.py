@@ -68,7 +68,9 @@ def describe(group: str, report: GraphReport, context: Context) -> Document:
         if decision.site.group == group:
             where = f"site {decision.site.id} ({decision.site.module or 'no module'})"
             document[f"{where}: form"] = decision.site.form
-            document[f"{where}: workload"] = _text(decision.site.workload)
+            workload = decision.site.workload
+            for name, value in ({} if workload is None else asdict(workload)).items():
+                document[f"{where}: workload's {name}"] = json.dumps(value)
             document[f"{where}: choice"] = _text(decision.chosen)
     for plan in report.plans:
         if plan.group == group:

@@ -1,0 +1,97 @@
+// The threads of a cluster of CTAs that share a row, and their sums over it.
+#pragma once
+
+#include "all_reduce_norm/finish.cuh"
+
+namespace weave::gpu {
+
+constexpr int kMaxThreads = 512;  // of a CTA
+constexpr int kMaxCluster = 8;
+constexpr int kMaxWarps = kMaxThreads / 32;
+
+// The threads of a cluster that share a row. Sums are made of all warps' parts in one order, so they agree bitwise
+// wherever they are made.
+struct ClusterTeam {
+    // Parts by reduction parity, CTA of the cluster, and warp.
+    float (*parts)[kMaxCluster * kMaxWarps];
+    uint64_t* arrived;  // one mbarrier for each parity
+    int cluster;
+    int rank;
+    int num_warps;
+    uint32_t num_reductions = 0;
+
+    template <class Combine>
+    __device__ __forceinline__ float reduce(float value, const Combine& combine) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const int parity = num_reductions & 1;
+        const uint32_t phase = (num_reductions >> 1) & 1;
+        ++num_reductions;
+        value = combine(value);
+        const int num_parts = cluster * num_warps;
+#if __CUDA_ARCH__ >= 900
+        if (cluster == 1) {
+            meet(value, parity);
+            return total(parity, num_parts, combine);
+        }
+        const uint32_t slot = static_cast<uint32_t>(__cvta_generic_to_shared(&parts[parity][rank * num_warps + warp]));
+        const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
+        if (lane < cluster) {
+            uint32_t remote_slot, remote_barrier;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_slot) : "r"(slot), "r"(lane));
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(lane));
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_slot),
+                         "r"(__float_as_uint(value)), "r"(remote_barrier)
+                         : "memory");
+        }
+        uint32_t done = 0;
+        while (done == 0) {
+            asm volatile(
+                "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                "selp.u32 %0, 1, 0, p;\n}"
+                : "=r"(done)
+                : "r"(barrier), "r"(phase)
+                : "memory");
+        }
+        if (threadIdx.x == 0) expect(barrier, num_parts);
+#else
+        meet(value, parity);
+#endif
+        return total(parity, num_parts, combine);
+    }
+
+    // The threads of one CTA.
+    __device__ __forceinline__ void meet(float value, int parity) const {
+        if ((threadIdx.x & 31) == 0) parts[parity][threadIdx.x >> 5] = value;
+        asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
+    }
+
+    template <class Combine>
+    __device__ __forceinline__ float total(int parity, int num_parts, const Combine& combine) const {
+        const int lane = threadIdx.x & 31;
+        float sum = lane < num_parts ? parts[parity][lane] : 0.0f;
+        // More than 32 parts: the order is fixed all the same.
+        for (int i = lane + 32; i < num_parts; i += 32)
+            sum = combine.two(sum, parts[parity][i]);
+        return combine(sum);
+    }
+
+    __device__ __forceinline__ static void expect(uint32_t barrier, int num_parts) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_parts * 4)
+                     : "memory");
+#endif
+    }
+
+    struct Sum {
+        __device__ __forceinline__ float operator()(float value) const { return warp_sum(value); }
+        __device__ __forceinline__ float two(float a, float b) const { return a + b; }
+    };
+    struct Max {
+        __device__ __forceinline__ float operator()(float value) const { return warp_max(value); }
+        __device__ __forceinline__ float two(float a, float b) const { return fmaxf(a, b); }
+    };
+    __device__ __forceinline__ float sum(float value) { return reduce(value, Sum{}); }
+    __device__ __forceinline__ float max(float value) { return reduce(value, Max{}); }
+};
+
+}  // namespace weave::gpu
