@@ -204,7 +204,7 @@ def main_gpu(args: argparse.Namespace) -> int:
             print(args.curves)
 
     def program(place: gpu_ranks.Place) -> None:
-        bench = gpu.Bench(place, asked)
+        bench = gpu.Bench(place, asked, Path(args.found) if args.found else None)
         bench.run()
         if place.rank == 0:
             bench.found.save(Path(args.found)) if args.found else finish(bench.found)

@@ -96,8 +96,9 @@ class Job:
 
 
 class Bench:
-    def __init__(self, place: Place, asked: Asked) -> None:
-        self.place, self.asked = place, asked
+    def __init__(self, place: Place, asked: Asked, keep: Path | None = None) -> None:
+        """`keep`: where rows are left after each shape, so that a run cut short has those it came to."""
+        self.place, self.asked, self.keep = place, asked, keep
         self.machine = cost_model.load(asked.profile)
         self.found = Found()
 
@@ -193,6 +194,8 @@ class Bench:
                 continue
             rows = self.rows(suite, job, us)
             self.found.rows.setdefault(suite, []).extend(rows)
+            if self.keep is not None and self.place.rank == 0:
+                self.found.save(self.keep)
         if tuned:
             self.tune(tuned)
 

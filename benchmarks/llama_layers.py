@@ -198,10 +198,12 @@ def main_gpu(args: argparse.Namespace) -> int:
     asked = gpu.Asked(cases, args.profile, args.eager, args.quick)
 
     def program(place: gpu_ranks.Place) -> None:
-        rows, wrong = gpu.run(place, asked)
+        def keep(rows: list[record.Row]) -> None:
+            if place.rank == 0 and not args.quick:
+                record.write("llama_layers", args.machine, rows)
+
+        rows, wrong = gpu.run(place, asked, keep)
         place.say(gpu.summary(rows))
-        if place.rank == 0 and not args.quick and cases == gpu.CASES:
-            print(record.write("llama_layers", args.machine, rows))
         assert not wrong, "; ".join(wrong)
 
     gpu_ranks.run_and_exit(program)

@@ -188,7 +188,10 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
     compiling = ", ".join(f"{name} {seconds:.1f}" for name, seconds in variants.seconds.items())
     for fallback in found.fallbacks:
         place.say(f"  weave left the graph as it is: {fallback.step}: {fallback.error}")
-    place.say(f"  {case.phase} {case.batch} x {case.seq}: compiled in s: {compiling}; {found.num_rewritten} rewritten")
+    times = ", ".join(f"{name} {time / 1e3:.3f}" for name, time in us.items())
+    place.say(
+        f"  {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten; compiled in s: {compiling}"
+    )
     row = record.row(
         case={
             "phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": "bfloat16", "ranks": place.world,
@@ -221,8 +224,8 @@ def summary(rows: Sequence[record.Row]) -> str:
     return gpu_ranks.table(title, columns, lines)
 
 
-def run(place: Place, asked: Asked) -> tuple[list[record.Row], list[str]]:
-    """Rows of all cases, and what is wrong with them."""
+def run(place: Place, asked: Asked, keep: Callable[[list[record.Row]], None]) -> tuple[list[record.Row], list[str]]:
+    """Rows of all cases, and what is wrong with them; `keep` gets the rows so far after each case."""
     dist.all_reduce(torch.zeros(1, device=place.device))  # NCCL connects now, not in a first measurement
     rows, wrong = [], []
     with torch.no_grad():
@@ -230,6 +233,7 @@ def run(place: Place, asked: Asked) -> tuple[list[record.Row], list[str]]:
         for case in asked.cases:
             row, complaint = run_case(place, model, case, asked)
             rows.append(row)
+            keep(rows)
             wrong += [complaint] if complaint else []
             gc.collect()
             torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from weaveopt import inductor
 from weaveopt.config import OPTIONS, Config, resolve
 from weaveopt.errors import OptionError
 
@@ -53,3 +54,10 @@ def test_inductors_options_pass_and_others_do_not() -> None:
     assert resolve({"max_autotune": True}, ("max_autotune",)).inductor == (("max_autotune", True),)
     with pytest.raises(OptionError, match="did you mean 'max_autotune'"):
         resolve({"max_autotun": True}, ("max_autotune",))
+
+
+def test_ranks_do_not_decide_by_the_clock_whether_products_are_padded() -> None:
+    known = inductor.known_options()
+    assert inductor.patches_for(None, resolve({}, known))["shape_padding"] is False
+    asked = resolve({"shape_padding": True}, known)
+    assert inductor.patches_for("reduce-overhead", asked)["shape_padding"] is True
