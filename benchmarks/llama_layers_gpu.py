@@ -190,7 +190,8 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
         place.say(f"  weave left the graph as it is: {fallback.step}: {fallback.error}")
     times = ", ".join(f"{name} {time / 1e3:.3f}" for name, time in us.items())
     place.say(
-        f"  {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten; compiled in s: {compiling}"
+        f"  {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten; "
+        f"compiled in s: {compiling}"
     )
     row = record.row(
         case={
