@@ -75,8 +75,13 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
 
 
 def _commit() -> str | None:
-    """The commit that was measured, with `+` where the working tree differs from it; outside of git, what
-    `BENCHMARK_COMMIT` says, else None."""
+    """The commit that was measured: what `BENCHMARK_COMMIT` says, else git's, with `+` where the working tree differs.
+
+    GPU hosts get a copy of the sources, whose history may be missing or older: who made the copy knows the commit.
+    """
+    known = os.environ.get("BENCHMARK_COMMIT")
+    if known:
+        return known
     folder = Path(__file__).parent
     try:
         commit = subprocess.run(
@@ -87,8 +92,7 @@ def _commit() -> str | None:
             cwd=folder, capture_output=True, text=True, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        # A copy of the sources without their history, as GPU hosts get it: who made it knows the commit.
-        return os.environ.get("BENCHMARK_COMMIT")
+        return None
     return commit + ("+" if changed else "")
 
 

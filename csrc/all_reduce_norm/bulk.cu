@@ -31,13 +31,13 @@ constexpr uint32_t kLeastUnitBytes = 4 << 10;
 // Units that make a long unit worth it: fewer, larger copies and signals, but coarser shares of the work.
 constexpr int kManyUnits = 16;
 constexpr int kTeamThreads = 512 / kTeams;
-constexpr int kTeamWarps = kTeamThreads / 32;
+[[maybe_unused]] constexpr int kTeamWarps = kTeamThreads / 32;
 constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, signals
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kScaleBytes = 16;
 constexpr int kMostVecs = 8;
 // Vectors of parts that a thread may have on their way.
-constexpr int kMostLoads = 8;
+[[maybe_unused]] constexpr int kMostLoads = 8;
 
 #ifdef WEAVE_BULK_COPY
 

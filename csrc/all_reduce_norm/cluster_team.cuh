@@ -22,9 +22,9 @@ struct ClusterTeam {
 
     template <class Combine>
     __device__ __forceinline__ float reduce(float value, const Combine& combine) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        [[maybe_unused]] const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         const int parity = num_reductions & 1;
-        const uint32_t phase = (num_reductions >> 1) & 1;
+        [[maybe_unused]] const uint32_t phase = (num_reductions >> 1) & 1;
         ++num_reductions;
         value = combine(value);
         const int num_parts = cluster * num_warps;

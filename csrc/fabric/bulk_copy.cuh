@@ -13,6 +13,9 @@
 
 namespace weave::fabric {
 
+// Copies of one thread on their way at once that await_arrival() can tell apart.
+constexpr int kMaxPending = 8;
+
 #ifdef WEAVE_BULK_COPY
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -79,8 +82,6 @@ template <int kPending>
 __device__ __forceinline__ void await_reading() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-
-constexpr int kMaxPending = 8;
 
 __device__ __forceinline__ void await_arrival(int32_t pending) {
     switch (pending) {

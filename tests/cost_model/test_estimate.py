@@ -30,7 +30,7 @@ def _terms(estimate: Estimate) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "measured_us"), [(1, 13.7), (64, 21.7), (4096, 323.5), (32768, 2318.4)], ids=lambda value: str(value)
+    ("tokens", "measured_us"), [(1, 10.49), (64, 17.7), (4096, 319.22), (32768, 2318.97)], ids=lambda value: str(value)
 )
 def test_nccl_on_h200x4(tokens: int, measured_us: float) -> None:
     machine = MACHINES["h200x4"]
@@ -161,7 +161,7 @@ def test_peer_copies_nothing_and_adds_with_a_kernel(product: Product | None) -> 
 def test_two_partials_reduce_once() -> None:
     machine, work = MACHINES["h200x4"], replace(_work(4096), num_partials=2)
     unfused = _terms(cost_model.estimate_unfused(machine, work))
-    assert unfused["all_reduce"] == pytest.approx(2 * 323.5)
+    assert unfused["all_reduce"] == pytest.approx(2 * 319.22)
     one, two = (
         _terms(cost_model.estimate_all_reduce_norm(machine, each, Fabric.PEER, Algorithm.TWO_SHOT))
         for each in (_work(4096), work)
@@ -222,12 +222,12 @@ def test_threshold_follows_bytes() -> None:
 
 
 def test_other_world_sizes_scale_by_traffic() -> None:
-    """Beyond latency a ring moves `2 (n - 1) / n` messages: 1.5 on four ranks, 1 on two."""
+    """Beyond latency a ring moves `2 (n - 1) / n` messages: 1.5 on four ranks, 1.75 on eight (not measured)."""
     machine = MACHINES["h200x4"]
-    four, two = (
-        cost_model.all_reduce_us(machine, Fabric.LIBRARY, Algorithm.LIBRARY, 1 << 32, world, 1) for world in (4, 2)
+    eight, four = (
+        cost_model.all_reduce_us(machine, Fabric.LIBRARY, Algorithm.LIBRARY, 1 << 32, world, 1) for world in (8, 4)
     )
-    assert four / two == pytest.approx(1.5, rel=0.01)
+    assert eight / four == pytest.approx(1.75 / 1.5, rel=0.01)
 
 
 def test_crowded_cores_slow_a_rank() -> None:
