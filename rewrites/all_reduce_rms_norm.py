@@ -338,6 +338,7 @@ def _call(
         timeout_s=context.config.timeout_s,
         quant=op.Quant.NONE if match.quantized is None else match.quantized.quant,
         lowerings=decision.chosen.lowerings,
+        in_pieces=decision.chosen.fabric in op.GPU_FABRICS and placement.max_tokens >= workload.max_tokens,
     )
 
 

@@ -459,20 +459,29 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     config.stream = static_cast<cudaStream_t>(launch.stream);
     config.attrs = attributes;
     config.numAttrs = num_attributes;
-    // CTAs wait for each other through peers: all of them must be resident at once.
-    int num_teams = 0;
-    config.gridDim = shape.cluster;
-    cudaError_t error = cudaSuccess;
-    if (shape.cluster > 1) {
-        config.numAttrs = 1;
-        error = cudaOccupancyMaxActiveClusters(&num_teams, kernel, &config);
-        config.numAttrs = num_attributes;
-    } else {
-        int per_sm = 0;
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, config.blockDim.x, 0);
-        num_teams = per_sm * num_sms;
+    // CTAs wait for each other through peers: all of them must be resident at once. How many can be is asked once for
+    // each shape of the kernel: the driver takes longer to say so than to launch.
+    struct Fit {
+        int device = -1, num_threads = 0, cluster = 0, num_teams = 0;
+    };
+    thread_local Fit fit;
+    if (fit.device != device || fit.num_threads != shape.num_threads || fit.cluster != shape.cluster) {
+        Fit found{device, shape.num_threads, shape.cluster, 0};
+        config.gridDim = shape.cluster;
+        cudaError_t error = cudaSuccess;
+        if (shape.cluster > 1) {
+            config.numAttrs = 1;
+            error = cudaOccupancyMaxActiveClusters(&found.num_teams, kernel, &config);
+            config.numAttrs = num_attributes;
+        } else {
+            int per_sm = 0;
+            error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, config.blockDim.x, 0);
+            found.num_teams = per_sm * num_sms;
+        }
+        if (error != cudaSuccess) return error;
+        fit = found;
     }
-    if (error != cudaSuccess) return error;
+    int num_teams = fit.num_teams;
     if (num_teams < 1) return cudaErrorLaunchOutOfResources;
     if (launch.num_ctas > 0) num_teams = std::min(num_teams, std::max(1, launch.num_ctas / shape.cluster));
     const bool one_shot = launch.form == Form::kMailOneShot;

@@ -124,12 +124,29 @@ def bind(call: AllReduceNormCall, monkeypatch: pytest.MonkeyPatch, **of_arena: o
 def run(
     site: peer.PeerSite, tokens: int, partial: torch.Tensor | None = None, **given: torch.Tensor
 ) -> peer.QuantResults:
-    row = site.row(tokens)
-    assert row is not None
+    pieces = site.pieces(tokens)
+    assert pieces
     if partial is None:
         partial = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
     names = ("reduced_bias", "scale", "residual", "post_weight", "post_bias", "weight", "bias", "quant_scale")
-    return site.run(row, tokens, partial, None, *(given.get(name) for name in names))  # type: ignore[arg-type]
+    return site.run(pieces, tokens, partial, None, *(given.get(name) for name in names))  # type: ignore[arg-type]
+
+
+def test_more_tokens_than_were_planned_for_run_in_pieces(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bind(replace(make_call(), in_pieces=True), monkeypatch)
+    partial, residual = torch.ones(2, 600, HIDDEN).bfloat16()
+    normed, total, row_scale = run(site, 600, partial, residual=residual)
+    row_bytes = HIDDEN * 2
+    for call, first, count in zip(launches.calls, (0, 256, 512), (256, 256, 88), strict=True):
+        assert (call.tokens, call.form, call.num_ctas) == (count, 2, 64)
+        for tensor, address in ((partial, call.partial), (residual, call.residual), (normed, call.normed)):
+            assert address == tensor.data_ptr() + first * row_bytes
+        assert call.sum == total.data_ptr() + first * row_bytes
+        assert call.row_scale == 0 and row_scale.numel() == 0
+    launches.calls.clear()
+    run(site, 260)
+    assert [(call.tokens, call.form) for call in launches.calls] == [(256, 2), (4, 0)]
+    assert all(call.residual == 0 for call in launches.calls)
 
 
 def test_the_table_picks_the_kernel_by_token_count(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +154,7 @@ def test_the_table_picks_the_kernel_by_token_count(launches: Launches, monkeypat
     for tokens, form, num_ctas in ((1, 0, 0), (4, 0, 0), (5, 1, 0), (16, 1, 0), (17, 2, 64), (256, 2, 64)):
         run(site, tokens)
         assert (launches.last.tokens, launches.last.form, launches.last.num_ctas) == (tokens, form, num_ctas)
-    assert site.row(257) is None, "through the library"
+    assert site.row(257) is None and not site.pieces(257), "through the library"
     launches.why_not = "rows are too long"
     assert bind(make_call(), monkeypatch).row(5) is None
 
@@ -207,10 +224,8 @@ def test_direct_reads_the_partial_result_from_the_arena(launches: Launches, monk
     assert (
         launches.last.partial_offset == 1 << 16 and site._partial is not None and bool((site._partial[:5] == 3).all())
     )
-    row = site.row(7)
-    assert row is not None
     a, b = torch.ones(7, 4, dtype=torch.bfloat16), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
-    site.run(row, 7, None, (a, b, None), None, None, None, None, None, None, None, None)
+    site.run(site.pieces(7), 7, None, (a, b, None), None, None, None, None, None, None, None, None)
     assert launches.last.partial == site._partial.data_ptr() and bool((site._partial[:7] == 4).all())
 
 

@@ -1,7 +1,7 @@
 """`weave::all_reduce_norm`, `mm_all_reduce_norm` and `all_reduce_norm_quant`: sum over ranks, residual and norm.
 
     partial = a @ b (+ addend)                 # mm form only: straight into the arena, no copy
-    s = all_reduce(partial, "sum")             # in fp32, ranks in order: bitwise alike on all ranks and runs
+    s = all_reduce(partial, "sum")             # in fp32, in a fixed order: bitwise alike on all ranks and runs
     s = (s + reduced_bias) * scale
     s = norm_post(s)                           # where call.post
     s = residual + s
@@ -17,9 +17,9 @@ fp32. `call` is an encoded `AllReduceNormCall`.
 `row_scale` is [..., 1] in fp32, or empty [0] where call.quant is not `per_token`.
 
 On `shm`, up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share
-of them, and rows are handed out (two). On `peer`, `call.lowerings` says so by token count, and which kernel runs.
-Above `call.max_tokens`, where the device has no kernel for the rows, or with fabric `library`, the library's all-reduce
-runs, which sums in `dtype`, and the rest in torch.
+of them, and rows are handed out (two). On `peer`, `call.lowerings` says so by token count, and which kernel runs; with
+`call.in_pieces` more tokens run in pieces of `call.max_tokens`. Else above `call.max_tokens`, where the device has no
+kernel for the rows, or with fabric `library`, the library's all-reduce runs, which sums in `dtype`, and the rest in torch.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or
 token count, `ArenaError` where no arena was reserved. After such an error the group's arena stays unusable.
@@ -173,10 +173,10 @@ def _all_reduce_norm_quant_cuda(
     site = _peer_sites.get(call) or _peer_site(call, op)
     if site is not None:
         tokens = partial.numel() // site.hidden
-        row = site.row(tokens)
-        if row is not None:
+        pieces = site.pieces(tokens)
+        if pieces:
             return site.run(
-                row, tokens, partial, None,
+                pieces, tokens, partial, None,
                 reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale,
             )  # fmt: skip
     return through_library(
@@ -216,10 +216,10 @@ def _mm_all_reduce_norm_cuda(
 ) -> Results:
     with torch._C._AutoDispatchBelowAutograd():
         site = _peer_sites.get(call) or _peer_site(call, "mm_all_reduce_norm")
-        row = site.row(a.shape[0]) if site is not None else None
-        if site is not None and row is not None:
+        pieces = site.pieces(a.shape[0]) if site is not None else ()
+        if site is not None and pieces:
             return site.run(
-                row, a.shape[0], None, (a, b, addend),
+                pieces, a.shape[0], None, (a, b, addend),
                 reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None,
             )[:2]  # fmt: skip
         partial = torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)

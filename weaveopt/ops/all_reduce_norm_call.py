@@ -141,6 +141,9 @@ class AllReduceNormCall:
     quant: Quant = Quant.NONE
     lowerings: tuple[Lowering, ...] = ()
     """GPU fabrics: what runs by token count, ascending (`max_tokens` is the last row's)."""
+    in_pieces: bool = False
+    """GPU fabrics: more than `max_tokens` tokens run in pieces of so many, each divided among ranks by itself, and not
+    through the library: where the table ends for want of memory, not because the library is faster from there on."""
 
     def encode(self) -> str:
         record = {name: vars(value) if isinstance(value, NormForm) else value for name, value in vars(self).items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,14 @@ class Row:
     """The kernel reads the partial result from the arena."""
     unsupported: str
     """Why the device cannot run it; then the library does."""
+
+
+class Piece(NamedTuple):
+    """Tokens that one kernel takes."""
+
+    row: Row
+    first: int
+    count: int
 
 
 class PeerSite:
@@ -128,9 +137,23 @@ class PeerSite:
                 return None if row.unsupported else row
         return None
 
+    def pieces(self, tokens: int) -> tuple[Piece, ...]:
+        """How `tokens` tokens run; none: through the library."""
+        most = self.rows[-1].max_tokens
+        if tokens > most and not self._call.in_pieces:
+            return ()
+        found = []
+        for first in range(0, max(tokens, 1), most):
+            count = min(most, tokens - first)
+            row = self.row(count)
+            if row is None:
+                return ()
+            found.append(Piece(row, first, count))
+        return tuple(found)
+
     def run(
         self,
-        row: Row,
+        pieces: tuple[Piece, ...],
         tokens: int,
         partial: Tensor | None,
         product: Product | None,
@@ -143,14 +166,17 @@ class PeerSite:
         bias: Tensor | None,
         quant_scale: Tensor | None,
     ) -> QuantResults:
-        """The op on `tokens` rows of `partial`, or of `product`; the third result is empty without scales by row."""
+        """The op on `tokens` rows of `partial`, or of `product`, piece by piece.
+
+        The third result is empty without scales by row.
+        """
         arena = self._arena
         if arena.error is not None:
             watchdog.raise_again(arena.error)
         if partial is not None:
             partial = self._activation(partial, tokens, "partial")
         elif product is not None:
-            partial = self._multiply(product, row, tokens)
+            partial = self._multiply(product, pieces, tokens)
         assert partial is not None, "neither a partial result nor a product"
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
@@ -182,33 +208,33 @@ class PeerSite:
                 values[index - _SCALE] = value.data_ptr()
         if self._static and not values[1]:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
-        partial_offset = 0
-        if row.in_place:
-            partial_offset = self._into_arena(partial, tokens)
         normed, total, row_scale = results
         device = torch.cuda._exchange_device(self._index)
-        code = self._native.run(
-            tokens,
-            row.form,
-            row.num_ctas,
-            AS_FITS,
-            OVERLAP,
-            torch._C._cuda_getCurrentRawStream(self._index),
-            partial.data_ptr(),
-            partial_offset,
-            0 if residual is None else residual.data_ptr(),
-            pointers[0],
-            pointers[1],
-            pointers[2],
-            pointers[3],
-            pointers[4],
-            values[0],
-            values[1],
-            fp32,
-            normed.data_ptr(),
-            total.data_ptr(),
-            row_scale.data_ptr(),
-        )
+        for row, first, count in pieces:
+            code = self._native.run(
+                count,
+                row.form,
+                row.num_ctas,
+                AS_FITS,
+                OVERLAP,
+                torch._C._cuda_getCurrentRawStream(self._index),
+                _from_row(partial, first, hidden),
+                self._into_arena(partial, first, count) if row.in_place else 0,
+                _from_row(residual, first, hidden),
+                pointers[0],
+                pointers[1],
+                pointers[2],
+                pointers[3],
+                pointers[4],
+                values[0],
+                values[1],
+                fp32,
+                _from_row(normed, first, hidden),
+                _from_row(total, first, hidden),
+                _from_row(row_scale, first, 1),
+            )
+            if code:
+                break
         torch.cuda._maybe_exchange_device(device)
         if code:
             watchdog.fail(arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}")
@@ -238,19 +264,19 @@ class PeerSite:
         expect_alike(call.group, f"weave::all_reduce_norm at site {call.site}", values, call.timeout_s)
         self._alike = True
 
-    def _multiply(self, product: Product, row: Row, tokens: int) -> Tensor:
+    def _multiply(self, product: Product, pieces: tuple[Piece, ...], tokens: int) -> Tensor:
         a, b, addend = product
-        if not row.in_place or self._partial is None:
+        if len(pieces) != 1 or not pieces[0].row.in_place or self._partial is None:
             return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
         out = self._partial[:tokens]
         return torch.mm(a, b, out=out) if addend is None else torch.addmm(addend, a, b, out=out)
 
-    def _into_arena(self, partial: Tensor, tokens: int) -> int:
+    def _into_arena(self, partial: Tensor, first: int, count: int) -> int:
         """Where the peers read this rank's partial result. Free again: the last call ended after they had read it."""
         assert self._partial is not None
-        out = self._partial[:tokens]
+        out = self._partial[:count]
         if partial.data_ptr() != out.data_ptr():
-            out.copy_(partial.view(out.shape))
+            out.copy_(partial.view(-1, self.hidden)[first : first + count])
         return self._arena.partial_offset
 
     def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
@@ -278,6 +304,11 @@ class PeerSite:
         if x.numel() != 1:
             raise WeaveError(f"site {self._call.site}: a scale is {tuple(x.shape)}, expected []")
         return x.float() if x.dtype is not self._dtype and x.dtype is not torch.float32 else x
+
+
+def _from_row(x: Tensor | None, row: int, length: int) -> int:
+    """The address of a row; 0 where there is no tensor, or an empty one."""
+    return 0 if x is None or x.numel() == 0 else x.data_ptr() + row * length * x.element_size()
 
 
 def _on_gpu(value: float, device: int) -> Tensor:
