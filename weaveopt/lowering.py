@@ -6,6 +6,7 @@ that hand a token-sharded residual to each other always agree on who holds which
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 from weaveopt import cost_model
@@ -117,8 +118,9 @@ def _from_table(
 
 
 def _table(rule: str, workload: Workload, fabric: Fabric, context: Context) -> tuple[Lowering, ...]:
+    """A graph of one size has one row, and reserves memory for that alone."""
     static = workload.tokens == workload.max_tokens
-    return cost_model.lowerings(
+    table = cost_model.lowerings(
         context.machine,
         fabric,
         workload.hidden,
@@ -129,6 +131,8 @@ def _table(rule: str, workload: Workload, fabric: Fabric, context: Context) -> t
         min_tokens=workload.tokens if static else 1,
         against_library=rule not in context.config.force,
     )
+    fitting = [row for row in table if row.max_tokens >= workload.tokens] if static else []
+    return (replace(fitting[0], max_tokens=workload.tokens),) if fitting else table
 
 
 def _against(

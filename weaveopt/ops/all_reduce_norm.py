@@ -19,7 +19,7 @@ fp32. `call` is an encoded `AllReduceNormCall`.
 On `shm`, up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share
 of them, and rows are handed out (two). On `peer`, `call.lowerings` says so by token count, and which kernel runs; with
 `call.in_pieces` more tokens run in pieces of `call.max_tokens`. Else above `call.max_tokens`, where the device has no
-kernel for the rows, or with fabric `library`, the library's all-reduce runs, which sums in `dtype`, and the rest in torch.
+kernel for the rows, or with fabric `library`, the library's all-reduce runs, summing in `dtype`, and the rest in torch.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or
 token count, `ArenaError` where no arena was reserved. After such an error the group's arena stays unusable.
