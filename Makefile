@@ -53,7 +53,6 @@ lint: $(BUILT) $(LINTERS)
 bench: $(BUILT)
 	$(BIN)/python -m benchmarks.all_reduce_rms_norm
 	$(BIN)/python -m benchmarks.llama_layers
-	$(BIN)/python -m pip install -q matplotlib
 	$(BIN)/python -m benchmarks.results_table
 
 gpu-test:

@@ -106,7 +106,6 @@ def test_curves_never_fall() -> None:
 
 @pytest.mark.parametrize("suite", [gpu.MAIN, gpu.CTAS, gpu.SHAPES])
 def test_pages_and_plots(tmp_path: Path, suite: str) -> None:
-    pytest.importorskip("matplotlib")
     found = [bench(suite, world=world) for world in (4, 2)]
     together = gpu.Found()
     for each in found:
