@@ -273,16 +273,17 @@ int32_t bytes_of(OutKind kind, DType dtype) {
     return kind == OutKind::kSame ? static_cast<int32_t>(size_of(dtype)) : kind == OutKind::kFloat32 ? 4 : 1;
 }
 
-int largest_shared(int device) {
+// Shared memory beside what the kernel declares itself.
+int room_for_rows(int device) {
+    constexpr int kStaticBytes = 2048;
     int bytes = 0;
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes;
+    return bytes - kStaticBytes;
 }
 
 // Chooses what shared memory holds; false if it is too small.
 bool fit(BulkLayout& layout, uint32_t unit_bytes, const Call& call, int device) {
-    constexpr int kStaticBytes = 2048;
-    const int room = largest_shared(device) - kStaticBytes;
+    const int room = room_for_rows(device);
     layout.unit_bytes = unit_bytes;
     layout.rows_a_unit = std::max<int32_t>(1, unit_bytes / layout.row_bytes);
     layout.place_bytes = layout.rows_a_unit * (layout.out_row_bytes + (call.sum_whole ? layout.row_bytes : 0));
@@ -319,11 +320,16 @@ int enqueue(const Call& call, const Launch& launch) {
     }
     const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
     layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
-    const int64_t staging = (call.world - 1) * call.share * layout.row_bytes;
-    const int64_t output = layout.sum_at + (call.sum_whole ? call.tokens * layout.row_bytes : 0);
+    const int64_t row_bytes = layout.row_bytes;
+    const int64_t staging = (call.world - 1) * call.share * row_bytes;
+    const int64_t output = layout.sum_at + (call.sum_whole ? call.tokens * row_bytes : 0);
     if (staging > call.regions.staging_bytes || output > call.regions.output_bytes) return cudaErrorInvalidValue;
+    // A job counts its CTA's units in 16 bits.
+    if (call.share / (layout.rows_a_unit * num_ctas) >= UINT16_MAX) return cudaErrorInvalidValue;
     const int shared_bytes = layout.stages * layout.unit_bytes + kTeams * layout.places * layout.place_bytes;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    // The same limit in every call: another thread may be about to launch this kernel with more.
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room_for_rows(device));
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -111,7 +111,9 @@ __device__ void control(const Call& call, const DeviceState& before, int64_t mai
             own->state.num_arrived = 0;
             own->state.mail_bytes[before.num_mail_calls % 3] = mail_bytes;
             own->state.mail_bytes[(before.num_mail_calls + 2) % 3] = 0;
-            own->state.num_mail_calls = before.num_mail_calls + 1;
+            // Kept below 3: a count that wraps at 2^32, which is no multiple of 3, would name one mailbox twice in a
+            // row.
+            own->state.num_mail_calls = (before.num_mail_calls + 1) % 3;
             own->state.num_calls = before.num_calls + 1;
         }
     }
@@ -357,6 +359,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, kPlain ? 2 : 1)
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    __syncwarp();
     // Before the wait for the kernel in front: this much of the start is hidden behind it.
     if (cluster > 1)
         asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

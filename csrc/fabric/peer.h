@@ -24,7 +24,7 @@ constexpr int32_t kNumMailboxes = 3;
 // What the owner's kernels keep from call to call. Nobody else touches it.
 struct DeviceState {
     uint64_t num_calls;                  // of every kind
-    uint32_t num_mail_calls;             // of those that used a mailbox; modulo 3 it names the mailbox
+    uint32_t num_mail_calls;             // of those that used a mailbox, modulo 3: the mailbox of the next one
     uint32_t num_arrived;                // CTAs of the running kernel that have read this state
     uint64_t mail_bytes[kNumMailboxes];  // that the last call left in each mailbox
     uint32_t failed;

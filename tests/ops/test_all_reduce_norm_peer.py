@@ -217,6 +217,12 @@ def test_quantized_results(launches: Launches, monkeypatch: pytest.MonkeyPatch) 
     assert row_scale.shape == (0,) and launches.last.quant_scale and launches.last.fp32_parameters == 1 << 6
 
 
+def test_only_normed_rows_are_quantized() -> None:
+    call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn", norm=None)
+    with pytest.raises(WeaveError, match="no norm whose rows could be quantized"):
+        decode(call.encode())
+
+
 def test_direct_reads_the_partial_result_from_the_arena(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(lowerings=(Lowering(256, Algorithm.TWO_SHOT, Form.DIRECT),))
     site = bind(call, monkeypatch)

@@ -42,14 +42,16 @@ class MadeUpGroup:
     def abort(self, code: _native.Code) -> None: ...
 
 
-def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40) -> None:
+def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40, processors: int = 132) -> None:
     """Replaces what needs a GPU, in this rank's process."""
     own = rank if device is None else device
     cuda: object = torch.cuda
     made_up = {
         "is_available": lambda: True,
         "current_device": lambda: own,
-        "get_device_properties": lambda index: SimpleNamespace(uuid=f"GPU-{index}", major=9, minor=0),
+        "get_device_properties": lambda index: SimpleNamespace(
+            uuid=f"GPU-{index}", major=9, minor=0, multi_processor_count=processors
+        ),
         "mem_get_info": lambda index: (free_bytes, 1 << 40),
         "synchronize": lambda index=None: None,
         "empty_cache": lambda: None,
@@ -69,6 +71,17 @@ def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40
 
 def reserve(need: RegionNeed = NEED, group: str = "0", timeout_s: float = TIMEOUT_S) -> arena_gpu.GpuArena:
     return arena_gpu.reserve(topology.discover(group, timeout_s), need, timeout_s)
+
+
+def run_unlike(rank: int) -> None:
+    make_up_gpus(rank, processors=132 - 18 * rank)
+    with pytest.raises(ArenaError, match=r"not alike .*rank 0: 9.0 with 132 processors; rank 1: 9.0 with 114"):
+        reserve()
+
+
+def test_gpus_of_unlike_sizes_are_refused() -> None:
+    """A kernel has as many CTAs as its GPU has processors, each paired with one of every peer."""
+    run_ranks(run_unlike, 2)
 
 
 def run_lifetimes(rank: int) -> None:

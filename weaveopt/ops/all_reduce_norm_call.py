@@ -200,6 +200,8 @@ def _check(call: AllReduceNormCall) -> None:
     wide = (call.dtype, "float32") if call.quant is Quant.NONE else ("float8_e4m3fn",)
     if call.dtype not in ("bfloat16", "float16", "float32") or call.out_dtype not in wide:
         raise WeaveError(f"site {call.site}: dtype {call.dtype} with normed in {call.out_dtype} is not supported")
+    if call.norm is None and call.quant is not Quant.NONE:
+        raise WeaveError(f"site {call.site}: there is no norm whose rows could be quantized ({call.quant.value})")
     if call.norm is None and call.sum_out is SumOut.NONE:
         raise WeaveError(f"site {call.site}: neither norm nor sum is wanted")
     if call.fabric in GPU_FABRICS:

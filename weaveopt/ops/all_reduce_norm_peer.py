@@ -210,32 +210,34 @@ class PeerSite:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
         normed, total, row_scale = results
         device = torch.cuda._exchange_device(self._index)
-        for row, first, count in pieces:
-            code = self._native.run(
-                count,
-                row.form,
-                row.num_ctas,
-                AS_FITS,
-                OVERLAP,
-                torch._C._cuda_getCurrentRawStream(self._index),
-                _from_row(partial, first, hidden),
-                self._into_arena(partial, first, count) if row.in_place else 0,
-                _from_row(residual, first, hidden),
-                pointers[0],
-                pointers[1],
-                pointers[2],
-                pointers[3],
-                pointers[4],
-                values[0],
-                values[1],
-                fp32,
-                _from_row(normed, first, hidden),
-                _from_row(total, first, hidden),
-                _from_row(row_scale, first, 1),
-            )
-            if code:
-                break
-        torch.cuda._maybe_exchange_device(device)
+        try:
+            for row, first, count in pieces:
+                code = self._native.run(
+                    count,
+                    row.form,
+                    row.num_ctas,
+                    AS_FITS,
+                    OVERLAP,
+                    torch._C._cuda_getCurrentRawStream(self._index),
+                    _from_row(partial, first, hidden),
+                    self._into_arena(partial, first, count) if row.in_place else 0,
+                    _from_row(residual, first, hidden),
+                    pointers[0],
+                    pointers[1],
+                    pointers[2],
+                    pointers[3],
+                    pointers[4],
+                    values[0],
+                    values[1],
+                    fp32,
+                    _from_row(normed, first, hidden),
+                    _from_row(total, first, hidden),
+                    _from_row(row_scale, first, 1),
+                )
+                if code:
+                    break
+        finally:
+            torch.cuda._maybe_exchange_device(device)
         if code:
             watchdog.fail(arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}")
         return results

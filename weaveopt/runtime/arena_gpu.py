@@ -223,6 +223,10 @@ def _make(topology: Topology, need: RegionNeed, channel: Exchange, timeout_s: fl
     if len({str(record["regions"]) for record in told}) > 1:
         sizes = "; ".join(f"rank {rank}: {r['regions']}" for rank, r in zip(group.ranks, told, strict=True))
         raise ArenaError(f"group {group.name!r}: ranks ask for arenas of different regions: {sizes}")
+    kinds = {str(record["kind"]) for record in told}
+    if len(kinds) > 1:
+        found = "; ".join(f"rank {rank}: {r['kind']}" for rank, r in zip(group.ranks, told, strict=True))
+        raise ArenaError(f"group {group.name!r}: its GPUs are not alike (compute capability {found})")
     owners: dict[str, int] = {}
     for rank, record in zip(group.ranks, told, strict=True):
         other = owners.setdefault(str(record["device"]), rank)
@@ -267,7 +271,8 @@ def _announcement(device: int, need: RegionNeed, num_bytes: int) -> Payload:
             error = f"{free} bytes are free on cuda:{device}"
     return {
         "device": str(getattr(properties, "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{device}")),
-        "capability": f"{properties.major}.{properties.minor}",
+        # Kernels pair their CTAs with those of peers, and there are as many as the GPU has processors.
+        "kind": f"{properties.major}.{properties.minor} with {properties.multi_processor_count} processors",
         "pid": own.pid,
         "start": own.start,
         "regions": json.dumps(asdict(need)),
