@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
     row: Row
     first: int
-    count: int
+    num_tokens: int
 
 
 class PeerSite:
