@@ -48,7 +48,7 @@ lint: $(BUILT) $(LINTERS)
 	rm -rf $(VENV)/typed
 	$(BIN)/python setup.py -q build_py --build-lib $(VENV)/typed
 	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p weaveopt
-	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 bench: $(BUILT)
 	$(BIN)/python -m benchmarks.all_reduce_rms_norm
