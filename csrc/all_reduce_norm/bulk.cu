@@ -269,10 +269,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-int32_t bytes_of(OutKind kind, DType dtype) {
-    return kind == OutKind::kSame ? static_cast<int32_t>(size_of(dtype)) : kind == OutKind::kFloat32 ? 4 : 1;
-}
-
 // Shared memory beside what the kernel declares itself.
 int room_for_rows(int device) {
     constexpr int kStaticBytes = 2048;
@@ -305,7 +301,7 @@ int enqueue(const Call& call, const Launch& launch) {
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     BulkLayout layout{};
     layout.row_bytes = static_cast<int32_t>(call.hidden * size_of(launch.dtype));
-    layout.out_bytes = call.hidden * bytes_of(call.out_kind, launch.dtype);
+    layout.out_bytes = call.hidden * out_bytes_of(call.out_kind, launch.dtype);
     layout.out_row_bytes = layout.out_bytes + (call.quant == QuantKind::kPerToken ? kScaleBytes : 0);
     layout.sum_at = (static_cast<int64_t>(call.tokens) * layout.out_row_bytes + 255) / 256 * 256;
     layout.in_place = launch.in_place;

@@ -161,9 +161,7 @@ int enqueue_direct(const Call& call, const Launch& launch) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     DirectLayout layout{};
-    const int32_t out = call.out_kind == OutKind::kSame      ? static_cast<int32_t>(size_of(launch.dtype))
-                        : call.out_kind == OutKind::kFloat32 ? 4
-                                                             : 1;
+    const int32_t out = out_bytes_of(call.out_kind, launch.dtype);
     layout.row_bytes = static_cast<int32_t>(call.hidden * size_of(launch.dtype));
     layout.out_bytes = call.hidden * out;
     layout.out_row_bytes =

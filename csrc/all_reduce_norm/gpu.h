@@ -26,6 +26,12 @@ enum class Form : int32_t {
 
 enum class OutKind : int32_t { kSame = 0, kFloat32 = 1, kFp8 = 2 };
 
+// Of one element of normed.
+inline int32_t out_bytes_of(OutKind kind, DType dtype) {
+    if (kind == OutKind::kSame) return static_cast<int32_t>(size_of(dtype));
+    return kind == OutKind::kFloat32 ? 4 : 1;
+}
+
 // Of normed: e4m3 needs a scale, one for all rows given in advance, or one a row made from its largest value.
 enum class QuantKind : int32_t { kNone = 0, kStatic = 1, kPerToken = 2 };
 

@@ -491,9 +491,7 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     const int64_t rows = one_shot ? call.tokens : call.share;
     num_teams = static_cast<int>(std::min<int64_t>(num_teams, rows));
     config.gridDim = num_teams * shape.cluster;
-    const int32_t out_bytes = call.out_kind == OutKind::kSame      ? size_of(launch.dtype)
-                              : call.out_kind == OutKind::kFloat32 ? 4
-                                                                   : 1;
+    const int32_t out_bytes = out_bytes_of(call.out_kind, launch.dtype);
     MailLayout layout;
     if (!MailLayout::make(layout, one_shot, call.tokens, call.hidden, size_of(launch.dtype), out_bytes,
                           call.quant == QuantKind::kPerToken, call.world, call.sum_whole != 0,

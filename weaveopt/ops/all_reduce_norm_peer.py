@@ -16,7 +16,8 @@ import torch
 
 from weaveopt.decision import Algorithm, Fabric, Form, Lowering
 from weaveopt.errors import ArenaError, WeaveError
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, Quant, SumOut, region_need
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, SumOut, region_need
+from weaveopt.ops.all_reduce_norm_native import native_form
 from weaveopt.ops.all_reduce_norm_reference import QuantResults, row_scale_shape
 from weaveopt.runtime import arena_gpu, watchdog
 from weaveopt.runtime.alike import expect_alike
@@ -115,8 +116,8 @@ class PeerSite:
         site.dtype = getattr(_native.DType, call.dtype)
         site.out_kind = getattr(_native.OutKind, "same" if call.out_dtype == call.dtype else call.out_dtype)
         site.quant = getattr(_native.QuantKind, call.quant.value)
-        site.post = _native_form(call.post)
-        site.norm = _native_form(call.norm)
+        site.post = native_form(call.post)
+        site.norm = native_form(call.norm)
         site.sum_whole = call.sum_out is SumOut.WHOLE
         site.scale = call.scale
         site.timeout_s = call.timeout_s
@@ -341,13 +342,3 @@ def native_form_of(lowering: Lowering) -> _native.GpuForm:
         raise WeaveError(f"no GPU kernel for {lowering.algorithm.value} in the form {lowering.form.value}")
     form: _native.GpuForm = getattr(_native.GpuForm, name)
     return form
-
-
-def _native_form(form: NormForm | None) -> _native.NormForm:
-    out = _native.NormForm()
-    if form is not None:
-        out.kind = getattr(_native.NormKind, form.kind.value)
-        out.eps = form.eps
-        out.weight_offset = form.weight_offset
-        out.cast_before_weight = form.cast_before_weight
-    return out

@@ -9,7 +9,8 @@ from typing import NoReturn
 import torch
 
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, SumOut
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, SumOut
+from weaveopt.ops.all_reduce_norm_native import native_form
 from weaveopt.runtime import arena
 from weaveopt.runtime.alike import expect_alike
 from weaveopt.runtime.arena import Arena
@@ -72,8 +73,8 @@ class ShmSite:
         site.layout = layout
         site.max_tokens = call.max_tokens
         site.one_shot_max_tokens = call.one_shot_max_tokens
-        site.post = _native_form(call.post)
-        site.norm = _native_form(call.norm)
+        site.post = native_form(call.post)
+        site.norm = native_form(call.norm)
         site.sum_out = getattr(_native.SumOut, call.sum_out.value)
         site.timeout_s = call.timeout_s
         if len(memory.group.ranks) != call.world:
@@ -219,16 +220,6 @@ class ShmSite:
         if code == int(codes.POISONED):
             error = type(error)(f"{where}: the arena is unusable since an earlier call failed. {error}")
         raise error
-
-
-def _native_form(form: NormForm | None) -> _native.NormForm:
-    out = _native.NormForm()
-    if form is not None:
-        out.kind = getattr(_native.NormKind, form.kind.value)
-        out.eps = form.eps
-        out.weight_offset = form.weight_offset
-        out.cast_before_weight = form.cast_before_weight
-    return out
 
 
 def _describe(tag: int) -> str:
