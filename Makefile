@@ -3,11 +3,11 @@
 # make smoke   a few families under the oldest supported transformers
 # make lint    what CI checks besides the tests
 # make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
-# make gpu-test, make gpu-bench    on a GPU host that has torch already: its own Python, no network
+# make gpu-test, make gpu-sanitize, make gpu-bench    on a GPU host that has torch already: its own Python, no network
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := run
-.PHONY: run test smoke lint bench gpu-test gpu-bench clean
+.PHONY: run test smoke lint bench gpu-test gpu-sanitize gpu-bench clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -58,6 +58,16 @@ bench: $(BUILT)
 gpu-test:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
 	python3 -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
+
+# The op suite on two GPUs under each of CUDA's checkers; they slow kernels down, so waits for peers get longer.
+SANITIZERS ?= memcheck racecheck synccheck
+gpu-sanitize:
+	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
+	export WEAVE_TIMEOUT_S=300 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1; \
+	for tool in $(SANITIZERS); do \
+	    compute-sanitizer --tool $$tool --target-processes all --kernel-name kns=weave --report-api-errors no --error-exitcode 9 \
+	        python3 -m torch.distributed.run --nproc-per-node 2 --master-port 0 -m tests.gpu.op_ranks --quick; \
+	done
 
 # Figures go to benchmarks/results/$(MACHINE)/. From a copy without git history: BENCHMARK_COMMIT=$(git rev-parse HEAD).
 gpu-bench:

@@ -266,6 +266,21 @@ class Fallback:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Predicted time of one kernel that a graph runs outside its sites, the same before and after rewriting."""
+
+    module: str
+    """Path of the module that it belongs to; empty where the graph does not tell."""
+    kind: str
+    """`product`, `attention`, `memory` (point-wise operations and reductions fused into one kernel) or `collective`."""
+    us: float
+    after: int
+    """Sites that come before it in the order of the graph."""
+    count: int = 1
+    """How many places of the whole model this one stands for (layers of the same kind)."""
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: every site with its decision, the arena, and what changed rounding."""
 
@@ -281,6 +296,8 @@ class GraphReport:
     """The step that failed, where the graph runs unrewritten."""
     steps_us: Values = ()
     """Time that each step of weaveopt took in this compile."""
+    work: tuple[Work, ...] = ()
+    """What the graph runs outside its sites, in its order."""
 
     @property
     def num_rewritten(self) -> int:

@@ -210,7 +210,7 @@ def growing(quick: bool) -> str:
     from weaveopt.errors import ArenaError
 
     rank = dist.get_rank()
-    before = reserve(RegionNeed())
+    before = reserve(RegionNeed(mailbox_bytes=256))
     assert reserve(RegionNeed()) is before
     more = before.regions.union(RegionNeed(output_bytes=before.regions.output_bytes + 4096))
     after = reserve(more)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
 from tests.ranks import free_port
@@ -48,12 +49,14 @@ class Told:
 
 def run_scenario(scenario: str, devices: tuple[int, ...]) -> Told:
     """Every rank is our own child: torchrun would end the others as soon as one fails."""
-    port = str(free_port())
+    # The store is ours, as an agent's would be: it outlives the ranks, and no port is free for another to take.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank, device in enumerate(devices):
         environment = {
-            **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank),
+            **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": str(rank),
             "WORLD_SIZE": str(len(devices)), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(devices)),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.gpu.fault_ranks", scenario, str(device)]
         pipe = subprocess.PIPE
