@@ -7,8 +7,9 @@ predict, and decide, the same.
 from weaveopt.cost_model.collectives import all_reduce_us
 from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.cost_model.fused import Way, ways
-from weaveopt.cost_model.kernels import memory_us, num_waves, product_us
+from weaveopt.cost_model.kernels import memory_us, norm_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.products import num_waves, product_us
 from weaveopt.cost_model.profile import dumps, load, names
 from weaveopt.cost_model.table import lowerings, one_shot_max_tokens
 
@@ -23,6 +24,7 @@ __all__ = [
     "lowerings",
     "memory_us",
     "names",
+    "norm_us",
     "num_waves",
     "one_shot_max_tokens",
     "product_us",

@@ -10,6 +10,7 @@ class OriginDocument(TypedDict):
     date: str
     host: str
     note: str
+    spread: NotRequired[float]
 
 
 class PointDocument(TypedDict):
@@ -41,6 +42,14 @@ class FabricDocument(TypedDict):
     forms: NotRequired[list[str]]
     all_reduce: NotRequired[list[CurveDocument]]
     all_reduce_norm: NotRequired[list[FusedCurveDocument]]
+    all_gather: NotRequired[list[CurveDocument]]
+    reduce_scatter: NotRequired[list[CurveDocument]]
+    all_to_all: NotRequired[list[CurveDocument]]
+
+
+class RowCurveDocument(TypedDict):
+    hidden: int
+    points: list[PointDocument]
 
 
 class MemoryDocument(TypedDict):
@@ -48,6 +57,7 @@ class MemoryDocument(TypedDict):
     floor_us: float
     bytes_per_s: float
     points: NotRequired[list[PointDocument]]
+    norms: NotRequired[list[RowCurveDocument]]
 
 
 class TileDocument(TypedDict):
@@ -61,6 +71,13 @@ class RateDocument(TypedDict):
     flops_per_s: float
 
 
+class SamplesDocument(TypedDict):
+    m: list[int]
+    n: list[int]
+    k: list[int]
+    us: list[float]
+
+
 class ProductsDocument(TypedDict):
     origin: str
     launch_us: float
@@ -68,6 +85,51 @@ class ProductsDocument(TypedDict):
     units: NotRequired[int]
     tiles: NotRequired[list[TileDocument]]
     rates: NotRequired[list[RateDocument]]
+    fill_us: NotRequired[float]
+    last_wave: NotRequired[float]
+    samples: NotRequired[SamplesDocument]
+
+
+class AttentionDocument(TypedDict):
+    origin: str
+    units: int
+    tile_q: int
+    tile_kv: int
+    launch_us: float
+    step_us: float
+    causal_step_us: float
+    bytes_per_s: float
+
+
+class CrowdedDocument(TypedDict):
+    ctas: int
+    product: float
+    exchange: float
+
+
+class ContentionDocument(TypedDict):
+    origin: str
+    rows: list[CrowdedDocument]
+
+
+class CopyEngineDocument(TypedDict):
+    origin: str
+    latency_us: float
+    bytes_per_s: float
+    contended_bytes_per_s: float
+
+
+class LaunchDocument(TypedDict):
+    origin: str
+    graph_us: float
+    eager_us: float
+
+
+class WiringDocument(TypedDict):
+    origin: str
+    processors: int
+    memory_bytes: int
+    links: dict[str, str]
 
 
 class ProfileDocument(TypedDict):
@@ -81,3 +143,8 @@ class ProfileDocument(TypedDict):
     products: dict[str, ProductsDocument]
     inter_host: LinkDocument
     fabrics: dict[str, FabricDocument]
+    attention: NotRequired[AttentionDocument]
+    contention: NotRequired[ContentionDocument]
+    copy_engine: NotRequired[CopyEngineDocument]
+    launch: NotRequired[LaunchDocument]
+    wiring: NotRequired[WiringDocument]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from weaveopt.cost_model.collectives import all_reduce_us, fabric_costs, traffic_factor
 from weaveopt.cost_model.fused import READS_ANYWHERE, exchange_terms, way_for
-from weaveopt.cost_model.kernels import memory_us, product_us, traffic_us
+from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.products import product_us
 from weaveopt.decision import Algorithm, Estimate, Fabric, Form, Term, Workload
 
 
@@ -34,11 +35,11 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
     reads = workload.num_partials + workload.has_residual
     terms = [Term("all_reduce", workload.num_partials * reduce_us)]
     if workload.num_norms > 1:
-        terms.append(Term("add_norm", memory_us(machine, (reads + 1) * message) * crowding))
-        terms.append(Term("norm", memory_us(machine, 2 * message) * crowding))
+        terms.append(Term("add_norm", norm_us(machine, (reads + 1) * message, workload.hidden) * crowding))
+        terms.append(Term("norm", norm_us(machine, 2 * message, workload.hidden) * crowding))
     else:
         writes = 1 + workload.sum_is_used
-        terms.append(Term("add_norm", memory_us(machine, (reads + writes) * message) * crowding))
+        terms.append(Term("add_norm", norm_us(machine, (reads + writes) * message, workload.hidden) * crowding))
     return _estimate(machine, _gemm_us(machine, workload), terms)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log
 
 from weaveopt.cost_model.collectives import all_reduce_parts_us, curve_us, fabric_costs
+from weaveopt.cost_model.curve import interpolate_us
 from weaveopt.cost_model.kernels import traffic_us
-from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine
+from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
 from weaveopt.decision import Algorithm, Fabric, Form, Term, Workload
 
 KERNELS: dict[Form, tuple[Algorithm, ...]] = {
@@ -69,18 +70,38 @@ def ways(machine: Machine, fabric: Fabric, hidden: int, world: int, hosts: int =
 
 
 def fused_curves(costs: FabricCosts, algorithm: Algorithm, form: Form, world: int, hidden: int) -> list[Curve]:
-    """The curves of a kernel, one for each number of CTAs, at the nearest world size and then row length measured."""
+    """The curves of a kernel, one for each number of CTAs: at the nearest world size, between the rows measured."""
     fitting = [curve for curve in costs.all_reduce_norm if curve.algorithm is algorithm and curve.form is form]
     if not fitting:
         return []
     nearest = min((curve.world for curve in fitting), key=lambda other: (abs(log(other / world)), -other))
-    fitting = [curve for curve in fitting if curve.world == nearest]
-    row = min((curve.hidden for curve in fitting), key=lambda other: (_distance(other, hidden), -other))
-    return [curve for curve in fitting if curve.hidden == row]
+    by_ctas: dict[int, list[Curve]] = {}
+    for curve in fitting:
+        if curve.world == nearest:
+            by_ctas.setdefault(curve.ctas, []).append(curve)
+    return [_at_hidden(sorted(curves, key=lambda each: each.hidden), hidden) for curves in by_ctas.values()]
 
 
-def _distance(measured: int, hidden: int) -> float:
-    return abs(log(measured / hidden)) if measured else inf
+def _at_hidden(curves: list[Curve], hidden: int) -> Curve:
+    """Between two row lengths, times of equal bytes are interpolated along log hidden; beyond them the last one's."""
+    above = next((curve for curve in curves if curve.hidden >= hidden), curves[-1])
+    below = next((curve for curve in reversed(curves) if curve.hidden <= hidden), curves[0])
+    if above is below or not below.hidden:
+        return above
+    points = _blend(below, above, log(hidden / below.hidden) / log(above.hidden / below.hidden))
+    ends = [end for end in (below.last_bytes, above.last_bytes) if end is not None]
+    if ends:
+        points = tuple(point for point in points if point.bytes <= min(ends))
+    return replace(below, hidden=hidden, points=points) if points else above
+
+
+def _blend(below: Curve, above: Curve, share: float) -> tuple[Point, ...]:
+    """Times at `share` of the way from one curve to the other, in the logarithm, wherever one of them has a point."""
+    sizes = sorted({point.bytes for curve in (below, above) for point in curve.points})
+    return tuple(
+        Point(size, interpolate_us(below.points, size) ** (1 - share) * interpolate_us(above.points, size) ** share)
+        for size in sizes
+    )
 
 
 def way_for(
@@ -95,9 +116,35 @@ def way_for(
     ]
     if fitting:
         return min(fitting, key=lambda way: exchange_us(machine, workload, fabric, way))
+    if form is not None and num_ctas:
+        between = _between_ctas(machine, workload, fabric, algorithm, form, num_ctas)
+        if between is not None:
+            return between
     usable = fabric_costs(machine, fabric).usable_forms
     offered = next((each for each in usable if algorithm in KERNELS[each]), Form.DIRECT)
     return Way(algorithm, form or offered, num_ctas or 0, None, measured=False)
+
+
+def _between_ctas(
+    machine: Machine, workload: Workload, fabric: Fabric, algorithm: Algorithm, form: Form, num_ctas: int
+) -> Way | None:
+    """A number of CTAs that was not measured: log-log between its neighbours; below them, a CTA's rate is the limit."""
+    measured = {
+        way.num_ctas: (way, way.curve)
+        for way in ways(machine, fabric, workload.hidden, workload.world, workload.hosts)
+        if way.algorithm is algorithm and way.form is form and way.num_ctas and way.curve is not None
+    }
+    if not measured:
+        return None
+    above = min((ctas for ctas in measured if ctas > num_ctas), default=max(measured))
+    below = max((ctas for ctas in measured if ctas < num_ctas), default=min(measured))
+    way, curve = measured[below]
+    if below == above:
+        slower, floor_us = max(below / num_ctas, 1.0), curve.points[0].us
+        points = tuple(Point(each.bytes, floor_us + (each.us - floor_us) * slower) for each in curve.points)
+    else:
+        points = _blend(curve, measured[above][1], log(num_ctas / below) / log(above / below))
+    return replace(way, num_ctas=num_ctas, curve=replace(curve, ctas=num_ctas, points=points))
 
 
 def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, way: Way) -> list[Term]:

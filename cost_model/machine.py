@@ -6,8 +6,9 @@ each constant whether it was measured or taken from a datasheet or a paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from weaveopt.cost_model.records import KEYED, NAMED
 from weaveopt.decision import Algorithm, Fabric, Form, MachineSummary
 
 MEASURED = "measured"
@@ -29,9 +30,13 @@ class Origin:
     date: str
     host: str
     note: str
+    spread: float | None = None
+    """Of measured numbers: the median over them of (third quartile - first quartile) / median."""
 
     def __str__(self) -> str:
         words = " ".join(word for word in (self.kind, self.date, self.host) if word)
+        if self.spread is not None:
+            words += f" (spread {100 * self.spread:.1f} %)"
         return f"{words}: {self.note}" if self.note else words
 
 
@@ -88,6 +93,10 @@ class FabricCosts:
     all_reduce_norm: tuple[Curve, ...] = ()
     forms: tuple[Form, ...] = ()
     """Forms of the fused kernel that the devices can run, where they differ from `FORMS`."""
+    all_gather: tuple[Curve, ...] = ()
+    """By the bytes that a rank ends with; likewise the bytes that a rank begins with in the two that follow."""
+    reduce_scatter: tuple[Curve, ...] = ()
+    all_to_all: tuple[Curve, ...] = ()
 
     @property
     def usable_forms(self) -> tuple[Form, ...]:
@@ -112,6 +121,24 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Measured products of a grid: `us` by n, then k, then m (the last runs fastest); 0 where none was measured."""
+
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+    k: tuple[int, ...]
+    us: tuple[float, ...]
+
+    def at(self, m: int, n: int, k: int) -> float:
+        """Of a corner of the grid, given by indices."""
+        return self.us[(n * len(self.k) + k) * len(self.m) + m]
+
+    def __hash__(self) -> int:
+        """Cheap, as that of the costs that hold it."""
+        return hash((self.m, self.n, self.k))
+
+
+@dataclass(frozen=True)
 class ProductCosts:
     """Products of one dtype: either tiles in waves over `units` processors, or rates by number of rows."""
 
@@ -122,6 +149,24 @@ class ProductCosts:
     units: int = 1
     tiles: tuple[Tile, ...] = ()
     rates: tuple[Rate, ...] = ()
+    fill_us: float = 0.0
+    """What a wave takes beside its arithmetic: the first loads and the last stores. Short K-loops pay it often."""
+    last_wave: float = 1.0
+    """Time of a last wave with almost no tiles, of a full wave's."""
+    samples: Samples | None = None
+    """What was measured; between its corners the tiles' error is interpolated."""
+
+    def __hash__(self) -> int:
+        """Cheap, because products are priced through caches; equality still compares everything."""
+        return hash((self.dtype, self.origin, self.launch_us, self.bytes_per_s, self.fill_us))
+
+
+@dataclass(frozen=True)
+class RowCurve:
+    """Time of a norm's kernel (add, norm) by bytes read and written, at one row length."""
+
+    hidden: int
+    points: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
@@ -132,6 +177,76 @@ class MemoryCosts:
     floor_us: float
     bytes_per_s: float
     points: tuple[Point, ...] = ()
+    norms: tuple[RowCurve, ...] = ()
+    """Kernels that reduce rows, where they were measured apart."""
+
+
+@dataclass(frozen=True)
+class AttentionCosts:
+    """Attention as compiled models call it: tiles of queries in waves, each a loop over tiles of keys.
+
+    `step_us` is one step of that loop with heads of 128; `causal_step_us` the mean over all steps, skipped ones
+    included, where the kernel knows that it is causal.
+    """
+
+    origin: str
+    units: int
+    tile_q: int
+    tile_kv: int
+    launch_us: float
+    step_us: float
+    causal_step_us: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Crowded:
+    """A product beside a fused exchange of `ctas` CTAs: each one's time together with the other, of its time alone."""
+
+    ctas: int
+    product: float
+    exchange: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Communication and computation at the same time on one device."""
+
+    origin: str
+    rows: tuple[Crowded, ...]
+
+
+@dataclass(frozen=True)
+class CopyEngine:
+    """Copies from a peer without any SM: alone, and while products run and peers do the same."""
+
+    origin: str
+    latency_us: float
+    bytes_per_s: float
+    contended_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """From the end of one kernel to the start of the next, and what a call of a kernel costs the host."""
+
+    origin: str
+    graph_us: float
+    """Replayed from a CUDA graph (CPU ranks: a call of a compiled function)."""
+    eager_us: float
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a host is made of, for people and for `doctor`."""
+
+    origin: str
+    processors: int
+    """SMs of a GPU, or cores of the host."""
+    memory_bytes: int
+    """Of one device."""
+    links: tuple[tuple[str, str], ...]
+    """What joins what: (`gpus`, `NVLink 4, 18 links through NVSwitch`)."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +262,14 @@ class Machine:
     """The model's own error: a rewrite needs a predicted saving beyond it."""
     origins: tuple[tuple[str, Origin], ...]
     memory: MemoryCosts
-    products: tuple[ProductCosts, ...]
+    products: tuple[ProductCosts, ...] = field(metadata={KEYED: "dtype"})
     inter_host: Link
-    fabric_costs: tuple[FabricCosts, ...]
+    fabric_costs: tuple[FabricCosts, ...] = field(metadata={KEYED: "fabric", NAMED: "fabrics"})
+    attention: AttentionCosts | None = None
+    contention: Contention | None = None
+    copy_engine: CopyEngine | None = None
+    launch: Launch | None = None
+    wiring: Wiring | None = None
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
@@ -179,6 +299,8 @@ class Machine:
         ]
         if hosts != 1:
             used += [("inter_host", self.inter_host.origin)]
+        if self.attention is not None:
+            used += [("attention", self.attention.origin)]
         for costs in self.fabric_costs:
             prefix = f"fabrics.{costs.fabric.value}"
             used.append((f"{prefix}.link", costs.link.origin))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from weaveopt.cost_model.document import PointDocument, ProfileDocument
+from weaveopt.cost_model.document import CurveDocument, PointDocument, ProfileDocument
 from weaveopt.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -89,13 +89,26 @@ def _check_schema(file: str, document: object) -> None:
     _refuse(file, field, error.instance, _expected(error))
 
 
+def _curves_of(document: ProfileDocument) -> Iterator[tuple[str, CurveDocument]]:
+    for name, fabric in document["fabrics"].items():
+        lists: dict[str, Sequence[CurveDocument]] = {
+            "all_reduce": fabric.get("all_reduce", []),
+            "all_reduce_norm": fabric.get("all_reduce_norm", []),
+            "all_gather": fabric.get("all_gather", []),
+            "reduce_scatter": fabric.get("reduce_scatter", []),
+            "all_to_all": fabric.get("all_to_all", []),
+        }
+        for kind, curves in lists.items():
+            for index, curve in enumerate(curves):
+                yield f"fabrics.{name}.{kind}[{index}]", curve
+
+
 def _points_of(document: ProfileDocument) -> Iterator[tuple[str, list[PointDocument]]]:
     yield "memory.points", document["memory"].get("points", [])
-    for name, fabric in document["fabrics"].items():
-        for index, curve in enumerate(fabric.get("all_reduce", [])):
-            yield f"fabrics.{name}.all_reduce[{index}].points", curve["points"]
-        for index, curve in enumerate(fabric.get("all_reduce_norm", [])):
-            yield f"fabrics.{name}.all_reduce_norm[{index}].points", curve["points"]
+    for index, norm in enumerate(document["memory"].get("norms", [])):
+        yield f"memory.norms[{index}].points", norm["points"]
+    for where, curve in _curves_of(document):
+        yield f"{where}.points", curve["points"]
 
 
 def _origins_of(document: ProfileDocument) -> Iterator[tuple[str, str]]:
@@ -105,10 +118,11 @@ def _origins_of(document: ProfileDocument) -> Iterator[tuple[str, str]]:
         yield f"products.{dtype}.origin", products["origin"]
     for name, fabric in document["fabrics"].items():
         yield f"fabrics.{name}.link.origin", fabric["link"]["origin"]
-        for index, curve in enumerate(fabric.get("all_reduce", [])):
-            yield f"fabrics.{name}.all_reduce[{index}].origin", curve["origin"]
-        for index, curve in enumerate(fabric.get("all_reduce_norm", [])):
-            yield f"fabrics.{name}.all_reduce_norm[{index}].origin", curve["origin"]
+    for where, curve in _curves_of(document):
+        yield f"{where}.origin", curve["origin"]
+    for block in ("attention", "contention", "copy_engine", "launch", "wiring"):
+        if block in document:
+            yield f"{block}.origin", document[block]["origin"]  # type: ignore[literal-required]
 
 
 def _check_points(file: str, document: ProfileDocument) -> None:
@@ -129,6 +143,22 @@ def _check_rates(file: str, document: ProfileDocument) -> None:
             if rates[index]["m"] <= rates[index - 1]["m"]:
                 expected = f"more than the row before ({rates[index - 1]['m']})"
                 _refuse(file, f"products.{dtype}.rates[{index}].m", rates[index]["m"], expected)
+
+
+def _check_samples(file: str, document: ProfileDocument) -> None:
+    """The axes grow, and there is one time for each corner of the grid."""
+    for dtype, products in document["products"].items():
+        samples = products.get("samples")
+        if samples is None:
+            continue
+        field, expected = f"products.{dtype}.samples", 1
+        for name, axis in (("m", samples["m"]), ("n", samples["n"]), ("k", samples["k"])):
+            expected *= len(axis)
+            for index in range(1, len(axis)):
+                if axis[index] <= axis[index - 1]:
+                    _refuse(file, f"{field}.{name}[{index}]", axis[index], f"more than {axis[index - 1]} before it")
+        if len(samples["us"]) != expected:
+            _refuse(file, f"{field}.us", len(samples["us"]), f"{expected} times, one for each m, n and k")
 
 
 def _check_finite(file: str, value: object, field: str = "") -> None:
@@ -178,5 +208,6 @@ def checked(file: str, text: str, shipped: bool = False) -> ProfileDocument:
             _refuse(file, field, origin, f"one of the origins {', '.join(profile['origins'])}")
     _check_points(file, profile)
     _check_rates(file, profile)
+    _check_samples(file, profile)
     _check_fused(file, profile)
     return profile

@@ -131,14 +131,17 @@ def test_no_table_without_a_kernel_for_the_group() -> None:
     assert cost_model.lowerings(BASE, Fabric.LIBRARY, HIDDEN, DTYPE, WORLD, 1, 64) == ()
 
 
-def test_curves_of_the_nearest_world_and_row_are_read() -> None:
-    near = curve(TWO, BULK, {1: 10.0, 8192: 500.0}, ctas=32, hidden=2048)
-    far_row, far_world = replace(near, hidden=8192, ctas=8), replace(near, world=2, ctas=16)
+def test_curves_are_read_at_the_nearest_world_and_between_the_rows_measured() -> None:
+    near = curve(TWO, BULK, {1: 10.0, 8192: 500.0}, ctas=32, hidden=HIDDEN)
+    far_row = replace(near, hidden=4 * HIDDEN, points=tuple(replace(each, us=4 * each.us) for each in near.points))
+    far_world = replace(near, world=2, ctas=16)
     found = machine(far_row, near, far_world, library=SLOW)
     (way,) = cost_model.ways(found, Fabric.PEER, HIDDEN, WORLD)
     assert way.curve == near and way.measured
-    (way,) = cost_model.ways(found, Fabric.PEER, 16384, WORLD)
+    (way,) = cost_model.ways(found, Fabric.PEER, 8 * HIDDEN, WORLD)
     assert way.curve == far_row
+    (way,) = cost_model.ways(found, Fabric.PEER, 2 * HIDDEN, WORLD)
+    assert way.curve is not None and [each.us for each in way.curve.points] == pytest.approx([20.0, 1000.0])
     (way,) = cost_model.ways(found, Fabric.PEER, HIDDEN, 2)
     assert way.curve == far_world
     (way,) = cost_model.ways(found, Fabric.PEER, HIDDEN, 8)
