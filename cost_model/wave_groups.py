@@ -13,9 +13,9 @@ from math import inf
 from weaveopt.cost_model.kernels import num_waves
 
 MAX_FIRST_GROUP = 2
-"""S_1 (§4.1.4): a larger first group starts too late."""
+"""S_1 of the paper's search (§4.1.4): a larger first group starts late."""
 MAX_LAST_GROUP = 4
-"""S_P (§4.1.4): a larger last group is a tail that nothing hides."""
+"""S_P of the paper's search (§4.1.4): a larger last group is a tail that nothing hides."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,15 @@ def pipeline_us(partition: tuple[int, ...], *ranks: SendingProduct) -> float:
 
 
 def best_partition(
-    *ranks: SendingProduct, max_first: int | None = MAX_FIRST_GROUP, max_last: int | None = MAX_LAST_GROUP
+    *ranks: SendingProduct, max_first: int | None = None, max_last: int | None = None
 ) -> tuple[int, ...]:
     """The partition with the least `pipeline_us`; `()` without tiles. Larger groups where the time is the same.
 
-    Among those whose first group has at most `max_first` waves and whose last at most `max_last` (§4.1.4; None: any).
-    The paper walks through all `2^(T - 2)` of them. What follows a group depends on nothing but when it arrived, and
-    an earlier arrival is never worse, so the best way to each wave is part of the best way on: `T^2 / 2` steps.
+    The paper walks through up to `2^(T - 1)` of them and, as those are many, only through partitions whose first
+    group has at most `MAX_FIRST_GROUP` waves and whose last at most `MAX_LAST_GROUP`: give these to search as it
+    does. Where a message's latency is worth a wave or more, that leaves the best ones out. Nothing needs leaving
+    out: what follows a group depends on nothing but when it arrived, and an earlier arrival is never worse, so the
+    best way to each wave is part of the best way on, and `T^2 / 2` steps find the best of all.
     """
     waves = max(rank.num_waves for rank in ranks)
     best: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
