@@ -107,6 +107,7 @@ def test_no_split_is_better_and_more_even() -> None:
         tokens = generator.randrange(2, 200)
         found = cost_model.smart_split(products, tokens)
         assert found is not None and found.prefix + found.suffix == tokens
+        assert found.prefix >= found.suffix  # the first split is the longer one (§A.2)
         assert (found.added_us, abs(found.prefix - found.suffix)) == _cheapest(products, tokens)
         for prefix in cost_model.free_split_points(products, tokens):
             assert all(each.added_waves(tokens, prefix) <= 0 for each in products)
