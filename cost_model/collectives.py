@@ -1,58 +1,38 @@
-"""Time of an all-reduce by fabric and algorithm: measured curves first, α–β models where there are none.
-
-`M` message bytes, `n` ranks, `N` hosts, `G = n / N` ranks a host; `α` latency of a step, `β` bytes per
-second and direction. Equations of the multi-host forms are numbered as in the NVRAR paper, §2 and §4.3.
-"""
+"""Time of an all-reduce by fabric and algorithm: measured curves first, α–β models where there are none."""
 
 from __future__ import annotations
 
-from math import ceil, log, log2
+from math import ceil, log
 
+from weaveopt.cost_model.alpha_beta import (
+    Cost,
+    Schedule,
+    all_gather,
+    library,
+    multicast_one_shot,
+    multicast_two_shot,
+    one_shot,
+    two_shot,
+)
+from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us
-from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Machine
+from weaveopt.cost_model.machine import Curve, FabricCosts, Machine
 from weaveopt.decision import Algorithm, Fabric
 from weaveopt.errors import ProfileError
 
-# Data and arrival flag share a word between hosts (NVRAR §4.2.2: 4 bytes of data in 8 sent).
-FLAGGED_PAYLOAD = 2.0
+
+def schedule(fabric: Fabric, algorithm: Algorithm, world: int) -> Schedule:
+    """Steps and traffic of an all-reduce within one host."""
+    if algorithm is Algorithm.LIBRARY:
+        return library(world)
+    if fabric is Fabric.MULTIMEM:
+        return multicast_one_shot(world) if algorithm is Algorithm.ONE_SHOT else multicast_two_shot(world)
+    return one_shot(world) if algorithm is Algorithm.ONE_SHOT else two_shot(world)
 
 
 def traffic_factor(fabric: Fabric, algorithm: Algorithm, world: int) -> float:
-    """Messages that a rank moves in its busier direction.
-
-    one-shot `n - 1` (every rank reads all peers), two-shot and ring `2 (n - 1) / n`; through a switch that
-    reduces and multiplies, two-shot `1 + 1 / n` (the partial goes out once and 1 / n of the sum with it).
-    """
-    if algorithm is Algorithm.ONE_SHOT:
-        return float(world if fabric is Fabric.MULTIMEM else world - 1)
-    if fabric is Fabric.MULTIMEM:
-        return 1.0 + 1.0 / world
-    return 2.0 * (world - 1) / world
-
-
-def latency_steps(algorithm: Algorithm, world: int) -> float:
-    """Dependent steps of a small message: flags are polled at once; a library goes down and up a tree."""
-    if algorithm is Algorithm.LIBRARY:
-        return 2.0 * log2(world)
-    return 1.0 if algorithm is Algorithm.ONE_SHOT else 2.0
-
-
-def ring_us(message_bytes: float, ranks: int, link: Link) -> float:
-    """`2 (n - 1) α + 2 (n - 1) / n · M / β` (eq. 1)."""
-    return 2 * (ranks - 1) * link.latency_us + link.us(2 * (ranks - 1) / ranks * message_bytes)
-
-
-def tree_us(message_bytes: float, ranks_per_host: int, hosts: int, local: Link, inter: Link) -> float:
-    """`2 (G - 1) α_intra + 2 log2(N) α_inter + 2 (N - 1) / N · M / β_inter` (eq. 2)."""
-    steps_us = 2 * (ranks_per_host - 1) * local.latency_us + 2 * log2(hosts) * inter.latency_us
-    return steps_us + inter.us(2 * (hosts - 1) / hosts * message_bytes)
-
-
-def hierarchical_us(message_bytes: float, ranks_per_host: int, hosts: int, local: Link, inter: Link) -> float:
-    """Reduce-scatter in the host, recursive doubling between hosts, all-gather in the host (eqs. 3-6)."""
-    gather = (ranks_per_host - 1) * local.latency_us + local.us((ranks_per_host - 1) / ranks_per_host * message_bytes)
-    exchanged = (hosts - 1) / hosts * FLAGGED_PAYLOAD * message_bytes / ranks_per_host
-    return 2 * gather + ceil(log2(hosts)) * inter.latency_us + inter.us(exchanged)
+    """Messages that a rank moves in its busier direction."""
+    return schedule(fabric, algorithm, world).traffic
 
 
 def fabric_costs(machine: Machine, fabric: Fabric) -> FabricCosts:
@@ -79,20 +59,22 @@ def curve_us(machine: Machine, fabric: Fabric, curve: Curve, message_bytes: floa
     rest_us = interpolate_us(curve.points, message_bytes) - floor_us
     if world != curve.world:
         crowding = machine.crowding(world, 1) / machine.crowding(curve.world, 1)
-        algorithm = curve.algorithm
-        floor_us *= crowding * latency_steps(algorithm, world) / latency_steps(algorithm, curve.world)
-        rest_us *= crowding * traffic_factor(fabric, algorithm, world) / traffic_factor(fabric, algorithm, curve.world)
+        here, there = (schedule(fabric, curve.algorithm, ranks) for ranks in (world, curve.world))
+        floor_us *= crowding * here.num_steps / there.num_steps
+        rest_us *= crowding * here.traffic / there.traffic
     return floor_us, rest_us
 
 
-def between_hosts_us(
+def between_hosts_cost(
     machine: Machine, fabric: Fabric, algorithm: Algorithm, message_bytes: float, world: int, hosts: int
-) -> float:
+) -> Cost:
     """An all-reduce over several hosts: the library's better of ring and tree, else the hierarchical form."""
     link, inter, local = fabric_costs(machine, fabric).link, machine.inter_host, ceil(world / hosts)
     if algorithm is Algorithm.LIBRARY:
-        return min(ring_us(message_bytes, world, inter), tree_us(message_bytes, local, hosts, link, inter))
-    return hierarchical_us(message_bytes, local, hosts, link, inter)
+        flat, tree = ring_cost(message_bytes, world, inter), tree_cost(message_bytes, local, hosts, link, inter)
+        return min(flat, tree, key=lambda cost: cost.us)
+    # Every byte that Algorithm 1 sends, which is more than eq. 4 of the paper counts: a rewrite must not be slower.
+    return hierarchical_sent_cost(message_bytes, local, hosts, link, inter)
 
 
 def modelled_us(
@@ -100,14 +82,11 @@ def modelled_us(
 ) -> tuple[float, float]:
     """(latency, rest) of an all-reduce without a measured curve, from the links' α and β and one launch."""
     if hosts > 1:
-        latency_us = between_hosts_us(machine, fabric, algorithm, 0.0, world, hosts)
-        rest_us = between_hosts_us(machine, fabric, algorithm, message_bytes, world, hosts) - latency_us
+        cost = between_hosts_cost(machine, fabric, algorithm, message_bytes, world, hosts)
     else:
-        link = fabric_costs(machine, fabric).link
-        latency_us = latency_steps(algorithm, world) * link.latency_us
-        rest_us = link.us(traffic_factor(fabric, algorithm, world) * message_bytes)
+        cost = schedule(fabric, algorithm, world).cost(message_bytes, fabric_costs(machine, fabric).link)
     crowding = machine.crowding(world, hosts)
-    return (machine.memory.floor_us + latency_us) * crowding, rest_us * crowding
+    return (machine.memory.floor_us + cost.latency_us) * crowding, cost.transfer_us * crowding
 
 
 def all_reduce_parts_us(
@@ -133,3 +112,30 @@ def all_reduce_us(
     """
     latency_us, rest_us = all_reduce_parts_us(machine, fabric, algorithm, message_bytes, world, hosts)
     return latency_us + rest_us
+
+
+def collective_us(machine: Machine, kind: str, num_bytes: float, world: int, hosts: int = 1) -> float:
+    """`all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all` by the library, in microseconds.
+
+    `num_bytes` of the larger side of the call: the gathered tensor, the one to be reduced, the one to be exchanged.
+    A measured curve on one host; else the schedule's steps and traffic on the slowest link between the ranks.
+    """
+    if world <= 1 or num_bytes <= 0:
+        return 0.0
+    if kind == "all_reduce":
+        return all_reduce_us(machine, Fabric.LIBRARY, Algorithm.LIBRARY, num_bytes, world, hosts)
+    costs = fabric_costs(machine, Fabric.LIBRARY)
+    curves = {
+        "all_gather": costs.all_gather,
+        "reduce_scatter": costs.reduce_scatter,
+        "all_to_all": costs.all_to_all,
+    }[kind]
+    curve = nearest_curve(curves, Algorithm.LIBRARY, world) if hosts == 1 else None
+    if curve is None:
+        link = costs.link if hosts == 1 else machine.inter_host
+        cost = all_gather(world).cost(num_bytes, link)
+        return (machine.memory.floor_us + cost.us) * machine.crowding(world, hosts)
+    floor_us, rest_us = curve.points[0].us, interpolate_us(curve.points, num_bytes) - curve.points[0].us
+    here, there = all_gather(world), all_gather(curve.world)
+    crowding = machine.crowding(world, 1) / machine.crowding(curve.world, 1)
+    return crowding * (floor_us * here.num_steps / there.num_steps + rest_us * here.traffic / there.traffic)

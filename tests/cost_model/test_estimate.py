@@ -10,8 +10,8 @@ from itertools import product as combinations
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.cost_model.collectives import fabric_costs, hierarchical_us, ring_us, tree_us
-from weaveopt.cost_model.machine import Link, Machine
+from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.machine import Machine
 from weaveopt.decision import Algorithm, Estimate, Fabric, Product, Workload
 
 HIDDEN = 8192
@@ -237,30 +237,6 @@ def test_crowded_cores_slow_a_rank() -> None:
         _terms(cost_model.estimate_unfused(machine, _work(64, world)))["gemm"] for world in (cores, 2 * cores)
     )
     assert crowded == pytest.approx(2 * fits)
-
-
-LOCAL, INTER = Link("", 1.0, 1e11), Link("", 10.0, 1e10)
-
-
-def test_hierarchy_grows_with_the_logarithm_of_hosts() -> None:
-    """NVRAR eq. 6: each doubling of hosts adds one α between hosts; ring (eq. 1) adds steps with every rank."""
-    small = 1.0
-    steps = [hierarchical_us(small, 4, hosts, LOCAL, INTER) for hosts in (2, 4, 8, 16)]
-    for before, after in pairwise(steps):
-        assert after - before == pytest.approx(INTER.latency_us, abs=1e-2)
-    assert ring_us(small, 64, INTER) - ring_us(small, 32, INTER) == pytest.approx(2 * 32 * INTER.latency_us, abs=1e-2)
-
-
-def test_hierarchy_beats_the_tree_at_small_messages() -> None:
-    """Half the coefficient of log2(N) (NVRAR §4.3)."""
-    for hosts in (2, 4, 8, 16):
-        assert hierarchical_us(1024, 4, hosts, LOCAL, INTER) < tree_us(1024, 4, hosts, LOCAL, INTER)
-
-
-def test_hierarchy_by_hand() -> None:
-    """G = 4, N = 8, M = 1 MB: 6 α_intra + 3 α_inter + 2 · 3/4 · M / β_intra + 7/8 · 2 · M / 4 / β_inter."""
-    by_hand = 6 * 1.0 + 3 * 10.0 + 1.5 * 1e6 / 1e11 * 1e6 + 7 / 8 * 2 * 1e6 / 4 / 1e10 * 1e6
-    assert hierarchical_us(1e6, 4, 8, LOCAL, INTER) == pytest.approx(by_hand)
 
 
 def _fabrics(machine: Machine) -> set[Fabric]:
