@@ -66,7 +66,7 @@ gpu-sanitize:
 	export WEAVE_TIMEOUT_S=300 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1; \
 	for tool in $(SANITIZERS); do \
 	    compute-sanitizer --tool $$tool --target-processes all --kernel-name kns=weave --report-api-errors no --error-exitcode 9 \
-	        python3 -m torch.distributed.run --nproc-per-node 2 --master-port 0 -m tests.gpu.op_ranks --quick; \
+	        python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.op_ranks --quick; \
 	done
 
 # Figures go to benchmarks/results/$(MACHINE)/. From a copy without git history: BENCHMARK_COMMIT=$(git rev-parse HEAD).

@@ -56,7 +56,7 @@ def modelled_us(costs: ProductCosts, m: int, n: int, k: int) -> float:
     arithmetic_us = min(_split_us(costs, m, n, k, split) for split in _splits(costs))
     if costs.samples is None:
         return costs.launch_us + max(arithmetic_us, traffic_us)
-    return costs.launch_us + (arithmetic_us**SHARPNESS + traffic_us**SHARPNESS) ** (1 / SHARPNESS)
+    return costs.launch_us + float((arithmetic_us**SHARPNESS + traffic_us**SHARPNESS) ** (1 / SHARPNESS))
 
 
 def _splits(costs: ProductCosts) -> tuple[int, ...]:

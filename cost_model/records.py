@@ -60,7 +60,7 @@ def _without(document: dict[str, Json], key: str) -> dict[str, Json]:
 
 def from_document(cls: type[R], document: Mapping[str, object]) -> R:
     """The record that `to_document` made the document of; it must have been checked. Keys of objects are sorted."""
-    hints = _hints(cls)
+    hints = _hints(cast(type, cls))
     values: dict[str, object] = {}
     for field in fields(cls):  # type: ignore[arg-type]
         if _name(field) in document:

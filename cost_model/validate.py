@@ -122,7 +122,7 @@ def _origins_of(document: ProfileDocument) -> Iterator[tuple[str, str]]:
         yield f"{where}.origin", curve["origin"]
     for block in ("attention", "contention", "copy_engine", "launch", "wiring"):
         if block in document:
-            yield f"{block}.origin", document[block]["origin"]  # type: ignore[literal-required]
+            yield f"{block}.origin", document[block]["origin"]
 
 
 def _check_points(file: str, document: ProfileDocument) -> None:

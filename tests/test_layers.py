@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("cost_model", "ops"),
     ("rule", "pattern", "facts", "lowering", "norm", "quantized", "reduced", "splice"),
-    ("rewrites", "pipeline"),
+    ("rewrites", "pipeline", "measure"),
     ("backend", "registry", "inductor"),
     ("cli",),
 )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from weaveopt.cli import doctor, explain
+from weaveopt.cli import calibrate, doctor, explain
 from weaveopt.errors import WeaveError
 
 MISUSE = 2
@@ -31,8 +31,19 @@ def parser() -> argparse.ArgumentParser:
     explain.add_arguments(
         commands.add_parser("explain", help="what would be rewritten in a model, without weights, GPUs or peers")
     )
+    calibrate.add_arguments(
+        commands.add_parser("calibrate", help="measures this machine's ranks and writes a profile for --machine")
+    )
     doctor.add_arguments(commands.add_parser("doctor", help="what this host has, and what to do about what is missing"))
     return root
+
+
+def _run(command: str, args: argparse.Namespace) -> int:
+    if command == "explain":
+        return explain.run(explain.question(args))
+    if command == "calibrate":
+        return calibrate.run(calibrate.question(args))
+    return doctor.run(args.format)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         command = args.command
         del args.command
-        code = explain.run(explain.question(args)) if command == "explain" else doctor.run(args.format)
+        code = _run(command, args)
         sys.stdout.flush()  # here, where a reader that went away is caught, and not at exit
         return code
     except WeaveError as error:

@@ -1,0 +1,167 @@
+"""`weaveopt calibrate`: measures this machine, on all of its ranks, and writes a profile."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weaveopt.errors import OptionError, WeaveError
+
+if TYPE_CHECKING:
+    import torch
+
+    from weaveopt.measure.suite import Tell
+
+DEFAULT_OUTPUT = "weaveopt-profile.json"
+GROUP_TIMEOUT_S = 300
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# Multicast objects can put the GPUs of a shared host out of service; nothing that is measured uses them.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """The parsed command line."""
+
+    output: Path
+    name: str | None
+    device: str
+    quick: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measures products, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
+        "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ..."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(DEFAULT_OUTPUT), metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
+    )
+    parser.add_argument("--name", help="the machine's name in reports (default: the file's)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="a coarse look in seconds; not for decisions")
+
+
+def question(args: argparse.Namespace) -> Question:
+    """The arguments, typed. Raises `OptionError` for what cannot be meant."""
+    asked = Question(args.output, args.name, args.device, args.quick)
+    if not asked.output.absolute().parent.is_dir():
+        raise OptionError(f"--output {asked.output}: no directory {asked.output.absolute().parent}")
+    if asked.output.is_dir():
+        raise OptionError(f"--output {asked.output}: is a directory, expected a file")
+    missing = [name for name in LAUNCHED if name not in os.environ]
+    if missing or int(os.environ["WORLD_SIZE"]) < 2:
+        found = f"{missing[0]} is not set" if missing else "WORLD_SIZE is 1"
+        raise OptionError(
+            f"calibrate measures at least 2 ranks together and found one process ({found}): start it with "
+            "torchrun --nproc-per-node N -m weaveopt.cli.main calibrate, or with accelerate launch"
+        )
+    return asked
+
+
+def run(asked: Question) -> int:
+    """Measures, writes the profile on rank 0 and says where. Returns the exit code."""
+    os.environ.update(NO_MULTICAST)
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    device = _device(asked.device)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    try:
+        _measure(asked, device)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if device.type == "cuda" and sys.exc_info()[0] is None:
+            # An NCCL communicator that captured graphs have used may hang when it is destroyed.
+            dist.barrier()
+            torch.cuda.synchronize()
+            os._exit(0)
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+    return 0
+
+
+def _measure(asked: Question, device: torch.device) -> None:
+    import torch.distributed as dist
+
+    from weaveopt import cost_model
+    from weaveopt.measure import assemble
+    from weaveopt.measure.suite import Suite
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+        raise WeaveError(f"calibrate measures one host: {world} ranks, of which {os.environ['LOCAL_WORLD_SIZE']} here")
+    started = time.monotonic()
+    with _progress(rank == 0) as tell:
+        suite = Suite(device, tell, asked.quick)
+        found = suite.run()
+    name = asked.name or asked.output.stem
+    before = cost_model.load(name) if name in cost_model.names() else None
+    machine = assemble.machine(name, device, found, world, suite.grid, before)
+    if rank == 0:
+        text = cost_model.dumps(machine)
+        unfinished = asked.output.with_name(f".{asked.output.name}.{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        if importlib.util.find_spec("jsonschema") is not None:
+            cost_model.load(str(unfinished.rename(unfinished.with_suffix(".json"))))
+            unfinished = unfinished.with_suffix(".json")
+        unfinished.replace(asked.output)
+        sys.stdout.write(f"{asked.output}: {world} ranks measured in {time.monotonic() - started:.0f} s\n")
+
+
+def _device(asked: str) -> torch.device:
+    import torch
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: torch finds no GPU")
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if index >= count:
+        raise OptionError(f"{count} GPU(s) found for local rank {index}: start at most {count} ranks on this host")
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Tell]:
+    """A bar on standard error for each kind of measurement; on other ranks nothing."""
+    if not shown:
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, tuple[TaskID, int]] = {}
+
+        def finish() -> None:
+            for task, total in tasks.values():
+                bars.update(task, completed=total)
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                finish()
+                tasks[what] = bars.add_task(what, total=total), total
+            bars.update(tasks[what][0], completed=done)
+
+        yield tell
+        finish()

@@ -1,0 +1,151 @@
+"""Steps that ranks take together: the library's collectives, the fused op, and copies from peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.decision import Algorithm, Fabric, Lowering, RegionNeed
+from weaveopt.measure.clock import Launch
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, region_need
+from weaveopt.runtime import topology
+
+Tensor = torch.Tensor
+DTYPE = torch.bfloat16
+EPS = 1e-5
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A group that measures together; `inside` is False on ranks that only wait for it."""
+
+    name: str
+    world: int
+    rank: int
+    inside: bool
+    device: torch.device
+    process_group: dist.ProcessGroup | None
+
+
+def subgroup(world: int, device: torch.device) -> Ranks:
+    """The first `world` ranks. Every rank of the job calls it."""
+    rank, everyone = dist.get_rank(), dist.get_world_size()
+    group = dist.distributed_c10d._get_default_group() if world == everyone else dist.new_group(list(range(world)))
+    inside = rank < world
+    return Ranks(str(group.group_name) if inside else "", world, rank, inside, device, group if inside else None)
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def collective(ranks: Ranks, kind: str, num_bytes: int) -> Launch:
+    """One call of the library, as compiled graphs make it. `num_bytes` of the larger side of the call."""
+    count = max(num_bytes // DTYPE.itemsize // ranks.world, 1) * ranks.world
+    x = torch.zeros(count, device=ranks.device, dtype=DTYPE)
+    part = torch.zeros(count // ranks.world, device=ranks.device, dtype=DTYPE)
+    ops, name, world = torch.ops._c10d_functional, ranks.name, ranks.world
+    wait = ops.wait_tensor
+    even = [count // world] * world
+    calls: dict[str, Launch] = {
+        "all_reduce": lambda index: wait(ops.all_reduce_(x, "sum", name)),
+        "all_gather": lambda index: wait(ops.all_gather_into_tensor(part, world, name)),
+        "reduce_scatter": lambda index: wait(ops.reduce_scatter_tensor(x, "sum", world, name)),
+        "all_to_all": lambda index: wait(ops.all_to_all_single(x, even, even, name)),
+    }
+    return calls[kind]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A kernel of the fused all-reduce + add + norm at one size, residual and sum sharded by tokens."""
+
+    lowering: Lowering
+    hidden: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * self.hidden * DTYPE.itemsize
+
+    def need(self, world: int) -> RegionNeed:
+        return region_need(self.lowering, self.hidden, "bfloat16", "bfloat16", world)
+
+
+def is_supported(fused: Fused, ranks: Ranks) -> bool:
+    """Whether the device has this kernel for such rows; the op would go through the library without a word."""
+    if ranks.device.type != "cuda":
+        return True
+    from weaveopt import _native
+    from weaveopt.ops.all_reduce_norm_peer import native_form_of
+
+    form = native_form_of(fused.lowering)
+    return not _native.unsupported(
+        form, _native.DType.bfloat16, fused.hidden, ranks.world, False, ranks.device.index or 0
+    )
+
+
+def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
+    """The arena for all of them, before any is captured: graphs hold its addresses."""
+    from weaveopt.runtime import arena_gpu
+
+    need = RegionNeed()
+    for each in every:
+        need = need.union(each.need(ranks.world))
+    arena_gpu.reserve(topology.discover(ranks.name, TIMEOUT_S), need, TIMEOUT_S)
+
+
+def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> int:
+    """The shared segment of CPU ranks; returns where its output begins."""
+    from weaveopt.runtime import arena
+
+    need = arena_bytes(max_tokens, hidden, "bfloat16", "bfloat16", ranks.world)
+    begin = 2 * need.partial_bytes
+    arena.reserve(topology.discover(ranks.name, TIMEOUT_S), begin + need.output_bytes, TIMEOUT_S)
+    return begin
+
+
+def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
+    """The op on `peer`, a chain in which the sum of one call is the residual of the next."""
+    call = _call(ranks, fused, Fabric.PEER, 0, 0, 0, True)
+    return _chained(ranks, fused, call)
+
+
+def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, sharded: bool = True) -> Launch:
+    """The op on `shm`; its partial result is copied into the arena by the op."""
+    need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
+    call = _call(ranks, fused, Fabric.SHM, need.partial_bytes, output_offset, max_tokens, sharded)
+    return _chained(ranks, fused, call)
+
+
+def _call(
+    ranks: Ranks, fused: Fused, fabric: Fabric, partial_bytes: int, output_offset: int, max_tokens: int, sharded: bool
+) -> str:
+    one_shot = fused.lowering.algorithm is Algorithm.ONE_SHOT
+    on_shm = fabric is Fabric.SHM
+    return AllReduceNormCall(
+        site=f"calibrate.{fused.hidden}.{fused.tokens}.{fused.lowering}", group=ranks.name, fabric=fabric,
+        world=ranks.world, hidden=fused.hidden, dtype="bfloat16", out_dtype="bfloat16", partial_offset=0,
+        output_offset=output_offset, partial_bytes=partial_bytes, max_tokens=max_tokens if on_shm else fused.tokens,
+        one_shot_max_tokens=max_tokens if on_shm and one_shot else 0, post=None,
+        norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S, residual_sharded=sharded,
+        sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE, lowerings=() if on_shm else (fused.lowering,),
+    ).encode()  # fmt: skip
+
+
+def _chained(ranks: Ranks, fused: Fused, call: str) -> Launch:
+    # The same on all ranks, as a residual is.
+    numbers = torch.Generator(ranks.device).manual_seed(fused.tokens)
+    size, device = (fused.tokens, fused.hidden), ranks.device
+    partials = [torch.randn(size, generator=numbers, device=device).to(DTYPE) for _ in range(2)]
+    residual = torch.zeros(size, device=device, dtype=DTYPE)
+    weight = torch.ones(fused.hidden, device=device, dtype=DTYPE)
+    op = torch.ops.weave.all_reduce_norm.default
+
+    def run(index: int) -> object:
+        return op(partials[index % 2], None, None, residual, None, None, weight, None, call)
+
+    return run
