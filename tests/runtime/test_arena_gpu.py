@@ -14,7 +14,7 @@ from weaveopt import _native
 from weaveopt.decision import BufferPlan, Fabric, RegionNeed
 from weaveopt.errors import AgreementError, ArenaError
 from weaveopt.pipeline.bind import bind
-from weaveopt.runtime import arena, arena_gpu, topology
+from weaveopt.runtime import arena, arena_gpu, symmetric, topology
 from weaveopt.runtime.topology import Group
 
 NEED = RegionNeed(mailbox_bytes=512, staging_bytes=256, output_bytes=1024)
@@ -202,3 +202,36 @@ def test_binding_a_plan_reserves_regions_on_gpus_and_bytes_on_cpus(monkeypatch: 
     monkeypatch.setattr(arena_gpu, "reserve", lambda *of: asked.append(of))
     bind(SimpleNamespace(groups=()), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
     assert asked == [(known["tp"], 8192, 7.0), (known["ep"], NEED, 7.0)]
+
+
+def run_unequal_groups(rank: int) -> None:
+    make_up_gpus(rank)
+    met: list[tuple[int, int]] = []
+
+    def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup) -> object:
+        met.append((symmetric._num_met, process_group.size()))
+        symmetric._num_met += 1
+        return object()
+
+    setattr(symmetric, "rendezvous", rendezvous)  # noqa: B010
+    setattr(symmetric, "_little_memory", lambda: torch.zeros(1))  # noqa: B010
+    module: object = arena_gpu
+
+    def exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+        handle = symmetric.rendezvous(memory, topology.process_group(group.name))
+        return handle, [memory.data_ptr()] * len(group.ranks)
+
+    setattr(module, "_exchange", exchange)  # noqa: B010
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        reserve(group=pair.group_name)
+        reserve(RegionNeed(output_bytes=4096), group=pair.group_name)
+    dist.barrier()
+    reserve()
+    # By the count, torch names what it exchanges: the group of three met at the same one on all of them.
+    assert met[-1] == (2, 3), met
+    assert [size for _, size in met] == ([2, 2, 3] if rank < 2 else [1, 1, 3])
+
+
+def test_ranks_that_met_less_often_catch_up_first() -> None:
+    run_ranks(run_unequal_groups, 3)

@@ -142,9 +142,19 @@ def _device(asked: str) -> torch.device:
 
 @contextmanager
 def _progress(shown: bool) -> Iterator[Tell]:
-    """A bar on standard error for each kind of measurement; on other ranks nothing."""
+    """A bar on standard error for each kind of measurement, in a file a line; on other ranks nothing."""
     if not shown:
         yield lambda what, done, total: None
+        return
+    if not sys.stderr.isatty():
+        told: set[str] = set()
+
+        def say(what: str, done: int, total: int) -> None:
+            if what not in told:
+                print(f"weaveopt: measuring {what}", file=sys.stderr, flush=True)
+                told.add(what)
+
+        yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn

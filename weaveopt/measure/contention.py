@@ -11,6 +11,7 @@ from weaveopt.cost_model.machine import Crowded
 from weaveopt.decision import Algorithm, Form, Lowering
 from weaveopt.measure.clock import Launch, Sample, meet, slowest
 from weaveopt.measure.exchanges import DTYPE, Fused, Ranks, fused_peer
+from weaveopt.runtime import symmetric
 
 TOKENS, HIDDEN, DEPTH = 4096, 8192, 7168
 CTAS = (8, 16, 32, 64)
@@ -89,11 +90,12 @@ def _beside(ranks: Ranks, timed: Step, count: int, other: Step | None, other_cou
 
 def copies(ranks: Ranks) -> tuple[float, float, float]:
     """(latency in us, bytes a second alone, the same while all ranks copy and products run) of pulls from a peer."""
-    from torch.distributed import _symmetric_memory as symm_mem
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     count = COPY_BYTES // DTYPE.itemsize
-    buffer = symm_mem.empty(count, dtype=DTYPE, device=ranks.device)
-    handle = symm_mem.rendezvous(buffer, ranks.name)  # type: ignore[arg-type]
+    assert ranks.process_group is not None
+    buffer = _SymmetricMemory.empty_strided_p2p((count,), (1,), DTYPE, ranks.device)
+    handle = symmetric.rendezvous(buffer, ranks.process_group)
     peer = handle.get_buffer((ranks.rank + 1) % ranks.world, (count,), DTYPE)
     target = torch.empty(count, device=ranks.device, dtype=DTYPE)
     product = Product(ranks.device)

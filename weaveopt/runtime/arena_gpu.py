@@ -12,8 +12,7 @@ import ctypes
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import prod
 
@@ -22,8 +21,8 @@ import torch.distributed as dist
 
 from weaveopt.decision import RegionNeed
 from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.runtime import symmetric, watchdog
 from weaveopt.runtime import topology as topologies
-from weaveopt.runtime import watchdog
 from weaveopt.runtime.topology import Exchange, Group, Payload, Topology
 from weaveopt.runtime.watchdog import Process
 
@@ -34,7 +33,6 @@ except ImportError:  # built without it: reserve() says so
 
 MAX_WORLD = 8
 """Ranks that the kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
-_MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _NO_MULTICAST = 0
 
 
@@ -242,6 +240,7 @@ def _make(topology: Topology, need: RegionNeed, channel: Exchange, timeout_s: fl
     handle = None
     error = ""
     try:
+        symmetric.catch_up(max(int(record["met"]) for record in told))
         memory = _allocate(num_bytes, device)
     except (RuntimeError, ArenaError) as failure:
         error = _one_line(failure)
@@ -275,16 +274,17 @@ def _announcement(device: int, need: RegionNeed, num_bytes: int) -> Payload:
         "kind": f"{properties.major}.{properties.minor} with {properties.multi_processor_count} processors",
         "pid": own.pid,
         "start": own.start,
+        "met": symmetric.num_met(),
         "regions": json.dumps(asdict(need)),
         "error": error,
     }
 
 
 def _allocate(num_bytes: int, device: int) -> torch.Tensor:
-    import torch.distributed._symmetric_memory as symmetric
     from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import get_backend
 
-    backend = symmetric.get_backend(torch.device("cuda", device))
+    backend = get_backend(torch.device("cuda", device))
     if backend not in (None, "CUDA"):
         raise ArenaError(
             f"torch's symmetric memory uses the backend {backend}, expected CUDA: leave symm_mem.set_backend() and "
@@ -296,10 +296,7 @@ def _allocate(num_bytes: int, device: int) -> torch.Tensor:
 
 def _exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
     """Torch's handle, which keeps the peers' memory mapped, and where each rank's is."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    with _without_multicast():
-        handle = symmetric.rendezvous(memory, topologies.process_group(group.name))
+    handle = symmetric.rendezvous(memory, topologies.process_group(group.name))
     bases = [int(pointer) for pointer in handle.buffer_ptrs]
     if bases[group.rank] != memory.data_ptr() or handle.rank != group.rank:
         raise ArenaError(
@@ -307,20 +304,6 @@ def _exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
             f"expected rank {group.rank} at {memory.data_ptr():#x}"
         )
     return handle, bases
-
-
-@contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Torch makes a multicast object for every arena where the GPUs can, which these kernels do not use."""
-    before = os.environ.get(_MULTICAST_OFF)
-    os.environ[_MULTICAST_OFF] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_MULTICAST_OFF]
-        else:
-            os.environ[_MULTICAST_OFF] = before
 
 
 def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
