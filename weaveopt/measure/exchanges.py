@@ -43,7 +43,21 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def collective(ranks: Ranks, kind: str, num_bytes: int) -> Launch:
-    """One call of the library, as compiled graphs make it. `num_bytes` of the larger side of the call."""
+    """One call of the library, as compiled graphs make it, and a one-element kernel behind it.
+
+    Calls of the library back to back are slower than with a kernel between, as there always is in a model.
+    `num_bytes` of the larger side of the call.
+    """
+    call, little = _collective(ranks, kind, num_bytes), torch.zeros(8, device=ranks.device)
+
+    def run(index: int) -> object:
+        call(index)
+        return little.add_(1)
+
+    return run
+
+
+def _collective(ranks: Ranks, kind: str, num_bytes: int) -> Launch:
     count = max(num_bytes // DTYPE.itemsize // ranks.world, 1) * ranks.world
     x = torch.zeros(count, device=ranks.device, dtype=DTYPE)
     part = torch.zeros(count // ranks.world, device=ranks.device, dtype=DTYPE)
