@@ -11,7 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weaveopt.decision import Decision, GraphReport
+from weaveopt.cli.timeline import Block, blocks, module_of
+from weaveopt.decision import GraphReport, Work
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,14 +113,39 @@ def shortened(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
+def homes(modules: Sequence[str]) -> tuple[int | None, ...]:
+    """The layer of each module path, in the order of the graph; None outside the layers.
+
+    A kernel whose module the graph does not tell (an empty path) and that runs between two layers, or inside one,
+    belongs to the layer before it.
+    """
+    found = [_LAYER.search(module) for module in modules]
+    layers = [None if match is None else int(match[1]) for match in found]
+    last = max((index for index, layer in enumerate(layers) if layer is not None), default=-1)
+    before: int | None = None
+    for index in range(last):
+        if layers[index] is not None:
+            before = layers[index]
+        elif not modules[index]:
+            layers[index] = before
+    return tuple(layers)
+
+
 def scale(graph: GraphReport, plan: LayerPlan) -> GraphReport:
-    """The graph with each site counted for all the layers that it stands for."""
+    """The graph with each site and each kernel outside the sites counted for all the layers that it stands for."""
+    sequence = blocks(graph)
+    layers = homes([module_of(block) for block in sequence])
 
-    def scaled(decision: Decision) -> Decision:
-        found = _LAYER.search(decision.site.module)
-        if found is None or int(found[1]) >= plan.captured:
-            return decision
-        site = replace(decision.site, count=decision.site.count * plan.counts[int(found[1])])
-        return replace(decision, site=site)
+    def scaled(block: Block, layer: int | None) -> Block:
+        if layer is None or layer >= plan.captured:
+            return block
+        if isinstance(block, Work):
+            return replace(block, count=block.count * plan.counts[layer])
+        return replace(block, site=replace(block.site, count=block.site.count * plan.counts[layer]))
 
-    return replace(graph, decisions=tuple(scaled(d) for d in graph.decisions))
+    counted = [scaled(block, layer) for block, layer in zip(sequence, layers, strict=True)]
+    return replace(
+        graph,
+        decisions=tuple(block for block in counted if not isinstance(block, Work)),
+        work=tuple(block for block in counted if isinstance(block, Work)),
+    )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from weaveopt.cli import doctor, explain
+from weaveopt.cli import doctor, explain, question
 from weaveopt.errors import WeaveError
 
 MISUSE = 2
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         prog="weaveopt", description="Says what torch.compile(model, backend='weave') does to a model, and why."
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    explain.add_arguments(
+    question.add_arguments(
         commands.add_parser("explain", help="what would be rewritten in a model, without weights, GPUs or peers")
     )
     doctor.add_arguments(commands.add_parser("doctor", help="what this host has, and what to do about what is missing"))
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         command = args.command
         del args.command
-        code = explain.run(explain.question(args)) if command == "explain" else doctor.run(args.format)
+        code = explain.run(question.question(args)) if command == "explain" else doctor.run(args.format)
         sys.stdout.flush()  # here, where a reader that went away is caught, and not at exit
         return code
     except WeaveError as error:
