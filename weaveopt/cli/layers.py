@@ -6,12 +6,11 @@ last layer apart (the norm behind it is the model's final norm), gives the same 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weaveopt.cli.timeline import Block, blocks, module_of
+from weaveopt.cli.timeline import Block, blocks, homes, module_of
 from weaveopt.decision import GraphReport, Work
 
 if TYPE_CHECKING:
@@ -108,27 +107,6 @@ def shortened(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
             data[key] = value[:num_layers]
     data["num_hidden_layers"] = num_layers
     return type(config).from_dict(data)
-
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
-
-
-def homes(modules: Sequence[str]) -> tuple[int | None, ...]:
-    """The layer of each module path, in the order of the graph; None outside the layers.
-
-    A kernel whose module the graph does not tell (an empty path) and that runs between two layers, or inside one,
-    belongs to the layer before it.
-    """
-    found = [_LAYER.search(module) for module in modules]
-    layers = [None if match is None else int(match[1]) for match in found]
-    last = max((index for index, layer in enumerate(layers) if layer is not None), default=-1)
-    before: int | None = None
-    for index in range(last):
-        if layers[index] is not None:
-            before = layers[index]
-        elif not modules[index]:
-            layers[index] = before
-    return tuple(layers)
 
 
 def scale(graph: GraphReport, plan: LayerPlan) -> GraphReport:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from weaveopt.cli.layers import homes
 from weaveopt.cli.reasons import collapse
-from weaveopt.cli.timeline import Block, Times, blocks, count_of, module_of, times_of
+from weaveopt.cli.timeline import Block, Times, blocks, count_of, homes, module_of, times_of
 from weaveopt.decision import GraphReport, Work
 
 EMBEDDING = "embedding"
 HEAD = "head"
 BETWEEN = "between layers"
+WHOLE = "whole"
+"""Of a graph in which no module path names a layer."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _stretches(graph: GraphReport) -> Iterator[tuple[str, int | None, int, tuple
     for index, (block, layer) in enumerate(zip(sequence, layers, strict=True)):
         name = "layer"
         if layer is None:
-            name = EMBEDDING if not known or index < known[0] else HEAD if index > known[-1] else BETWEEN
+            name = WHOLE if not known else EMBEDDING if index < known[0] else HEAD if index > known[-1] else BETWEEN
         members.setdefault((name, layer, count_of(block)), []).append(block)
     for (name, layer, count), found in members.items():
         yield name, layer, count, tuple(found)

@@ -104,7 +104,7 @@ def _whole(graph: GraphReport, axes: Axes) -> None:
     axes.set_title(f"{'whole model' if graph.work else 'all sites'}{faster}", fontsize=9)
     axes.set_ylabel("milliseconds")
     axes.margins(y=0.2)
-    axes.legend(fontsize=7, loc="lower center")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.06))
 
 
 def _patch(color: str) -> Patch:

@@ -39,11 +39,7 @@ def whole(graph: GraphReport) -> list[RenderableType]:
     for work in graph.work:
         kinds[work.kind] = kinds.get(work.kind, 0.0) + work.us * work.count
     outside = ", ".join(f"{kind} {_us(us)}" for kind, us in kinds.items())
-    lines = [f"{whole_line(before, after)}; outside the sites: {outside} us"]
-    unknown = sum(d.site.count for d in graph.decisions if d.unfused is None)
-    if unknown:
-        lines.append(f"not counted: {unknown} site(s) without an estimate")
-    return [Text(""), table, *map(Text, lines)]
+    return [Text(""), table, Text(f"{whole_line(before, after)}; outside the sites: {outside} us"), Text("")]
 
 
 def whole_line(before: Times, after: Times) -> str:

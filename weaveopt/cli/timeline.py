@@ -6,7 +6,8 @@ under computation (negative terms). What of it does not is exposed: nothing else
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,6 +18,8 @@ COMPUTE_WORDS = frozenset(
     ("gemm", "product", "attention", "expert", "experts", "add", "norm", "copy", "kernel", "launch", "memory")
 )
 """A term whose name has one of these words runs on the compute stream; every other one moves data between ranks."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 Block = Decision | Work
 
@@ -61,6 +64,24 @@ def blocks(graph: GraphReport) -> tuple[Block, ...]:
         found.extend(w for w in graph.work if (w.after >= number if last else w.after == number))
         found.extend(graph.decisions[number : number + 1])
     return tuple(found)
+
+
+def homes(modules: Sequence[str]) -> tuple[int | None, ...]:
+    """The layer of each module path, in the order of the graph; None outside the layers.
+
+    A kernel whose module the graph does not tell (an empty path) and that runs between two layers, or inside one,
+    belongs to the layer before it.
+    """
+    found = [_LAYER.search(module) for module in modules]
+    layers = [None if match is None else int(match[1]) for match in found]
+    last = max((index for index, layer in enumerate(layers) if layer is not None), default=-1)
+    before: int | None = None
+    for index in range(last):
+        if layers[index] is not None:
+            before = layers[index]
+        elif not modules[index]:
+            layers[index] = before
+    return tuple(layers)
 
 
 def count_of(block: Block) -> int:
