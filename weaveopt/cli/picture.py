@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-COLORS = {"compute": ("#3b6ea5", "#7aa6d1", "#1f4468", "#9db8d2", "#5b8fbf"),
-          "communication": ("#c8553d", "#e08e45", "#8c2f39", "#f2b880", "#d1495b")}  # fmt: skip
+COLORS = {
+    "compute": ("#3b6ea5", "#7fb069", "#1f4468", "#8fb8de", "#4a8c84", "#b4c7a5", "#6a7fa8", "#2f5d50"),
+    "communication": ("#c8553d", "#e08e45", "#8c2f39", "#f2b880", "#b56576", "#d9a441"),
+}
 """By stream, given out to names in the order in which they are met."""
 EXPOSED = "#c8553d"
 REST = "#3b6ea5"

@@ -123,7 +123,7 @@ def _constants(found: Sensitivity) -> str:
             turned.setdefault(str(choice), []).append(change)
     tried, num_turned = len(found.constants), sum(map(len, turned.values()))
     if not turned:
-        return f"none of {tried} changes turns it"
+        return f"none of {tried} changes turns it (the JSON report lists them)"
     words = (f"{choice} with {', '.join(changes)}" for choice, changes in turned.items())
     return f"{'; '.join(words)} ({num_turned} of {tried} changes turn it)"
 
