@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weaveopt.cli import memory, reasons, render, why
+from weaveopt.cli import memory, parts, reasons, render, timeline, why
 from weaveopt.decision import (
     Algorithm,
     Candidate,
@@ -176,3 +176,15 @@ def test_fallbacks_and_missing_parts_are_said(report: Report) -> None:
     bare = Report("m", 2, MachineSummary("h", True))
     assert "every constant measured" in render.text(bare)
     assert "no graph was compiled yet" in render.text(bare)
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_no_figure_of_the_whole_is_cut(whole: Report, width: int) -> None:
+    graph = whole.graphs[0]
+    large = replace(whole, graphs=(replace(graph, work=tuple(replace(w, us=w.us * 7000.3) for w in graph.work)),))
+    text = render.text(large, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for part in parts.parts(large.graphs[0]):
+        for times in (part.before, part.after):
+            assert f"{times.us:,.1f}" in text and f"{times.exposed_us:,.1f}" in text
+    assert f"{timeline.total(large.graphs[0], fused=False).us:,.1f}" in text

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weaveopt.cli.render import MINIMUM_WIDTH, Row, choice_words, rows_of, to_text
+from weaveopt.cli.render import DEFAULT_WIDTH, MINIMUM_WIDTH, Row, choice_words, rows_of, to_text
 from weaveopt.cli.report_reader import from_json
 from weaveopt.cli.sections import whole_line
 from weaveopt.cli.timeline import Times, total
@@ -35,12 +35,13 @@ class Pair:
 def text(left: Path, right: Path, width: int | None = None, color: bool = False) -> str:
     """The comparison. Raises `OptionError`, one line, for a file that is no report of a schema known here."""
     first, second = _read(left), _read(right)
+    width = max(width or DEFAULT_WIDTH, MINIMUM_WIDTH)
     parts: list[RenderableType] = [Text(_title("A", left, first)), Text(_title("B", right, second))]
     if not (first.graphs or second.graphs):
         parts.append(Text("neither has a graph"))
     for a, b in zip_longest(first.graphs, second.graphs):
-        parts += [Text(""), *_graphs(a, b)]
-    return to_text(Group(*parts), None if width is None else max(width, MINIMUM_WIDTH), color)
+        parts += [Text(""), *_graphs(a, b, width)]
+    return to_text(Group(*parts), width, color)
 
 
 def pairs(left: GraphReport, right: GraphReport) -> tuple[Pair, ...]:
@@ -75,7 +76,7 @@ def _title(letter: str, path: Path, report: Report) -> str:
     return f"{letter}: {path}: {report.model} on {report.world} ranks, {machine}"
 
 
-def _graphs(left: GraphReport | None, right: GraphReport | None) -> Iterator[RenderableType]:
+def _graphs(left: GraphReport | None, right: GraphReport | None, width: int) -> Iterator[RenderableType]:
     if left is None or right is None:
         only = left or right
         assert only is not None
@@ -85,13 +86,13 @@ def _graphs(left: GraphReport | None, right: GraphReport | None) -> Iterator[Ren
     yield Text(alike, style="bold")
     found = pairs(left, right)
     if found:
-        yield _table(found)
+        yield _table(found, width)
     num_different = sum(pair.differs for pair in found)
     yield Text(f"{len(found)} kind(s) of sites: {num_different} decided otherwise (≠)")
     for letter, graph in (("A", left), ("B", right)):
         yield Text(f"{letter} sites: {graph.unfused_us:,.1f} -> {graph.predicted_us:,.1f} us")
-    yield Text(f"B/A, sites: before {_ratio(left.unfused_us, right.unfused_us)}, after "
-               f"{_ratio(left.predicted_us, right.predicted_us)}")  # fmt: skip
+    before, after = _ratio(left.unfused_us, right.unfused_us), _ratio(left.predicted_us, right.predicted_us)
+    yield Text(f"B/A, sites: before {before}, after {after}")
     if left.work and right.work:
         yield from map(Text, _whole_lines(_totals(left), _totals(right)))
     else:
@@ -113,28 +114,36 @@ def _name(graph: GraphReport) -> str:
     return f"{graph.phase}, {graph.tokens} tokens"
 
 
-def _table(found: tuple[Pair, ...]) -> Table:
+def _table(found: tuple[Pair, ...], width: int) -> Table:
+    """The pairs in columns whose widths are set here: rich drops columns where it runs out of width."""
+    cells = [_cells(pair) for pair in found]
+    names = ("site", "", "× A", "× B", "choice A", "choice B", "us A", "us B", "B/A")
+    widths = [max(len(row[index]) for row in (names, *cells)) for index in range(len(names))]
+    numbers = [index for index, name in enumerate(names) if name not in ("site", "choice A", "choice B")]
+    rest = width - len(names) - sum(widths[index] for index in numbers)
+    widths[0] = min(widths[0], rest * 2 // 5)
+    for index in (4, 5):
+        widths[index] = min(widths[index], (rest - widths[0]) // 2)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("site", overflow="fold", ratio=3)
-    table.add_column("", width=1)
-    table.add_column("× A", justify="right", no_wrap=True)
-    table.add_column("× B", justify="right", no_wrap=True)
-    table.add_column("choice A", overflow="fold", ratio=3)
-    table.add_column("choice B", overflow="fold", ratio=3)
-    for name in ("us A", "us B", "B/A"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for pair in found:
-        us = [_us(row) for row in (pair.left, pair.right)]
-        table.add_row(
-            pair.module,
-            "≠" if pair.differs else "",
-            *("-" if row is None else str(row.count) for row in (pair.left, pair.right)),
-            *("-" if row is None else _choice(row) for row in (pair.left, pair.right)),
-            *("-" if time is None else f"{time:,.1f}" for time in us),
-            "" if us[0] is None or us[1] is None else _ratio(us[0], us[1]),
-            style="bold" if pair.differs else "",
-        )
+    for index, name in enumerate(names):
+        justify: JustifyMethod = "right" if index in numbers else "left"
+        table.add_column(name, justify=justify, overflow="fold", width=widths[index])
+    for row, pair in zip(cells, found, strict=True):
+        table.add_row(*row, style="bold" if pair.differs else "")
     return table
+
+
+def _cells(pair: Pair) -> tuple[str, ...]:
+    sides = (pair.left, pair.right)
+    left, right = (_us(row) for row in sides)
+    return (
+        pair.module,
+        "≠" if pair.differs else "",
+        *("-" if row is None else str(row.count) for row in sides),
+        *("-" if row is None else _choice(row) for row in sides),
+        *("-" if us is None else f"{us:,.1f}" for us in (left, right)),
+        "" if left is None or right is None else _ratio(left, right),
+    )
 
 
 def _choice(row: Row) -> str:
