@@ -147,7 +147,13 @@ def test_cost_model_is_pure_arithmetic() -> None:
         assert not foreign, f"{module} imports {sorted(foreign)}"
 
 
-@pytest.mark.parametrize("name", ["memory", "render", "report_json", "trace"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("compare", "memory", "parts", "picture", "reasons", "render"),
+        *("report_json", "report_reader", "sections", "timeline", "trace", "why"),
+    ],
+)
 def test_what_prints_reads_the_records_only(name: str) -> None:
     """A report cannot differ from what ran when its printer can see nothing else."""
     module = f"weaveopt.cli.{name}"

@@ -281,6 +281,29 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Token counts from `tokens` on, up to the next stretch, at which the same choice wins."""
+
+    tokens: int
+    choice: str
+    """`leave`, or rule, fabric, algorithm and form."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What would change the decision at sites of one kind, everything else held."""
+
+    sites: tuple[str, ...]
+    tokens: int
+    """The token count that was decided for."""
+    choice: str
+    stretches: tuple[Stretch, ...]
+    """The choice at every token count, ascending from 1."""
+    constants: Values = ()
+    """Change of a constant of the machine -> the choice that wins then; every change that was tried."""
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: every site with its decision, the arena, and what changed rounding."""
 
@@ -298,6 +321,8 @@ class GraphReport:
     """Time that each step of weaveopt took in this compile."""
     work: tuple[Work, ...] = ()
     """What the graph runs outside its sites, in its order."""
+    sensitivity: tuple[Sensitivity, ...] = ()
+    """Of the sites whose choice rests on their own price; only `weaveopt explain` asks for it."""
 
     @property
     def num_rewritten(self) -> int:

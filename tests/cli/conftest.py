@@ -1,6 +1,8 @@
-"""A report made by hand: two kinds of sites, one of them left, every kind of field in use."""
+"""A report made by hand: two kinds of sites, one of them left, every kind of field in use; and one of a whole model."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +23,7 @@ from weaveopt.decision import (
     Site,
     Slot,
     Term,
+    Work,
     Workload,
 )
 
@@ -109,3 +112,27 @@ def report() -> Report:
         fallbacks=(Fallback("graph_1", "recognize", "ValueError: odd"),),
         notes=("tensor parallel over 2 ranks on 1 host(s); prefill of 1 × 512 tokens",),
     )
+
+
+def _layer_work(layer: int, after: int, count: int) -> tuple[Work, ...]:
+    """What a layer runs beside its two sites: the first projection and attention, then the wide products."""
+    path = f"model.layers.{layer}"
+    return (
+        Work(f"{path}.self_attn.qkv_proj", "product", 40.0, after, count),
+        Work(f"{path}.self_attn", "attention", 25.0, after, count),
+        Work(f"{path}.mlp.gate_proj", "product", 90.0, after + 1, count),
+        Work("", "memory", 5.0, after + 1, count),
+    )
+
+
+@pytest.fixture
+def whole(report: Report) -> Report:
+    """The same report with what the graph runs outside its sites; the head gathers the logits."""
+    work = (
+        Work("model.embed_tokens", "memory", 3.0, 0),
+        *_layer_work(0, 1, 1),
+        *_layer_work(1, 3, 7),
+        Work("lm_head", "product", 200.0, 5),
+        Work("lm_head", "collective", 60.0, 5),
+    )
+    return replace(report, graphs=(replace(report.graphs[0], work=work),))

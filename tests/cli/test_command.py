@@ -68,6 +68,19 @@ def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("explain llama-3.3-70b --tp 8 --disable all_reduce_norm", "did you mean 'all_reduce_rms_norm'"),
         ("explain llama-3.3-70b --tp 8 --why x --format json", "--format json"),
         ("explain llama-3.3-70b --tp 8 --output /no/such/place/report.json --format json", "no directory"),
+        ("explain llama-3.3-70b --tp 8 --why x --output x.svg", "--output x.svg"),
+        ("explain llama-3.3-70b --tp 8 --format png", "give --output FILE.png"),
+        ("explain llama-3.3-70b --tp 8 --format png --output x.svg", "which of the two is meant"),
+        ("explain llama-3.3-70b --tp 8 --format svg --output /no/such/place/x.svg", "no directory"),
+        ("explain --tp 8", "give a MODEL"),
+        ("explain --compare a.json", "expected 2 arguments"),
+        ("explain llama-3.3-70b --compare a.json b.json", "cannot go with MODEL"),
+        ("explain --compare a.json b.json --tp 8 --phase decode", "cannot go with --tp, --phase"),
+        ("explain --compare a.json b.json --full --disable all_reduce_rms_norm", "cannot go with --full, --disable"),
+        ("explain --compare a.json b.json --why x", "cannot go with --why"),
+        ("explain --compare a.json b.json --format json", "cannot go with --format json"),
+        ("explain --compare a.json b.json --output x.png", "cannot go with --output x.png"),
+        ("explain --compare a.json b.json --output /no/such/place/x.txt", "no directory"),
         ("explain llama-3.3-70b --tp 8 --dtype int8", "invalid choice"),
         ("explain llama-3.3-70b --tp 8 --phase both", "invalid choice"),
         ("doctor --format xml", "invalid choice"),
@@ -132,7 +145,7 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     code = "import sys; from weaveopt.cli.main import main; main(['explain', '--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.rstrip().endswith("False")
-    assert all(name in done.stdout for name in ("llama-3.3-70b", "--why", "--machine"))
+    assert all(name in done.stdout for name in ("llama-3.3-70b", "--why", "--machine", "--compare", "svg"))
 
 
 def test_interrupt_and_closed_pipe_are_quiet(

@@ -10,6 +10,7 @@ import pytest
 from weaveopt.cli import model_source, report_json
 from weaveopt.cli.explain import DEFAULT_MACHINE
 from weaveopt.cli.main import main
+from weaveopt.cli.sensitivity import words
 from weaveopt.decision import Decision, Fabric, Report
 
 EMBEDDING = int(not model_source.experts_come_alone())
@@ -51,6 +52,13 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
         _assert_complete(decision)
         assert decision.site.workload is not None
         assert (decision.site.workload.tokens, decision.site.workload.hidden) == (4096, 8192)
+    asked = {site: found for found in graph.sensitivity for site in found.sites}
+    assert set(asked) == {decision.site.id for decision in graph.decisions}
+    for decision in graph.decisions:
+        found = asked[decision.site.id]
+        assert (found.tokens, found.choice) == (4096, words(decision.chosen))
+        assert found.stretches[0].tokens == 1
+        assert {choice for _, choice in found.constants} > {found.choice}, "some constant turns it"
 
 
 def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
@@ -74,6 +82,7 @@ def test_defaults_disable_why_and_trace(
     assert f"machine: {DEFAULT_MACHINE}" in captured.out
     assert f"{tmp_path.name} on 4 ranks" in captured.out  # as many as the heads allow
     assert "16 tokens" in captured.out
+    assert "what would change the choice" in captured.out
 
     cpu = ["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--machine", "cpu"]
     assert main([*cpu, "--why", "self_attn.o_proj", "--disable", "all_reduce_rms_norm"]) == 0

@@ -15,7 +15,7 @@ import transformers
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
-from weaveopt.cli import layers, model_source, preview
+from weaveopt.cli import model_source, preview, timeline
 from weaveopt.cli.model_source import Request
 from weaveopt.errors import CaptureError, OptionError
 
@@ -49,8 +49,8 @@ def _all_reduces(request: Request) -> tuple[int, list[tuple[int, ...]]]:
         for node in module.graph.nodes:
             if "all_reduce" in str(node.target):
                 paths = [path for path, _ in node.meta["nn_module_stack"].values()]
-                layer = layers._LAYER.search(paths[-1])
-                found.append((plan.counts[int(layer[1])] if layer else 1, tuple(node.meta["val"].shape)))
+                (layer,) = timeline.homes(paths[-1:])
+                found.append((1 if layer is None else plan.counts[layer], tuple(node.meta["val"].shape)))
         values = fx.map_arg(module.graph.output_node().args[0], lambda node: node.meta["val"])
         return lambda *_: values
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weaveopt.cli import memory, reasons, render, why
+from weaveopt.cli import memory, parts, reasons, render, timeline, why
 from weaveopt.decision import (
     Algorithm,
     Candidate,
@@ -19,14 +19,28 @@ from weaveopt.decision import (
     RegionNeed,
     Rejection,
     Report,
+    Sensitivity,
+    Slot,
+    Stretch,
 )
 from weaveopt.errors import OptionError
 
 GOLDEN = Path(__file__).parent / "golden"
+RULE = "all_reduce_rms_norm"
 
 
 def test_the_table_is_the_golden_one(report: Report) -> None:
     assert render.text(report) == (GOLDEN / "report.txt").read_text(encoding="utf-8")
+
+
+def test_the_table_of_a_whole_model_is_the_golden_one(whole: Report) -> None:
+    table = (Stretch(1, f"{RULE} shm one_shot"), Stretch(65, f"{RULE} shm two_shot"), Stretch(6000, "leave"))
+    constants = (("memory bandwidth -20 %", f"{RULE} shm two_shot"), ("relative_error ×2", "leave"))
+    sites = tuple(d.site.id for d in whole.graphs[0].decisions[1:])
+    found = Sensitivity(sites, 512, f"{RULE} shm two_shot", table, constants)
+    asked = replace(whole, graphs=(replace(whole.graphs[0], sensitivity=(found,)),))
+    assert render.text(asked) == (GOLDEN / "whole.txt").read_text(encoding="utf-8")
+    assert "from 65 shm two_shot (here: 512)" in why.text(asked, sites[0])
 
 
 def test_why_is_the_golden_one(report: Report) -> None:
@@ -73,7 +87,10 @@ def _on_gpus(report: Report) -> Report:
 
     graph = report.graphs[0]
     regions = RegionNeed(mailbox_bytes=1 << 20, staging_bytes=2 << 20, output_bytes=3 << 20)
-    plan = replace(graph.plans[0], fabric=Fabric.PEER, regions=regions, bytes=(8 << 20) + 65536, slots=())
+    owners = tuple(d.site.id for d in graph.decisions if d.rewritten)
+    sizes = (3 << 20, 2 << 20, 3 << 20)
+    slots = tuple(Slot(65536 + sum(sizes[:i]), size, owners) for i, size in enumerate(sizes))
+    plan = replace(graph.plans[0], fabric=Fabric.PEER, regions=regions, bytes=(8 << 20) + 65536, slots=slots)
     moved_graph = replace(graph, decisions=tuple(map(moved, graph.decisions)), plans=(plan,))
     return replace(report, graphs=(moved_graph,))
 
@@ -87,7 +104,12 @@ def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
     assert squeezed.count(table) == 1
     assert "two_shot bulk 64" in squeezed
     assert "unmeasured: multimem two_shot direct (predicted from a paper or a model)" in squeezed
-    assert "arena: 8,454,144 bytes: header, 3 mailboxes of 1,048,576, staging 2,097,152, output 3,145,728" in squeezed
+    owners = "model.layers.*.self_attn.o_proj ×8, model.layers.*.mlp.down_proj ×8"
+    assert "arena of group 0 on peer: 8,454,144 bytes in 3 slot(s)" in squeezed
+    assert "header at 0 65,536 bytes signals and counters of all sites" in squeezed
+    assert f"3 mailboxes at 65,536 3,145,728 bytes {owners}" in squeezed
+    assert f"staging at 3,211,264 2,097,152 bytes {owners}" in squeezed
+    assert f"output at 5,308,416 3,145,728 bytes {owners}" in squeezed
     assert "gather: two-shot hands out the whole sum at 1 place(s)" in squeezed
 
 
@@ -154,3 +176,15 @@ def test_fallbacks_and_missing_parts_are_said(report: Report) -> None:
     bare = Report("m", 2, MachineSummary("h", True))
     assert "every constant measured" in render.text(bare)
     assert "no graph was compiled yet" in render.text(bare)
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_no_figure_of_the_whole_is_cut(whole: Report, width: int) -> None:
+    graph = whole.graphs[0]
+    large = replace(whole, graphs=(replace(graph, work=tuple(replace(w, us=w.us * 7000.3) for w in graph.work)),))
+    text = render.text(large, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for part in parts.parts(large.graphs[0]):
+        for times in (part.before, part.after):
+            assert f"{times.us:,.1f}" in text and f"{times.exposed_us:,.1f}" in text
+    assert f"{timeline.total(large.graphs[0], fused=False).us:,.1f}" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Reader:
             return cls(json.loads(text))
         except json.JSONDecodeError as error:
             raise WeaveError(f"not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise WeaveError(f"not JSON that can be read: {str(error).splitlines()[0]}") from error
 
     def __getitem__(self, key: str) -> Reader:
         if not isinstance(self.value, dict):
@@ -38,6 +41,11 @@ class Reader:
         if not isinstance(self.value, dict):
             raise self._wrong("an object")
         return Reader(self.value.get(key), f"{self.path}.{key}")
+
+    def optional_list(self, key: str) -> Iterator[Reader]:
+        """The items of the field, or none where it is not there."""
+        found = self.optional(key)
+        return iter(()) if found.missing else iter(found)
 
     def __iter__(self) -> Iterator[Reader]:
         if not isinstance(self.value, list):
@@ -64,11 +72,17 @@ class Reader:
     def integer(self) -> int:
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             raise self._wrong("an integer")
+        if abs(self.value) >= 1 << 63:
+            raise self._wrong("an integer of 64 bits")
         return self.value
 
     def number(self) -> float:
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             raise self._wrong("a number")
+        if isinstance(self.value, int):
+            return self.integer()
+        if not math.isfinite(self.value):
+            raise self._wrong("a finite number")
         return self.value
 
     def values(self) -> Values:

@@ -6,12 +6,12 @@ last layer apart (the norm behind it is the model's final norm), gives the same 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weaveopt.decision import Decision, GraphReport
+from weaveopt.cli.timeline import Block, blocks, homes, module_of
+from weaveopt.decision import GraphReport, Work
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,17 +109,21 @@ def shortened(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     return type(config).from_dict(data)
 
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
-
-
 def scale(graph: GraphReport, plan: LayerPlan) -> GraphReport:
-    """The graph with each site counted for all the layers that it stands for."""
+    """The graph with each site and each kernel outside the sites counted for all the layers that it stands for."""
+    sequence = blocks(graph)
+    layers = homes([module_of(block) for block in sequence])
 
-    def scaled(decision: Decision) -> Decision:
-        found = _LAYER.search(decision.site.module)
-        if found is None or int(found[1]) >= plan.captured:
-            return decision
-        site = replace(decision.site, count=decision.site.count * plan.counts[int(found[1])])
-        return replace(decision, site=site)
+    def scaled(block: Block, layer: int | None) -> Block:
+        if layer is None or layer >= plan.captured:
+            return block
+        if isinstance(block, Work):
+            return replace(block, count=block.count * plan.counts[layer])
+        return replace(block, site=replace(block.site, count=block.site.count * plan.counts[layer]))
 
-    return replace(graph, decisions=tuple(scaled(d) for d in graph.decisions))
+    counted = [scaled(block, layer) for block, layer in zip(sequence, layers, strict=True)]
+    return replace(
+        graph,
+        decisions=tuple(block for block in counted if not isinstance(block, Work)),
+        work=tuple(block for block in counted if isinstance(block, Work)),
+    )

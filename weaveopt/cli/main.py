@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from weaveopt.cli import calibrate, doctor, explain
+from weaveopt.cli import calibrate, doctor, explain, question
 from weaveopt.errors import WeaveError
 
 MISUSE = 2
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         prog="weaveopt", description="Says what torch.compile(model, backend='weave') does to a model, and why."
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    explain.add_arguments(
+    question.add_arguments(
         commands.add_parser("explain", help="what would be rewritten in a model, without weights, GPUs or peers")
     )
     calibrate.add_arguments(
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _run(command: str, args: argparse.Namespace) -> int:
     if command == "explain":
-        return explain.run(explain.question(args))
+        return explain.run(question.question(args))
     if command == "calibrate":
         return calibrate.run(calibrate.question(args))
     return doctor.run(args.format)

@@ -1,4 +1,4 @@
-"""What rewritten sites share, in words: run-time tables, regions of an arena, sums that are handed out whole."""
+"""What rewritten sites share, in words: run-time tables, slots of an arena, sums that are handed out whole."""
 
 from __future__ import annotations
 
@@ -44,28 +44,37 @@ def unmeasured_line(graph: GraphReport) -> Iterator[str]:
         yield f"unmeasured: {', '.join(found)} (predicted from a paper or a model)"
 
 
-def arena_lines(graph: GraphReport) -> Iterator[str]:
-    """The symmetric memory of all groups: slots that sites own, or the regions that they share."""
-    slots = [plan for plan in graph.plans if plan.regions is None]
-    num_bytes = sum(plan.bytes for plan in slots)
-    if num_bytes:
-        yield f"arena: {num_bytes:,} bytes in {sum(len(plan.slots) for plan in slots)} slots"
-    for plan in graph.plans:
-        if plan.regions is not None:
-            group = f" of group {plan.group}" if len(graph.plans) > 1 else ""
-            yield f"arena{group}: {plan.bytes:,} bytes: {_regions(plan)}"
-
-
-def _regions(plan: BufferPlan) -> str:
-    regions = plan.regions
-    assert regions is not None
-    named = (
-        ("3 mailboxes of", regions.mailbox_bytes),
-        ("staging", regions.staging_bytes),
-        ("output", regions.output_bytes),
-        ("partial", regions.partial_bytes),
+def slot_names(plan: BufferPlan) -> tuple[str, ...]:
+    """What each slot of the plan is for, in their order."""
+    if plan.regions is None:
+        # The first holds partial results, of which two calls in turn use a half; the others rows handed out.
+        return ("partial results (two buffers)", *("output rows",) * (len(plan.slots) - 1))[: len(plan.slots)]
+    regions = (
+        ("3 mailboxes", plan.regions.mailbox_bytes),
+        ("staging", plan.regions.staging_bytes),
+        ("output", plan.regions.output_bytes),
+        ("partial", plan.regions.partial_bytes),
     )
-    return ", ".join(["header", *(f"{name} {num_bytes:,}" for name, num_bytes in named if num_bytes)])
+    names = tuple(name for name, num_bytes in regions if num_bytes)
+    return names if len(names) == len(plan.slots) else ("region",) * len(plan.slots)
+
+
+def arena_line(plan: BufferPlan) -> str:
+    return f"arena of group {plan.group} on {plan.fabric.value}: {plan.bytes:,} bytes in {len(plan.slots)} slot(s)"
+
+
+def arena_rows(plan: BufferPlan, decisions: Sequence[Decision]) -> Iterator[tuple[str, str, str, str]]:
+    """(what, offset, bytes, owners) of every slot; owners in the order in which they use it."""
+    modules = {d.site.id: (collapse(d.site.module or d.site.id), d.site.count) for d in decisions}
+    if plan.regions is not None and plan.slots and plan.slots[0].offset:
+        yield "header", "0", f"{plan.slots[0].offset:,}", "signals and counters of all sites"
+    for name, slot in zip(slot_names(plan), plan.slots, strict=True):
+        places: dict[str, int] = {}
+        for owner in slot.owners:
+            module, count = modules.get(owner, (owner, 1))
+            places[module] = places.get(module, 0) + count
+        owners = ", ".join(f"{module} ×{count}" for module, count in places.items())
+        yield name, f"{slot.offset:,}", f"{slot.bytes:,}", owners or "no site"
 
 
 def gather_line(graph: GraphReport) -> Iterator[str]:

@@ -10,7 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weaveopt.cli.memory import arena_lines, gather_line, table_lines, unmeasured_line
+from weaveopt.cli import sections
+from weaveopt.cli.memory import gather_line, table_lines, unmeasured_line
 from weaveopt.cli.reasons import collapse, collect, kernel_of, tried
 from weaveopt.decision import LEAVE, Candidate, Decision, Fabric, GraphReport, MachineSummary, Report
 
@@ -91,9 +92,12 @@ def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"{graph.phase}, {graph.tokens} tokens ({graph.name})", style="bold")]
     parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
     parts.append(Text(_total_line(graph)))
+    parts.extend(sections.whole(graph))
     parts.extend(Text(line) for line in (*table_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))
-    parts.extend(Text(line) for line in (*arena_lines(graph), *gather_line(graph)))
+    parts.extend(sections.sensitivity(graph))
+    parts.extend(sections.arena(graph))
+    parts.extend(Text(line) for line in gather_line(graph))
     parts.extend(Text(f"rounding: {line}") for line in graph.rounding)
     if graph.steps_us:
         steps = ", ".join(f"{name} {float(us) / 1e3:.1f} ms" for name, us in graph.steps_us)
@@ -138,7 +142,7 @@ def _cells(row: Row) -> tuple[str | Text, ...]:
     unfused = first.unfused.us if first.unfused else None
     predicted = first.chosen.estimate.us if first.chosen.estimate else None
     saved = "" if not unfused or predicted is None else f"{first.saving_us / unfused:.0%}"
-    choice = Text(_choice(first.chosen), style="" if first.chosen.choice == LEAVE else "green")
+    choice = Text(choice_words(first.chosen), style="" if first.chosen.choice == LEAVE else "green")
     return (
         row.module,
         str(row.count),
@@ -151,7 +155,7 @@ def _cells(row: Row) -> tuple[str | Text, ...]:
     )
 
 
-def _choice(candidate: Candidate) -> str:
+def choice_words(candidate: Candidate) -> str:
     if candidate.choice == LEAVE:
         return LEAVE
     ctas = dict(candidate.parameters).get("num_ctas")

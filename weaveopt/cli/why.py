@@ -9,6 +9,8 @@ from rich.text import Text
 from weaveopt.cli.memory import table_text
 from weaveopt.cli.reasons import collapse
 from weaveopt.cli.render import to_text
+from weaveopt.cli.sections import sensitivity_lines
+from weaveopt.cli.timeline import exposed_us
 from weaveopt.decision import Candidate, Decision, Estimate, GraphReport, Rejection, Report, Workload
 from weaveopt.errors import OptionError, closest
 
@@ -59,6 +61,10 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
     for candidate in decision.alternatives:
         parts.extend(_candidate("allowed" if candidate.allowed else "rejected", candidate))
     parts.append(_line(f"saved: {decision.saving_us:,.2f} us each"))
+    for found in graph.sensitivity:
+        if site.id in found.sites:
+            parts.append(_line("what would change the choice, all else held:"))
+            parts.extend(_line(line, 4) for line in sensitivity_lines(found))
     return parts
 
 
@@ -74,7 +80,8 @@ def _estimate(estimate: Estimate | None) -> str:
     if estimate is None:
         return "not estimated"
     terms = "".join(f" {'-' if term.us < 0 else '+'} {term.name} {abs(term.us):,.2f}" for term in estimate.terms)
-    return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}"
+    exposed = f", communication exposed {exposed_us(estimate):,.2f}"
+    return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}{exposed}"
 
 
 def _reason(rejection: Rejection) -> str:

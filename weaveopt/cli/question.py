@@ -1,0 +1,152 @@
+"""The command line of `weaveopt explain`: its options, typed, and what cannot be meant."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from weaveopt.errors import OptionError
+
+DEFAULT_MACHINE = "h100x8"
+PICTURES = ("png", "svg")
+FORMATS = ("table", "json", "trace", *PICTURES)
+
+
+@dataclass(frozen=True)
+class Question:
+    """The parsed command line. None stands for "not given"."""
+
+    model: str | None
+    tp: int | None
+    ep: int | None
+    nodes: int | None
+    machine: str | None
+    batch: int | None
+    seq: int | None
+    tokens: int | None
+    phase: str | None
+    layers: int | None
+    full: bool
+    dtype: str | None
+    disable: tuple[str, ...]
+    why: str | None
+    compare: tuple[Path, Path] | None
+    format: str | None
+    output: Path | None
+
+    @property
+    def form(self) -> str:
+        """The format asked for; else a picture's, if the output is named like one; else the table."""
+        suffix = "" if self.output is None else self.output.suffix.removeprefix(".").lower()
+        return self.format or (suffix if suffix in PICTURES else "table")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from weaveopt import presets
+
+    known = ", ".join(presets.names())
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"directory, config.json, hub id, or preset: {known}")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="tensor-parallel ranks (default: what the machine and the heads allow)"
+    )
+    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="hosts that the ranks are spread over (default: as few as hold them)"
+    )
+    parser.add_argument(
+        "--machine", metavar="NAME|FILE", help=f"profile to predict with (default: $WEAVE_MACHINE or {DEFAULT_MACHINE})"
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="sequences in one forward pass (default 1)")
+    parser.add_argument(
+        "--seq", type=int, metavar="S", help="prompt length, or cache positions for decode (default 2048)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="T", help="tokens in one forward pass, in place of --batch and --seq"
+    )
+    parser.add_argument("--phase", choices=("prefill", "decode"), help="default: prefill")
+    parser.add_argument("--layers", type=int, metavar="L", help="capture the first L layers and count only those")
+    parser.add_argument("--full", action="store_true", help="capture every layer instead of one of each kind")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
+    parser.add_argument(
+        "--disable", action="append", default=[], metavar="RULE", help="rule that may not be used (may be repeated)"
+    )
+    parser.add_argument("--why", metavar="SITE", help="everything on one site, by id or module")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A.json", "B.json"),
+        help="in place of MODEL: two reports written by --format json, side by side",
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="table (default), json, trace (a Chrome trace, for Perfetto), or a picture of the timeline, which needs "
+        "--output and matplotlib",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write there, not to standard output; .png and .svg: a picture",
+    )
+
+
+def question(args: argparse.Namespace) -> Question:
+    """The arguments, typed. Raises `OptionError` for a combination that cannot be meant."""
+    asked = Question(
+        **{
+            **vars(args),
+            "disable": tuple(word for text in args.disable for word in text.replace(",", " ").split()),
+            "compare": None if args.compare is None else tuple(args.compare),
+        }
+    )
+    if asked.compare is None:
+        _check_model(asked)
+    else:
+        _check_comparison(asked)
+    if asked.output is not None and not asked.output.absolute().parent.is_dir():
+        raise OptionError(f"--output {asked.output}: no directory {asked.output.absolute().parent}")
+    return asked
+
+
+def _check_comparison(asked: Question) -> None:
+    apart = ("compare", "format", "output", "model")
+    given = [f"--{field.name}" for field in fields(asked) if field.name not in apart and getattr(asked, field.name)]
+    if asked.model is not None or given:
+        words = "MODEL" if asked.model is not None else ", ".join(given)
+        raise OptionError(f"--compare reads two reports and captures nothing: it cannot go with {words}")
+    if asked.form != "table":
+        raise OptionError(f"--compare prints a table: it cannot go with {_form_words(asked)}")
+
+
+def _check_model(asked: Question) -> None:
+    if asked.model is None:
+        raise OptionError("give a MODEL (a preset, config.json, directory or hub id), or --compare A.json B.json")
+    if asked.tokens is not None and asked.phase != "decode" and (asked.batch is not None or asked.seq is not None):
+        raise OptionError("--tokens stands for --batch and --seq: give one or the other")
+    if asked.tokens is not None and asked.batch is not None:
+        raise OptionError("--tokens stands for --batch in decode: give one or the other")
+    if asked.why is not None and asked.form != "table":
+        raise OptionError(f"--why prints text: it cannot go with {_form_words(asked)}")
+    if asked.full and asked.layers is not None:
+        raise OptionError("--full captures every layer and --layers only some: give one or the other")
+    if asked.form in PICTURES:
+        _check_picture(asked)
+    for name in ("tp", "ep", "nodes", "batch", "seq", "tokens", "layers"):
+        value = getattr(asked, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name} {value}: expected at least 1")
+
+
+def _check_picture(asked: Question) -> None:
+    if asked.output is None:
+        raise OptionError(f"--format {asked.form} writes a file: give --output FILE.{asked.form}")
+    suffix = asked.output.suffix.removeprefix(".").lower()
+    if suffix in PICTURES and suffix != asked.form:
+        raise OptionError(f"--format {asked.form} and --output {asked.output}: which of the two is meant?")
+
+
+def _form_words(asked: Question) -> str:
+    return f"--format {asked.form}" if asked.format else f"--output {asked.output}"
