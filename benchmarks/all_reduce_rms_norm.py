@@ -2,7 +2,7 @@
 
     python -m benchmarks.all_reduce_rms_norm [--worlds 2,3,4] [--quick]                       CPU ranks, against Gloo
     python -m benchmarks.all_reduce_rms_norm --device cuda --machine h200x4 [--worlds 4,2]    GPUs of this host
-        [--sweep-ctas] [--sweep-shapes] [--tune] [--all] [--tokens 1 64] [--hiddens 8192]
+        [--sweep-ctas] [--sweep-shapes] [--all] [--tokens 1 64] [--hiddens 8192]
     torchrun --nproc-per-node 4 -m benchmarks.all_reduce_rms_norm --device cuda ...           the same, one world only
 
 On CPU ranks: one thread each, hidden 4096, bf16; all variants of a case take turns in one run on the same spawned
@@ -16,7 +16,6 @@ On GPUs: see benchmarks/all_reduce_rms_norm_gpu.py and benchmarks/all_reduce_rms
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -188,7 +187,6 @@ def main_gpu(args: argparse.Namespace) -> int:
         gpu.MAIN: args.main or args.all,
         gpu.CTAS: args.sweep_ctas or args.all,
         gpu.SHAPES: args.sweep_shapes or args.all,
-        gpu.TUNE: args.tune,
     }
     suites = tuple(suite for suite, is_asked in flags.items() if is_asked) or (gpu.MAIN,)
     profile = args.profile or (args.machine if args.machine in cost_model.names() else "h200x4")
@@ -199,9 +197,6 @@ def main_gpu(args: argparse.Namespace) -> int:
             print(gpu.summary(suite, rows))
             if not (args.quick or args.tokens or args.hiddens):
                 print(record.write(suite, args.machine, rows))
-        if found.curves:
-            Path(args.curves).write_text(json.dumps(found.curves, indent=1) + "\n")
-            print(args.curves)
 
     def program(place: gpu_ranks.Place) -> None:
         bench = gpu.Bench(place, asked, Path(args.found) if args.found else None)
@@ -238,13 +233,11 @@ def main() -> int:
     gpus = parser.add_argument_group("GPUs")
     gpus.add_argument("--sweep-ctas", action="store_true", help="how many CTAs the bulk form needs")
     gpus.add_argument("--sweep-shapes", action="store_true", help="many shapes, the profile's choice alone")
-    gpus.add_argument("--main", action="store_true", help="the main suite; with --tune, curves are of the same times")
-    gpus.add_argument("--tune", action="store_true", help="curves of every lowering, for a machine's profile")
+    gpus.add_argument("--main", action="store_true", help="the main suite")
     gpus.add_argument("--all", action="store_true", help="the main suite and both sweeps")
     gpus.add_argument("--tokens", type=int, nargs="+", default=[], help="only these; no result file is written")
     gpus.add_argument("--hiddens", type=int, nargs="+", default=[], help="only these; no result file is written")
     gpus.add_argument("--profile", help="machine profile that chooses and predicts (default: MACHINE if shipped)")
-    gpus.add_argument("--curves", default="peer_curves.json", help="where --tune writes (default: peer_curves.json)")
     gpus.add_argument("--found", help=argparse.SUPPRESS)  # where the ranks of one world leave their figures
     args = parser.parse_args()
     args.machine = args.machine or args.device

@@ -1,7 +1,7 @@
 """`weave::all_reduce_norm` on the GPUs of one host: the rank program, started by benchmarks.all_reduce_rms_norm.
 
 Suites: `all_reduce_rms_norm` (tokens 1 to 32K, hidden 8192 and 4096), `all_reduce_rms_norm_ctas` (how many CTAs the
-bulk form needs), `all_reduce_rms_norm_shapes` (hidden 1024 to 16384), and the curves of a machine's profile.
+bulk form needs), `all_reduce_rms_norm_shapes` (hidden 1024 to 16384).
 
 Residual and sum are sharded by tokens, as between the layers of a model; rows with `sum` `whole` are the other case.
 `weave` is what the profile's table picks; where it leaves the site alone that is NCCL and Inductor, whose time is then
@@ -20,7 +20,6 @@ import torch
 
 from benchmarks import record
 from benchmarks.all_reduce_rms_norm_variants import (
-    ADD_NORM,
     NCCL,
     SYMM_ONE_SHOT,
     SYMM_TWO_SHOT,
@@ -39,7 +38,7 @@ from weaveopt import cost_model
 from weaveopt.decision import Fabric, Lowering, Workload
 from weaveopt.ops.all_reduce_norm_call import RegionNeed
 
-MAIN, CTAS, SHAPES, TUNE = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes", "tune"
+MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 TOKENS = tuple(1 << power for power in range(16))
 HIDDENS = (8192, 4096)
 MAIN_CTAS = (16, 64, 128)
@@ -50,7 +49,6 @@ SHAPE_HIDDENS = (1024, 2048, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16
 SHAPE_TOKENS = (1, 7, 100, 1000, 8192, 65536)
 SHAPE_LIMIT_BYTES = 1 << 31
 """Tensors of 2 GiB and more would be about 64-bit indices, not about communication."""
-TUNE_CTAS = (8, 16, 32, 64, 128)
 LEAST_BULK_BYTES = 1 << 20
 BASELINES = (NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT)
 QUICK_TOKENS = (1, 64, 1024)
@@ -69,21 +67,18 @@ class Asked:
 
 @dataclass
 class Found:
-    """Result rows by suite, and the curves for a profile."""
+    """Result rows by suite."""
 
     rows: dict[str, list[record.Row]] = field(default_factory=dict)
-    curves: dict[str, list[dict[str, object]]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         rows = {suite: [asdict(row) for row in rows] for suite, rows in self.rows.items()}
-        path.write_text(json.dumps({"rows": rows, "curves": self.curves}))
+        path.write_text(json.dumps({"rows": rows}))
 
     def add_from(self, path: Path) -> None:
         saved = json.loads(path.read_text())
         for suite, rows in saved["rows"].items():
             self.rows.setdefault(suite, []).extend(record.Row(**row) for row in rows)
-        for kind, curves in saved["curves"].items():
-            self.curves.setdefault(kind, []).extend(curves)
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,7 @@ class Bench:
         from weaveopt.runtime import arena_gpu, topology
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
-        suites = [suite for suite in self.asked.suites if suite != TUNE or not self.tunes_from_main]
-        jobs = {suite: self.jobs(suite) for suite in suites}
+        jobs = {suite: self.jobs(suite) for suite in self.asked.suites}
         every = [job for each in jobs.values() for job in each]
         need = RegionNeed()
         for job in every:
@@ -122,11 +116,6 @@ class Bench:
         with torch.no_grad():
             for suite, each in jobs.items():
                 self.suite(suite, each, symmetric)
-
-    @property
-    def tunes_from_main(self) -> bool:
-        """Curves come from the main suite's own times where both are asked for."""
-        return MAIN in self.asked.suites and TUNE in self.asked.suites
 
     def jobs(self, suite: str) -> list[Job]:
         hiddens = self.asked.hiddens or {CTAS: (8192,), SHAPES: SHAPE_HIDDENS}.get(suite, HIDDENS)
@@ -141,14 +130,10 @@ class Bench:
         variants: list[Variant] = []
         if suite == CTAS:
             variants = bulk_variants(case, CTA_COUNTS)
-        elif suite == TUNE:
-            variants = mail_variants(case)
-            if case.bytes >= LEAST_BULK_BYTES:
-                variants += bulk_variants(case, TUNE_CTAS)
         elif suite == MAIN:
             variants = mail_variants(case)
             if case.bytes >= LEAST_BULK_BYTES:
-                variants += bulk_variants(case, TUNE_CTAS if self.tunes_from_main else MAIN_CTAS)
+                variants += bulk_variants(case, MAIN_CTAS)
         variants = [each for each in variants if each.is_supported(case, self.place)]
         if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:
             variants.append(chosen)
@@ -172,32 +157,23 @@ class Bench:
         return estimate.us
 
     def suite(self, suite: str, jobs: Iterable[Job], symmetric: SymmetricBuffers) -> None:
-        tuned: list[tuple[Case, dict[str, float]]] = []
         for job in jobs:
             case = job.case
             effort = Effort()
-            if suite in (SHAPES, TUNE):
+            if suite == SHAPES:
                 effort = Effort(3, 4, 5 if case.bytes > 256 << 20 else 0)
             if self.asked.quick:
                 effort = Effort(2, 2)
-            is_tuning = suite == TUNE or (suite == MAIN and self.tunes_from_main)
-            us = measure(self.place, case, job.variants, symmetric, effort, with_add_norm=is_tuning)
+            us = measure(self.place, case, job.variants, symmetric, effort)
             ours = "  ".join(f"{variant.name} {us[variant.name]:.1f}" for variant in job.variants)
             theirs = "  ".join(
                 f"{name.removesuffix('_then_inductor')} {us[name]:.1f}" for name in BASELINES if name in us
             )
             self.place.say(f"{self.place.world} x {case.tokens:5} x {case.hidden:5}: {theirs} | {ours}")
-            if is_tuning:
-                whole = {variant.name for variant in job.variants if variant.whole}
-                tuned.append((case, {name: time for name, time in us.items() if name not in whole}))
-            if suite == TUNE:
-                continue
             rows = self.rows(suite, job, us)
             self.found.rows.setdefault(suite, []).extend(rows)
             if self.keep is not None and self.place.rank == 0:
                 self.found.save(self.keep)
-        if tuned:
-            self.tune(tuned)
 
     def rows(self, suite: str, job: Job, us: dict[str, float]) -> list[record.Row]:
         case: dict[str, record.Scalar] = {
@@ -244,49 +220,6 @@ class Bench:
             bound_us=shape.floor_us(self.place.world),
             parameters={"runs": "leave" if variant is None else variant.name, **extra},
         )
-
-    def tune(self, tuned: Sequence[tuple[Case, dict[str, float]]]) -> None:
-        """Curves in the form that profiles have them, and who is the fastest at each size."""
-        self.found.curves = curves(tuned, self.place.world)
-        for case, us in tuned:
-            fastest = min((name for name in us if name not in (*BASELINES, ADD_NORM)), key=lambda name: us[name])
-            baseline = min((name for name in us if name in BASELINES), key=lambda name: us[name])
-            self.place.say(
-                f"tune {self.place.world} x {case.tokens:5} x {case.hidden:5}: {fastest} {us[fastest]:.1f} us, "
-                f"{us[baseline] / us[fastest]:.2f}x {baseline}, floor {case.floor_us(self.place.world):.1f}"
-            )
-
-
-def curves(tuned: Sequence[tuple[Case, dict[str, float]]], world: int) -> dict[str, list[dict[str, object]]]:
-    """`all_reduce_norm`, `all_reduce` (NCCL, without the kernel after it) and `memory` points, by bytes."""
-    from benchmarks.measure_cpu import never_falling
-
-    by_name: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    library: list[tuple[int, float]] = []
-    memory: list[tuple[int, float]] = []
-    largest = max(case.hidden for case, _ in tuned)
-    for case, us in tuned:
-        for name, found in us.items():
-            if name not in (*BASELINES, ADD_NORM):
-                by_name.setdefault((name, case.hidden), []).append((case.bytes, found))
-        if case.hidden == largest:
-            library.append((case.bytes, us[NCCL] - us[ADD_NORM]))
-            # It reads the reduced rows and the residual and writes the sum and the normed rows.
-            memory.append((4 * case.bytes, us[ADD_NORM]))
-
-    def points(rows: list[tuple[int, float]]) -> list[dict[str, float]]:
-        return [{"bytes": point.bytes, "us": point.us} for point in never_falling(sorted(rows))]
-
-    fused: list[dict[str, object]] = []
-    for (name, hidden), rows in by_name.items():
-        algorithm, form, *ctas = name.split()
-        place = {"world": world, "hidden": hidden, "ctas": int(ctas[0]) if ctas else 0}
-        fused.append({"origin": "kernel", "algorithm": algorithm, "form": form, **place, "points": points(rows)})
-    return {
-        "all_reduce_norm": fused,
-        "all_reduce": [{"origin": "nccl", "algorithm": "library", "world": world, "points": points(library)}],
-        "memory": [{"origin": "norm", "world": world, "points": points(memory)}],
-    }
 
 
 def summary(suite: str, rows: Sequence[record.Row]) -> str:

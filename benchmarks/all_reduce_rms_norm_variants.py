@@ -36,8 +36,6 @@ LARGEST_ONE_SHOT_BYTES = 2048 * 8192 * 2
 NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT = "nccl_then_inductor", "symm_one_shot_then_inductor", "symm_two_shot_then_inductor"
 MAIL_CTAS = 132
 """One CTA on each SM beside as many as fit: then each sends some rows before others come to be finished."""
-ADD_NORM = "add_norm"
-"""Inductor's kernel alone, for profiles."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,6 @@ def measure(
     symmetric: SymmetricBuffers,
     effort: Effort,
     with_baselines: bool = True,
-    with_add_norm: bool = False,
 ) -> dict[str, float]:
     """Microseconds a call by name, of the ranks the slowest, after all results were checked."""
     shape = Shape(place, case, symmetric)
@@ -254,8 +251,6 @@ def measure(
     two_shot = Algorithm.TWO_SHOT
     sharded = {each.name for each in variants if not each.whole and each.lowering.algorithm is two_shot}
     shape.check(calls, frozenset(sharded))
-    if with_add_norm:
-        calls[ADD_NORM] = shape.alone
     num_calls = effort.num_calls or case.num_calls(place.world)
 
     def chain(call: Call) -> gpu_ranks.Step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import statistics
@@ -16,6 +15,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from weaveopt.measure import clock
+from weaveopt.measure.clock import meet as meet
+
 Step = Callable[[], object]
 
 # NVLink multicast can put the GPUs of a shared host out of service, so nothing here may ask for it.
@@ -25,8 +27,6 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 GROUP_TIMEOUT_S = 180
-HEAD_START_CYCLES = 600_000
-"""About 0.3 ms on the device: the host has enqueued the first replay before the ranks meet on the device."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,6 @@ def _join() -> Place:
     return Place(dist.get_rank(), dist.get_world_size(), device, dist.distributed_c10d._get_default_group().group_name)
 
 
-def meet() -> None:
-    """Waits for all ranks, on the host (Gloo), with nothing left to do on the device."""
-    torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1))
-
-
 def slowest(values: Sequence[float]) -> list[float]:
     """Of each value the largest of all ranks."""
     found = torch.tensor(values, dtype=torch.float64)
@@ -95,30 +89,10 @@ def slowest(values: Sequence[float]) -> list[float]:
     return [float(value) for value in found]
 
 
-@functools.cache
-def _capture_stream() -> torch.cuda.Stream:
-    """One for all captures: memory of a pool is only used again on the stream that it was made for."""
-    return torch.cuda.Stream()
-
-
 def capture(step: Step, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
-    """`step`, run once and then captured. Not `torch.cuda.graph`, which empties the allocator each time."""
+    """`step`, run once and then captured, once all ranks are there."""
     meet()
-    graph = torch.cuda.CUDAGraph()
-    side = _capture_stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # what is set up once for a stream (cuBLAS workspaces) is not the graph's
-        torch.cuda.synchronize()
-        # NCCL's watchdog asks for events from its own thread, which a global capture would take for a mistake.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            step()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    return graph
+    return clock.capture(step, pool)
 
 
 def median_us(
@@ -133,7 +107,7 @@ def median_us(
     for turn in range(num_rounds + 1):
         for name in steps if turn % 2 else reversed(list(steps)):
             meet()
-            torch.cuda._sleep(HEAD_START_CYCLES)
+            torch.cuda._sleep(clock.HEAD_START_CYCLES)
             events = []
             for _ in range(num_replays if turn else 1):
                 restore()

@@ -200,9 +200,11 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
         },
         weave_us=us[WEAVE],
         baselines={name: us[name] for name in (INDUCTOR, "eager") if name in us},
+        predicted_us=found.whole_us(rewritten=True),
         bound_us=us[WITHOUT],
         parameters={
             "weave_error": weave_error, "inductor_error": inductor_error, "sites_rewritten": found.num_rewritten,
+            "inductor_predicted_us": round(found.whole_us(rewritten=False), 3),
         },
     )  # fmt: skip
     # weave's error may be rounding, of which Inductor's is the measure.

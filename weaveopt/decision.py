@@ -332,6 +332,11 @@ class GraphReport:
     def unfused_us(self) -> float:
         return sum(d.unfused.us * d.site.count for d in self.decisions if d.unfused is not None)
 
+    def whole_us(self, rewritten: bool) -> float:
+        """The whole graph, with what it runs outside its sites: as it was captured, or rewritten."""
+        sites = self.predicted_us if rewritten else self.unfused_us
+        return sites + sum(work.us * work.count for work in self.work)
+
     @property
     def predicted_us(self) -> float:
         return sum(d.chosen.estimate.us * d.site.count for d in self.decisions if d.chosen.estimate is not None)

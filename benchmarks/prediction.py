@@ -1,0 +1,160 @@
+"""Predicted against measured: how far the cost model is off, and whether what it chooses is the fastest.
+
+    python -m benchmarks.prediction [--device cuda] [--profile NAME|FILE] [--ranks N] [--layers prefill:1024 decode:8]
+
+Products, kernels bound by memory, attention, collectives, every kernel of the fused all-reduce + norm at sizes and
+row lengths that no profile holds, sites left alone, and whole layers. A site's candidates are all measured, so the
+choice can be held against the best of them and against leaving the site alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import fmean, quantiles
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpu_ranks, record
+from benchmarks.prediction_cases import Choice, Found, Trial
+from weaveopt import cost_model
+
+SUITE = "prediction"
+LAYERS = ("prefill:1024", "decode:8")
+
+
+def error_of(row: record.Row) -> float:
+    """|predicted / measured - 1|."""
+    assert row.predicted_us is not None
+    return abs(row.predicted_us / row.weave_us - 1)
+
+
+def p90(values: Sequence[float]) -> float:
+    return quantiles(values, n=10)[-1] if len(values) > 1 else values[0]
+
+
+def summary(rows: Sequence[record.Row], choices: Sequence[Choice]) -> str:
+    """Errors by kind, and how good the choices are."""
+    by_kind: dict[str, list[float]] = {}
+    for row in rows:
+        by_kind.setdefault(str(row.case["kind"]), []).append(error_of(row))
+    errors = [error_of(row) for row in rows]
+    lines = [
+        [kind, str(len(found)), f"{fmean(found):.1%}", f"{p90(found):.1%}", f"{max(found):.1%}"]
+        for kind, found in [*by_kind.items(), ("all", errors)]
+    ]
+    text = gpu_ranks.table("predicted against measured", ["kind", "cases", "mean error", "90th", "largest"], lines)
+    if choices:
+        of_best, of_leaving = [choice.of_best for choice in choices], [choice.of_leaving for choice in choices]
+        worst = min(choices, key=lambda choice: choice.of_leaving)
+        text += (
+            f"\n{len(choices)} sites: the choice has {fmean(of_best):.1%} of the best candidate's speed on average, "
+            f"{min(of_best):.1%} at least; of leaving the site alone {min(of_leaving):.2f}x at least ({worst.case})"
+        )
+    return text
+
+
+def choice_rows(choices: Sequence[Choice]) -> list[record.Row]:
+    """A row a site: the chosen candidate's time beside all the others'."""
+    rows = []
+    for choice in choices:
+        row = record.row(
+            case={"kind": "choice", **choice.case},
+            weave_us=choice.us[choice.chosen],
+            baselines=choice.us,
+            parameters={"chosen": choice.chosen, "of_best": round(choice.of_best, 4),
+                        "of_leaving": round(choice.of_leaving, 4)},
+        )  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def measure(device: torch.device, args: argparse.Namespace) -> Found:
+    return Trial(device, cost_model.load(args.profile), args.quick).run()
+
+
+def layers(args: argparse.Namespace, place: gpu_ranks.Place) -> list[record.Row]:
+    """Whole layers on GPUs, rewritten and not."""
+    from benchmarks import llama_layers_gpu as gpu
+
+    cases = tuple(gpu.parse(word) for word in args.layers)
+    if not cases:
+        return []
+    rows, wrong = gpu.run(place, gpu.Asked(cases, args.profile, False, False), lambda found: None)
+    assert not wrong, "; ".join(wrong)
+    return [row for whole in rows for row in of_layers(whole)]
+
+
+def of_layers(whole: record.Row) -> list[record.Row]:
+    """Two predictions for a row of the suite `llama_layers`: with the rewrites, and by Inductor alone."""
+    found = []
+    pairs = (("weave", whole.weave_us, whole.predicted_us),
+             ("inductor", whole.baselines["inductor"], whole.parameters.get("inductor_predicted_us")))  # fmt: skip
+    for name, us, predicted in pairs:
+        if isinstance(predicted, float):
+            row = record.row(
+                case={"kind": "layers", "backend": name, **whole.case},
+                weave_us=us, baselines={"measured": us}, predicted_us=predicted,
+            )  # fmt: skip
+            found.append(row)
+    return found
+
+
+def finish(args: argparse.Namespace, rows: list[record.Row], choices: list[Choice]) -> None:
+    print(summary(rows, choices))
+    if not args.quick:
+        print(record.write(SUITE, args.machine, [*rows, *choice_rows(choices)]))
+
+
+def main_cpu(args: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(torch.device("cpu"), args)
+    if dist.get_rank() == 0:
+        finish(args, found.rows, found.choices)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, help="default: 2 on CPUs, as many as there are GPUs")
+    parser.add_argument("--profile", help="machine profile to hold against the clock (default: MACHINE)")
+    parser.add_argument("--machine", help="folder of benchmarks/results that the figures go to (default: the device)")
+    parser.add_argument("--layers", nargs="*", default=list(LAYERS), help="whole layers to run on GPUs")
+    parser.add_argument("--quick", action="store_true", help="few cases, and nothing is written")
+    args = parser.parse_args()
+    args.machine = args.machine or args.device
+    args.profile = args.profile or args.machine
+    if not dist.is_torchelastic_launched():
+        if args.device == "cuda":
+            num_ranks = args.ranks or torch.cuda.device_count()
+            if num_ranks < 2:
+                raise SystemExit(f"found {num_ranks} CUDA device(s), the benchmark needs at least 2")
+            return gpu_ranks.start("benchmarks.prediction", num_ranks, sys.argv[1:])
+        launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks or 2)]
+        command = [sys.executable, "-m", *launch, "-m", "benchmarks.prediction", *sys.argv[1:]]
+        return subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if args.device == "cpu":
+        return main_cpu(args)
+
+    def program(place: gpu_ranks.Place) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        found = measure(place.device, args)
+        place.say(summary(found.rows, found.choices))
+        rows = [*found.rows, *layers(args, place)]
+        if place.rank == 0:
+            finish(args, rows, found.choices)
+
+    gpu_ranks.run_and_exit(program)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""What the cost model is held against the clock on: cases beside those that profiles are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import record
+from weaveopt import cost_model
+from weaveopt.cost_model import Machine
+from weaveopt.cost_model.fused import Way, ways
+from weaveopt.decision import Algorithm, Fabric, Form, Lowering, Product, Workload
+from weaveopt.measure import exchanges, kernels
+from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
+from weaveopt.measure.exchanges import Fused, Ranks
+from weaveopt.measure.kernels import AttentionCase
+
+LEAVE = "leave"
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What one kind of device is asked."""
+
+    products: int
+    product_rows: tuple[int, int]
+    product_sides: tuple[int, ...]
+    norms: tuple[tuple[int, int], ...]
+    """(tokens, hidden)."""
+    attention: tuple[AttentionCase, ...]
+    message_bytes: tuple[int, ...]
+    site_tokens: tuple[int, ...]
+    site_hiddens: tuple[int, ...]
+    ctas: tuple[int, ...]
+    """Numbers of CTAs that no profile holds, for the bulk form."""
+
+
+GPU = Cases(
+    products=90,
+    product_rows=(1, 12000),
+    # Of models' layers, whole and shared by 2, 4 and 8 ranks.
+    product_sides=(
+        640, 896, 1280, 1536, 1792, 2304, 2560, 3456, 3696, 4608, 5376, 6912, 7392, 8064, 9216, 10240, 12288,
+    ),
+    norms=((3, 5120), (3, 8192), (100, 8192), (700, 5120), (700, 8192), (3000, 8192), (9000, 5120), (20000, 4096)),
+    attention=(
+        AttentionCase(1, 16, 700, 700), AttentionCase(1, 8, 1500, 1500), AttentionCase(1, 32, 1024, 1024),
+        AttentionCase(2, 16, 1024, 1024), AttentionCase(1, 16, 3000, 3000), AttentionCase(1, 10, 2048, 2048),
+        AttentionCase(1, 16, 1500, 1500, True), AttentionCase(1, 16, 3000, 3000, True), AttentionCase(4, 16, 1, 2048),
+        AttentionCase(16, 16, 1, 1500), AttentionCase(24, 8, 1, 4096),
+    ),
+    message_bytes=(24 << 10, 200 << 10, 1536 << 10, 6 << 20, 24 << 20, 96 << 20),
+    site_tokens=(1, 3, 12, 24, 50, 100, 200, 400, 700, 1000, 1500, 3000, 6000, 12000),
+    site_hiddens=(5120, 8192),
+    ctas=(12, 24, 48, 96),
+)  # fmt: skip
+CPU = Cases(
+    products=24,
+    product_rows=(1, 1024),
+    product_sides=(640, 768, 1024, 1536, 1792),
+    norms=((3, 4096), (24, 4096), (200, 4096), (700, 4096)),
+    attention=(),
+    message_bytes=(24 << 10, 200 << 10, 1536 << 10, 6 << 20),
+    site_tokens=(3, 24, 100, 400, 700),
+    site_hiddens=(4096,),
+    ctas=(),
+)
+
+
+@dataclass
+class Choice:
+    """One site: what the model chose, and what every candidate took."""
+
+    case: dict[str, record.Scalar]
+    chosen: str
+    us: dict[str, float]
+
+    @property
+    def of_best(self) -> float:
+        """The best candidate's time over the chosen one's: 1 where the choice is the best."""
+        return min(self.us.values()) / self.us[self.chosen]
+
+    @property
+    def of_leaving(self) -> float:
+        """Time of leaving the site alone over the chosen one's."""
+        return self.us[LEAVE] / self.us[self.chosen]
+
+
+@dataclass
+class Found:
+    rows: list[record.Row] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+
+
+class Trial:
+    """All measurements, in the same order on all ranks."""
+
+    def __init__(self, device: torch.device, machine: Machine, quick: bool) -> None:
+        self.device, self.machine, self.quick = device, machine, quick
+        self.is_gpu = device.type == "cuda"
+        self.cases = GPU if self.is_gpu else CPU
+        self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
+        self.found = Found()
+        self.world = dist.get_world_size()
+        self.worlds = sorted({2, self.world}, reverse=True)
+        self.fabric = Fabric.PEER if self.is_gpu else Fabric.SHM
+
+    def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample, predicted_us: float) -> None:
+        row = record.row(
+            case={"kind": kind, **case},
+            weave_us=sample.us,
+            baselines={"measured": sample.us},
+            predicted_us=predicted_us,
+            parameters={"spread": round(sample.spread, 4)},
+        )
+        self.found.rows.append(row)
+
+    def run(self) -> Found:
+        with torch.no_grad():
+            self.products()
+            self.kernels()
+            for world in self.worlds:
+                ranks = exchanges.subgroup(world, self.device)
+                if ranks.inside:
+                    self.collectives(ranks)
+                    self.sites(ranks)
+                meet()
+        return self.found
+
+    def products(self) -> None:
+        numbers = Random(7)
+        low, high = self.cases.product_rows
+        sides, count = self.cases.product_sides, 6 if self.quick else self.cases.products
+        largest = (high, sides[-1], sides[-1])
+        products = kernels.Products(self.device, torch.bfloat16, 200 << 20 if self.is_gpu else 96 << 20, largest)
+        for _ in range(count):
+            m = int(low * (high / low) ** numbers.random())
+            n, k = numbers.choice(sides), numbers.choice(sides)
+            predicted = cost_model.product_us(self.machine, Product(m, k, n), "bfloat16")
+            [sample] = slowest([products.sample(self.clock, m, n, k, predicted)])
+            self.add("product", {"m": m, "n": n, "k": k}, sample, predicted)
+
+    def kernels(self) -> None:
+        torch._dynamo.config.recompile_limit = 1024
+        for tokens, hidden in self.cases.norms[:2] if self.quick else self.cases.norms:
+            num_bytes, sample = kernels.fused_kernel(self.clock, self.device, kernels.NORM, tokens, hidden, 10.0)
+            predicted = cost_model.norm_us(self.machine, num_bytes, hidden)
+            launch = self.machine.launch
+            if not self.is_gpu and launch is not None:
+                # On CPU ranks the call of a compiled function is paid once a graph.
+                sample = Sample(max(sample.us - launch.graph_us, 0.3), sample.spread)
+            self.add("add_norm", {"tokens": tokens, "hidden": hidden}, slowest([sample])[0], predicted)
+        for case in self.cases.attention[:2] if self.quick else self.cases.attention:
+            sample = slowest([kernels.attention(self.clock, self.device, case, 30.0)])[0]
+            asked = cost_model.Attention(
+                case.batch, case.heads, case.heads, case.queries, case.keys, kernels.HEAD, "bfloat16", case.causal,
+                0 if case.causal else 2 * case.batch * case.queries * case.keys,
+            )  # fmt: skip
+            named: dict[str, record.Scalar] = {
+                "batch": case.batch, "heads": case.heads, "q": case.queries, "kv": case.keys, "causal": case.causal,
+            }  # fmt: skip
+            self.add("attention", named, sample, cost_model.attention_us(self.machine, asked))
+
+    def collectives(self, ranks: Ranks) -> None:
+        kinds = exchanges.COLLECTIVES if self.is_gpu else exchanges.COLLECTIVES[:3]
+        launch = self.machine.launch
+        assert launch is not None, f"profile {self.machine.name} was not made by weaveopt calibrate"
+        little_us = launch.graph_us if self.is_gpu else launch.eager_us
+        for kind in kinds[:1] if self.quick else kinds:
+            for size in self.cases.message_bytes:
+                sample = self.clock.together(exchanges.collective(ranks, kind, size), 50.0, ranks.process_group)
+                predicted = cost_model.collective_us(self.machine, kind, size, ranks.world)
+                own = Sample(sample.us - little_us, sample.spread)
+                self.add(kind, {"ranks": ranks.world, "bytes": size}, own, predicted)
+
+    # Sites: every candidate of one, and leaving it alone.
+
+    def candidates(self, ranks: Ranks, hidden: int, tokens: int) -> list[Fused]:
+        """Every kernel that the model may choose, and for the bulk form other numbers of CTAs as well."""
+        found: list[Way] = []
+        num_bytes = tokens * hidden * exchanges.DTYPE.itemsize
+        for way in ways(self.machine, self.fabric, hidden, ranks.world):
+            if way.reaches(num_bytes) and (way.form is not Form.BULK or num_bytes >= 1 << 20):
+                found.append(way)
+        every = [Lowering(tokens, way.algorithm, way.form, way.num_ctas) for way in found]
+        if any(way.form is Form.BULK for way in found):
+            every += [Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK, ctas) for ctas in self.cases.ctas]
+        fused = [Fused(lowering, hidden, tokens) for lowering in every]
+        return [each for each in fused if exchanges.is_supported(each, ranks)]
+
+    def sites(self, ranks: Ranks) -> None:
+        cases = [(hidden, tokens) for hidden in self.cases.site_hiddens for tokens in self.cases.site_tokens]
+        cases = cases[::6] if self.quick else cases
+        every = {case: self.candidates(ranks, *case) for case in cases}
+        output = 0
+        most = max(self.cases.site_tokens)
+        if self.is_gpu:
+            exchanges.reserve_peer(ranks, [fused for each in every.values() for fused in each])
+        else:
+            output = exchanges.reserve_shm(ranks, self.cases.site_hiddens[0], most)
+        for (hidden, tokens), candidates in every.items():
+            self.site(ranks, hidden, tokens, candidates, output, most)
+
+    def site(self, ranks: Ranks, hidden: int, tokens: int, every: list[Fused], output: int, most: int) -> None:
+        workload = Workload(tokens, tokens, hidden, "bfloat16", ranks.world, sum_may_shard=True)
+        case: dict[str, record.Scalar] = {"ranks": ranks.world, "hidden": hidden, "tokens": tokens}
+        us: dict[str, float] = {}
+        unfused = cost_model.estimate_unfused(self.machine, workload)
+        sample = self.clock.together(unfused_site(ranks, hidden, tokens), unfused.us, ranks.process_group)
+        if not self.is_gpu and self.machine.launch is not None:
+            sample = Sample(max(sample.us - self.machine.launch.graph_us, 1.0), sample.spread)
+        self.add(LEAVE, case, sample, unfused.us)
+        us[LEAVE] = sample.us
+        for fused in every:
+            kernel = fused.lowering
+            estimate = cost_model.estimate_all_reduce_norm(
+                self.machine, workload, self.fabric, kernel.algorithm, True, kernel.form, kernel.num_ctas
+            )
+            if self.is_gpu:
+                launch = exchanges.fused_peer(ranks, fused)
+                predicted_us = estimate.us
+            else:
+                launch = exchanges.fused_shm(ranks, fused, output, most)
+                # No product wrote into the arena: the op copies.
+                predicted_us = estimate.us
+            sample = self.clock.together(launch, predicted_us, ranks.process_group)
+            name = name_of(kernel)
+            self.add("fused", {**case, "kernel": name}, sample, predicted_us)
+            if kernel.num_ctas not in self.cases.ctas:
+                us[name] = sample.us
+        chosen = self.chosen(workload)
+        self.found.choices.append(Choice(case, chosen if chosen in us else LEAVE, us))
+
+    def chosen(self, workload: Workload) -> str:
+        """What a graph of this one size runs."""
+        rows = cost_model.lowerings(
+            self.machine, self.fabric, workload.hidden, "bfloat16", workload.world, 1, workload.tokens, workload.tokens
+        )
+        row = next((row for row in rows if workload.tokens <= row.max_tokens), None)
+        if row is None:
+            return LEAVE
+        unfused = cost_model.estimate_unfused(self.machine, workload)
+        fused = cost_model.estimate_all_reduce_norm(
+            self.machine, workload, self.fabric, row.algorithm, True, row.form, row.num_ctas
+        )
+        saving = unfused.us - fused.us
+        return name_of(row) if saving > fused.error_us else LEAVE
+
+
+def name_of(kernel: Lowering) -> str:
+    return " ".join(str(word) for word in (kernel.algorithm.value, kernel.form.value, kernel.num_ctas or "") if word)
+
+
+def unfused_site(ranks: Ranks, hidden: int, tokens: int) -> exchanges.Launch:
+    """The library's all-reduce and Inductor's addition and norm, as a compiled graph runs them."""
+    torch._dynamo.reset()
+    x = torch.randn(tokens, hidden, device=ranks.device, dtype=torch.bfloat16)
+    residual, weight = torch.zeros_like(x), torch.ones(hidden, device=ranks.device, dtype=torch.bfloat16)
+    compiled = torch.compile(kernels.add_norm, dynamic=False)
+    compiled(x, residual, weight)
+    ops = torch.ops._c10d_functional
+
+    def run(index: int) -> object:
+        return compiled(ops.wait_tensor(ops.all_reduce_(x, "sum", ranks.name)), residual, weight)
+
+    return run

@@ -1,0 +1,82 @@
+"""`weaveopt calibrate`: a coarse look on two CPU ranks, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weaveopt import cost_model
+from weaveopt.cli.main import main
+from weaveopt.decision import Algorithm, Fabric, Product, Workload
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "here.json"
+    command = [*LAUNCH, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--device", "cpu", "--output", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks measured" in done.stdout and "measuring products bfloat16" in done.stderr
+    return path
+
+
+def test_the_profile_tells_of_everything_where_it_comes_from(profile: Path) -> None:
+    assert [path.name for path in profile.parent.iterdir()] == ["here.json"], "nothing unfinished is left"
+    machine = cost_model.load(str(profile))
+    assert machine.name == "here" and machine.device == "cpu"
+    assert {fabric.value for fabric in machine.fabrics} == {"library", "shm"}
+    kinds = {name: origin.kind for name, origin in machine.origins}
+    assert kinds.pop("between") == "estimate" and set(kinds.values()) == {"measured"}
+    spreads = {name: origin.spread for name, origin in machine.origins}
+    assert all(spreads[name] is not None for name in ("fused", "gloo", "memory", "products.bfloat16"))
+    assert machine.launch is not None and machine.wiring is not None
+    assert machine.wiring.processors == len(os.sched_getaffinity(0))
+
+
+def test_the_profile_predicts(profile: Path) -> None:
+    machine = cost_model.load(str(profile))
+    small, large = (cost_model.product_us(machine, Product(m, 1024, 1024), "bfloat16") for m in (8, 1024))
+    assert 1 < small < large
+    workload = Workload(64, 64, 4096, "bfloat16", 2)
+    unfused = cost_model.estimate_unfused(machine, workload)
+    fused = cost_model.estimate_all_reduce_norm(machine, workload, Fabric.SHM, Algorithm.TWO_SHOT)
+    assert fused.us > 0 and unfused.us > fused.error_us
+    assert cost_model.collective_us(machine, "all_gather", 1 << 20, 2) > 0
+
+
+def test_explain_takes_the_profile(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["explain", "llama-3.3-70b", "--tp", "2", "--layers", "2", "--machine", str(profile), "--format", "json"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["machine"]["name"] == "here"
+
+
+def test_one_process_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "torchrun --nproc-per-node" in error and "RANK is not set" in error
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
+    assert "WORLD_SIZE is 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["calibrate", "--output", str(tmp_path / "none" / "a.json")]) == 2
+    assert "no directory" in capsys.readouterr().err
+    assert main(["calibrate", "--output", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
