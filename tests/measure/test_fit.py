@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from weaveopt.cost_model.machine import ProductCosts, Tile
+from weaveopt.cost_model.machine import Point, ProductCosts, Tile
 from weaveopt.cost_model.products import modelled_us
 from weaveopt.measure import fit
 from weaveopt.measure.clock import Sample, calm, sample_of
@@ -82,3 +82,11 @@ def test_spread_is_of_the_quartiles_and_noise_is_measured_again() -> None:
     efforts.clear()
     assert calm(lambda effort: efforts.append(effort) or [5.0, 5.0, 5.0, 5.1]).us == 5.0
     assert efforts == [1.0]
+
+
+def test_the_error_of_reading_between_points_is_half_of_bridging_one() -> None:
+    straight = tuple(Point(1 << i, 2.0**i) for i in range(8))
+    assert fit.between_error([straight]) == pytest.approx(0.0, abs=1e-12)
+    bent = (*straight[:4], replace(straight[4], us=20.0), *straight[5:])
+    assert 0.05 < fit.between_error([bent]) < 0.2
+    assert fit.between_error([straight[:2]]) == 0.0

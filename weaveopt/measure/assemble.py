@@ -31,8 +31,8 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.kernels import Grid
 from weaveopt.measure.suite import CPU_RATES, GPU_FP32_GRID, Found
 
-LEAST_ERROR = 0.02
-"""No profile claims more than that."""
+LEAST_ERROR = 0.03
+"""No profile claims less of itself: clocks and caches differ from run to run."""
 
 
 def host(device: torch.device, world: int) -> str:
@@ -90,7 +90,7 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
         name=name,
         device=device.type,
         ranks_per_host=max(world, torch.cuda.device_count()) if is_gpu else len(os.sched_getaffinity(0)),
-        relative_error=0.1,
+        relative_error=LEAST_ERROR,
         origins=(),
         memory=_memory(found, origins),
         products=tuple(_products(dtype, found, origins, units, grid, is_gpu) for dtype in sorted(found.products)),
@@ -112,7 +112,14 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
         name = origins.add("copy_engine", (), "64 MiB pulled from a peer; contended: all ranks pull beside products")
         costs = CopyEngine(name, round(latency_us, 3), round(alone, -8), round(min(contended, alone), -8))
         made = replace(made, copy_engine=costs)
-    return replace(made, origins=tuple(sorted(origins.found.items())))
+    return replace(made, relative_error=_error(made, found), origins=tuple(sorted(origins.found.items())))
+
+
+def _error(machine: Machine, found: Found) -> float:
+    """What decisions rest on: exchanges read between their points, and how calm the measurements were."""
+    curves = [curve.points for costs in machine.fabric_costs for curve in (*costs.all_reduce, *costs.all_reduce_norm)]
+    samples = [sample.spread for rows in (*found.fused.values(), *found.collectives.values()) for _, sample in rows]
+    return round(min(max(LEAST_ERROR, fit.between_error(curves), median(samples)), 0.25), 3)
 
 
 def _memory(found: Found, origins: Origins) -> MemoryCosts:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 from random import Random
 from statistics import fmean
 
+from weaveopt.cost_model.curve import interpolate_us
 from weaveopt.cost_model.machine import AttentionCosts, Point, ProductCosts, Rate, Samples, Tile
 from weaveopt.cost_model.products import modelled_us
 from weaveopt.measure.clock import Sample
@@ -91,6 +92,17 @@ def with_samples(costs: ProductCosts, grid: Grid, times: Mapping[Corner, Sample]
     """The same costs, held to the samples of a grid."""
     us = tuple(round(times[corner].us, 3) if corner in times else 0.0 for corner in grid.corners)
     return replace(costs, samples=Samples(grid.m, grid.n, grid.k, us))
+
+
+def between_error(curves: Iterable[Sequence[Point]]) -> float:
+    """How far readings between two points are off, at nine of ten of them: each inner point from its neighbours."""
+    errors = sorted(
+        abs(interpolate_us((before, after), point.bytes) / point.us - 1)
+        for points in curves
+        for before, point, after in zip(points, points[1:], points[2:], strict=False)
+    )
+    # A gap between two points of a profile is half of the one that was bridged here.
+    return errors[int(0.9 * len(errors))] / 2 if errors else 0.0
 
 
 TILE_Q = TILE_KV = 128
