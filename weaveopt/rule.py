@@ -83,7 +83,10 @@ class Rule(Protocol):
         ...
 
     def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
-        """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made."""
+        """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made.
+
+        A function of the site's group and workload: sites that have those alike are asked for once.
+        """
         ...
 
     def need(self, decision: Decision) -> ArenaNeed | RegionNeed:
