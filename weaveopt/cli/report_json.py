@@ -22,6 +22,7 @@ from weaveopt.decision import (
     MachineSummary,
     Placement,
     Product,
+    Regime,
     RegionNeed,
     Rejection,
     Report,
@@ -58,6 +59,7 @@ def _graph(graph: GraphReport) -> Json:
         "name": graph.name,
         "phase": graph.phase,
         "tokens": graph.tokens,
+        "regime": None if graph.regime is None else asdict(graph.regime),
         "num_collectives": sum(d.site.count * len(d.site.collectives) for d in graph.decisions),
         "sites": [_decision(decision) for decision in graph.decisions],
         "arena": {
@@ -174,7 +176,15 @@ def _read_graph(graph: Reader) -> GraphReport:
         rounding=graph["rounding"].texts(),
         fallbacks=_read_fallbacks(graph["fallbacks"]),
         steps_us=graph["steps_us"].values(),
+        regime=_read_regime(graph.optional("regime")),
     )
+
+
+def _read_regime(regime: Reader) -> Regime | None:
+    if regime.missing:
+        return None
+    end = regime["max_tokens"]
+    return Regime(regime["min_tokens"].integer(), None if end.missing else end.integer())
 
 
 def _read_fallbacks(fallbacks: Reader) -> tuple[Fallback, ...]:
@@ -252,6 +262,7 @@ def _read_workload(workload: Reader) -> Workload:
         sum_is_used=workload["sum_is_used"].flag(),
         sum_may_shard=workload["sum_may_shard"].flag(),
         out_dtype="" if workload.optional("out_dtype").missing else workload["out_dtype"].text(),
+        min_tokens=0 if workload.optional("min_tokens").missing else workload["min_tokens"].integer(),
     )
 
 
