@@ -10,7 +10,7 @@ from weaveopt.cost_model.fused import Way, ways
 from weaveopt.cost_model.kernels import memory_us, num_waves, product_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.profile import dumps, load, names
-from weaveopt.cost_model.table import lowerings, one_shot_max_tokens
+from weaveopt.cost_model.table import lowerings, one_shot_max_tokens, token_grid
 
 __all__ = [
     "Machine",
@@ -26,5 +26,6 @@ __all__ = [
     "num_waves",
     "one_shot_max_tokens",
     "product_us",
+    "token_grid",
     "ways",
 ]

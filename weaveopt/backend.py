@@ -20,7 +20,7 @@ import torch.fx as fx
 from weaveopt import cost_model, inductor, registry
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
-from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport
+from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime
 from weaveopt.errors import WeaveError
 from weaveopt.facts import devices_in, groups_in
 from weaveopt.inductor import Compiled
@@ -34,6 +34,7 @@ from weaveopt.rewrites import RULES, names
 from weaveopt.rule import CapturedGraph, Context
 from weaveopt.runtime import topology
 from weaveopt.runtime.topology import Topology
+from weaveopt.specialize import specialize
 
 _graph_numbers = count()
 
@@ -105,11 +106,13 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
     decisions: tuple[Decision, ...] = ()
     plans: tuple[BufferPlan, ...] = ()
     rounding: tuple[str, ...] = ()
+    regime: Regime | None = None
     if failure is None:
         try:
             findings = recognize(captured, RULES, context)
             clock.lap(step)
             step = "decide"
+            regime, findings = specialize(captured, findings, RULES, context)
             decisions = decide(findings, RULES, context)
             clock.lap(step)
             step = "plan"
@@ -129,6 +132,7 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
         rounding=rounding,
         fallbacks=() if failure is None else (failure,),
         steps_us=clock.laps,
+        regime=regime if failure is None else None,
     )
 
 
