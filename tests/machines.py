@@ -26,7 +26,7 @@ def made_up(library: Times, fused: Times, row_bytes: int, *, error: float = 0.0)
             curves = (Curve(origin, Algorithm.LIBRARY, 2, points(library)),)
             costs = replace(costs, all_reduce=curves)
         elif costs.fabric is Fabric.SHM:
-            never = {tokens: 1e9 for tokens in fused}
+            never = dict.fromkeys(fused, 1000000000.0)
             two_shot = Curve(origin, Algorithm.TWO_SHOT, 2, points(fused))
             one_shot = Curve(origin, Algorithm.ONE_SHOT, 2, points(never))
             # Handing a sum out whole takes no time either.

@@ -12,9 +12,23 @@ import torch.fx as fx
 
 from tests.machines import Times, made_up
 from weaveopt import cost_model
+from weaveopt.cli import report_json
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import Machine
-from weaveopt.decision import LEAVE, Algorithm, Candidate, Estimate, Fabric, Product, Site, Term, Workload
+from weaveopt.decision import (
+    LEAVE,
+    Algorithm,
+    Candidate,
+    Estimate,
+    Fabric,
+    GraphReport,
+    Product,
+    Regime,
+    Report,
+    Site,
+    Term,
+    Workload,
+)
 from weaveopt.pricing import PricedSite, Problem, price
 from weaveopt.regimes import MAX_REGIMES, Served, Stretch, regimes, stretches, structure_of
 from weaveopt.rewrites import RULES
@@ -145,3 +159,9 @@ def test_no_other_cut_loses_less(seed: int) -> None:
     best = min(sum(run(a + 1, b) for a, b in itertools.pairwise((0, *cut, ends[-1]))) for cut in cuts)
     got = sum(lost(saving[s.decided_as.first - 1] > 0, t) for s in served for t in range(s.first, s.last + 1))
     assert got == pytest.approx(best)
+
+
+@pytest.mark.parametrize("regime", [None, Regime(2, 48), Regime(49, None)])
+def test_the_regime_is_told_in_json(regime: Regime | None) -> None:
+    report = Report("m", 2, None, (GraphReport("graph0", "prefill", 64, regime=regime),))
+    assert report_json.from_json(report_json.to_json(report)) == report

@@ -34,7 +34,7 @@ from weaveopt.rewrites import RULES, names
 from weaveopt.rule import CapturedGraph, Context
 from weaveopt.runtime import topology
 from weaveopt.runtime.topology import Topology
-from weaveopt.specialize import specialize
+from weaveopt.specialize import guard, specialize
 
 _graph_numbers = count()
 
@@ -58,8 +58,11 @@ def weave(
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-            captured, context = optimize(module, config, entry, is_backward=is_backward, is_inference=is_inference)
+            captured, context, report = optimize(
+                module, config, entry, is_backward=is_backward, is_inference=is_inference
+            )
             compiled = inductor.compile_graph(module, inputs, arguments)
+            guard(captured, report.regime)
             await_peers(captured, context)
             return compiled
 
@@ -71,7 +74,7 @@ def weave(
 
 def optimize(
     module: fx.GraphModule, config: Config, entry: registry.Entry, *, is_backward: bool, is_inference: bool
-) -> tuple[CapturedGraph, Context]:
+) -> tuple[CapturedGraph, Context, GraphReport]:
     """All six steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
     clock = _Clock()
     captured, failure = _capture(module, is_backward, is_inference)
@@ -87,7 +90,7 @@ def optimize(
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
     if report.num_rewritten:
         module.graph = captured.graph
-    return captured, context
+    return captured, context, report
 
 
 def _capture(module: fx.GraphModule, is_backward: bool, is_inference: bool) -> tuple[CapturedGraph, Fallback | None]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.fx as fx
 
 from weaveopt.config import Config
@@ -40,6 +41,8 @@ class CapturedGraph:
     groups: tuple[str, ...]
     """Names of the process groups that it communicates in."""
     graph: fx.Graph
+    symbolic_tokens: torch.SymInt | None = None
+    """The token count that most all-reduces have, if that is no number."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.utils._sympy.numbers import int_oo
 
@@ -29,33 +30,44 @@ from weaveopt.rule import CapturedGraph, Context, Finding, Rule
 def specialize(
     captured: CapturedGraph, findings: Sequence[Finding], rules: Sequence[Rule], context: Context
 ) -> tuple[Regime | None, tuple[Finding, ...]]:
-    """The regime of this graph, guarded from here on, and its sites with the token counts that may still come.
+    """The regime of this graph, and its sites with the token counts that may come within it.
 
     None, and the sites as they are, for a graph whose sizes are numbers, a backward graph, and one without sites.
     More tokens than the option `max_tokens` plans for are served by the last regime.
     """
     symbolic = _symbolic(captured, findings)
-    if symbolic is None or captured.phase == "backward":
+    if symbolic is None:
         return None, tuple(findings)
     found = _regimes(symbolic, findings, rules, context)
     served = next((each for each in found if symbolic.hint <= each.last), found[-1])
     end = served.last if served is not found[-1] else symbolic.end
-    regime = Regime(served.first, end)
-    _guard(symbolic, regime)
     tokens = min(max(symbolic.hint, served.decided_as.first), served.decided_as.last)
 
     def bounded(workload: Workload) -> Workload:
         largest = workload.max_tokens if end is None else min(workload.max_tokens, end)
         return replace(_with_tokens(workload, tokens), min_tokens=served.first, max_tokens=max(largest, tokens))
 
-    return regime, _with_workloads(findings, symbolic, bounded)
+    return Regime(served.first, end), _with_workloads(findings, symbolic, bounded)
+
+
+def guard(captured: CapturedGraph, regime: Regime | None) -> None:
+    """Has torch compile again for token counts outside `regime`: a comparison that it does not know yet is a guard.
+
+    To be called when Inductor is done: its graph cache keeps the guards of a graph, and a graph that is the same in
+    two regimes, or under two profiles, may serve both.
+    """
+    count = captured.symbolic_tokens
+    if count is None or regime is None:
+        return
+    above = bool(count >= regime.min_tokens)
+    below = regime.max_tokens is None or bool(count <= regime.max_tokens)
+    assert above and below, f"{count.node.hint} tokens are not in {regime}"
 
 
 @dataclass(frozen=True)
 class _Symbolic:
-    """The symbolic token count that most sites have."""
+    """The symbolic token count of a graph, and the sites that have it."""
 
-    count: torch.SymInt
     hint: int
     sites: frozenset[str]
     first: int
@@ -65,26 +77,31 @@ class _Symbolic:
 
 
 def _symbolic(captured: CapturedGraph, findings: Sequence[Finding]) -> _Symbolic | None:
-    nodes = {node.name: node for node in captured.graph.nodes}
-    counts: dict[object, list[tuple[torch.SymInt, Finding]]] = {}
-    for finding in findings:
-        value = tensor_of(nodes[finding.site.collectives[0]]) if finding.match is not None else None
-        count = None if value is None else tokens_of(value)
-        if isinstance(count, torch.SymInt) and count.node.has_hint():
-            counts.setdefault(count.node.expr, []).append((count, finding))
-    if not counts:
+    count = captured.symbolic_tokens
+    if count is None or captured.phase == "backward":
         return None
-    most = max(counts.values(), key=len)
-    count = most[0][0]
+    nodes = {node.name: node for node in captured.graph.nodes}
+    sites = frozenset(
+        finding.site.id
+        for finding in findings
+        if finding.match is not None and _is_count(nodes[finding.site.collectives[0]], count)
+    )
+    if not sites:
+        return None
     bounds = count.node.shape_env.bound_sympy(count.node.expr)
     return _Symbolic(
-        count=count,
         hint=int(count.node.hint),
-        sites=frozenset(finding.site.id for _, finding in most),
+        sites=sites,
         first=max(1, int(bounds.lower)),
         end=None if bounds.upper is int_oo else int(bounds.upper),
         may_guard=not _has_promised_range(count),
     )
+
+
+def _is_count(collective: fx.Node, count: torch.SymInt) -> bool:
+    value = tensor_of(collective)
+    tokens = None if value is None else tokens_of(value)
+    return isinstance(tokens, torch.SymInt) and bool(tokens.node.expr == count.node.expr)
 
 
 def _has_promised_range(count: torch.SymInt) -> bool:
@@ -120,15 +137,6 @@ def _regimes(
         for tokens in cost_model.token_grid(context.machine, hidden, dtype, symbolic.first, last)
     }
     return regimes(problem_at, sorted(grid))
-
-
-def _guard(symbolic: _Symbolic, regime: Regime) -> None:
-    """Compares the symbolic count with the ends of its regime: each answer that is not known already is a guard."""
-    if not symbolic.may_guard:
-        return
-    above = bool(symbolic.count >= regime.min_tokens)
-    below = regime.max_tokens is None or bool(symbolic.count <= regime.max_tokens)
-    assert above and below, f"{symbolic.hint} tokens are not in {regime}"
 
 
 def _with_tokens(workload: Workload, tokens: int) -> Workload:
