@@ -94,6 +94,7 @@ def test_boundaries_are_those_of_a_linear_scan(seed: int) -> None:
     assert list(found) == scanned(at, LAST)
     served = regimes(at, grid(machine))
     assert len(served) == min(len(found), MAX_REGIMES)
+    assert all(s.last > s.first for s in regimes(at, grid(machine), narrowest=2))
     assert served[0].first == 1 and served[-1].last == LAST
     assert all(a.last + 1 == b.first for a, b in itertools.pairwise(served))
     assert {s.last for s in served} <= {s.last for s in found}
@@ -133,6 +134,7 @@ def test_what_matters_least_goes_together() -> None:
     everything = regimes(at, range(1, 71), max_regimes=1)
     assert everything == (Served(1, 70, Stretch(1, 10)),)
     assert len(regimes(at, range(1, 71), max_regimes=7)) == 7
+    assert regimes(at, range(1, 71), max_regimes=7, narrowest=31) == (Served(1, 70, Stretch(1, 10)),)
 
 
 @pytest.mark.parametrize("seed", range(30))

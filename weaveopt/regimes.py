@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import inf
 
 from weaveopt.decision import Fabric
 from weaveopt.pricing import Choices, Problem
@@ -40,14 +41,14 @@ class Served:
 
 
 def regimes(
-    problem_at: Callable[[int], Problem], grid: Sequence[int], max_regimes: int = MAX_REGIMES
+    problem_at: Callable[[int], Problem], grid: Sequence[int], max_regimes: int = MAX_REGIMES, narrowest: int = 1
 ) -> tuple[Served, ...]:
     """Regimes from the first to the last count of `grid` (ascending).
 
     `problem_at(tokens)` is what the graph costs if only so many tokens come. Between two counts of the grid that are
-    decided alike nothing else is looked for. Where there are more stretches than regimes, neighbours go together such
-    that least is lost: of the best time at each count of the grid, counts being equally likely on a logarithmic
-    scale. Ties go to fewer regimes, then to earlier boundaries and stretches.
+    decided alike nothing else is looked for. Where there are more stretches than regimes, or one has fewer counts than
+    `narrowest`, neighbours go together such that least is lost: of the best time at each count of the grid, counts
+    being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
     """
     problems = cache(problem_at)
     choices = cache(lambda tokens: problems(tokens).best())
@@ -62,10 +63,10 @@ def regimes(
         return max(us - best_us, 0.0) / max(problem.unfused_us + best_us, 1e-9)
 
     found = stretches(structures, grid)
-    if len(found) <= max_regimes:
+    if len(found) <= max_regimes and all(each.last - each.first + 1 >= narrowest for each in found):
         return tuple(Served(each.first, each.last, each) for each in found)
     samples = sorted({*grid, *(end for each in found for end in (each.first, each.last))})
-    return _merged(found, samples, lost, max_regimes)
+    return _merged(found, samples, lost, max_regimes, narrowest)
 
 
 def stretches(structure_at: Callable[[int], object], grid: Sequence[int]) -> tuple[Stretch, ...]:
@@ -104,7 +105,11 @@ def _choices_like(structure: Structure, problem: Problem) -> Choices:
 
 
 def _merged(
-    found: Sequence[Stretch], samples: Sequence[int], lost: Callable[[Stretch, int], float], max_regimes: int
+    found: Sequence[Stretch],
+    samples: Sequence[int],
+    lost: Callable[[Stretch, int], float],
+    max_regimes: int,
+    narrowest: int,
 ) -> tuple[Served, ...]:
     """The cheapest way to cut the stretches into runs, each decided as one of its stretches."""
 
@@ -114,7 +119,8 @@ def _merged(
         inside = [tokens for tokens in samples if found[first].first <= tokens <= found[end - 1].last]
         losses = {each: sum(lost(each, tokens) for tokens in inside) for each in found[first:end]}
         best = min(losses, key=losses.__getitem__)
-        return losses[best], Served(found[first].first, found[end - 1].last, best)
+        served = Served(found[first].first, found[end - 1].last, best)
+        return (losses[best] if served.last - served.first + 1 >= narrowest else inf), served
 
     @cache
     def cut(first: int, left: int) -> tuple[float, tuple[Served, ...]]:

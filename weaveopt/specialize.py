@@ -73,6 +73,8 @@ class _Symbolic:
     first: int
     end: int | None
     """The least and the largest value that may come; None: no end."""
+    step: int
+    """All values that may come are multiples of it."""
     may_guard: bool
 
 
@@ -94,6 +96,7 @@ def _symbolic(captured: CapturedGraph, findings: Sequence[Finding]) -> _Symbolic
         sites=sites,
         first=max(1, int(bounds.lower)),
         end=None if bounds.upper is int_oo else int(bounds.upper),
+        step=max(1, abs(int(count.node.expr.as_coeff_Mul()[0]))),
         may_guard=not _has_promised_range(count),
     )
 
@@ -107,7 +110,7 @@ def _is_count(collective: fx.Node, count: torch.SymInt) -> bool:
 def _has_promised_range(count: torch.SymInt) -> bool:
     """Whether the user said in which range a size may be (`mark_dynamic(min=, max=)`): torch refuses to narrow it."""
     symbols = count.node.expr.free_symbols
-    for tracked in count.node.shape_env.tracked_fakes or ():
+    for tracked in getattr(count.node.shape_env, "tracked_fakes", None) or ():
         constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
         for size, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
             promised = isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt)
@@ -136,7 +139,8 @@ def _regimes(
         for hidden, dtype in {(workload.hidden, workload.dtype) for workload in workloads}
         for tokens in cost_model.token_grid(context.machine, hidden, dtype, symbolic.first, last)
     }
-    return regimes(problem_at, sorted(grid))
+    # With room for one count only, torch would make the size a number, and that is an error where it was marked dynamic.
+    return regimes(problem_at, sorted(grid), narrowest=2 * symbolic.step)
 
 
 def _with_tokens(workload: Workload, tokens: int) -> Workload:
