@@ -139,7 +139,7 @@ def _regimes(
         for hidden, dtype in {(workload.hidden, workload.dtype) for workload in workloads}
         for tokens in cost_model.token_grid(context.machine, hidden, dtype, symbolic.first, last)
     }
-    # With room for one count only, torch would make the size a number, and that is an error where it was marked dynamic.
+    # With room for one count only torch would make the size a number, an error where it was marked dynamic.
     return regimes(problem_at, sorted(grid), narrowest=2 * symbolic.step)
 
 
