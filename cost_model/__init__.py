@@ -43,7 +43,7 @@ from weaveopt.cost_model.prefetch import (
 )
 from weaveopt.cost_model.products import num_waves, product_us
 from weaveopt.cost_model.profile import dumps, load, names
-from weaveopt.cost_model.table import lowerings, one_shot_max_tokens
+from weaveopt.cost_model.table import lowerings, one_shot_max_tokens, token_grid
 from weaveopt.cost_model.wave_groups import SendingProduct, best_partition, perfect_overlap_us, pipeline_us
 from weaveopt.cost_model.wave_split import Split, TiledProduct, free_split_points, smart_split, split_points
 
@@ -103,6 +103,7 @@ __all__ = [
     "smart_split",
     "split_points",
     "together",
+    "token_grid",
     "tree_cost",
     "two_shot",
     "uneven_all_to_all_cost",

@@ -6,7 +6,7 @@ So sites that hand a token-sharded residual to each other always agree on who ho
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 from weaveopt.cost_model.collectives import fabric_costs
@@ -36,7 +36,7 @@ def lowerings(
     It ends where `all_reduce` by the library and then one kernel for addition and norm is faster from there on
     (`against_library` False: it does not compare). Below that, the library may be faster by no more than the model's
     own error; where it is by more, the table ends before. Fewer than `min_tokens` tokens never come: there nothing
-    is compared. Mail is never used beyond its last measured size.
+    is compared, and the first row serves them. Mail is never used beyond its last measured size.
     Empty: the library is faster at every size that comes, or the fabric has no kernel for such a group. On `shm`
     the library is not compared with, and what one-shot does not serve is two-shot.
     """
@@ -46,9 +46,9 @@ def lowerings(
     if not known or max_tokens < 1:
         return ()
     race = _Race(machine, fabric, hidden, dtype, world, known, min_tokens if against_library else None)
-    grid = _grid([*race.corners(), min_tokens], max_tokens)
+    grid = _grid(race.corners(), max_tokens, min_tokens)
     unbroken = _until(grid, lambda tokens: not race.lost(tokens))
-    won = [tokens for tokens in unbroken if tokens >= min_tokens and race.won(tokens)]
+    won = [tokens for tokens in unbroken if race.won(tokens)]
     if not won:
         return ()
     end = won[-1]
@@ -118,13 +118,30 @@ class _Race:
             points.update(way.curve.points if way.curve is not None else ())
         for curve in fabric_costs(self._machine, Fabric.LIBRARY).all_reduce:
             points.update(curve.points)
-        return [tokens for point in points for tokens in (point.bytes // row, point.bytes // row + 1)]
+        return _corners(points, row)
 
 
-def _grid(corners: list[int], max_tokens: int) -> list[int]:
-    """1 to `max_tokens` in steps of an eighth, and the corners between."""
-    grid = {max_tokens, *(tokens for tokens in corners if 1 <= tokens <= max_tokens)}
-    tokens = 1
+def token_grid(machine: Machine, hidden: int, dtype: str, min_tokens: int, max_tokens: int) -> tuple[int, ...]:
+    """Token counts between which predictions for rows of `hidden` change smoothly.
+
+    From `min_tokens` to `max_tokens` in steps of an eighth, and both sides of every size that was measured.
+    """
+    row = hidden * DTYPE_BYTES[dtype]
+    points: set[Point] = set(machine.memory.points)
+    for costs in machine.fabric_costs:
+        for curve in (*costs.all_reduce, *costs.all_reduce_norm):
+            points.update(curve.points)
+    return tuple(_grid(_corners(points, row), max_tokens, min_tokens))
+
+
+def _corners(points: Iterable[Point], row_bytes: int) -> list[int]:
+    return [tokens for point in points for tokens in (point.bytes // row_bytes, point.bytes // row_bytes + 1)]
+
+
+def _grid(corners: list[int], max_tokens: int, min_tokens: int = 1) -> list[int]:
+    """`min_tokens` to `max_tokens` in steps of an eighth, and the corners between."""
+    grid = {max_tokens, *(tokens for tokens in corners if min_tokens <= tokens <= max_tokens)}
+    tokens = min_tokens
     while tokens < max_tokens:
         grid.add(tokens)
         tokens = max(tokens + 1, tokens * 9 // 8)

@@ -14,6 +14,7 @@ from weaveopt import inductor, registry
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.decision import GraphReport
+from weaveopt.specialize import guard
 
 FORCED = Config(force=("all_reduce_rms_norm",), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""
@@ -25,7 +26,8 @@ def executing(config: Config, reports: list[GraphReport]) -> Callable[..., objec
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        optimize(module, config, entry, is_backward=backward, is_inference=inference)
+        captured, _, report = optimize(module, config, entry, is_backward=backward, is_inference=inference)
+        guard(captured, report.regime)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)
 

@@ -20,7 +20,7 @@ import torch.fx as fx
 from weaveopt import cost_model, inductor, registry
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
-from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport
+from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime
 from weaveopt.errors import WeaveError
 from weaveopt.facts import devices_in, groups_in
 from weaveopt.inductor import Compiled
@@ -34,6 +34,7 @@ from weaveopt.rewrites import RULES, names
 from weaveopt.rule import CapturedGraph, Context
 from weaveopt.runtime import topology
 from weaveopt.runtime.topology import Topology
+from weaveopt.specialize import guard, specialize
 
 _graph_numbers = count()
 
@@ -57,8 +58,11 @@ def weave(
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-            captured, context = optimize(module, config, entry, is_backward=is_backward, is_inference=is_inference)
+            captured, context, report = optimize(
+                module, config, entry, is_backward=is_backward, is_inference=is_inference
+            )
             compiled = inductor.compile_graph(module, inputs, arguments)
+            guard(captured, report.regime)
             await_peers(captured, context)
             return compiled
 
@@ -70,7 +74,7 @@ def weave(
 
 def optimize(
     module: fx.GraphModule, config: Config, entry: registry.Entry, *, is_backward: bool, is_inference: bool
-) -> tuple[CapturedGraph, Context]:
+) -> tuple[CapturedGraph, Context, GraphReport]:
     """All six steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
     clock = _Clock()
     captured, failure = _capture(module, is_backward, is_inference)
@@ -86,7 +90,7 @@ def optimize(
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
     if report.num_rewritten:
         module.graph = captured.graph
-    return captured, context
+    return captured, context, report
 
 
 def _capture(module: fx.GraphModule, is_backward: bool, is_inference: bool) -> tuple[CapturedGraph, Fallback | None]:
@@ -105,11 +109,13 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
     decisions: tuple[Decision, ...] = ()
     plans: tuple[BufferPlan, ...] = ()
     rounding: tuple[str, ...] = ()
+    regime: Regime | None = None
     if failure is None:
         try:
             findings = recognize(captured, RULES, context)
             clock.lap(step)
             step = "decide"
+            regime, findings = specialize(captured, findings, RULES, context)
             decisions = decide(findings, RULES, context)
             clock.lap(step)
             step = "plan"
@@ -129,6 +135,7 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
         rounding=rounding,
         fallbacks=() if failure is None else (failure,),
         steps_us=clock.laps,
+        regime=regime if failure is None else None,
     )
 
 

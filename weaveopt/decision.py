@@ -96,6 +96,13 @@ class Workload:
     """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
     out_dtype: str = ""
     """Of the normed rows, where it is not `dtype`."""
+    min_tokens: int = 0
+    """The least count that the compiled graph may see, where its count is not fixed; 0: nothing is known."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the compiled graph sees this one count only."""
+        return self.max_tokens == self.tokens and self.min_tokens in (0, self.tokens)
 
     @property
     def message_bytes(self) -> int:
@@ -173,6 +180,9 @@ class Candidate:
     rejections: tuple[Rejection, ...] = ()
     lowerings: tuple[Lowering, ...] = ()
     """The run-time table by token count, ascending; more tokens than the last row has go through the library."""
+    whole: Estimate | None = None
+    """Where `estimate` counts on the sum staying sharded: the estimate with the sum handed out whole. A decision has
+    settled which of the two counts, and has that one as its `estimate`."""
 
     @property
     def allowed(self) -> bool:
@@ -304,6 +314,15 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
+class Regime:
+    """The token counts that one compiled graph serves; with other counts the function is compiled again."""
+
+    min_tokens: int
+    max_tokens: int | None
+    """None: no end."""
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: every site with its decision, the arena, and what changed rounding."""
 
@@ -323,6 +342,8 @@ class GraphReport:
     """What the graph runs outside its sites, in its order."""
     sensitivity: tuple[Sensitivity, ...] = ()
     """Of the sites whose choice rests on their own price; only `weaveopt explain` asks for it."""
+    regime: Regime | None = None
+    """The token counts that it was compiled for; None where its sizes are numbers."""
 
     @property
     def num_rewritten(self) -> int:

@@ -59,6 +59,11 @@ def module_of(node: fx.Node) -> str:
     return ""
 
 
+def tokens_of(value: torch.Tensor) -> int | torch.SymInt:
+    """Tokens of `[..., hidden]`, symbolic where a size is."""
+    return math.prod(value.shape[:-1])
+
+
 def count_tokens(value: torch.Tensor, bound: int) -> tuple[int, int]:
     """Tokens of `[..., hidden]`: the count to estimate for, and the largest to plan for (`bound` if dynamic)."""
     leading = value.shape[:-1]

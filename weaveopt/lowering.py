@@ -6,7 +6,7 @@ that hand a token-sharded residual to each other always agree on who holds which
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from weaveopt import cost_model
@@ -103,23 +103,23 @@ def _from_table(
             parameters: Values = (("form", form.value),)
             found.append(Candidate(rule, fabric, algorithm, parameters, None, tuple(why), table))
             continue
-        estimates = [(_estimate(workload, fabric, way, context), way) for way in able]
+        estimates = [(_estimates(workload, fabric, algorithm, context, way), way) for way in able]
         if is_chosen and row is not None:
             estimates = [pair for pair in estimates if pair[1].num_ctas == row.num_ctas]
-        estimate, best = min(estimates, key=lambda pair: pair[0].us)
+        estimate, best = min(estimates, key=lambda pair: pair[0].best.us)
         parameters = (
             ("form", form.value),
             ("num_ctas", best.num_ctas),
             ("max_tokens", end),
             ("measured", best.measured),
         )
-        found.append(Candidate(rule, fabric, algorithm, parameters, estimate, tuple(why), table))
+        found.append(Candidate(rule, fabric, algorithm, parameters, estimate.best, tuple(why), table, estimate.whole))
     return found
 
 
 def _table(rule: str, workload: Workload, fabric: Fabric, context: Context) -> tuple[Lowering, ...]:
     """A graph of one size has one row, and reserves memory for that alone."""
-    static = workload.tokens == workload.max_tokens
+    static = workload.is_static
     table = cost_model.lowerings(
         context.machine,
         fabric,
@@ -128,7 +128,7 @@ def _table(rule: str, workload: Workload, fabric: Fabric, context: Context) -> t
         workload.world,
         workload.hosts,
         workload.max_tokens,
-        min_tokens=workload.tokens if static else 1,
+        min_tokens=workload.tokens if static else max(workload.min_tokens, 1),
         against_library=rule not in context.config.force,
     )
     fitting = [row for row in table if row.max_tokens >= workload.tokens] if static else []
@@ -154,16 +154,29 @@ def _against(
     return reasons
 
 
-def _estimate(workload: Workload, fabric: Fabric, way: cost_model.Way, context: Context) -> Estimate:
-    return cost_model.estimate_all_reduce_norm(
-        context.machine,
-        workload,
-        fabric,
-        way.algorithm,
-        sum_sharded=workload.sum_may_shard,
-        form=way.form,
-        num_ctas=way.num_ctas,
-    )
+@dataclass(frozen=True)
+class _Estimates:
+    """Of one candidate: with the sum sharded where it may be; and with the sum whole, where that differs."""
+
+    best: Estimate
+    whole: Estimate | None
+
+
+def _estimates(
+    workload: Workload, fabric: Fabric, algorithm: Algorithm, context: Context, way: cost_model.Way | None = None
+) -> _Estimates:
+    form, num_ctas = (None, None) if way is None else (way.form, way.num_ctas)
+
+    def estimate(sum_sharded: bool) -> Estimate:
+        return cost_model.estimate_all_reduce_norm(
+            context.machine, workload, fabric, algorithm, sum_sharded, form, num_ctas
+        )
+
+    whole = estimate(sum_sharded=False)
+    if not workload.sum_may_shard:
+        return _Estimates(whole, None)
+    best = estimate(sum_sharded=True)
+    return _Estimates(best, whole if whole != best else None)
 
 
 def _by_threshold(
@@ -184,13 +197,10 @@ def _by_threshold(
         if known and algorithm is not chosen:
             values = (("tokens", workload.tokens), ("one_shot_max_tokens", threshold))
             why.append(Rejection("slower_algorithm", f"{chosen.value} is predicted faster at this size", values))
-        estimate = None
-        if known:
-            estimate = cost_model.estimate_all_reduce_norm(
-                machine, workload, fabric, algorithm, sum_sharded=workload.sum_may_shard
-            )
+        estimates = _estimates(workload, fabric, algorithm, context) if known else None
+        best, whole = (None, None) if estimates is None else (estimates.best, estimates.whole)
         parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
-        found.append(Candidate(rule, fabric, algorithm, parameters, estimate, tuple(why)))
+        found.append(Candidate(rule, fabric, algorithm, parameters, best, tuple(why), whole=whole))
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.fx as fx
 
 from weaveopt.config import Config
@@ -40,6 +41,8 @@ class CapturedGraph:
     groups: tuple[str, ...]
     """Names of the process groups that it communicates in."""
     graph: fx.Graph
+    symbolic_tokens: torch.SymInt | None = None
+    """The token count that most all-reduces have, if that is no number."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,10 @@ class Rule(Protocol):
         ...
 
     def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
-        """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made."""
+        """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made.
+
+        A function of the site's group and workload: sites that have those alike are asked for once.
+        """
         ...
 
     def need(self, decision: Decision) -> ArenaNeed | RegionNeed:

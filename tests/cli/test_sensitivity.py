@@ -9,12 +9,12 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cli import sections
 from weaveopt.cli.constants import changes
-from weaveopt.cli.sensitivity import sensitivities, stretches, words
+from weaveopt.cli.sensitivity import in_a_chain, sensitivities, stretches, words
 from weaveopt.config import resolve
 from weaveopt.decision import Decision, GraphReport, Product, Rejection, Sensitivity, Site, Stretch, Workload
 from weaveopt.pipeline.decide import decide
 from weaveopt.rewrites import RULES, names
-from weaveopt.rule import Context, Finding, Match
+from weaveopt.rule import Context
 from weaveopt.runtime import topology
 
 RULE = "all_reduce_rms_norm"
@@ -51,8 +51,7 @@ def _site(tokens: int, world: int) -> Site:
 
 
 def _decided(site: Site, context: Context) -> Decision:
-    (decision,) = decide((Finding(site, Match(frozenset())),), RULES, context)
-    return decision
+    return decide(in_a_chain(site), RULES, context)[0]
 
 
 def _found(tokens: int, world: int, context: Context) -> tuple[Sensitivity, Context]:

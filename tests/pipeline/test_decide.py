@@ -1,10 +1,10 @@
-"""The chosen set is the best non-overlapping one; every refusal is kept; ties break alike everywhere."""
+"""The chosen set is the best one of those that go together; every refusal is kept; ties break alike everywhere."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch.fx as fx
@@ -48,8 +48,13 @@ def make_nodes(count: int) -> list[fx.Node]:
     return [graph.placeholder(f"x{i}") for i in range(count)]
 
 
+_counts = itertools.count(65)
+
+
 def finding(name: str, nodes: list[fx.Node]) -> Finding:
-    site = Site(id=name, rule="priced", group="0", module="", collectives=(name,), workload=WORKLOAD)
+    """A site unlike all others: sites alike have the same candidates."""
+    workload = replace(WORKLOAD, max_tokens=next(_counts))
+    site = Site(id=name, rule="priced", group="0", module="", collectives=(name,), workload=workload)
     return Finding(site, Match(frozenset(nodes)))
 
 

@@ -39,6 +39,7 @@ def _graph(graph: GraphReport) -> Json:
         "name": graph.name,
         "phase": graph.phase,
         "tokens": graph.tokens,
+        "regime": None if graph.regime is None else asdict(graph.regime),
         "num_collectives": sum(d.site.count * len(d.site.collectives) for d in graph.decisions),
         "sites": [_decision(decision) for decision in graph.decisions],
         "arena": {

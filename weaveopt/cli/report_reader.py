@@ -19,6 +19,7 @@ from weaveopt.decision import (
     MachineSummary,
     Placement,
     Product,
+    Regime,
     RegionNeed,
     Rejection,
     Report,
@@ -82,7 +83,15 @@ def _read_graph(graph: Reader) -> GraphReport:
         steps_us=graph["steps_us"].values(),
         work=tuple(map(_read_work, graph.optional_list("work"))),
         sensitivity=tuple(map(_read_sensitivity, graph.optional_list("sensitivity"))),
+        regime=_read_regime(graph.optional("regime")),
     )
+
+
+def _read_regime(regime: Reader) -> Regime | None:
+    if regime.missing:
+        return None
+    end = regime["max_tokens"]
+    return Regime(regime["min_tokens"].integer(), None if end.missing else end.integer())
 
 
 def _read_work(work: Reader) -> Work:
@@ -180,6 +189,7 @@ def _read_workload(workload: Reader) -> Workload:
         sum_is_used=workload["sum_is_used"].flag(),
         sum_may_shard=workload["sum_may_shard"].flag(),
         out_dtype="" if workload.optional("out_dtype").missing else workload["out_dtype"].text(),
+        min_tokens=0 if workload.optional("min_tokens").missing else workload["min_tokens"].integer(),
     )
 
 

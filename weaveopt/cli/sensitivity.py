@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
+import torch.fx as fx
+
 from weaveopt.cli.constants import changes
 from weaveopt.cli.reasons import kernel_of
 from weaveopt.cost_model.table import LARGEST_TOKENS
@@ -70,9 +72,21 @@ def _winner(site: Site, tokens: int, rules: Sequence[Rule], context: Context) ->
     other = replace(
         workload, tokens=tokens, max_tokens=tokens if static else max(tokens, workload.max_tokens), product=product
     )
-    alone = Finding(replace(site, workload=other), Match(frozenset()))
-    (decision,) = decide((alone,), rules, context)
-    return words(decision.chosen)
+    return words(decide(in_a_chain(replace(site, workload=other)), rules, context)[0].chosen)
+
+
+def in_a_chain(site: Site) -> tuple[Finding, ...]:
+    """The site among its like: where its sum may stay sharded, two that hand their sums to each other, without end."""
+    workload = site.workload
+    if workload is None or not workload.sum_may_shard:
+        return (Finding(site, Match(frozenset())),)
+    graph = fx.Graph()
+    own, others = graph.placeholder("own"), graph.placeholder("others")
+    neighbour = replace(site, id=f"{site.id}.neighbour")
+    return (
+        Finding(site, Match(frozenset(), sharded_input=others, sharded_output=own)),
+        Finding(neighbour, Match(frozenset(), sharded_input=own, sharded_output=others)),
+    )
 
 
 def stretches(winner: Winner, tokens: int, end: int = LARGEST_TOKENS) -> tuple[Stretch, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from weaveopt.facts import collectives_in, count_tokens, groups_in
+from weaveopt.facts import collectives_in, count_tokens, groups_in, tokens_of
 from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.rule import CapturedGraph
 
@@ -26,8 +26,9 @@ def capture(graph_module: fx.GraphModule, name: str, *, is_backward: bool, is_in
     graph._codegen = graph_module.graph._codegen
     for node in list(graph.nodes):
         _normalize(graph, node)
-    phase, tokens = _phase(collectives_in(graph), is_backward, is_inference)
-    return CapturedGraph(name=name, phase=phase, tokens=tokens, groups=groups_in(graph), graph=graph)
+    collectives = collectives_in(graph)
+    phase, tokens = _phase(collectives, is_backward, is_inference)
+    return CapturedGraph(name, phase, tokens, groups_in(graph), graph, _symbolic_tokens(collectives))
 
 
 def _normalize(graph: fx.Graph, node: fx.Node) -> None:
@@ -74,6 +75,17 @@ def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) ->
         return "inference", tokens
     decode = all(isinstance(value.shape[1], int) and value.shape[1] == 1 for value in sequences)
     return ("decode" if decode else "prefill"), tokens
+
+
+def _symbolic_tokens(collectives: list[fx.Node]) -> torch.SymInt | None:
+    """Of the token counts that are no numbers (but have one in this call) the one that most all-reduces have."""
+    found: dict[object, list[torch.SymInt]] = {}
+    for node in collectives:
+        value = tensor_of(node) if "all_reduce" in str(node.target) else None
+        count = None if value is None else tokens_of(value)
+        if isinstance(count, torch.SymInt) and count.node.has_hint():
+            found.setdefault(count.node.expr, []).append(count)
+    return max(found.values(), key=len)[0] if found else None
 
 
 def _forms(collective: fx.Node) -> list[torch.Tensor]:

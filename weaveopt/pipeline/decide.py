@@ -1,135 +1,93 @@
-"""Step 3: choose a candidate for every site: the set of non-overlapping ones with the largest predicted saving."""
+"""Step 3: choose a candidate for every site, or leave it, such that the whole graph is predicted fastest.
+
+What a set of choices costs is said in `weaveopt.pricing`: sites that hand a sharded sum to each other are priced
+together, and a rewrite has to save more than the model's own error. The best set is found exactly
+(`weaveopt.selection`). Of equally good ones that with the fewest rewrites is taken, then by graph order and order
+of the candidates, so all ranks take the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weaveopt import cost_model
-from weaveopt.decision import LEAVE, Algorithm, Candidate, Decision, Estimate, Fabric, Rejection, Site
+from weaveopt.decision import Candidate, Decision, Rejection, Scalar
+from weaveopt.pricing import Choices, Problem, price, whole
 from weaveopt.rule import Context, Finding, Rule
+from weaveopt.selection import EXCLUDED
 
 
 def decide(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> tuple[Decision, ...]:
-    """One decision for every finding, in order. Uses only what is identical on all ranks of a group."""
-    by_name = {rule.name: rule for rule in rules}
-    priced = [_price(finding, by_name[finding.site.rule], context) for finding in findings]
-    winners = _best_set(priced, findings)
-    return tuple(_decision(row, index in winners) for index, row in enumerate(priced))
+    """One decision for every finding, in order. Uses only what is identical on all ranks of a group.
+
+    Estimates are those that count: with the sum sharded exactly where `plan` will shard it. An allowed candidate that
+    was not taken says why, judged with all other sites as they were decided: `overlaps` if one of them uses the same
+    nodes, `no_saving` if rewriting this site too would save no more than the model's error, `slower_candidate` if the
+    site is rewritten in another way. Of a candidate that was never allowed the best case is told.
+    """
+    problem = price(findings, rules, context)
+    outcome = _Outcome(problem, problem.best())
+    return tuple(outcome.decision(index) for index in range(len(findings)))
 
 
 @dataclass(frozen=True)
-class _Priced:
-    """A site with all its candidates; `best` is the allowed one that saves most, if any saves enough."""
+class _Outcome:
+    """What was chosen, and from what."""
 
-    site: Site
-    leave: Candidate
-    candidates: tuple[Candidate, ...]
-    best: int | None
+    problem: Problem
+    choices: Choices
 
-    @property
-    def saving_us(self) -> float:
-        if self.best is None:
-            return 0.0
-        return _saving_us(self.leave.estimate, self.candidates[self.best].estimate)
+    def decision(self, index: int) -> Decision:
+        site, taken = self.problem.sites[index], self.choices[index]
+        choice_of = {position: choice for choice, position in enumerate(site.choices)}
+        chosen, others = site.leave, []
+        for position, candidate in enumerate(site.candidates):
+            choice = choice_of.get(position)
+            settled = self._settled(index, choice, candidate)
+            if choice is None:
+                others.append(settled)
+            elif choice == taken:
+                chosen = settled
+            else:
+                others.append(replace(settled, rejections=(self._against(index, choice, settled),)))
+        if chosen is not site.leave:
+            others.insert(0, site.leave)
+        return Decision(site.site, chosen, tuple(others), site.leave.estimate)
 
+    def _instead(self, index: int, choice: int) -> tuple[int, ...]:
+        """All choices as they were selected, but for one."""
+        return (*self.choices[:index], choice, *self.choices[index + 1 :])
 
-def _saving_us(unfused: Estimate | None, fused: Estimate | None) -> float:
-    return 0.0 if unfused is None or fused is None else unfused.us - fused.us
+    def _settled(self, index: int, choice: int | None, candidate: Candidate) -> Candidate:
+        """With the estimate that counts among the other sites' choices; the best one where it is not allowed at all."""
+        if choice is None:
+            sharded = index in self.problem.sums
+        else:
+            sharded = self.problem.stays_sharded(index, self._instead(index, choice))
+        return replace(candidate, estimate=candidate.estimate if sharded else whole(candidate), whole=None)
 
-
-def _price(finding: Finding, rule: Rule, context: Context) -> _Priced:
-    site = finding.site
-    unfused = None if site.workload is None else cost_model.estimate_unfused(context.machine, site.workload)
-    leave = Candidate(LEAVE, Fabric.LIBRARY, Algorithm.LIBRARY, estimate=unfused)
-    if finding.match is None:
-        refused = Candidate(rule.name, Fabric.LIBRARY, Algorithm.LIBRARY, rejections=site.rejections)
-        return _Priced(site, leave, (refused,), None)
-    forced = rule.name in context.config.force
-    extra: tuple[Rejection, ...] = ()
-    if rule.name in context.config.disable:
-        extra = (Rejection("disabled", "the rule is switched off by an option", (("rule", rule.name),)),)
-    candidates = tuple(
-        replace(candidate, rejections=(*candidate.rejections, *extra, *_too_little(candidate, unfused, forced)))
-        for candidate in rule.candidates(site, context)
-    )
-    allowed = [index for index, candidate in enumerate(candidates) if candidate.allowed]
-    best = max(allowed, key=lambda i: (_saving_us(unfused, candidates[i].estimate), -i), default=None)
-    return _Priced(site, leave, candidates, best)
-
-
-def _too_little(candidate: Candidate, unfused: Estimate | None, forced: bool) -> tuple[Rejection, ...]:
-    """A rewrite needs a predicted saving beyond the model's own error."""
-    if forced or unfused is None or candidate.estimate is None:
-        return ()
-    saving = unfused.us - candidate.estimate.us
-    if saving > candidate.estimate.error_us:
-        return ()
-    values = (
-        ("unfused_us", round(unfused.us, 2)),
-        ("predicted_us", round(candidate.estimate.us, 2)),
-        ("error_us", round(candidate.estimate.error_us, 2)),
-    )
-    return (Rejection("no_saving", "the predicted saving does not exceed the model's own error", values),)
-
-
-def _best_set(priced: Sequence[_Priced], findings: Sequence[Finding]) -> frozenset[int]:
-    """Indices to rewrite. Sites that share nodes exclude each other; exact within each tangle of sites.
-
-    Ties go to the earlier site, so that all ranks break them alike.
-    """
-    nodes = [finding.match.interior if finding.match is not None else frozenset() for finding in findings]
-    eligible = [index for index, row in enumerate(priced) if row.best is not None]
-    owners: dict[object, list[int]] = {}
-    for index in eligible:
-        for node in nodes[index]:
-            owners.setdefault(node, []).append(index)
-    rivals: dict[int, set[int]] = {index: set() for index in eligible}
-    for sharing in owners.values():
-        for index in sharing:
-            rivals[index].update(other for other in sharing if other != index)
-    chosen: set[int] = set()
-    seen: set[int] = set()
-    for index in eligible:
-        if index not in seen:
-            tangle = _reachable(index, rivals)
-            seen |= tangle
-            chosen |= _heaviest(sorted(tangle), rivals, priced)[1]
-    return frozenset(chosen)
-
-
-def _reachable(start: int, rivals: dict[int, set[int]]) -> set[int]:
-    reached = {start}
-    pending = [start]
-    while pending:
-        for other in rivals[pending.pop()] - reached:
-            reached.add(other)
-            pending.append(other)
-    return reached
-
-
-def _heaviest(
-    candidates: list[int], rivals: dict[int, set[int]], priced: Sequence[_Priced]
-) -> tuple[float, frozenset[int]]:
-    """The heaviest independent set of `candidates` (ascending), by taking or leaving the first."""
-    if not candidates:
-        return 0.0, frozenset()
-    first, rest = candidates[0], candidates[1:]
-    with_rest = _heaviest([index for index in rest if index not in rivals[first]], rivals, priced)
-    taken = (with_rest[0] + priced[first].saving_us, with_rest[1] | {first})
-    if not rivals[first] & set(rest):
-        return taken
-    left = _heaviest(rest, rivals, priced)
-    return taken if taken[0] >= left[0] else left
-
-
-def _decision(row: _Priced, wins: bool) -> Decision:
-    candidates = row.candidates
-    if wins and row.best is not None:
-        chosen = candidates[row.best]
-        others = (row.leave, *(c for c in candidates if c is not chosen))
-        return Decision(row.site, chosen, others, row.leave.estimate)
-    if row.best is not None:
-        overlap = Rejection("overlaps", "another rewrite that saves more uses the same nodes")
-        candidates = tuple(replace(c, rejections=(*c.rejections, overlap)) if c.allowed else c for c in candidates)
-    return Decision(row.site, row.leave, candidates, row.leave.estimate)
+    def _against(self, index: int, choice: int, candidate: Candidate) -> Rejection:
+        """Why an allowed candidate is not the choice of its site."""
+        instead = self._instead(index, choice)
+        if any(index in each.sites and each.us(instead) == EXCLUDED for each in self.problem.exclusions):
+            return Rejection("overlaps", "another rewrite that saves more uses the same nodes")
+        values: list[tuple[str, Scalar]] = []
+        chosen = self.problem.sites[index].candidate(self.choices[index])
+        if candidate.estimate is not None:
+            values.append(("predicted_us", round(candidate.estimate.us, 2)))
+        gained_us = sum(
+            each.us(self.choices) - each.us(instead)
+            for maker, each in self.problem.sums.items()
+            if maker != index and index in each.sites
+        )
+        if gained_us:
+            values.append(("neighbours_gain_us", round(gained_us, 2)))
+        if chosen is not None:
+            return Rejection("slower_candidate", "the candidate that was chosen is predicted faster", tuple(values))
+        unfused = self.problem.sites[index].leave.estimate
+        if unfused is not None:
+            values.insert(0, ("unfused_us", round(unfused.us, 2)))
+        if candidate.estimate is not None:
+            values.append(("error_us", round(candidate.estimate.error_us, 2)))
+        message = "the predicted saving does not exceed the model's own error"
+        return Rejection("no_saving", message, tuple(values))

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from weaveopt.decision import BufferPlan, Decision, Fabric, Placement, RegionNeed, Slot
+from weaveopt.decision import LEAVE, BufferPlan, Decision, Fabric, Placement, RegionNeed, Slot
 from weaveopt.rule import ArenaNeed, Finding, Rule
+from weaveopt.sharing import sharded_values
 
 _ALIGNMENT = 4096
 """Slots start on pages, so that no two of them share one (first touch decides where a page lives)."""
@@ -34,7 +35,8 @@ def plan(findings: Sequence[Finding], decisions: Sequence[Decision], rules: Sequ
     that site alone, and all sites of a group share the same bytes. On GPUs they share regions whose place is fixed.
     """
     by_name = {rule.name: rule for rule in rules}
-    sharded = _sharded_values(findings, decisions)
+    chosen = [(finding, decision.chosen) for finding, decision in zip(findings, decisions, strict=True)]
+    sharded = sharded_values([each for each in chosen if each[0].match is not None and each[1].choice != LEAVE])
     by_group: dict[str, list[tuple[Finding, Decision]]] = {}
     for finding, decision in zip(findings, decisions, strict=True):
         if decision.rewritten:
@@ -114,37 +116,6 @@ def _placement(
         residual_sharded=match.sharded_input in sharded,
         sum_sharded=match.sharded_output in sharded,
     )
-
-
-def _sharded_values(findings: Sequence[Finding], decisions: Sequence[Decision]) -> frozenset[object]:
-    """Values of which every rank may hold its own token rows only.
-
-    A rewritten site makes the value, and all its readers vanish into rewritten sites that read just their own
-    rows of it: the residual of consecutive sites. Both ends must divide the tokens alike and switch between
-    algorithms at the same token count, or one would read rows that the other never wrote.
-    """
-    rewritten = [(f, d) for f, d in zip(findings, decisions, strict=True) if d.rewritten and f.match is not None]
-    makers = {f.match.sharded_output: (f, d) for f, d in rewritten if f.match and f.match.sharded_output is not None}
-    sharded: set[object] = set()
-    for value, (maker, decision) in makers.items():
-        assert maker.match is not None and value is not None
-        readers = [(f, d) for f, d in rewritten if f.match is not None and f.match.sharded_input is value]
-        covered = set(maker.match.interior)
-        for finding, _ in readers:
-            assert finding.match is not None
-            covered |= finding.match.interior
-        same = all(_division(d) == _division(decision) for _, d in readers)
-        if readers and same and all(user in covered for user in value.users):
-            sharded.add(value)
-    return frozenset(sharded)
-
-
-def _division(decision: Decision) -> tuple[object, ...]:
-    workload = decision.site.workload
-    assert workload is not None
-    shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
-    chosen = decision.chosen
-    return (decision.site.group, chosen.fabric, chosen.algorithm, *shape, chosen.parameters, chosen.lowerings)
 
 
 def _place(intervals: Sequence[_Interval], base: int) -> list[Slot]:

@@ -1,0 +1,178 @@
+"""What every set of choices costs: the sites of a graph with their candidates, and what these cost together.
+
+A set of choices says for each site which of its allowed candidates it gets, or that it is left. It costs::
+
+    sum over rewritten sites of  us + error_us - unfused_us
+
+with each estimate as it counts among the other choices: a sum that does not stay sharded (`weaveopt.sharing`) is
+handed out whole, which its maker pays as `gather`; rewrites that share nodes exclude each other. The model's own
+error is added to what a rewrite costs, so that the best set holds only rewrites that save more than their error,
+what their neighbours gain by them included. A rule that is forced is not charged the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+
+from weaveopt import cost_model
+from weaveopt.decision import LEAVE, Algorithm, Candidate, Estimate, Fabric, Rejection, Site
+from weaveopt.rule import Context, Finding, Rule
+from weaveopt.selection import EXCLUDED, Interaction, select
+from weaveopt.sharing import SharedSum, shared_sums, stays_sharded
+
+Choices = tuple[int, ...]
+"""For each site the position of its candidate among the allowed ones; their number, where the site is left."""
+
+
+@dataclass(frozen=True)
+class PricedSite:
+    """A site with all its candidates, and those of them that may be chosen."""
+
+    site: Site
+    leave: Candidate
+    candidates: tuple[Candidate, ...]
+    choices: tuple[int, ...]
+    """Positions of the allowed ones: choice `i` of the site; after them the choice to leave it."""
+    forced: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.choices) + 1
+
+    def candidate(self, choice: int) -> Candidate | None:
+        """None: the site is left."""
+        return self.candidates[self.choices[choice]] if choice < len(self.choices) else None
+
+    @property
+    def unfused_us(self) -> float:
+        return 0.0 if self.leave.estimate is None else self.leave.estimate.us
+
+    @property
+    def costs_us(self) -> list[float]:
+        """Of every choice, against leaving the site; sums whole."""
+        costs = (self.careful_us(whole(self.candidates[position])) for position in self.choices)
+        return [*(cost - self.unfused_us for cost in costs), 0.0]
+
+    def careful_us(self, estimate: Estimate | None) -> float:
+        """Time with the model's own error on top; a forced rewrite does not have to exceed it."""
+        if estimate is None:
+            return self.unfused_us
+        return estimate.us + (0.0 if self.forced else estimate.error_us)
+
+
+def whole(candidate: Candidate) -> Estimate | None:
+    """The estimate with the sum handed out whole."""
+    return candidate.whole or candidate.estimate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All sites of a graph, and what their choices cost."""
+
+    sites: tuple[PricedSite, ...]
+    sums: Mapping[int, Interaction]
+    """What it saves that a sum stays sharded, by the site that makes it."""
+    exclusions: tuple[Interaction, ...]
+
+    @cached_property
+    def interactions(self) -> tuple[Interaction, ...]:
+        return (*self.sums.values(), *self.exclusions)
+
+    @cached_property
+    def unfused_us(self) -> float:
+        """With every site left."""
+        return sum(site.unfused_us for site in self.sites)
+
+    def us(self, choices: Choices) -> float:
+        """What these choices cost, against leaving every site."""
+        own = sum(site.costs_us[choice] for site, choice in zip(self.sites, choices, strict=True))
+        return own + sum(interaction.us(choices) for interaction in self.interactions)
+
+    def best(self) -> Choices:
+        """The choices that cost least; as many forced sites as go together are rewritten, whatever that costs."""
+        costs_us = [site.costs_us for site in self.sites]
+        terms = (us for each in self.interactions for us in each.terms.values() if us != EXCLUDED)
+        more_us = 1.0 + 2.0 * (_sum_of_sizes(us for row in costs_us for us in row) + _sum_of_sizes(terms))
+        for site, row in zip(self.sites, costs_us, strict=True):
+            if site.forced and site.choices:
+                row[-1] = more_us
+        return select(costs_us, self.interactions)
+
+    def stays_sharded(self, maker: int, choices: Choices) -> bool:
+        """Whether under these choices the sum that the site `maker` makes stays sharded."""
+        shared = self.sums.get(maker)
+        return shared is not None and shared.of(choices) in shared.terms
+
+
+def price(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> Problem:
+    """Asks every rule for its candidates, and the cost model for what is left as it is."""
+    sites = _priced(findings, rules, context)
+    sums = {shared.maker: _sharing(shared, findings, sites) for shared in shared_sums(findings)}
+    return Problem(sites, sums, _exclusions(findings, sites))
+
+
+def _sum_of_sizes(values: Iterable[float]) -> float:
+    return sum(map(abs, values))
+
+
+def _priced(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> tuple[PricedSite, ...]:
+    """Sites whose group and workload are alike have the same candidates (the same objects)."""
+    by_name = {rule.name: rule for rule in rules}
+    known: dict[object, tuple[Candidate, tuple[Candidate, ...], tuple[int, ...]]] = {}
+    sites = []
+    for finding in findings:
+        site = finding.site
+        if finding.match is None:
+            refused = Candidate(site.rule, Fabric.LIBRARY, Algorithm.LIBRARY, rejections=site.rejections)
+            sites.append(PricedSite(site, _leave(site, context), (refused,), ()))
+            continue
+        key = (site.rule, site.group, site.workload)
+        if key not in known:
+            candidates = _candidates(site, by_name[site.rule], context)
+            allowed = tuple(index for index, candidate in enumerate(candidates) if candidate.allowed)
+            known[key] = (_leave(site, context), candidates, allowed)
+        sites.append(PricedSite(site, *known[key], forced=site.rule in context.config.force))
+    return tuple(sites)
+
+
+def _leave(site: Site, context: Context) -> Candidate:
+    unfused = None if site.workload is None else cost_model.estimate_unfused(context.machine, site.workload)
+    return Candidate(LEAVE, Fabric.LIBRARY, Algorithm.LIBRARY, estimate=unfused)
+
+
+def _candidates(site: Site, rule: Rule, context: Context) -> tuple[Candidate, ...]:
+    found = rule.candidates(site, context)
+    if rule.name not in context.config.disable:
+        return found
+    disabled = Rejection("disabled", "the rule is switched off by an option", (("rule", rule.name),))
+    return tuple(replace(candidate, rejections=(*candidate.rejections, disabled)) for candidate in found)
+
+
+def _sharing(shared: SharedSum, findings: Sequence[Finding], sites: Sequence[PricedSite]) -> Interaction:
+    """What it saves that the sum stays sharded, for all choices under which it does."""
+    members = (shared.maker, *shared.readers)
+    maker = sites[shared.maker]
+    terms: dict[tuple[int, ...], float] = {}
+    for choices in product(*(range(sites[member].num_choices) for member in members)):
+        made, *read = (sites[member].candidate(choice) for member, choice in zip(members, choices, strict=True))
+        readers = [(findings[at], how) for at, how in zip(shared.readers, read, strict=True) if how is not None]
+        if made is not None and stays_sharded((findings[shared.maker], made), readers):
+            terms[choices] = maker.careful_us(made.estimate) - maker.careful_us(whole(made))
+    return Interaction(members, terms)
+
+
+def _exclusions(findings: Sequence[Finding], sites: Sequence[PricedSite]) -> tuple[Interaction, ...]:
+    """Rewrites that share nodes exclude each other."""
+    owners: dict[object, list[int]] = {}
+    for index, finding in enumerate(findings):
+        if finding.match is not None and sites[index].choices:
+            for node in finding.match.interior:
+                owners.setdefault(node, []).append(index)
+    pairs = sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)})
+    return tuple(
+        Interaction(pair, dict.fromkeys(product(*(range(len(sites[site].choices)) for site in pair)), EXCLUDED))
+        for pair in pairs
+    )
