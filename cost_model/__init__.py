@@ -4,6 +4,7 @@ Every number is a function of the profile and the workload alone, so all ranks t
 predict, and decide, the same.
 """
 
+from weaveopt.cost_model.attention import Attention, attention_us
 from weaveopt.cost_model.collectives import all_reduce_us
 from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.cost_model.fused import Way, ways
@@ -13,9 +14,11 @@ from weaveopt.cost_model.profile import dumps, load, names
 from weaveopt.cost_model.table import lowerings, one_shot_max_tokens
 
 __all__ = [
+    "Attention",
     "Machine",
     "Way",
     "all_reduce_us",
+    "attention_us",
     "dumps",
     "estimate_all_reduce_norm",
     "estimate_unfused",

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "decision"),
     ("runtime",),
     ("cost_model", "ops"),
-    ("rule", "pattern", "facts", "lowering", "norm", "quantized", "reduced", "splice"),
+    ("rule", "pattern", "facts", "graph_cost", "lowering", "norm", "quantized", "reduced", "splice"),
     ("rewrites", "pipeline"),
     ("backend", "registry", "inductor"),
     ("cli",),
