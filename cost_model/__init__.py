@@ -5,9 +5,11 @@ predict, and decide, the same.
 """
 
 from weaveopt.cost_model.attention import Attention, attention_us
+from weaveopt.cost_model.batched import batched_product_us, grouped_product_us
 from weaveopt.cost_model.collectives import all_reduce_us
 from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.cost_model.fused import Way, ways
+from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernels import memory_us, num_waves, product_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.profile import dumps, load, names
@@ -19,9 +21,12 @@ __all__ = [
     "Way",
     "all_reduce_us",
     "attention_us",
+    "batched_product_us",
     "dumps",
     "estimate_all_reduce_norm",
     "estimate_unfused",
+    "grouped_product_us",
+    "host_us",
     "load",
     "lowerings",
     "memory_us",

@@ -1,4 +1,4 @@
-"""Operations that Inductor leaves to a library's kernel, and what each takes: products, attention, collectives, sorts."""
+"""Operations that Inductor leaves to a library's kernel, and what each takes: products, attention, collectives."""
 
 from __future__ import annotations
 
@@ -88,22 +88,16 @@ def _traffic(node: fx.Node) -> int:
 
 
 def _product_us(node: fx.Node, machine: Machine) -> float:
-    """`a @ b`, batched by making the result wider, which keeps waves and rows; never less than the operands' traffic."""
     a, b, out = _operand(node, "a"), _operand(node, "b"), tensors_of(node)
     if a is None or b is None or not out:
         return cost_model.memory_us(machine, _traffic(node))
-    name = name_of(node.target)[1]
-    m, k, n = num_elements(a) // max(shape_of(a)[-1], 1), shape_of(a)[-1], shape_of(out[0])[-1]
-    copies = 1
-    if name in ("bmm", "baddbmm"):
-        copies = shape_of(a)[0]
-        m //= max(copies, 1)
-    elif "grouped" in name and b.ndim == 3:
-        copies = _num_active(shape_of(b)[0], m)
-        m = math.ceil(m / copies)
-    product = Product(m, k, n * copies)
-    us = cost_model.product_us(machine, product, dtype_name(a))
-    return us if copies == 1 or "grouped" in name else max(us, cost_model.memory_us(machine, _traffic(node)))
+    name, dtype = name_of(node.target)[1], dtype_name(a)
+    k, n = shape_of(a)[-1], shape_of(out[0])[-1]
+    rows = num_elements(a) // max(k, 1)
+    if "grouped" in name:
+        return cost_model.grouped_product_us(machine, shape_of(b)[0] if b.ndim == 3 else 1, Product(rows, k, n), dtype)
+    batch = shape_of(a)[0] if name in ("bmm", "baddbmm") else 1
+    return cost_model.batched_product_us(machine, batch, Product(rows // max(batch, 1), k, n), dtype)
 
 
 def _operand(node: fx.Node, which: str) -> torch.Tensor | None:
@@ -113,11 +107,6 @@ def _operand(node: fx.Node, which: str) -> torch.Tensor | None:
         if value is not None and value.ndim >= 2:
             return value
     return None
-
-
-def _num_active(experts: int, rows: int) -> int:
-    """Experts that `rows` rows, spread evenly at random, are expected to meet: the weights that are read."""
-    return max(1, min(experts, rows, round(experts * (1.0 - (1.0 - 1.0 / experts) ** rows))))
 
 
 def attention_of(node: fx.Node) -> Attention | None:

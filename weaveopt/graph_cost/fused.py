@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weaveopt.graph_cost.lowered import Step
+from weaveopt.graph_cost.loops import Step
 
 # Inductor's own limits (torch 2.13).
 _MAX_STEPS = 64

@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cache
 
-import torch
 import torch.fx as fx
 
 from weaveopt.graph_cost.calls import ATTENTION, kind_of, name_of
+from weaveopt.graph_cost.loops import (
+    GATHERS,
+    HEAVY,
+    IN_LOOPS,
+    MAX_OPS,
+    MAX_READS,
+    MAX_READS_OF_REUSED,
+    REDUCTIONS,
+    SCATTERS,
+    UNROLLED,
+    Reads,
+    Step,
+    Value,
+    View,
+    dies_in,
+    is_alias,
+    is_masked,
+    is_written_back,
+)
 from weaveopt.graph_cost.values import (
-    Layout,
     argument,
     bytes_of,
     layout_of,
@@ -26,81 +41,6 @@ from weaveopt.graph_cost.values import (
     tensors_of,
     touched_bytes,
 )
-
-_REDUCTIONS = frozenset(
-    {"sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "var", "var_mean", "std", "std_mean"}
-    | {"argmax", "argmin", "norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "native_layer_norm"}
-)
-_ALIASES = frozenset({"wait_tensor", "_unsafe_view", "reshape", "contiguous", "lift_fresh_copy"})
-_GATHERS = frozenset({"embedding", "index", "_unsafe_index", "gather", "index_select", "take_along_dim"})
-_SCATTERS = frozenset(
-    {"index_put", "_unsafe_index_put", "index_copy", "index_add", "index_fill", "scatter", "scatter_add"}
-    | {"slice_scatter", "select_scatter", "masked_scatter"}
-)
-_IN_LOOPS = frozenset({"slice_scatter", "select_scatter"})
-"""Scatters that become a choice between two values, unless the base is overwritten."""
-_HEAVY = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"})
-
-# Inductor's own limits (torch 2.13): beyond them a value is stored and no longer inlined.
-_MAX_READS_OF_REUSED = 4
-_MAX_OPS = {"cpu": 50, "cuda": 30}
-_MAX_READS = {"cpu": 12, "cuda": 8}
-_UNROLLED = 8
-"""A reduction over fewer elements is written out as point-wise operations."""
-
-Reads = dict[tuple[int, object], int]
-"""(number of a stored value, which of its elements) -> bytes."""
-
-
-@dataclass
-class Value:
-    """What a node computes: stored (`reads` empty) or still inlined, with what its loops read and how much they do."""
-
-    number: int
-    num_bytes: int
-    elements: int
-    node: fx.Node
-    stored: bool
-    reads: Reads = field(default_factory=dict)
-    num_ops: int = 0
-    heavy: bool = False
-    reduced: int = 1
-    """Elements that each result is reduced from."""
-
-
-@dataclass(frozen=True)
-class View:
-    """Elements of a value, as a node sees them."""
-
-    value: Value
-    layout: Layout | None
-    """None: all of them, as they are stored."""
-    num_bytes: int
-    """Of the distinct ones."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One loop nest (`call` None) or one call of a library's kernel, in the order of lowering."""
-
-    node: fx.Node
-    """What is computed; of a call, the call."""
-    reads: Reads
-    writes: tuple[int, ...]
-    written_bytes: int
-    elements: int
-    """Results; each reduced from `reduced` elements."""
-    reduced: int
-    call: bool
-    scattered: bool = False
-    """Written wherever an index says: joined with nothing."""
-
-
-@cache
-def _is_alias(target: object) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        return target.is_view or name_of(target)[1] in _ALIASES
-    return getattr(target, "__name__", "") == "getitem"
 
 
 class Lowering:
@@ -124,7 +64,7 @@ class Lowering:
                     self.escaping.add(self._store(self._views[each].value))
         elif node.op != "call_function":
             self.hold(node)
-        elif _is_alias(node.target):
+        elif is_alias(node.target):
             self._alias(node)
         elif kind_of(node.target) is not None:
             self.call(node)
@@ -216,7 +156,7 @@ class Lowering:
         """`node` as loops over what it reads, not stored yet."""
         made = self._new(node, stored=False)
         name = name_of(node.target)[1]
-        made.reduced, made.heavy, made.num_ops = reduced, name in _HEAVY, 1
+        made.reduced, made.heavy, made.num_ops = reduced, name in HEAVY, 1
         for view in inputs:
             made.reads.update(self._reads_of(view))
             made.num_ops += 1 if view.value.stored else view.value.num_ops
@@ -224,10 +164,10 @@ class Lowering:
         return made
 
     def _lower_loops(self, node: fx.Node) -> None:
-        namespace, name = name_of(node.target)
+        name = name_of(node.target)[1]
         inputs = [self._views[each] for each in node.all_input_nodes if each in self._views]
-        if name in _SCATTERS and inputs and not _is_masked(node):
-            if name not in _IN_LOOPS or _is_written_back(node):
+        if name in SCATTERS and inputs and not is_masked(node):
+            if name not in IN_LOOPS or is_written_back(node):
                 self._scatter(node)
                 return
             if name_of(node.all_input_nodes[0].target)[1] == "empty":
@@ -240,19 +180,19 @@ class Lowering:
             return
         if name.endswith("_like"):
             inputs = []
-        if name in _GATHERS and inputs:
+        if name in GATHERS and inputs:
             table, wanted = inputs[0], bytes_of(tensors_of(node)[0])
             inputs[0] = View(table.value, (0, (self._num_values,), ()), min(table.num_bytes, wanted))
         reduced = 1
-        if name in _REDUCTIONS and inputs:
+        if name in REDUCTIONS and inputs:
             results = max(num_elements(tensors_of(node)[0]), 1)
             reduced = max(1, num_elements(tensors_of(node.all_input_nodes[0])[0]) // results)
-        unrolled = 1 < reduced < _UNROLLED
+        unrolled = 1 < reduced < UNROLLED
         made = self._loops(node, inputs, 1 if unrolled else reduced)
         if unrolled:
             made.num_ops *= reduced
         self._views[node] = self._whole(made)
-        if made.reduced > 1 or _is_masked(node) or name.startswith("native_") or name in ("_softmax", "_log_softmax"):
+        if made.reduced > 1 or is_masked(node) or name.startswith("native_") or name in ("_softmax", "_log_softmax"):
             self._store(made)
 
     def _concatenate(self, node: fx.Node, inputs: list[View]) -> None:
@@ -268,7 +208,7 @@ class Lowering:
     def _scatter(self, node: fx.Node) -> None:
         """In place where the base is not read later (a cache that is written back), else after a copy of it."""
         base = node.all_input_nodes[0]
-        if not self._views[base].value.stored or not _dies_in(base, node):
+        if not self._views[base].value.stored or not dies_in(base, node):
             copied = self._new(base, stored=False)
             copied.reads = dict(self._reads_of(self._views[base]))
             into = self._store(copied)
@@ -296,17 +236,15 @@ class Lowering:
         view = self._views.get(node)
         if view is None or view.value.stored:
             return
-        value, users = view.value, len(node.users)
-        large = value.num_ops > _MAX_OPS.get(self._device, 30)
-        if users > 1:
-            if large or len(value.reads) > _MAX_READS_OF_REUSED or (value.heavy and self._device == "cpu"):
-                self._store(value)
-            elif len(value.reads) > 1 and any(kind_of(user.target) is not None for user in node.users):
-                self._store(value)
-            elif any(user.op == "output" for user in node.users):
-                self._store(value)
-        if large or len(value.reads) > _MAX_READS.get(self._device, 8):
+        value, users = view.value, list(node.users)
+        large = value.num_ops > MAX_OPS.get(self._device, 30)
+        if large or len(value.reads) > MAX_READS.get(self._device, 8):
             self._store(value)
+        elif len(users) > 1:
+            costly = len(value.reads) > MAX_READS_OF_REUSED or (value.heavy and self._device == "cpu")
+            called = len(value.reads) > 1 and any(kind_of(user.target) is not None for user in users)
+            if costly or called or any(user.op == "output" for user in users):
+                self._store(value)
 
     def _store(self, value: Value) -> int:
         if not value.stored:
@@ -318,25 +256,3 @@ class Lowering:
         self.steps.append(
             Step(loops.node, loops.reads, (into,), num_bytes, loops.elements, loops.reduced, False, scattered)
         )
-
-
-def _is_masked(node: fx.Node) -> bool:
-    """`x[mask] = number`: a choice between two values for each element."""
-    if name_of(node.target)[1] not in ("index_put", "_unsafe_index_put"):
-        return False
-    indices = argument(node, "indices")
-    return isinstance(indices, list | tuple) and any(
-        isinstance(each, fx.Node) and any(value.dtype == torch.bool for value in tensors_of(each)) for each in indices
-    )
-
-
-def _is_written_back(node: fx.Node) -> bool:
-    return any(name_of(user.target)[1] == "copy_" and user.args[1] is node for user in node.users)
-
-
-def _dies_in(base: fx.Node, node: fx.Node) -> bool:
-    """Whether nothing reads `base` after `node` but the copy of the result into it."""
-    return all(
-        user is node or user < node or (name_of(user.target)[1] == "copy_" and user.args[0] is base)
-        for user in base.users
-    )

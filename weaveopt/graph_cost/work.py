@@ -11,8 +11,8 @@ from weaveopt import cost_model
 from weaveopt.decision import Work
 from weaveopt.facts import module_of
 from weaveopt.graph_cost.calls import COLLECTIVE, MEMORY, call_us, kind_of
-from weaveopt.graph_cost.fused import Kernel, fuse, traffic_bytes
-from weaveopt.graph_cost.lowered import Lowering, Step
+from weaveopt.graph_cost.fused import fuse, traffic_bytes
+from weaveopt.graph_cost.lowered import Lowering
 from weaveopt.norm import Norm, find_norms
 from weaveopt.reduced import Reduced, follow, product_of
 from weaveopt.rule import Context, Finding
@@ -36,7 +36,7 @@ def work_of(graph: fx.Graph, findings: Sequence[Finding], context: Context) -> t
     order = {node: index for index, node in enumerate(graph.nodes)}
     places = _places(graph, findings)
     site_of = {node: index for index, place in enumerate(places) if place is not None for node in place.nodes}
-    products = {place.product for place in places if place is not None and place.product is not None}
+    covered = {place.product for place in places if place is not None and place.product is not None} | site_of.keys()
     lowering = Lowering(context.machine.device)
     entered: set[int] = set()
     for node in graph.nodes:
@@ -46,7 +46,7 @@ def work_of(graph: fx.Graph, findings: Sequence[Finding], context: Context) -> t
         elif index not in entered:
             entered.add(index)
             _enter(lowering, places[index], order)
-    return _priced(lowering, products, _positions(findings, places, graph, order), order, context)
+    return _priced(lowering, covered, _positions(findings, order), order, context)
 
 
 def _places(graph: fx.Graph, findings: Sequence[Finding]) -> list[_Place | None]:
@@ -90,9 +90,7 @@ def _enter(lowering: Lowering, place: _Place | None, order: Mapping[fx.Node, int
     lowering.site(nodes[0], inputs, outputs)
 
 
-def _positions(
-    findings: Sequence[Finding], places: Sequence[_Place | None], graph: fx.Graph, order: Mapping[fx.Node, int]
-) -> list[int]:
+def _positions(findings: Sequence[Finding], order: Mapping[fx.Node, int]) -> list[int]:
     """The node after which each site runs: the last one that its collectives wait for."""
     by_name = {node.name: index for node, index in order.items()}
     return [max((by_name[n] for n in f.site.collectives if n in by_name), default=0) for f in findings]
@@ -100,7 +98,7 @@ def _positions(
 
 def _priced(
     lowering: Lowering,
-    products: set[fx.Node],
+    covered: set[fx.Node],
     positions: Sequence[int],
     order: Mapping[fx.Node, int],
     context: Context,
@@ -120,11 +118,12 @@ def _priced(
         if not kernel.call:
             num_bytes = traffic_bytes(kernel, steps, readers, lowering.escaping, lowering.sizes)
             us = cost_model.memory_us(machine, num_bytes) * crowding
-        elif node not in products:
+        elif node not in covered:
             kind = kind_of(node.target) or ""
             us = call_us(node, machine, context.topologies) if kind else 0.0
             us *= 1.0 if kind == COLLECTIVE else crowding
         if us > 0.0:
+            us += cost_model.host_us(machine) * crowding
             after = sum(position < order[node] for position in positions)
             rows.append((order[node], Work(module_of(node), kind, us, after)))
     return tuple(work for _, work in sorted(rows, key=lambda row: row[0]))
