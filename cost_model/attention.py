@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weaveopt.cost_model.curve import interpolate_rate
-from weaveopt.cost_model.kernels import memory_us
+from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.decision import DTYPE_BYTES
 
@@ -13,8 +13,8 @@ ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
     ("cuda", "bfloat16"): 0.60,
     ("cuda", "float16"): 0.60,
     # The CPU kernel multiplies in float32 blocks whatever the dtype: 80 GFLOP/s a core in both.
-    ("cpu", "bfloat16"): 0.18,
-    ("cpu", "float16"): 0.18,
+    ("cpu", "bfloat16"): 0.19,
+    ("cpu", "float16"): 0.19,
     ("cpu", "float32"): 0.80,
 }
 """Share of the rate of a plain product that attention reaches, by device and dtype; profiles carry no curve of it yet.
@@ -60,10 +60,10 @@ class Attention:
 
 
 def attention_us(machine: Machine, attention: Attention) -> float:
-    """Microseconds of one attention on one rank: the larger of its arithmetic and its traffic; 0 where it is empty.
+    """Microseconds of one attention on one rank: a launch, and the larger of its arithmetic and its traffic.
 
     The arithmetic runs at `ATTENTION_EFFICIENCY` of a product's rate: at full waves, or on machines without waves at
-    `q_len` rows. The traffic is a memory kernel's, launch included (decode: reading keys and values).
+    `q_len` rows. The traffic runs at the memory's bandwidth (decode: reading keys and values). 0 where it is empty.
     """
     if attention.flops <= 0:
         return 0.0
@@ -71,8 +71,8 @@ def attention_us(machine: Machine, attention: Attention) -> float:
     rate *= ATTENTION_EFFICIENCY.get((machine.device, attention.dtype), OTHER_EFFICIENCY)
     if attention.mask_bytes and machine.device == "cuda":
         rate *= MASK_FACTOR
-    compute_us = memory_us(machine, 1.0) + attention.flops / rate * 1e6
-    return max(compute_us, memory_us(machine, attention.num_bytes))
+    arithmetic_us = attention.flops / rate * 1e6
+    return machine.memory.floor_us + max(arithmetic_us, traffic_us(machine, attention.num_bytes))
 
 
 def _product_rate(machine: Machine, dtype: str, rows: int) -> float:
