@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -25,6 +26,7 @@ from weaveopt.pipeline.recognize import recognize
 from weaveopt.rule import CapturedGraph, Context
 from weaveopt.runtime import topology
 
+Form = Callable[[forms.Weights, Tensor, Tensor], tuple[Tensor, ...]]
 FAMILIES = {family.id: family for family in models.FAMILIES}
 
 
@@ -140,6 +142,39 @@ def test_same_work_however_the_sites_are_treated() -> None:
     left = previewed(fn, inputs, static=True, force=(), disable=("all_reduce_rms_norm",))
     assert rewritten.num_rewritten == 3 and left.num_rewritten == 0
     assert rewritten.work == left.work and set(_kinds(left.work)) <= {"memory", "product"}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (forms.pre_norm, [("product", 1)]),
+        # Of the two products that meet in one sum the estimate has the second; what feeds it comes before the site.
+        (forms.cohere, [("product", 0), ("memory", 0), ("product", 1)]),
+        # A product with alpha stays in the graph, and is no part of the estimate.
+        (forms.scaled_product, [("product", 0), ("product", 1)]),
+        (forms.norm_read_twice, [("product", 1), ("memory", 1)]),
+        (forms.chain, [("product", 1), ("product", 2), ("product", 3)]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_site_covers_is_no_work(form: Form, expected: list[tuple[str, int]]) -> None:
+    weights = forms.make_weights(torch.float32)
+    inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
+    report = previewed(lambda x, r: form(weights, x, r), inputs, static=True)
+    assert [(each.kind, each.after) for each in report.work] == expected
+
+
+def test_a_site_that_may_not_be_rewritten_covers_the_same() -> None:
+    """It has an estimate of its product, all-reduce, addition and norm, though no match."""
+    weights = forms.make_weights(torch.float32)
+    inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
+
+    def fn(x: Tensor, r: Tensor) -> Tensor:
+        return forms.rms(r + forms.all_reduce(x @ weights.product), weights.norm.double())
+
+    report = previewed(fn, inputs, static=True)
+    assert [[r.code for r in d.site.rejections] for d in report.decisions] == [["dtype_changes"]]
+    assert report.decisions[0].unfused is not None and report.work == ()
 
 
 def test_an_all_reduce_without_a_norm_is_work() -> None:

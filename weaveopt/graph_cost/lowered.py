@@ -83,8 +83,7 @@ class Lowering:
     def call(self, node: fx.Node) -> None:
         """A library's kernel, which reads and writes memory."""
         copied = kind_of(node.target) == ATTENTION
-        vectors = ("attn_mask", "attn_bias")
-        masks = {argument(node, name) for name in vectors} if copied else set()
+        masks = {argument(node, name) for name in ("attn_mask", "attn_bias")} if copied else set()
         reads: Reads = {}
         for each, value in tensor_inputs(node):
             view = self._views.get(each)
@@ -181,6 +180,7 @@ class Lowering:
         if name.endswith("_like"):
             inputs = []
         if name in GATHERS and inputs:
+            # As many of the table's elements as there are results, at places that no other node reads.
             table, wanted = inputs[0], bytes_of(tensors_of(node)[0])
             inputs[0] = View(table.value, (0, (self._num_values,), ()), min(table.num_bytes, wanted))
         reduced = 1
