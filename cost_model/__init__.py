@@ -17,11 +17,14 @@ from weaveopt.cost_model.alpha_beta import (
     ring,
     two_shot,
 )
+from weaveopt.cost_model.attention import Attention, attention_us
+from weaveopt.cost_model.batched import batched_product_us, grouped_product_us
 from weaveopt.cost_model.between_hosts import hierarchical_cost, hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.collectives import all_reduce_us, collective_us
 from weaveopt.cost_model.contention import contention_probabilities, pull_slowdown, slowed_slices
 from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.cost_model.fused import Way, ways
+from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernels import memory_us, norm_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.overlap import (
@@ -48,6 +51,7 @@ from weaveopt.cost_model.wave_groups import SendingProduct, best_partition, perf
 from weaveopt.cost_model.wave_split import Split, TiledProduct, free_split_points, smart_split, split_points
 
 __all__ = [
+    "Attention",
     "Cost",
     "Demand",
     "Machine",
@@ -61,6 +65,8 @@ __all__ = [
     "all_gather",
     "all_reduce_us",
     "all_to_all_cost",
+    "attention_us",
+    "batched_product_us",
     "best_partition",
     "break_even_tokens",
     "busiest_bytes",
@@ -72,8 +78,10 @@ __all__ = [
     "expert_parallel_us",
     "fetch_us",
     "free_split_points",
+    "grouped_product_us",
     "hierarchical_cost",
     "hierarchical_sent_cost",
+    "host_us",
     "imbalance",
     "load",
     "lowerings",

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rule",
         "pattern",
         "facts",
+        "graph_cost",
         "lowering",
         "norm",
         "pricing",

@@ -20,9 +20,10 @@ import torch.fx as fx
 from weaveopt import cost_model, inductor, registry
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
-from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime
+from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime, Work
 from weaveopt.errors import WeaveError
 from weaveopt.facts import devices_in, groups_in
+from weaveopt.graph_cost import work_of
 from weaveopt.inductor import Compiled
 from weaveopt.pipeline.bind import await_peers, bind
 from weaveopt.pipeline.capture import capture
@@ -31,7 +32,7 @@ from weaveopt.pipeline.plan import plan
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.rewrites import RULES, names
-from weaveopt.rule import CapturedGraph, Context
+from weaveopt.rule import CapturedGraph, Context, Finding
 from weaveopt.runtime import topology
 from weaveopt.runtime.topology import Topology
 from weaveopt.specialize import guard, specialize
@@ -110,6 +111,7 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
     plans: tuple[BufferPlan, ...] = ()
     rounding: tuple[str, ...] = ()
     regime: Regime | None = None
+    work: tuple[Work, ...] = ()
     if failure is None:
         try:
             findings = recognize(captured, RULES, context)
@@ -118,6 +120,8 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
             regime, findings = specialize(captured, findings, RULES, context)
             decisions = decide(findings, RULES, context)
             clock.lap(step)
+            work = _work(captured, findings, context)
+            clock.lap("work")
             step = "plan"
             plans = plan(findings, decisions, RULES)
             clock.lap(step)
@@ -136,7 +140,16 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
         fallbacks=() if failure is None else (failure,),
         steps_us=clock.laps,
         regime=regime if failure is None else None,
+        work=work,
     )
+
+
+def _work(captured: CapturedGraph, findings: Sequence[Finding], context: Context) -> tuple[Work, ...]:
+    """Predicted time outside the sites, for the report alone: no graph fails to compile for want of it."""
+    try:
+        return work_of(captured.graph, findings, context)
+    except Exception:
+        return ()
 
 
 def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[GraphReport], None]) -> Compiled:

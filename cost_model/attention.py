@@ -1,0 +1,101 @@
+"""Time of attention: `softmax(q @ k^T * scale + mask) @ v` as one kernel that never writes the scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weaveopt.cost_model.curve import interpolate_rate
+from weaveopt.cost_model.kernels import traffic_us
+from weaveopt.cost_model.machine import AttentionCosts, Machine
+from weaveopt.cost_model.products import num_waves
+from weaveopt.decision import DTYPE_BYTES
+
+ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
+    ("cuda", "bfloat16"): 0.60,
+    ("cuda", "float16"): 0.60,
+    # The CPU kernel multiplies in float32 blocks whatever the dtype: 80 GFLOP/s a core in both.
+    ("cpu", "bfloat16"): 0.19,
+    ("cpu", "float16"): 0.19,
+    ("cpu", "float32"): 0.80,
+}
+"""Share of the rate of a plain product that attention reaches, by device and dtype; profiles carry no curve of it yet.
+
+CUDA: FlashAttention-class kernels without a mask tensor. CPU: measured on one core, head sizes of 64.
+"""
+OTHER_EFFICIENCY = 0.50
+MASK_FACTOR = 0.65
+"""Of that rate, on CUDA, what is left where the kernel adds a mask tensor (cuDNN with a bias: 260 of 700 TFLOP/s)."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`q[batch, heads, q_len, head_dim]` against `k, v[batch, kv_heads, kv_len, head_dim]`, on one rank."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+    """The kernel itself skips what a causal mask hides; a mask that comes as a tensor hides nothing from it."""
+    mask_bytes: int = 0
+    """Size of the mask tensor; 0 without one."""
+
+    @property
+    def flops(self) -> float:
+        """`4 · batch · heads · q_len · kv_len · head_dim`; with `causal`, of the visible scores only."""
+        visible = self.q_len * self.kv_len
+        if self.causal:
+            # Query i of the last `seen` ones sees `kv_len - seen + i + 1` keys.
+            seen = min(self.q_len, self.kv_len)
+            visible = seen * self.kv_len - seen * (seen - 1) // 2
+        return 4.0 * self.batch * self.heads * visible * self.head_dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Queries, keys and values read once, the result written, and the mask."""
+        rows = 2 * self.heads * self.q_len + 2 * self.kv_heads * self.kv_len
+        return self.batch * rows * self.head_dim * DTYPE_BYTES[self.dtype] + self.mask_bytes
+
+
+REFERENCE_HEAD = 128
+"""Head size of the steps that profiles hold."""
+
+
+def attention_us(machine: Machine, attention: Attention) -> float:
+    """Microseconds of one attention on one rank: a launch, and the larger of its arithmetic and its traffic.
+
+    Where the profile has measured attention, the arithmetic is `waves · steps · step_us`: tiles of queries in waves,
+    each with a loop over tiles of keys, whatever is masked. Else it runs at `ATTENTION_EFFICIENCY` of a product's
+    rate: at full waves, or on machines without waves at `q_len` rows. The traffic runs at the memory's bandwidth
+    (decode: reading keys and values). 0 where it is empty.
+    """
+    if attention.flops <= 0:
+        return 0.0
+    if machine.attention is not None and attention.dtype in ("bfloat16", "float16"):
+        return _measured_us(machine.attention, attention)
+    rate = _product_rate(machine, attention.dtype, attention.q_len)
+    rate *= ATTENTION_EFFICIENCY.get((machine.device, attention.dtype), OTHER_EFFICIENCY)
+    if attention.mask_bytes and machine.device == "cuda":
+        rate *= MASK_FACTOR
+    arithmetic_us = attention.flops / rate * 1e6
+    return machine.memory.floor_us + max(arithmetic_us, traffic_us(machine, attention.num_bytes))
+
+
+def _measured_us(costs: AttentionCosts, attention: Attention) -> float:
+    tiles = attention.batch * attention.heads * -(-attention.q_len // costs.tile_q)
+    step_us = costs.causal_step_us if attention.causal else costs.step_us
+    steps = num_waves(tiles, costs.units) * -(-attention.kv_len // costs.tile_kv)
+    # A single query fills no tile: what is read for it bounds it, through all units together.
+    arithmetic_us = steps * step_us * attention.head_dim / REFERENCE_HEAD if attention.q_len > 1 else 0.0
+    return costs.launch_us + max(arithmetic_us, attention.num_bytes / costs.bytes_per_s * 1e6)
+
+
+def _product_rate(machine: Machine, dtype: str, rows: int) -> float:
+    by_dtype = {costs.dtype: costs for costs in machine.products}
+    costs = by_dtype.get(dtype) or by_dtype.get("bfloat16") or machine.products[0]
+    if costs.tiles:
+        return max(tile.flops_per_s for tile in costs.tiles)
+    return interpolate_rate(costs.rates, rows)

@@ -1,0 +1,88 @@
+"""Attention, and many products in one kernel: known figures, and what must hold for any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from weaveopt import cost_model
+from weaveopt.cost_model import Attention, attention_us
+from weaveopt.cost_model.batched import batched_product_us, grouped_product_us, num_active_experts
+from weaveopt.cost_model.machine import Machine
+from weaveopt.decision import Product
+
+MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
+PREFILL = Attention(1, 8, 8, 2048, 2048, 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "q_len", "kv_len", "measured_us"),
+    [
+        ("bfloat16", 1, 512, 512, 6818),
+        ("bfloat16", 1, 2048, 2048, 105062),
+        ("bfloat16", 1, 1, 256, 157),
+        ("bfloat16", 8, 1, 256, 1254),
+        ("float32", 1, 512, 512, 6414),
+        ("float32", 1, 2048, 2048, 105602),
+        ("float32", 8, 1, 2048, 4286),
+    ],
+)
+def test_cpu_attention_as_measured(dtype: str, batch: int, q_len: int, kv_len: int, measured_us: float) -> None:
+    """Eight heads of 64 elements with a mask, one thread."""
+    attention = Attention(batch, 8, 8, q_len, kv_len, 64, dtype, mask_bytes=2 * batch * q_len * kv_len)
+    assert attention_us(MACHINES["cpu"], attention) == pytest.approx(measured_us, rel=0.15)
+
+
+def test_flops_of_what_a_causal_mask_leaves() -> None:
+    """Query i of n sees i + 1 keys; of the last queries over a longer cache, all that lie before them as well."""
+    visible = {(4, 4): 10, (1, 4): 4, (2, 4): 7, (4, 2): 3}
+    for (q_len, kv_len), scores in visible.items():
+        causal = Attention(1, 1, 1, q_len, kv_len, 1, "float32", causal=True)
+        assert causal.flops == 4.0 * scores
+        assert replace(causal, causal=False).flops == 4.0 * q_len * kv_len
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_attention_on_any_machine(machine: Machine) -> None:
+    assert attention_us(machine, replace(PREFILL, batch=0)) == 0.0
+    times = [attention_us(machine, replace(PREFILL, kv_len=1 << n)) for n in range(4, 16)]
+    assert times[0] > 0.0 and all(a <= b for a, b in pairwise(times)) and times[-1] > 20 * times[0]
+    long = replace(PREFILL, q_len=16384, kv_len=16384)
+    ratio = attention_us(machine, replace(long, causal=True)) / attention_us(machine, long)
+    assert ratio == pytest.approx(0.5, abs=0.01)
+    assert attention_us(machine, replace(long, mask_bytes=2 * 16384**2)) >= attention_us(machine, long)
+
+
+@pytest.mark.parametrize("name", ["h200x4", "h100x8", "a100x4-slingshot"])
+def test_decode_reads_keys_and_values(name: str) -> None:
+    """64 sequences of 2048 positions: grouped heads read an eighth of what repeated ones do."""
+    machine = MACHINES[name]
+    repeated = Attention(64, 16, 16, 1, 2048, 128, "bfloat16")
+    grouped = replace(repeated, kv_heads=2)
+    assert repeated.num_bytes == pytest.approx(2 * 64 * 16 * 2048 * 128 * 2, rel=0.01)
+    assert attention_us(machine, repeated) > repeated.num_bytes / machine.memory.bytes_per_s * 1e6
+    assert attention_us(machine, repeated) == pytest.approx(8 * attention_us(machine, grouped), rel=0.2)
+
+
+def test_experts_that_rows_meet() -> None:
+    assert [num_active_experts(8, rows) for rows in (1, 2, 16, 4096)] == [1, 2, 7, 8]
+    assert num_active_experts(1, 5) == 1 and num_active_experts(128, 8) == 8
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_many_products_in_one_kernel(machine: Machine) -> None:
+    one = Product(2048, 4096, 4096)
+    assert batched_product_us(machine, 1, one, "bfloat16") == cost_model.product_us(machine, one, "bfloat16")
+    assert batched_product_us(machine, 0, one, "bfloat16") == 0.0
+    eight = batched_product_us(machine, 8, one, "bfloat16")
+    assert eight == pytest.approx(8 * cost_model.product_us(machine, one, "bfloat16"), rel=0.2), "waves fill better"
+    # Few rows: what is read is the weights of the experts that they meet.
+    few, more = (grouped_product_us(machine, 64, Product(rows, 4096, 4096), "bfloat16") for rows in (2, 16))
+    assert 5.0 * few < more < 9.0 * few
+    assert grouped_product_us(machine, 64, Product(0, 4096, 4096), "bfloat16") == 0.0
+
+
+def test_only_cpu_kernels_wait_for_the_host() -> None:
+    assert {name for name, machine in MACHINES.items() if cost_model.host_us(machine) > 0.0} == {"cpu"}
