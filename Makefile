@@ -20,6 +20,8 @@ NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 RANKS ?= $(shell $(BIN)/python -c "import os, torch; print(torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4))")
 # Where gpu-bench puts its figures: benchmarks/results/$(MACHINE)/
 MACHINE ?= gpu
+# The profile that the cost model's figures are held against
+PROFILE ?= h200x4
 PYTEST_ARGS ?=
 GENERATE_ARGS ?=
 
@@ -74,6 +76,7 @@ gpu-bench:
 	python3 -m pip install -q --no-build-isolation --no-deps -e .
 	python3 -m benchmarks.all_reduce_rms_norm --device cuda --machine $(MACHINE) --all
 	python3 -m benchmarks.llama_layers --device cuda --machine $(MACHINE)
+	python3 -m benchmarks.prediction --device cuda --machine $(MACHINE) --profile $(PROFILE)
 	python3 -m benchmarks.results_table
 
 $(INSTALLED): requirements.txt

@@ -112,14 +112,13 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
         name = origins.add("copy_engine", (), "64 MiB pulled from a peer; contended: all ranks pull beside products")
         costs = CopyEngine(name, round(latency_us, 3), round(alone, -8), round(min(contended, alone), -8))
         made = replace(made, copy_engine=costs)
-    return replace(made, relative_error=_error(made, found), origins=tuple(sorted(origins.found.items())))
+    return replace(made, relative_error=_error(made), origins=tuple(sorted(origins.found.items())))
 
 
-def _error(machine: Machine, found: Found) -> float:
-    """What decisions rest on: exchanges read between their points, and how calm the measurements were."""
+def _error(machine: Machine) -> float:
+    """What decisions rest on: exchanges, read between the points of their curves."""
     curves = [curve.points for costs in machine.fabric_costs for curve in (*costs.all_reduce, *costs.all_reduce_norm)]
-    samples = [sample.spread for rows in (*found.fused.values(), *found.collectives.values()) for _, sample in rows]
-    return round(min(max(LEAST_ERROR, fit.between_error(curves), median(samples)), 0.25), 3)
+    return round(max(LEAST_ERROR, fit.between_error(curves)), 3)
 
 
 def _memory(found: Found, origins: Origins) -> MemoryCosts:
