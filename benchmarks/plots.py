@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks import accuracy
 from benchmarks.record import Row
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def plot(title: str, rows: Rows, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    if all("ctas" in row.case for row in rows):
+    if accuracy.is_accuracy(rows):
+        figure = _accuracy(title, accuracy.predictions(rows))
+    elif all("ctas" in row.case for row in rows):
         figure = _ctas(title, rows)
     elif all("runs" in row.parameters and "sum" in row.case for row in rows):
         hiddens = {row.case["hidden"] for row in rows}
@@ -50,6 +53,30 @@ def _bars(title: str, rows: Rows) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_title(f"{title}: best baseline / weave")
+    return figure
+
+
+def _accuracy(title: str, rows: Rows) -> Figure:
+    """Predicted against measured, a colour a kind; and how many predictions are off by how much."""
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.4, 5), layout="constrained")
+    figure.suptitle(f"{title}: {len(rows)} cases")
+    for kind in dict.fromkeys(str(row.case[accuracy.KIND]) for row in rows):
+        found = [row for row in rows if row.case[accuracy.KIND] == kind]
+        left.plot([row.weave_us for row in found], [row.predicted_us for row in found], "o", ms=3, label=kind)
+    ends = [min(row.weave_us for row in rows), max(row.weave_us for row in rows)]
+    left.plot(ends, ends, color="black", linewidth=1)
+    _log_log(left, "predicted against measured", "measured us", "predicted us")
+    off = sorted(100 * accuracy.error_of(row) for row in rows)
+    right.plot(off, [100 * (index + 1) / len(off) for index in range(len(off))], color="#3b6ea5")
+    for percent in (5, 10):
+        right.axvline(percent, color="black", linewidth=1, linestyle=":")
+    right.set_xlim(0, min(max(off), 40))
+    right.set_title("share of predictions within an error")
+    right.set_xlabel("error, %")
+    right.set_ylabel("predictions, %")
+    right.grid(alpha=0.3)
     return figure
 
 

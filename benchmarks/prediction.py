@@ -14,12 +14,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from statistics import fmean, quantiles
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_ranks, record
+from benchmarks import accuracy, gpu_ranks, record
 from benchmarks.prediction_cases import Choice, Found, Trial
 from weaveopt import cost_model
 
@@ -27,35 +26,15 @@ SUITE = "prediction"
 LAYERS = ("prefill:1024", "decode:8")
 
 
-def error_of(row: record.Row) -> float:
-    """|predicted / measured - 1|."""
-    assert row.predicted_us is not None
-    return abs(row.predicted_us / row.weave_us - 1)
-
-
-def p90(values: Sequence[float]) -> float:
-    return quantiles(values, n=10)[-1] if len(values) > 1 else values[0]
-
-
-def summary(rows: Sequence[record.Row], choices: Sequence[Choice]) -> str:
+def summary(rows: Sequence[record.Row]) -> str:
     """Errors by kind, and how good the choices are."""
-    by_kind: dict[str, list[float]] = {}
-    for row in rows:
-        by_kind.setdefault(str(row.case["kind"]), []).append(error_of(row))
-    errors = [error_of(row) for row in rows]
     lines = [
-        [kind, str(len(found)), f"{fmean(found):.1%}", f"{p90(found):.1%}", f"{max(found):.1%}"]
-        for kind, found in [*by_kind.items(), ("all", errors)]
+        [each.kind, str(each.cases), f"{each.mean:.1%}", f"{each.p90:.1%}", f"{each.largest:.1%}"]
+        for each in accuracy.errors(rows)
     ]
     text = gpu_ranks.table("predicted against measured", ["kind", "cases", "mean error", "90th", "largest"], lines)
-    if choices:
-        of_best, of_leaving = [choice.of_best for choice in choices], [choice.of_leaving for choice in choices]
-        worst = min(choices, key=lambda choice: choice.of_leaving)
-        text += (
-            f"\n{len(choices)} sites: the choice has {fmean(of_best):.1%} of the best candidate's speed on average, "
-            f"{min(of_best):.1%} at least; of leaving the site alone {min(of_leaving):.2f}x at least ({worst.case})"
-        )
-    return text
+    found = accuracy.choices(rows)
+    return text if found is None else f"{text}\n{accuracy.sentence(found)}"
 
 
 def choice_rows(choices: Sequence[Choice]) -> list[record.Row]:
@@ -63,7 +42,7 @@ def choice_rows(choices: Sequence[Choice]) -> list[record.Row]:
     rows = []
     for choice in choices:
         row = record.row(
-            case={"kind": "choice", **choice.case},
+            case={"kind": accuracy.CHOICE, **choice.case},
             weave_us=choice.us[choice.chosen],
             baselines=choice.us,
             parameters={"chosen": choice.chosen, "of_best": round(choice.of_best, 4),
@@ -105,9 +84,10 @@ def of_layers(whole: record.Row) -> list[record.Row]:
 
 
 def finish(args: argparse.Namespace, rows: list[record.Row], choices: list[Choice]) -> None:
-    print(summary(rows, choices))
+    every = [*rows, *choice_rows(choices)]
+    print(summary(every))
     if not args.quick:
-        print(record.write(SUITE, args.machine, [*rows, *choice_rows(choices)]))
+        print(record.write(SUITE, args.machine, every))
 
 
 def main_cpu(args: argparse.Namespace) -> int:
@@ -147,7 +127,7 @@ def main() -> int:
     def program(place: gpu_ranks.Place) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         found = measure(place.device, args)
-        place.say(summary(found.rows, found.choices))
+        place.say(summary(found.rows))
         rows = [*found.rows, *layers(args, place)]
         if place.rank == 0:
             finish(args, rows, found.choices)

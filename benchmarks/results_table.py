@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import accuracy
 from benchmarks.plots import plot
 from benchmarks.record import Row, Scalar
 
@@ -85,8 +86,21 @@ def shown(name: str, value: Scalar | None) -> str:
     return number(value) if name.endswith("_us") else f"{value:.2f}"
 
 
+def accuracy_table(rows: tuple[Row, ...]) -> str:
+    """Predictions by kind, in Markdown: the rows themselves are in the file."""
+    lines = ["| kind | cases | mean error | 90th percentile | largest |", "|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {each.kind} | {each.cases} | {each.mean:.1%} | {each.p90:.1%} | {each.largest:.1%} |"
+        for each in accuracy.errors(rows)
+    ]
+    found = accuracy.choices(rows)
+    return "\n".join(lines) + ("" if found is None else f"\n\n{accuracy.sentence(found)}")
+
+
 def table(suite: Suite) -> str:
     """A suite in Markdown; one column for each part of the case and each baseline that any row has."""
+    if accuracy.is_accuracy(suite.rows):
+        return accuracy_table(suite.rows)
     keys = list(dict.fromkeys(key for row in suite.rows for key in row.case))
     names = list(dict.fromkeys(name for row in suite.rows for name in row.baselines))
     extras = [name for name in EXTRAS if any(name in row.parameters for row in suite.rows)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import accuracy, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
-from benchmarks import plots, results_table
 from benchmarks.all_reduce_rms_norm_variants import (
     NCCL,
     SYMM_ONE_SHOT,
@@ -20,8 +20,10 @@ from benchmarks.all_reduce_rms_norm_variants import (
 )
 from benchmarks.gpu_ranks import Place
 from benchmarks.peer_library import flashinfer
+from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
 from weaveopt.decision import Algorithm, Form, Lowering
+from weaveopt.measure import suite
 from weaveopt.ops.all_reduce_norm_call import decode
 from weaveopt.ops.all_reduce_norm_reference import reference
 
@@ -111,3 +113,41 @@ def test_pages_and_plots(tmp_path: Path, suite: str) -> None:
     assert ("FlashInfer" in page) == (suite != gpu.CTAS)
     plots.plot(suite, read.rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def predicted(kind: str, us: float, guess: float) -> Row:
+    return record.row(case={"kind": kind, "m": int(us)}, weave_us=us, baselines={"measured": us}, predicted_us=guess)
+
+
+def chosen(of_best: float, of_leaving: float, tokens: int) -> Row:
+    parameters = {"chosen": "bulk", "of_best": of_best, "of_leaving": of_leaving}
+    case = {"kind": accuracy.CHOICE, "ranks": 4, "hidden": 8192, "tokens": tokens}
+    return record.row(case=case, weave_us=10.0, baselines={"leave": 10.0 * of_leaving}, parameters=parameters)
+
+
+def test_errors_are_told_by_kind_and_for_all() -> None:
+    rows = [predicted("product", 100.0, 90.0), predicted("product", 100.0, 130.0), predicted("add_norm", 10.0, 10.0)]
+    rows += [chosen(1.0, 1.5, 64), chosen(0.98, 1.0, 512)]
+    product, norm, everything = accuracy.errors(rows)
+    assert (product.kind, product.cases) == ("product", 2)
+    assert (product.mean, product.largest) == pytest.approx((0.2, 0.3))
+    assert norm.mean == 0 and everything.cases == 3 and everything.mean == pytest.approx(0.4 / 3)
+    found = accuracy.choices(rows)
+    assert found is not None and found.sites == 2 and found.least_of_best == 0.98
+    assert found.mean_of_best == pytest.approx(0.99) and found.worst == "4 x 512 x 8192"
+
+
+def test_accuracy_has_its_own_table_and_plot(tmp_path: Path) -> None:
+    rows = [predicted("product", us, 1.1 * us) for us in (5.0, 50.0, 500.0)] + [chosen(1.0, 1.2, 64)]
+    text = results_table.accuracy_table(tuple(rows))
+    assert "| product | 3 | 10.0% | 10.0% | 10.0% |" in text and "1 sites" in text
+    pytest.importorskip("matplotlib")
+    plots.plot("prediction", rows, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_predictions_are_of_cases_that_no_profile_holds() -> None:
+    for cases, grid, tokens in ((GPU, suite.GPU_GRID, suite.GPU_TOKENS), (CPU, suite.CPU_GRID, suite.SHM_TOKENS)):
+        assert not set(cases.product_sides) & set(grid.n) & set(grid.k)
+        assert len(set(cases.site_tokens) & set(tokens)) <= 1
+    assert not set(GPU.ctas) & set(suite.BULK_CTAS)
