@@ -118,12 +118,14 @@ def _measure(asked: Question, device: torch.device) -> None:
     machine = assemble.machine(name, device, found, world, suite.grid, before)
     if rank == 0:
         text = cost_model.dumps(machine)
-        unfinished = asked.output.with_name(f".{asked.output.name}.{os.getpid()}")
-        unfinished.write_text(text, encoding="utf-8")
-        if importlib.util.find_spec("jsonschema") is not None:
-            cost_model.load(str(unfinished.rename(unfinished.with_suffix(".json"))))
-            unfinished = unfinished.with_suffix(".json")
-        unfinished.replace(asked.output)
+        unfinished = asked.output.with_name(f".{asked.output.name}.{os.getpid()}.json")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            if importlib.util.find_spec("jsonschema") is not None:
+                cost_model.load(str(unfinished))
+            unfinished.replace(asked.output)
+        finally:
+            unfinished.unlink(missing_ok=True)
         sys.stdout.write(f"{asked.output}: {world} ranks measured in {time.monotonic() - started:.0f} s\n")
 
 

@@ -31,8 +31,8 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.kernels import Grid
 from weaveopt.measure.suite import CPU_RATES, GPU_FP32_GRID, Found
 
-LEAST_ERROR = 0.03
-"""No profile claims less of itself: clocks and caches differ from run to run."""
+LEAST_ERROR, MOST_ERROR = 0.03, 0.25
+"""No profile claims less of itself: clocks and caches differ from run to run. Few points tell little of the error."""
 
 
 def host(device: torch.device, world: int) -> str:
@@ -118,7 +118,7 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
 def _error(machine: Machine) -> float:
     """What decisions rest on: exchanges, read between the points of their curves."""
     curves = [curve.points for costs in machine.fabric_costs for curve in (*costs.all_reduce, *costs.all_reduce_norm)]
-    return round(max(LEAST_ERROR, fit.between_error(curves)), 3)
+    return round(min(max(LEAST_ERROR, fit.between_error(curves)), MOST_ERROR), 3)
 
 
 def _memory(found: Found, origins: Origins) -> MemoryCosts:
