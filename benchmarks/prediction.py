@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from benchmarks import accuracy, gpu_ranks, record
-from benchmarks.prediction_cases import Choice, Found, Trial
+from benchmarks import accuracy, gpu_ranks, record, results_table
+from benchmarks.prediction_cases import Trial
+from benchmarks.prediction_model import predict_again
 from weaveopt import cost_model
 
 SUITE = "prediction"
@@ -37,22 +38,7 @@ def summary(rows: Sequence[record.Row]) -> str:
     return text if found is None else f"{text}\n{accuracy.sentence(found)}"
 
 
-def choice_rows(choices: Sequence[Choice]) -> list[record.Row]:
-    """A row a site: the chosen candidate's time beside all the others'."""
-    rows = []
-    for choice in choices:
-        row = record.row(
-            case={"kind": accuracy.CHOICE, **choice.case},
-            weave_us=choice.us[choice.chosen],
-            baselines=choice.us,
-            parameters={"chosen": choice.chosen, "of_best": round(choice.of_best, 4),
-                        "of_leaving": round(choice.of_leaving, 4)},
-        )  # fmt: skip
-        rows.append(row)
-    return rows
-
-
-def measure(device: torch.device, args: argparse.Namespace) -> Found:
+def measure(device: torch.device, args: argparse.Namespace) -> list[record.Row]:
     return Trial(device, cost_model.load(args.profile), args.quick).run()
 
 
@@ -83,19 +69,27 @@ def of_layers(whole: record.Row) -> list[record.Row]:
     return found
 
 
-def finish(args: argparse.Namespace, rows: list[record.Row], choices: list[Choice]) -> None:
-    every = [*rows, *choice_rows(choices)]
-    print(summary(every))
+def finish(args: argparse.Namespace, rows: list[record.Row]) -> None:
+    print(summary(rows))
     if not args.quick:
-        print(record.write(SUITE, args.machine, every))
+        print(record.write(SUITE, args.machine, rows))
+
+
+def again(args: argparse.Namespace) -> int:
+    """The result file's measurements, held against what the model says now. Date, host and commit stay theirs."""
+    path = record.RESULTS / args.machine / f"{SUITE}.json"
+    rows = predict_again(cost_model.load(args.profile), list(results_table.read(path).rows))
+    print(summary(rows))
+    print(record.rewrite(path, rows))
+    return 0
 
 
 def main_cpu(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = measure(torch.device("cpu"), args)
+    rows = measure(torch.device("cpu"), args)
     if dist.get_rank() == 0:
-        finish(args, found.rows, found.choices)
+        finish(args, rows)
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -108,10 +102,13 @@ def main() -> int:
     parser.add_argument("--profile", help="machine profile to hold against the clock (default: MACHINE)")
     parser.add_argument("--machine", help="folder of benchmarks/results that the figures go to (default: the device)")
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), help="whole layers to run on GPUs")
+    parser.add_argument("--again", action="store_true", help="measure nothing: predict the result file's cases anew")
     parser.add_argument("--quick", action="store_true", help="few cases, and nothing is written")
     args = parser.parse_args()
     args.machine = args.machine or args.device
     args.profile = args.profile or args.machine
+    if args.again:
+        return again(args)
     if not dist.is_torchelastic_launched():
         if args.device == "cuda":
             num_ranks = args.ranks or torch.cuda.device_count()
@@ -126,11 +123,11 @@ def main() -> int:
 
     def program(place: gpu_ranks.Place) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
-        found = measure(place.device, args)
-        place.say(summary(found.rows))
-        rows = [*found.rows, *layers(args, place)]
+        rows = measure(place.device, args)
+        place.say(summary(rows))
+        rows += layers(args, place)
         if place.rank == 0:
-            finish(args, rows, found.choices)
+            finish(args, rows)
 
     gpu_ranks.run_and_exit(program)
     return 0

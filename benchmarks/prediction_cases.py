@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import record
+from benchmarks.prediction_model import choice_row, name_of, predicted_us
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.fused import Way, ways
-from weaveopt.decision import Algorithm, Fabric, Form, Lowering, Product, Workload
+from weaveopt.decision import LEAVE, Algorithm, Fabric, Form, Lowering, Product
 from weaveopt.measure import exchanges, kernels
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
 from weaveopt.measure.exchanges import Fused, Ranks
 from weaveopt.measure.kernels import AttentionCase
-
-LEAVE = "leave"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ GPU = Cases(
     ),
     message_bytes=(24 << 10, 200 << 10, 1536 << 10, 6 << 20, 24 << 20, 96 << 20),
     site_tokens=(1, 3, 12, 24, 50, 100, 200, 400, 700, 1000, 1500, 3000, 6000, 12000),
-    site_hiddens=(5120, 8192),
+    site_hiddens=(6144, 8192),
     ctas=(12, 24, 48, 96),
 )  # fmt: skip
 CPU = Cases(
@@ -70,31 +69,6 @@ CPU = Cases(
 )
 
 
-@dataclass
-class Choice:
-    """One site: what the model chose, and what every candidate took."""
-
-    case: dict[str, record.Scalar]
-    chosen: str
-    us: dict[str, float]
-
-    @property
-    def of_best(self) -> float:
-        """The best candidate's time over the chosen one's: 1 where the choice is the best."""
-        return min(self.us.values()) / self.us[self.chosen]
-
-    @property
-    def of_leaving(self) -> float:
-        """Time of leaving the site alone over the chosen one's."""
-        return self.us[LEAVE] / self.us[self.chosen]
-
-
-@dataclass
-class Found:
-    rows: list[record.Row] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-
-
 class Trial:
     """All measurements, in the same order on all ranks."""
 
@@ -103,22 +77,23 @@ class Trial:
         self.is_gpu = device.type == "cuda"
         self.cases = GPU if self.is_gpu else CPU
         self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
-        self.found = Found()
+        self.rows: list[record.Row] = []
         self.world = dist.get_world_size()
         self.worlds = sorted({2, self.world}, reverse=True)
         self.fabric = Fabric.PEER if self.is_gpu else Fabric.SHM
 
-    def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample, predicted_us: float) -> None:
+    def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample) -> None:
+        named: dict[str, record.Scalar] = {"kind": kind, **case}
         row = record.row(
-            case={"kind": kind, **case},
+            case=named,
             weave_us=sample.us,
             baselines={"measured": sample.us},
-            predicted_us=predicted_us,
+            predicted_us=predicted_us(self.machine, named),
             parameters={"spread": round(sample.spread, 4)},
         )
-        self.found.rows.append(row)
+        self.rows.append(row)
 
-    def run(self) -> Found:
+    def run(self) -> list[record.Row]:
         with torch.no_grad():
             self.products()
             self.kernels()
@@ -128,7 +103,7 @@ class Trial:
                     self.collectives(ranks)
                     self.sites(ranks)
                 meet()
-        return self.found
+        return self.rows
 
     def products(self) -> None:
         numbers = Random(7)
@@ -139,30 +114,25 @@ class Trial:
         for _ in range(count):
             m = int(low * (high / low) ** numbers.random())
             n, k = numbers.choice(sides), numbers.choice(sides)
-            predicted = cost_model.product_us(self.machine, Product(m, k, n), "bfloat16")
-            [sample] = slowest([products.sample(self.clock, m, n, k, predicted)])
-            self.add("product", {"m": m, "n": n, "k": k}, sample, predicted)
+            guess_us = cost_model.product_us(self.machine, Product(m, k, n), "bfloat16")
+            [sample] = slowest([products.sample(self.clock, m, n, k, guess_us)])
+            self.add("product", {"m": m, "n": n, "k": k}, sample)
 
     def kernels(self) -> None:
         torch._dynamo.config.recompile_limit = 1024
         for tokens, hidden in self.cases.norms[:2] if self.quick else self.cases.norms:
-            num_bytes, sample = kernels.fused_kernel(self.clock, self.device, kernels.NORM, tokens, hidden, 10.0)
-            predicted = cost_model.norm_us(self.machine, num_bytes, hidden)
+            _, sample = kernels.fused_kernel(self.clock, self.device, kernels.NORM, tokens, hidden, 10.0)
             launch = self.machine.launch
             if not self.is_gpu and launch is not None:
                 # On CPU ranks the call of a compiled function is paid once a graph.
                 sample = Sample(max(sample.us - launch.graph_us, 0.3), sample.spread)
-            self.add("add_norm", {"tokens": tokens, "hidden": hidden}, slowest([sample])[0], predicted)
+            self.add("add_norm", {"tokens": tokens, "hidden": hidden}, slowest([sample])[0])
         for case in self.cases.attention[:2] if self.quick else self.cases.attention:
             sample = slowest([kernels.attention(self.clock, self.device, case, 30.0)])[0]
-            asked = cost_model.Attention(
-                case.batch, case.heads, case.heads, case.queries, case.keys, kernels.HEAD, "bfloat16", case.causal,
-                0 if case.causal else 2 * case.batch * case.queries * case.keys,
-            )  # fmt: skip
             named: dict[str, record.Scalar] = {
                 "batch": case.batch, "heads": case.heads, "q": case.queries, "kv": case.keys, "causal": case.causal,
             }  # fmt: skip
-            self.add("attention", named, sample, cost_model.attention_us(self.machine, asked))
+            self.add("attention", named, sample)
 
     def collectives(self, ranks: Ranks) -> None:
         kinds = exchanges.COLLECTIVES if self.is_gpu else exchanges.COLLECTIVES[:3]
@@ -172,9 +142,8 @@ class Trial:
         for kind in kinds[:1] if self.quick else kinds:
             for size in self.cases.message_bytes:
                 sample = self.clock.together(exchanges.collective(ranks, kind, size), 50.0, ranks.process_group)
-                predicted = cost_model.collective_us(self.machine, kind, size, ranks.world)
                 own = Sample(sample.us - little_us, sample.spread)
-                self.add(kind, {"ranks": ranks.world, "bytes": size}, own, predicted)
+                self.add(kind, {"ranks": ranks.world, "bytes": size}, own)
 
     # Sites: every candidate of one, and leaving it alone.
 
@@ -205,53 +174,23 @@ class Trial:
             self.site(ranks, hidden, tokens, candidates, output, most)
 
     def site(self, ranks: Ranks, hidden: int, tokens: int, every: list[Fused], output: int, most: int) -> None:
-        workload = Workload(tokens, tokens, hidden, "bfloat16", ranks.world, sum_may_shard=True)
         case: dict[str, record.Scalar] = {"ranks": ranks.world, "hidden": hidden, "tokens": tokens}
         us: dict[str, float] = {}
-        unfused = cost_model.estimate_unfused(self.machine, workload)
-        sample = self.clock.together(unfused_site(ranks, hidden, tokens), unfused.us, ranks.process_group)
+        sample = self.clock.together(unfused_site(ranks, hidden, tokens), 50.0, ranks.process_group)
         if not self.is_gpu and self.machine.launch is not None:
             sample = Sample(max(sample.us - self.machine.launch.graph_us, 1.0), sample.spread)
-        self.add(LEAVE, case, sample, unfused.us)
+        self.add(LEAVE, case, sample)
         us[LEAVE] = sample.us
         for fused in every:
-            kernel = fused.lowering
-            estimate = cost_model.estimate_all_reduce_norm(
-                self.machine, workload, self.fabric, kernel.algorithm, True, kernel.form, kernel.num_ctas
+            launch = (
+                exchanges.fused_peer(ranks, fused) if self.is_gpu else exchanges.fused_shm(ranks, fused, output, most)
             )
-            if self.is_gpu:
-                launch = exchanges.fused_peer(ranks, fused)
-                predicted_us = estimate.us
-            else:
-                launch = exchanges.fused_shm(ranks, fused, output, most)
-                # No product wrote into the arena: the op copies.
-                predicted_us = estimate.us
-            sample = self.clock.together(launch, predicted_us, ranks.process_group)
-            name = name_of(kernel)
-            self.add("fused", {**case, "kernel": name}, sample, predicted_us)
-            if kernel.num_ctas not in self.cases.ctas:
+            sample = self.clock.together(launch, 50.0, ranks.process_group)
+            name = name_of(fused.lowering)
+            self.add("fused", {**case, "kernel": name}, sample)
+            if fused.lowering.num_ctas not in self.cases.ctas:
                 us[name] = sample.us
-        chosen = self.chosen(workload)
-        self.found.choices.append(Choice(case, chosen if chosen in us else LEAVE, us))
-
-    def chosen(self, workload: Workload) -> str:
-        """What a graph of this one size runs."""
-        rows = cost_model.lowerings(
-            self.machine, self.fabric, workload.hidden, "bfloat16", workload.world, 1, workload.tokens, workload.tokens
-        )
-        row = next((row for row in rows if workload.tokens <= row.max_tokens), None)
-        if row is None:
-            return LEAVE
-        unfused = cost_model.estimate_unfused(self.machine, workload)
-        fused = cost_model.estimate_all_reduce_norm(
-            self.machine, workload, self.fabric, row.algorithm, True, row.form, row.num_ctas
-        )
-        saving = unfused.us - fused.us
-        return name_of(row) if saving > fused.error_us else LEAVE
-
-
-def name_of(kernel: Lowering) -> str:
-    return " ".join(str(word) for word in (kernel.algorithm.value, kernel.form.value, kernel.num_ctas or "") if word)
+        self.rows.append(choice_row(self.machine, case, us))
 
 
 def unfused_site(ranks: Ranks, hidden: int, tokens: int) -> exchanges.Launch:

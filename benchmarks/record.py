@@ -74,6 +74,14 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
     return path
 
 
+def rewrite(path: Path, rows: list[Row]) -> Path:
+    """Other rows in a result file; where and when they were measured stays what it says."""
+    record = json.loads(path.read_text())
+    record["rows"] = [asdict(entry) for entry in rows]
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
 def _commit() -> str | None:
     """The commit that was measured: what `BENCHMARK_COMMIT` says, else git's, with `+` where the working tree differs.
 

@@ -37,8 +37,10 @@ class Way:
 
     def reaches(self, message_bytes: int) -> bool:
         """Whether anything is known of messages of that size."""
-        last_bytes = None if self.curve is None else self.curve.last_bytes
-        return last_bytes is None or message_bytes <= last_bytes
+        if self.curve is None:
+            return True
+        last_bytes = self.curve.last_bytes
+        return self.curve.first_bytes <= message_bytes and (last_bytes is None or message_bytes <= last_bytes)
 
 
 @cache

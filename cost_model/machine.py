@@ -64,6 +64,12 @@ class Curve:
     """Row length that it was measured at; 0: not told."""
 
     @property
+    def first_bytes(self) -> int:
+        """The smallest message that may be read from it; below its first point the time is that point's."""
+        # Mail on fewer CTAs than fit is measured where it may pay: nothing is known of smaller messages.
+        return self.points[0].bytes if self.form is Form.MAIL and self.ctas else 0
+
+    @property
     def last_bytes(self) -> int | None:
         """The largest message that may be read from it; None: any (it goes on with its last cost per byte)."""
         # Mail stops where its mailboxes were no longer worth their memory: nothing is known beyond.
@@ -299,8 +305,14 @@ class Machine:
         ]
         if hosts != 1:
             used += [("inter_host", self.inter_host.origin)]
-        if self.attention is not None:
-            used += [("attention", self.attention.origin)]
+        blocks = {
+            "attention": self.attention,
+            "contention": self.contention,
+            "copy_engine": self.copy_engine,
+            "launch": self.launch,
+            "wiring": self.wiring,
+        }
+        used += [(name, block.origin) for name, block in blocks.items() if block is not None]
         for costs in self.fabric_costs:
             prefix = f"fabrics.{costs.fabric.value}"
             used.append((f"{prefix}.link", costs.link.origin))

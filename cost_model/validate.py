@@ -50,6 +50,8 @@ def _expected(error: ValidationError) -> str:
             return f"a number > {limit}"
         case "minimum":
             return f"a number >= {limit}"
+        case "maximum":
+            return f"a number <= {limit}"
         case "exclusiveMaximum":
             return f"a number < {limit}"
         case "enum":

@@ -51,7 +51,10 @@ def test_attention_on_any_machine(machine: Machine) -> None:
     assert times[0] > 0.0 and all(a <= b for a, b in pairwise(times)) and times[-1] > 20 * times[0]
     long = replace(PREFILL, q_len=16384, kv_len=16384)
     ratio = attention_us(machine, replace(long, causal=True)) / attention_us(machine, long)
-    assert ratio == pytest.approx(0.5, abs=0.01)
+    if machine.attention is None:
+        assert ratio == pytest.approx(0.5, abs=0.01)
+    else:  # what was measured: the kernel that knows the mask may be another one
+        assert ratio == pytest.approx(machine.attention.causal_step_us / machine.attention.step_us, rel=0.01)
     assert attention_us(machine, replace(long, mask_bytes=2 * 16384**2)) >= attention_us(machine, long)
 
 
@@ -62,7 +65,8 @@ def test_decode_reads_keys_and_values(name: str) -> None:
     repeated = Attention(64, 16, 16, 1, 2048, 128, "bfloat16")
     grouped = replace(repeated, kv_heads=2)
     assert repeated.num_bytes == pytest.approx(2 * 64 * 16 * 2048 * 128 * 2, rel=0.01)
-    assert attention_us(machine, repeated) > repeated.num_bytes / machine.memory.bytes_per_s * 1e6
+    bytes_per_s = machine.memory.bytes_per_s if machine.attention is None else machine.attention.bytes_per_s
+    assert attention_us(machine, repeated) > repeated.num_bytes / bytes_per_s * 1e6
     assert attention_us(machine, repeated) == pytest.approx(8 * attention_us(machine, grouped), rel=0.2)
 
 

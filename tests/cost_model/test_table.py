@@ -22,7 +22,7 @@ Times = dict[int, float]
 
 def curve(algorithm: Algorithm, form: Form, times: Times, ctas: int = 0, world: int = WORLD, hidden: int = 0) -> Curve:
     points = tuple(Point(tokens * hidden_bytes(hidden), us) for tokens, us in times.items())
-    return Curve("kernel", algorithm, world, points, form, ctas, hidden)
+    return Curve("fused", algorithm, world, points, form, ctas, hidden)
 
 
 def hidden_bytes(hidden: int) -> int:

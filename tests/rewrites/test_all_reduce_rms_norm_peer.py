@@ -149,7 +149,7 @@ def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
 
 
 def kernel(algorithm: Algorithm, form: Form, *points: tuple[int, float], ctas: int = 0) -> Curve:
-    return Curve("kernel", algorithm, 4, tuple(Point(*point) for point in points), form, ctas)
+    return Curve("fused", algorithm, 4, tuple(Point(*point) for point in points), form, ctas)
 
 
 ROW = 16384

@@ -1,0 +1,128 @@
+"""What the cost model says of a case of the suite `prediction`, and of the choice at a site: from the case alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.accuracy import CHOICE
+from benchmarks.record import Row, Scalar, row
+from weaveopt import cost_model
+from weaveopt.cost_model import Machine
+from weaveopt.cost_model.fused import ways
+from weaveopt.decision import LEAVE, Algorithm, Fabric, Form, Lowering, Product, Workload
+
+ITEM_BYTES = 2
+HEAD = 128
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Case = Mapping[str, Scalar]
+
+
+def fabric_of(machine: Machine) -> Fabric:
+    return Fabric.PEER if machine.device == "cuda" else Fabric.SHM
+
+
+def workload_of(case: Case) -> Workload:
+    tokens = int(case["tokens"])
+    return Workload(tokens, tokens, int(case["hidden"]), "bfloat16", int(case["ranks"]), sum_may_shard=True)
+
+
+def name_of(kernel: Lowering) -> str:
+    return " ".join(str(word) for word in (kernel.algorithm.value, kernel.form.value, kernel.num_ctas or "") if word)
+
+
+def kernel_of(name: str) -> Lowering:
+    """The kernel that `name_of` named."""
+    algorithm, form, *ctas = name.split()
+    return Lowering(0, Algorithm(algorithm), Form(form), int(ctas[0]) if ctas else 0)
+
+
+def is_candidate(machine: Machine, workload: Workload, kernel: Lowering) -> bool:
+    """Whether the model knows the kernel at that size; one with another number of CTAs is read between those known."""
+    known = ways(machine, fabric_of(machine), workload.hidden, workload.world)
+    same = [way for way in known if (way.algorithm, way.form) == (kernel.algorithm, kernel.form)]
+    exact = [way for way in same if way.num_ctas == kernel.num_ctas]
+    return any(way.reaches(workload.message_bytes) for way in exact or same)
+
+
+def predicted_us(machine: Machine, case: Case) -> float | None:
+    """Microseconds; None for what is not predicted from the case (whole layers) or not known to the model."""
+    kind = str(case["kind"])
+    if kind == "product":
+        return cost_model.product_us(machine, Product(int(case["m"]), int(case["k"]), int(case["n"])), "bfloat16")
+    if kind == "add_norm":
+        tokens, hidden = int(case["tokens"]), int(case["hidden"])
+        return cost_model.norm_us(machine, 4 * tokens * hidden * ITEM_BYTES, hidden)
+    if kind == "attention":
+        return cost_model.attention_us(machine, attention_of(case))
+    if kind in COLLECTIVES:
+        return cost_model.collective_us(machine, kind, float(case["bytes"]), int(case["ranks"]))
+    if kind == LEAVE:
+        return cost_model.estimate_unfused(machine, workload_of(case)).us
+    if kind != "fused":
+        return None
+    workload, kernel = workload_of(case), kernel_of(str(case["kernel"]))
+    if not is_candidate(machine, workload, kernel):
+        return None
+    return cost_model.estimate_all_reduce_norm(
+        machine, workload, fabric_of(machine), kernel.algorithm, True, kernel.form, kernel.num_ctas
+    ).us
+
+
+def attention_of(case: Case) -> cost_model.Attention:
+    batch, heads, queries, keys = (int(case[name]) for name in ("batch", "heads", "q", "kv"))
+    mask_bytes = 0 if case["causal"] else ITEM_BYTES * batch * queries * keys
+    return cost_model.Attention(batch, heads, heads, queries, keys, HEAD, "bfloat16", bool(case["causal"]), mask_bytes)
+
+
+def chosen(machine: Machine, case: Case) -> str:
+    """What a graph of this one size runs at the site."""
+    workload, fabric = workload_of(case), fabric_of(machine)
+    rows = cost_model.lowerings(
+        machine, fabric, workload.hidden, "bfloat16", workload.world, 1, workload.tokens, workload.tokens
+    )
+    kernel = next((kernel for kernel in rows if workload.tokens <= kernel.max_tokens), None)
+    if kernel is None:
+        return LEAVE
+    fused = cost_model.estimate_all_reduce_norm(
+        machine, workload, fabric, kernel.algorithm, True, kernel.form, kernel.num_ctas
+    )
+    saving_us = cost_model.estimate_unfused(machine, workload).us - fused.us
+    return name_of(kernel) if saving_us > fused.error_us else LEAVE
+
+
+def choice_row(machine: Machine, site: Case, us: Mapping[str, float]) -> Row:
+    """The chosen candidate's time beside those of all that the model may choose from; `us` holds them by name."""
+    workload = workload_of(site)
+    able = {
+        name: each for name, each in us.items() if name == LEAVE or is_candidate(machine, workload, kernel_of(name))
+    }
+    choice = chosen(machine, site)
+    taken_us = able[choice]
+    return row(
+        case={**site, "kind": CHOICE},
+        weave_us=taken_us,
+        baselines=able,
+        parameters={
+            "chosen": choice,
+            "of_best": round(min(able.values()) / taken_us, 4),
+            "of_leaving": round(able[LEAVE] / taken_us, 4),
+        },
+    )
+
+
+def predict_again(machine: Machine, rows: list[Row]) -> list[Row]:
+    """The same measurements with what the model says now; cases that it does not know any more are left out."""
+    found = []
+    for each in rows:
+        if each.case["kind"] == CHOICE:
+            found.append(choice_row(machine, each.case, each.baselines))
+            continue
+        guess = predicted_us(machine, each.case)
+        if guess is None and each.case["kind"] == "fused":
+            continue
+        us = each.predicted_us if guess is None else guess
+        found.append(
+            row(case=each.case, weave_us=each.weave_us, baselines=each.baselines, predicted_us=us,
+                parameters=each.parameters)
+        )  # fmt: skip
+    return found
