@@ -181,11 +181,13 @@ class Trial:
             sample = Sample(max(sample.us - self.machine.launch.graph_us, 1.0), sample.spread)
         self.add(LEAVE, case, sample)
         us[LEAVE] = sample.us
+        copy_us = 0.0 if self.is_gpu else exchanges.copy_us(self.clock, ranks, tokens, hidden)
         for fused in every:
             launch = (
                 exchanges.fused_peer(ranks, fused) if self.is_gpu else exchanges.fused_shm(ranks, fused, output, most)
             )
             sample = self.clock.together(launch, 50.0, ranks.process_group)
+            sample = Sample(max(sample.us - copy_us, sample.us / 2), sample.spread)
             name = name_of(fused.lowering)
             self.add("fused", {**case, "kernel": name}, sample)
             if fused.lowering.num_ctas not in self.cases.ctas:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.decision import Algorithm, Fabric, Lowering, RegionNeed
-from weaveopt.measure.clock import Launch
+from weaveopt.measure.clock import Clock, Launch
 from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, region_need
 from weaveopt.runtime import topology
 
@@ -126,6 +126,12 @@ def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
     """The op on `peer`, a chain in which the sum of one call is the residual of the next."""
     call = _call(ranks, fused, Fabric.PEER, 0, 0, 0, True)
     return _chained(ranks, fused, call)
+
+
+def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
+    """What the op on `shm` copies into the arena, where in a model the product writes: no part of the exchange."""
+    source, target = torch.randn(2, tokens, hidden, device=ranks.device).to(DTYPE).unbind()
+    return clock.together(lambda index: target.copy_(source), 10.0, ranks.process_group).us
 
 
 def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, sharded: bool = True) -> Launch:

@@ -46,7 +46,7 @@ GATE_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 GATE_HIDDEN = 7168
 CPU_NORM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 CPU_HIDDEN = 4096
-SHM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+SHM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GPU_ATTENTION = (
     *(AttentionCase(1, 16, n, n) for n in (128, 256, 512, 1024, 2048, 4096)),
     *(AttentionCase(1, heads, 2048, 2048) for heads in (8, 32)),
@@ -274,9 +274,7 @@ class Suite:
         group = ranks.process_group
         for done, count in enumerate(tokens):
             self.tell(f"fused all-reduce of {ranks.world} ranks", done, len(tokens))
-            # The op copies a partial result into the arena, where a product would have written it.
-            source, target = torch.randn(2, count, CPU_HIDDEN).to(exchanges.DTYPE).unbind()
-            copy_us = self.clock.together(lambda index, s=source, t=target: t.copy_(s), 10.0, group).us  # type: ignore[misc]
+            copy_us = exchanges.copy_us(self.clock, ranks, count, CPU_HIDDEN)
             for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
                 fused = Fused(Lowering(0, algorithm, Form.SEGMENT), CPU_HIDDEN, count)
                 launch = exchanges.fused_shm(ranks, fused, output, tokens[-1])
