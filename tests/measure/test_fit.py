@@ -90,3 +90,20 @@ def test_the_error_of_reading_between_points_is_half_of_bridging_one() -> None:
     bent = (*straight[:4], replace(straight[4], us=20.0), *straight[5:])
     assert 0.05 < fit.between_error([bent]) < 0.2
     assert fit.between_error([straight[:2]]) == 0.0
+
+
+def test_times_that_stand_out_of_a_curve_are_measured_again() -> None:
+    straight = [(1 << i, Sample(2.0**i, 0.0)) for i in range(6)]
+    assert fit.suspects(straight) == []
+    # Above the next one; and far above both neighbours, though below the larger.
+    assert fit.suspects([*straight[:2], (4, Sample(9.0, 0.0)), *straight[3:]]) == [2]
+    assert fit.suspects([*straight[:2], (4, Sample(6.0, 0.0)), *straight[3:]]) == [2]
+    asked = []
+
+    def again(index: int) -> Sample:
+        asked.append(index)
+        return straight[index][1]
+
+    assert fit.calmed([*straight[:2], (4, Sample(9.0, 0.0)), *straight[3:]], again) == straight
+    assert asked == [2]
+    assert fit.calmed(straight, again) == straight and asked == [2]

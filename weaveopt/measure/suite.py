@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from weaveopt.cost_model.machine import Crowded
 from weaveopt.decision import Algorithm, Form, Lowering
-from weaveopt.measure import contention, exchanges, kernels
+from weaveopt.measure import contention, exchanges, fit, kernels
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
 from weaveopt.measure.exchanges import COLLECTIVES, Fused, Ranks
 from weaveopt.measure.kernels import AttentionCase, Grid
@@ -219,31 +219,43 @@ class Suite:
 
     def collectives(self, ranks: Ranks) -> None:
         exponents = range(11, 29 if self.is_gpu else 27, 4 if self.quick else 1)
+        little_us = self.found.launch_us if self.is_gpu else self.found.eager_us
         for kind in COLLECTIVES:
             if kind == "all_to_all" and not self.is_gpu:
                 continue  # Gloo has none for tensors of uneven parts
-            rows = self.found.collectives.setdefault((kind, ranks.world), [])
-            few = kind != "all_reduce"
-            for done, exponent in enumerate(exponents):
-                if few and done % 2:
-                    continue
-                self.tell(f"{kind} of {ranks.world} ranks", done, len(exponents))
-                size = 1 << exponent
-                guess_us = 15.0 + size / (2e5 if self.is_gpu else 5e2)
-                launch = exchanges.collective(ranks, kind, size)
+            sizes = [1 << exponent for exponent in (exponents if kind == "all_reduce" else exponents[::2])]
+
+            def take(index: int, kind: str = kind, sizes: Sequence[int] = sizes) -> Sample:
+                guess_us = 15.0 + sizes[index] / (2e5 if self.is_gpu else 5e2)
+                launch = exchanges.collective(ranks, kind, sizes[index])
                 sample = self.clock.together(launch, guess_us, ranks.process_group)
-                little_us = min(self.found.launch_us if self.is_gpu else self.found.eager_us, sample.us / 2)
-                rows.append((size, Sample(sample.us - little_us, sample.spread)))
+                return Sample(sample.us - min(little_us, sample.us / 2), sample.spread)
+
+            rows = self._curve(f"{kind} of {ranks.world} ranks", sizes, take)
+            self.found.collectives[kind, ranks.world] = rows
+
+    def _curve(self, what: str, sizes: Sequence[int], take: Callable[[int], Sample]) -> list[tuple[int, Sample]]:
+        """A time for each size, those that stand out measured again."""
+        rows = []
+        for index, size in enumerate(sizes):
+            self.tell(what, index, len(sizes))
+            rows.append((size, take(index)))
+        return fit.calmed(rows, take)
 
     def fused_peer(self, ranks: Ranks) -> None:
         every = [fused for fused in self._peer_kernels() if exchanges.is_supported(fused, ranks)]
         exchanges.reserve_peer(ranks, [*every, *contention.kernels()])
-        for done, fused in enumerate(every):
-            self.tell(f"fused all-reduce of {ranks.world} ranks", done, len(every))
-            key = (ranks.world, fused.hidden, Lowering(0, *_kernel(fused.lowering)))
-            guess_us = 5.0 + fused.bytes / 2e5
-            sample = self.clock.together(exchanges.fused_peer(ranks, fused), guess_us, ranks.process_group)
-            self.found.fused.setdefault(key, []).append((fused.bytes, sample))
+        curves: dict[tuple[int, Lowering], list[Fused]] = {}
+        for fused in every:
+            curves.setdefault((fused.hidden, Lowering(0, *_kernel(fused.lowering))), []).append(fused)
+        for (hidden, kernel), sizes in curves.items():
+
+            def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
+                guess_us = 5.0 + sizes[index].bytes / 2e5
+                return self.clock.together(exchanges.fused_peer(ranks, sizes[index]), guess_us, ranks.process_group)
+
+            what = f"fused all-reduce of {ranks.world} ranks"
+            self.found.fused[ranks.world, hidden, kernel] = self._curve(what, [each.bytes for each in sizes], take)
         if ranks.world == self.world and not self.quick:
             self.tell("product beside exchange", 0, 1)
             self.found.crowded = contention.crowded(ranks)
@@ -271,20 +283,24 @@ class Suite:
     def fused_shm(self, ranks: Ranks) -> None:
         tokens = SHM_TOKENS[::3] if self.quick else SHM_TOKENS
         output = exchanges.reserve_shm(ranks, CPU_HIDDEN, tokens[-1])
-        group = ranks.process_group
-        for done, count in enumerate(tokens):
-            self.tell(f"fused all-reduce of {ranks.world} ranks", done, len(tokens))
-            copy_us = exchanges.copy_us(self.clock, ranks, count, CPU_HIDDEN)
-            for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
-                fused = Fused(Lowering(0, algorithm, Form.SEGMENT), CPU_HIDDEN, count)
-                launch = exchanges.fused_shm(ranks, fused, output, tokens[-1])
-                sample = self.clock.together(launch, 100.0, group)
-                own = Sample(max(sample.us - copy_us, sample.us / 2), sample.spread)
-                key = (ranks.world, CPU_HIDDEN, fused.lowering)
-                self.found.fused.setdefault(key, []).append((fused.bytes, own))
-            if count == tokens[-1]:
-                whole = exchanges.fused_shm(ranks, fused, output, tokens[-1], sharded=False)
-                self.found.shm_whole_us[ranks.world] = self.clock.together(whole, 100.0, group).us - copy_us
+        copies_us = [exchanges.copy_us(self.clock, ranks, count, CPU_HIDDEN) for count in tokens]
+
+        def timed(fused: Fused, copy_us: float, sharded: bool = True) -> Sample:
+            launch = exchanges.fused_shm(ranks, fused, output, tokens[-1], sharded)
+            sample = self.clock.together(launch, 100.0, ranks.process_group)
+            return Sample(max(sample.us - copy_us, sample.us / 2), sample.spread)
+
+        for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+            kernel = Lowering(0, algorithm, Form.SEGMENT)
+            every = [Fused(kernel, CPU_HIDDEN, count) for count in tokens]
+
+            def take(index: int, every: Sequence[Fused] = every) -> Sample:
+                return timed(every[index], copies_us[index])
+
+            what = f"fused all-reduce of {ranks.world} ranks"
+            self.found.fused[ranks.world, CPU_HIDDEN, kernel] = self._curve(what, [each.bytes for each in every], take)
+        largest = Fused(Lowering(0, Algorithm.TWO_SHOT, Form.SEGMENT), CPU_HIDDEN, tokens[-1])
+        self.found.shm_whole_us[ranks.world] = timed(largest, copies_us[-1], sharded=False).us
 
 
 def _kernel(lowering: Lowering) -> tuple[Algorithm, Form, int]:
