@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from weaveopt.cost_model import document as doc
+from weaveopt.cost_model.consistency import check
 from weaveopt.cost_model.machine import FORMS, FabricCosts, Machine
 from weaveopt.cost_model.records import from_document, to_document
 from weaveopt.cost_model.validate import checked
@@ -38,12 +38,12 @@ def load(name_or_path: str) -> Machine:
     path = Path(text).expanduser()
     if path.suffix != ".json" and os.sep not in text and not path.is_file():
         raise ProfileError(f"machine {text!r}: neither a shipped profile nor a JSON file; {closest(text, names())}")
-    return _machine(_read(path, shipped=False))
+    return _machine(path, shipped=False)
 
 
 @cache
 def _shipped(name: str) -> Machine:
-    return _machine(_read(_PROFILES / f"{name}.json", shipped=True))
+    return _machine(_PROFILES / f"{name}.json", shipped=True)
 
 
 def dumps(machine: Machine) -> str:
@@ -60,18 +60,18 @@ def _filled(numbers: str) -> str:
     return f"[{text}]" if len(lines) < 2 else "[\n" + "\n".join(lines) + "\n]"
 
 
-def _read(path: Path, shipped: bool) -> doc.ProfileDocument:
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ProfileError(f"profile {path}: cannot be read: not UTF-8 text") from None
     except OSError as error:
         raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from None
-    return checked(str(path), text, shipped)
 
 
-def _machine(raw: doc.ProfileDocument) -> Machine:
-    machine = from_document(Machine, raw)
+def _machine(path: Path, shipped: bool) -> Machine:
+    machine = from_document(Machine, checked(str(path), _read(path), shipped))
+    check(str(path), machine)
     return replace(machine, fabric_costs=tuple(map(_with_forms, machine.fabric_costs)))
 
 

@@ -6,7 +6,7 @@ a tuple of (name, value) pairs becomes an object; an enum its value. Fields that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -56,6 +56,21 @@ def _value(value: object, key: str | None = None) -> Json:
 
 def _without(document: dict[str, Json], key: str) -> dict[str, Json]:
     return {name: value for name, value in document.items() if name != key}
+
+
+def walk(record: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Every record within `record`, and itself, with its path in the document."""
+    assert is_dataclass(record)
+    yield path, record
+    for field in fields(record):
+        key, where = field.metadata.get(KEYED), f"{path}.{_name(field)}".removeprefix(".")
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            yield from walk(value, where)
+        elif isinstance(value, tuple):
+            for index, each in enumerate(value):
+                if is_dataclass(each):
+                    yield from walk(each, f"{where}.{_value(getattr(each, key))}" if key else f"{where}[{index}]")
 
 
 def from_document(cls: type[R], document: Mapping[str, object]) -> R:

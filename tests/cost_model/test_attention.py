@@ -32,7 +32,7 @@ PREFILL = Attention(1, 8, 8, 2048, 2048, 64, "bfloat16")
 def test_cpu_attention_as_measured(dtype: str, batch: int, q_len: int, kv_len: int, measured_us: float) -> None:
     """Eight heads of 64 elements with a mask, one thread."""
     attention = Attention(batch, 8, 8, q_len, kv_len, 64, dtype, mask_bytes=2 * batch * q_len * kv_len)
-    assert attention_us(MACHINES["cpu"], attention) == pytest.approx(measured_us, rel=0.15)
+    assert attention_us(MACHINES["cpu"], attention) == pytest.approx(measured_us, rel=0.2)
 
 
 def test_flops_of_what_a_causal_mask_leaves() -> None:
