@@ -84,7 +84,8 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     graphs = [replace(g, sensitivity=sensitivities(g, rewrites.RULES, context)) for g in graphs]
     notes = (f"{sharding} on {request.nodes} host(s); {_batch(request)}", plan.describe())
     fallbacks = tuple(fallback for graph in graphs for fallback in graph.fallbacks)
-    return Report(source.name, request.world, machine.summary(), tuple(graphs), fallbacks, notes)
+    used = machine.summary((request.dtype,), request.nodes)
+    return Report(source.name, request.world, used, tuple(graphs), fallbacks, notes)
 
 
 def request_of(asked: Question, source: Source, machine: Machine) -> Request:
