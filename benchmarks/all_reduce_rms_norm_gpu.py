@@ -36,6 +36,7 @@ from benchmarks.gpu_ranks import Place, table
 from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
 from weaveopt.decision import Fabric, Lowering, Workload
+from weaveopt.measure.suite import BULK_BYTES
 from weaveopt.ops.all_reduce_norm_call import RegionNeed
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
@@ -49,7 +50,6 @@ SHAPE_HIDDENS = (1024, 2048, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16
 SHAPE_TOKENS = (1, 7, 100, 1000, 8192, 65536)
 SHAPE_LIMIT_BYTES = 1 << 31
 """Tensors of 2 GiB and more would be about 64-bit indices, not about communication."""
-LEAST_BULK_BYTES = 1 << 20
 BASELINES = (NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT)
 QUICK_TOKENS = (1, 64, 1024)
 
@@ -132,7 +132,7 @@ class Bench:
             variants = bulk_variants(case, CTA_COUNTS)
         elif suite == MAIN:
             variants = mail_variants(case)
-            if case.bytes >= LEAST_BULK_BYTES:
+            if case.bytes >= BULK_BYTES:
                 variants += bulk_variants(case, MAIN_CTAS)
         variants = [each for each in variants if each.is_supported(case, self.place)]
         if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:

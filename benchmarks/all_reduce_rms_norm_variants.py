@@ -17,6 +17,7 @@ from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.decision import Algorithm, Fabric, Form, Lowering
+from weaveopt.measure import suite
 from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, RegionNeed, SumOut, region_need
 
 Tensor = torch.Tensor
@@ -278,11 +279,11 @@ def measure(
 def mail_variants(case: Case) -> list[Variant]:
     """The mail forms where they may pay: their mailboxes grow with the tokens."""
     found = []
-    if case.bytes <= 2 << 20:
+    if case.bytes <= suite.MAIL_ONE_SHOT_BYTES:
         found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
-    if case.bytes <= 32 << 20:
+    if case.bytes <= suite.MAIL_TWO_SHOT_BYTES:
         found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
-    if 4 << 20 <= case.bytes <= 32 << 20:
+    if suite.MAIL_ALL_SMS_BYTES <= case.bytes <= suite.MAIL_TWO_SHOT_BYTES:
         found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL, MAIL_CTAS)))
     return found
 

@@ -14,7 +14,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.fused import Way, ways
 from weaveopt.decision import LEAVE, Algorithm, Fabric, Form, Lowering, Product
-from weaveopt.measure import exchanges, kernels
+from weaveopt.measure import exchanges, kernels, suite
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
 from weaveopt.measure.exchanges import Fused, Ranks
 from weaveopt.measure.kernels import AttentionCase
@@ -110,7 +110,8 @@ class Trial:
         low, high = self.cases.product_rows
         sides, count = self.cases.product_sides, 6 if self.quick else self.cases.products
         largest = (high, sides[-1], sides[-1])
-        products = kernels.Products(self.device, torch.bfloat16, 200 << 20 if self.is_gpu else 96 << 20, largest)
+        cache_bytes = suite.GPU_CACHE_BYTES if self.is_gpu else suite.CPU_CACHE_BYTES
+        products = kernels.Products(self.device, torch.bfloat16, cache_bytes, largest)
         for _ in range(count):
             m = int(low * (high / low) ** numbers.random())
             n, k = numbers.choice(sides), numbers.choice(sides)
@@ -152,7 +153,7 @@ class Trial:
         found: list[Way] = []
         num_bytes = tokens * hidden * exchanges.DTYPE.itemsize
         for way in ways(self.machine, self.fabric, hidden, ranks.world):
-            if way.reaches(num_bytes) and (way.form is not Form.BULK or num_bytes >= 1 << 20):
+            if way.reaches(num_bytes) and (way.form is not Form.BULK or num_bytes >= suite.BULK_BYTES):
                 found.append(way)
         every = [Lowering(tokens, way.algorithm, way.form, way.num_ctas) for way in found]
         if any(way.form is Form.BULK for way in found):

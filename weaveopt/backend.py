@@ -148,7 +148,7 @@ def _work(captured: CapturedGraph, findings: Sequence[Finding], context: Context
     """Predicted time outside the sites, for the report alone: no graph fails to compile for want of it."""
     try:
         return work_of(captured.graph, findings, context)
-    except Exception:
+    except Exception:  # a graph of a form never seen: what it runs outside its sites is not known
         return ()
 
 

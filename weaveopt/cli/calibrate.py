@@ -84,18 +84,15 @@ def run(asked: Question) -> int:
     else:
         torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    try:
-        _measure(asked, device)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if device.type == "cuda" and sys.exc_info()[0] is None:
-            # An NCCL communicator that captured graphs have used may hang when it is destroyed.
-            dist.barrier()
-            torch.cuda.synchronize()
-            os._exit(0)
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    _measure(asked, device)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if device.type == "cuda":
+        # An NCCL communicator that captured graphs have used may hang when it is destroyed.
+        dist.barrier()
+        torch.cuda.synchronize()
+        os._exit(0)
+    dist.destroy_process_group()
     return 0
 
 

@@ -123,9 +123,9 @@ def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> int:
 
 
 def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
-    """The op on `peer`, a chain in which the sum of one call is the residual of the next."""
+    """The op on `peer`, which sends a partial result from where it is."""
     call = _call(ranks, fused, Fabric.PEER, 0, 0, 0, True)
-    return _chained(ranks, fused, call)
+    return _repeated(ranks, fused, call)
 
 
 def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
@@ -138,7 +138,7 @@ def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, s
     """The op on `shm`; its partial result is copied into the arena by the op."""
     need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
     call = _call(ranks, fused, Fabric.SHM, need.partial_bytes, output_offset, max_tokens, sharded)
-    return _chained(ranks, fused, call)
+    return _repeated(ranks, fused, call)
 
 
 def _call(
@@ -156,7 +156,7 @@ def _call(
     ).encode()  # fmt: skip
 
 
-def _chained(ranks: Ranks, fused: Fused, call: str) -> Launch:
+def _repeated(ranks: Ranks, fused: Fused, call: str) -> Launch:
     # The same on all ranks, as a residual is.
     numbers = torch.Generator(ranks.device).manual_seed(fused.tokens)
     size, device = (fused.tokens, fused.hidden), ranks.device

@@ -79,15 +79,16 @@ class Found:
 class Suite:
     """All measurements of one kind of device, in order. `quick`: a coarse look for tests."""
 
-    def __init__(self, device: torch.device, tell: Tell, quick: bool = False, worlds: tuple[int, ...] = ()) -> None:
+    def __init__(self, device: torch.device, tell: Tell, quick: bool = False) -> None:
         self.device, self.tell, self.quick = device, tell, quick
         self.is_gpu = device.type == "cuda"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.worlds = worlds or self._default_worlds()
         self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
         self.found = Found()
 
-    def _default_worlds(self) -> tuple[int, ...]:
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """Sizes of the groups that measure together."""
         every = range(2, self.world + 1)
         # GPU groups are halves of halves; CPU ranks come in any number.
         return tuple(n for n in every if not self.is_gpu or n == self.world or n & (n - 1) == 0)
@@ -156,9 +157,7 @@ class Suite:
     def _product_guess_us(self, m: int, n: int, k: int) -> float:
         return 3.0 + max(m * n * k / 3e8, (m * n + m * k + n * k) / 1.5e6)
 
-    def _merged(
-        self, corners: list[tuple[int, int, int]], mine: dict[int, Sample]
-    ) -> dict[tuple[int, int, int], Sample]:
+    def _merged(self, corners: list[Corner], mine: dict[int, Sample]) -> dict[Corner, Sample]:
         """Every rank's samples together: where several measured the same, the slowest."""
         none = Sample(0.0, 0.0)
         merged = slowest([mine.get(index, none) for index in range(len(corners))])
