@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from weaveopt import cost_model
+from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
 from weaveopt.decision import Algorithm, Fabric, Product, Workload
 
@@ -18,13 +20,28 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of this host that holds groups of up to 4 ranks."""
+    cpu = cost_model.load("cpu")
+    assert cpu.wiring is not None
+    path = tmp_path_factory.mktemp("base") / "four.json"
+    here = replace(cpu.wiring, processors=len(os.sched_getaffinity(0)))
+    path.write_text(cost_model.dumps(replace(cpu, name="four", wiring=here)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "here.json"
     command = [*LAUNCH, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--device", "cpu", "--output", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(
+        [*command, "--base", str(base)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 ranks measured" in done.stdout and "measuring products bfloat16" in done.stderr
+    assert f"kept from {base}: " in done.stdout and "library.all_reduce of 4" in done.stdout
+    assert "of 2" not in done.stdout.partition("kept")[2]
     return path
 
 
@@ -58,6 +75,47 @@ def test_explain_takes_the_profile(profile: Path, capsys: pytest.CaptureFixture[
         == 0
     )
     assert json.loads(capsys.readouterr().out)["machine"]["name"] == "here"
+
+
+def test_a_base_keeps_the_groups_that_two_ranks_cannot_measure(profile: Path, base: Path) -> None:
+    four, machine = cost_model.load(str(base)), cost_model.load(str(profile))
+    named, before = dict(machine.origins), dict(four.origins)
+    for costs, theirs in zip(machine.fabric_costs, four.fabric_costs, strict=True):
+        fused = costs.fabric is Fabric.SHM
+        curves = costs.all_reduce_norm if fused else costs.all_reduce
+        kept = [curve for curve in (theirs.all_reduce_norm if fused else theirs.all_reduce) if curve.world > 2]
+        assert [curve.world for curve in curves] == sorted(curve.world for curve in curves)
+        assert {curve.world for curve in curves} == {2, 3, 4}
+        assert [curve.points for curve in curves if curve.world > 2] == [curve.points for curve in kept]
+        old, today = before[kept[0].origin], named[curves[0].origin]
+        assert all(named[curve.origin] == old for curve in curves if curve.world > 2)
+        assert today != old and today.kind == "measured" and today.spread is not None
+    assert named[machine.memory.origin] != before[four.memory.origin], "measured anew"
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("nope", "--base nope: machine 'nope': neither a shipped profile nor a JSON file"),
+        ("h200x4", "--base h200x4: a profile of cuda ranks, but this run measures cpu ranks"),
+        ("other.json", "measured with 4096 cores"),
+        ("broken.json", "not JSON"),
+    ],
+)
+def test_bases_that_cannot_be_renewed_here_are_refused(
+    base: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu = cost_model.load("cpu")
+    assert cpu.wiring is not None
+    (tmp_path / "other.json").write_text(cost_model.dumps(replace(cpu, wiring=replace(cpu.wiring, processors=4096))))
+    (tmp_path / "broken.json").write_text("{")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **NO_MULTICAST}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", "--device", "cpu", "--base", base, "--output", "new.json"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_one_process_is_refused(

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weaveopt.errors import OptionError, WeaveError
+from weaveopt.errors import OptionError, ProfileError, WeaveError
 
 if TYPE_CHECKING:
     import torch
 
+    from weaveopt.cost_model import Machine
     from weaveopt.measure.suite import Tell
 
 DEFAULT_OUTPUT = "weaveopt-profile.json"
@@ -35,6 +36,7 @@ class Question:
     name: str | None
     device: str
     quick: bool
+    base: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, default=Path(DEFAULT_OUTPUT), metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
     )
     parser.add_argument("--name", help="the machine's name in reports (default: the file's)")
+    parser.add_argument(
+        "--base",
+        metavar="NAME|FILE",
+        help="a profile to renew: what these ranks cannot measure, such as larger groups, is kept from it",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="a coarse look in seconds; not for decisions")
 
 
 def question(args: argparse.Namespace) -> Question:
     """The arguments, typed. Raises `OptionError` for what cannot be meant."""
-    asked = Question(args.output, args.name, args.device, args.quick)
+    asked = Question(args.output, args.name, args.device, args.quick, args.base)
     if not asked.output.absolute().parent.is_dir():
         raise OptionError(f"--output {asked.output}: no directory {asked.output.absolute().parent}")
     if asked.output.is_dir():
@@ -76,6 +83,7 @@ def run(asked: Question) -> int:
     import torch.distributed as dist
 
     device = _device(asked.device)
+    base = None if asked.base is None else _base(asked.base, device)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -84,7 +92,7 @@ def run(asked: Question) -> int:
     else:
         torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    _measure(asked, device)
+    _measure(asked, device, base)
     sys.stdout.flush()
     sys.stderr.flush()
     if device.type == "cuda":
@@ -96,11 +104,25 @@ def run(asked: Question) -> int:
     return 0
 
 
-def _measure(asked: Question, device: torch.device) -> None:
+def _base(asked: str, device: torch.device) -> Machine:
+    """The profile to renew, before anything is measured."""
+    from weaveopt import cost_model
+    from weaveopt.measure import assemble, base
+
+    try:
+        found = cost_model.load(asked)
+    except ProfileError as error:
+        raise OptionError(f"--base {asked}: {error}") from None
+    base.accept(asked, found, device.type, assemble.wiring(device))
+    return found
+
+
+def _measure(asked: Question, device: torch.device, base: Machine | None) -> None:
     import torch.distributed as dist
 
     from weaveopt import cost_model
     from weaveopt.measure import assemble
+    from weaveopt.measure.base import renew
     from weaveopt.measure.suite import Suite
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -111,8 +133,12 @@ def _measure(asked: Question, device: torch.device) -> None:
         suite = Suite(device, tell, asked.quick)
         found = suite.run()
     name = asked.name or asked.output.stem
-    before = cost_model.load(name) if name in cost_model.names() else None
+    before = base or (cost_model.load(name) if name in cost_model.names() else None)
     machine = assemble.machine(name, device, found, world, suite.grid, before)
+    said = ""
+    if base is not None:
+        renewed = renew(machine, base)
+        machine, said = renewed.machine, f"; kept from {asked.base}: {', '.join(renewed.kept) or 'nothing'}"
     if rank == 0:
         text = cost_model.dumps(machine)
         unfinished = asked.output.with_name(f".{asked.output.name}.{os.getpid()}.json")
@@ -123,7 +149,7 @@ def _measure(asked: Question, device: torch.device) -> None:
             unfinished.replace(asked.output)
         finally:
             unfinished.unlink(missing_ok=True)
-        sys.stdout.write(f"{asked.output}: {world} ranks measured in {time.monotonic() - started:.0f} s\n")
+        sys.stdout.write(f"{asked.output}: {world} ranks measured in {time.monotonic() - started:.0f} s{said}\n")
 
 
 def _device(asked: str) -> torch.device:

@@ -42,7 +42,7 @@ def host(device: torch.device, world: int) -> str:
     return f"{len(os.sched_getaffinity(0))}-core {platform.machine()}"
 
 
-def wiring(device: torch.device, world: int) -> Wiring:
+def wiring(device: torch.device) -> Wiring:
     """What the host is made of, as far as torch tells."""
     if device.type != "cuda":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -97,7 +97,7 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
         inter_host=link,
         fabric_costs=tuple(sorted(_fabrics(found, origins, is_gpu), key=lambda costs: costs.fabric.value)),
         launch=launch,
-        wiring=wiring(device, world),
+        wiring=wiring(device),
     )
     if found.attention:
         name = origins.add(
@@ -112,10 +112,10 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
         name = origins.add("copy_engine", (), "64 MiB pulled from a peer; contended: all ranks pull beside products")
         costs = CopyEngine(name, round(latency_us, 3), round(alone, -8), round(min(contended, alone), -8))
         made = replace(made, copy_engine=costs)
-    return replace(made, relative_error=_error(made), origins=tuple(sorted(origins.found.items())))
+    return replace(made, relative_error=relative_error(made), origins=tuple(sorted(origins.found.items())))
 
 
-def _error(machine: Machine) -> float:
+def relative_error(machine: Machine) -> float:
     """What decisions rest on: exchanges, read between the points of their curves."""
     curves = [curve.points for costs in machine.fabric_costs for curve in (*costs.all_reduce, *costs.all_reduce_norm)]
     return round(min(max(LEAST_ERROR, fit.between_error(curves)), MOST_ERROR), 3)

@@ -1,0 +1,235 @@
+"""A profile renewed by a run of fewer ranks: what it measured is today's, all else is the base's with its origin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weaveopt import cost_model
+from weaveopt.cost_model.machine import Crowded, Curve, FabricCosts, Machine, Origin, Point, Wiring
+from weaveopt.decision import Algorithm, Fabric, Form
+from weaveopt.errors import OptionError
+from weaveopt.measure.assemble import relative_error
+from weaveopt.measure.base import KINDS, accept, renew
+
+BASE = cost_model.load("h200x4")
+TODAY = "2027-02-03"
+
+
+def slower(curve: Curve) -> Curve:
+    return replace(curve, points=tuple(replace(point, us=2 * point.us) for point in curve.points))
+
+
+def of_two(costs: FabricCosts) -> FabricCosts:
+    curves = {
+        kind: tuple(slower(curve) for curve in getattr(costs, kind) if curve.world == 2)
+        for kind in KINDS
+    }  # fmt: skip
+    link = replace(costs.link, latency_us=99.0)
+    return FabricCosts(
+        costs.fabric, link, curves["all_reduce"], curves["all_reduce_norm"], (), curves["all_gather"],
+        curves["reduce_scatter"], curves["all_to_all"],
+    )  # fmt: skip
+
+
+def measured_today(base: Machine = BASE) -> Machine:
+    """What two ranks of the same host would have measured: all of it twice as slow."""
+    origins = tuple(
+        (name, replace(origin, date=TODAY, host="2 x NVIDIA H200") if origin.kind == "measured" else origin)
+        for name, origin in base.origins
+    )
+    assert base.launch and base.wiring and base.contention and base.copy_engine
+    return replace(
+        base,
+        name="today",
+        ranks_per_host=2,
+        relative_error=0.25,
+        origins=origins,
+        memory=replace(base.memory, floor_us=99.0),
+        fabric_costs=tuple(map(of_two, base.fabric_costs)),
+        launch=replace(base.launch, graph_us=99.0),
+        contention=replace(base.contention, rows=(Crowded(8, 1.0, 1.0),)),
+        copy_engine=replace(base.copy_engine, latency_us=99.0),
+        wiring=replace(base.wiring, links=(("gpus", "1 peers reached"),)),
+    )
+
+
+def origin_of(machine: Machine, name: str) -> Origin:
+    return dict(machine.origins)[name]
+
+
+def test_what_was_measured_is_todays_and_the_rest_is_the_bases(tmp_path: Path) -> None:
+    today = measured_today()
+    found = renew(today, BASE)
+    machine = found.machine
+    assert machine.name == "today" and machine.ranks_per_host == 4
+    assert machine.memory == today.memory and machine.launch == today.launch
+    assert machine.products == today.products and machine.attention == today.attention
+    for ours, theirs, merged in zip(today.fabric_costs, BASE.fabric_costs, machine.fabric_costs, strict=True):
+        for kind in KINDS:
+            small = tuple(curve for curve in getattr(merged, kind) if curve.world == 2)
+            large = [curve for curve in getattr(merged, kind) if curve.world == 4]
+            assert small == getattr(ours, kind), kind
+            kept = [curve for curve in getattr(theirs, kind) if curve.world == 4]
+            assert [curve.points for curve in large] == [curve.points for curve in kept], kind
+            assert all(origin_of(machine, curve.origin).date == TODAY for curve in small)
+            assert all(
+                origin_of(machine, curve.origin) == origin_of(BASE, before.origin)
+                for curve, before in zip(large, kept, strict=True)
+            )
+        assert replace(merged.link, origin="") == replace(theirs.link, origin=""), "of the largest group"
+        assert origin_of(machine, merged.link.origin).host == "4 x NVIDIA H200"
+    assert origin_of(machine, machine.memory.origin).host == "2 x NVIDIA H200"
+    # Four ranks crowd each other more than two.
+    assert machine.contention is not None and BASE.contention is not None
+    assert machine.contention.rows == BASE.contention.rows
+    assert origin_of(machine, machine.contention.origin).host == "4 x NVIDIA H200"
+    assert machine.copy_engine is not None and machine.copy_engine.latency_us != 99.0
+    assert machine.wiring is not None and BASE.wiring is not None and machine.wiring.links == BASE.wiring.links
+    assert machine.relative_error == relative_error(machine) != 0.25
+    assert {"contention", "copy_engine", "wiring", "library.all_reduce of 4", "peer.link"} <= set(found.kept)
+    assert "launch" not in found.kept and "library.all_reduce of 2" not in found.kept
+    path = tmp_path / "merged.json"
+    path.write_text(cost_model.dumps(machine))
+    assert cost_model.load(str(path)) == machine, "keeps to the schema, and in a fixed order"
+
+
+def test_no_origin_is_left_that_nothing_names() -> None:
+    machine = renew(measured_today(), BASE).machine
+    text = cost_model.dumps(machine)
+    for name, origin in machine.origins:
+        assert f'"origin": "{name}"' in text, name
+        assert origin.date in (TODAY, "2026-11-20") or origin.kind != "measured"
+    dated = [name for name, _ in machine.origins if "@" in name]
+    assert dated == [f"{name}@2026-11-20" for name in ("contention", "copy_engine", "fused", "host", "nccl")]
+
+
+def test_a_renewed_profile_is_renewed_again() -> None:
+    once = renew(measured_today(), BASE).machine
+    later = measured_today()
+    origins = tuple((name, replace(origin, spread=0.5)) for name, origin in later.origins)
+    twice = renew(replace(later, origins=origins), once).machine
+    kept = {name for name, _ in twice.origins if "@" in name}
+    assert kept == {name for name, _ in once.origins if "@" in name}, "the first run's origins go on, the second's end"
+    assert renew(replace(later, origins=origins), once).machine == twice
+
+
+def test_runs_of_one_day_keep_their_own_origins() -> None:
+    """Groups of 3 and of 4 ranks from two runs of the day that `BASE` tells, and of 2 from today's."""
+    costs, library = BASE.fabric_costs[1], BASE.fabric_costs[0]
+    named = dict(BASE.origins)
+    other = replace(named["fused"], spread=0.5)
+    three = tuple(
+        replace(curve, world=3, origin="fused@2026-11-20") for curve in costs.all_reduce_norm if curve.world == 2
+    )
+    base = replace(
+        BASE,
+        origins=tuple(sorted({**named, "fused@2026-11-20": other}.items())),
+        fabric_costs=(library, replace(costs, all_reduce_norm=(*costs.all_reduce_norm, *three))),
+    )
+    machine = renew(measured_today(), base).machine
+    origins = {curve.world: curve.origin for curve in machine.fabric_costs[1].all_reduce_norm}
+    assert origins == {2: "fused", 3: "fused@2026-11-20", 4: "fused@2026-11-20.2"}
+    assert origin_of(machine, origins[3]) == other and origin_of(machine, origins[4]) == named["fused"]
+
+
+def test_the_same_ranks_keep_nothing_that_was_measured_again() -> None:
+    later = replace(
+        BASE, origins=tuple((name, replace(origin, date=TODAY)) for name, origin in BASE.origins), relative_error=0.25
+    )
+    found = renew(later, BASE)
+    assert found.kept == ()
+    assert found.machine == replace(later, relative_error=relative_error(later))
+
+
+def test_fabrics_dtypes_and_kinds_that_were_not_measured_are_kept() -> None:
+    today = measured_today()
+    library = next(costs for costs in today.fabric_costs if costs.fabric is Fabric.LIBRARY)
+    today = replace(
+        today,
+        products=today.products[:1],
+        attention=None,
+        fabric_costs=(replace(library, all_to_all=()),),
+    )
+    found = renew(today, BASE)
+    assert [costs.dtype for costs in found.machine.products] == ["bfloat16", "float32"]
+    assert found.machine.attention is not None
+    assert {"products.float32", "attention", "peer", "library.all_to_all of 2"} <= set(found.kept)
+    both = found.machine.fabric_costs[0].all_to_all
+    assert [curve.world for curve in both] == [2, 4]
+    assert {origin_of(found.machine, curve.origin).host for curve in both} == {"4 x NVIDIA H200"}
+
+
+def test_kernels_of_one_group_size_are_all_of_one_run() -> None:
+    """A coarse look measures fewer kernels; one of last year's beside them would win or lose by the year."""
+    today = measured_today()
+    costs = today.fabric_costs[1]
+    few = tuple(curve for curve in costs.all_reduce_norm if curve.hidden == 4096 and curve.ctas in (0, 8))
+    merged = renew(replace(today, fabric_costs=(today.fabric_costs[0], replace(costs, all_reduce_norm=few))), BASE)
+    peer = merged.machine.fabric_costs[1]
+    assert tuple(curve for curve in peer.all_reduce_norm if curve.world == 2) == few
+
+
+def test_a_datasheets_numbers_stand_behind_measured_ones() -> None:
+    base = cost_model.load("h200x8")
+    found = renew(measured_today(), base)
+    today = measured_today()
+    assert found.machine.ranks_per_host == 8
+    assert found.machine.contention == today.contention and found.machine.copy_engine == today.copy_engine
+    by_fabric = {costs.fabric: costs for costs in found.machine.fabric_costs}
+    assert by_fabric[Fabric.LIBRARY].link == today.fabric_costs[0].link
+    assert Fabric.MULTIMEM in by_fabric and "multimem" in found.kept
+    named = dict(found.machine.origins)
+    for curve in by_fabric[Fabric.LIBRARY].all_reduce:
+        assert (named[curve.origin].kind == "measured") == (curve.world == 2)
+
+
+def test_forms_of_the_base_go_where_they_would_hide_what_was_measured() -> None:
+    today = measured_today()
+    only_mail = tuple(
+        replace(costs, forms=(Form.MAIL,)) if costs.fabric is Fabric.PEER else costs for costs in BASE.fabric_costs
+    )
+    base = replace(BASE, fabric_costs=only_mail)
+    assert renew(today, base).machine.fabric_costs[1].forms == ()
+    peer = today.fabric_costs[1]
+    mail = tuple(curve for curve in peer.all_reduce_norm if curve.form is Form.MAIL)
+    today = replace(today, fabric_costs=(today.fabric_costs[0], replace(peer, all_reduce_norm=mail)))
+    assert renew(today, base).machine.fabric_costs[1].forms == (Form.MAIL,)
+
+
+def test_the_error_is_of_all_curves() -> None:
+    """Points that bend, in the base's larger groups only, are what the merged profile rests on too."""
+    bent = tuple(Point(1 << place, 10.0 * (1 if place < 4 else 3 ** (place % 2 + 1))) for place in range(8))
+    assert BASE.fabric_costs[0].all_reduce[0].algorithm is Algorithm.LIBRARY
+    curves = tuple(
+        replace(curve, points=tuple(sorted(bent, key=lambda point: (point.us, point.bytes))))
+        for curve in BASE.fabric_costs[1].all_reduce_norm
+    )
+    rising = tuple(
+        replace(curve, points=tuple(Point(1 << index, point.us) for index, point in enumerate(curve.points)))
+        for curve in curves
+    )
+    base = replace(BASE, fabric_costs=(BASE.fabric_costs[0], replace(BASE.fabric_costs[1], all_reduce_norm=rising)))
+    assert renew(measured_today(), base).machine.relative_error > renew(measured_today(), BASE).machine.relative_error
+
+
+def test_bases_of_other_devices_are_refused() -> None:
+    here = BASE.wiring
+    assert here is not None
+    accept("h200x4", BASE, "cuda", here)
+    accept("h200x4", BASE, "cuda", replace(here, memory_bytes=int(1.01 * here.memory_bytes)))
+    accept("h200x8", cost_model.load("h200x8"), "cuda", here)
+    wrong: list[tuple[str, str, Wiring, str]] = [
+        ("h200x4", "cpu", here, "a profile of cuda ranks, but this run measures cpu ranks"),
+        ("cpu", "cuda", here, "a profile of cpu ranks, but this run measures cuda ranks"),
+        ("h200x4", "cuda", replace(here, processors=108), "measured with 132 SMs, found 108 here"),
+        ("a100x4-slingshot", "cuda", here, "measured with 108 SMs, found 132 here"),
+        ("h200x4", "cuda", replace(here, memory_bytes=80 << 30), "GPUs of 140 GiB, found 80 GiB here"),
+        ("cpu", "cpu", replace(here, processors=64), "measured with 2 cores, found 64 here"),
+    ]
+    for name, device, wiring, said in wrong:
+        with pytest.raises(OptionError) as caught:
+            accept(name, cost_model.load(name), device, wiring)
+        assert said in str(caught.value) and f"--base {name}" in str(caught.value) and "\n" not in str(caught.value)

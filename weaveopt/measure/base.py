@@ -1,0 +1,199 @@
+"""A profile renewed by a smaller run: what the run measured replaces the base's, what it could not measure is kept.
+
+Every block and curve keeps the origin of the run that it comes from. The unit of a curve is a kind of exchange at one
+group size: kernels that compete at a site come from one run, or the runs' difference would choose between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar, cast
+
+from weaveopt.cost_model.consistency import check
+from weaveopt.cost_model.machine import (
+    FORMS,
+    MEASURED,
+    AttentionCosts,
+    Contention,
+    CopyEngine,
+    Curve,
+    FabricCosts,
+    Launch,
+    Machine,
+    Origin,
+    Wiring,
+)
+from weaveopt.cost_model.records import walk
+from weaveopt.decision import Fabric
+from weaveopt.errors import OptionError
+from weaveopt.measure.assemble import relative_error
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_norm")
+"""Fields of `FabricCosts` that hold curves."""
+SAME_MEMORY = 0.05
+"""What drivers keep for themselves differs by less; H100 and H200 have as many SMs and not as much memory."""
+R = TypeVar("R")
+B = TypeVar("B", AttentionCosts, Contention, CopyEngine, Launch, Wiring)
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """The merged profile, and what in it is the base's."""
+
+    machine: Machine
+    kept: tuple[str, ...]
+
+
+def accept(asked: str, base: Machine, device: str, here: Wiring) -> None:
+    """Raises `OptionError`, one line, for a base that was not made on such a host."""
+    if base.device != device:
+        raise OptionError(f"--base {asked}: a profile of {base.device} ranks, but this run measures {device} ranks")
+    advice = "only profiles of the same device can be merged; calibrate without --base"
+    processors = _processors(base)
+    if processors is not None and processors != here.processors:
+        # Of CPU ranks, because times beyond the cores rest on how many ranks share one.
+        word = "SMs" if device == "cuda" else "cores"
+        raise OptionError(f"--base {asked}: measured with {processors} {word}, found {here.processors} here: {advice}")
+    if device == "cuda" and base.wiring is not None:
+        there_bytes, here_bytes = base.wiring.memory_bytes, here.memory_bytes
+        if abs(here_bytes / there_bytes - 1) > SAME_MEMORY:
+            there, found = (f"{num_bytes / 2**30:.0f} GiB" for num_bytes in (there_bytes, here_bytes))
+            raise OptionError(f"--base {asked}: measured on GPUs of {there}, found {found} here: {advice}")
+
+
+def _processors(machine: Machine) -> int | None:
+    """SMs or cores, where the profile tells."""
+    if machine.wiring is not None:
+        return machine.wiring.processors
+    # Profiles from datasheets have no wiring, but their products are tiled over the SMs.
+    return next((costs.units for costs in machine.products if costs.tiles), None)
+
+
+def largest_group(machine: Machine) -> int:
+    """Ranks of the largest group that was measured together; 0 where none was."""
+    return max((curve.world for costs in machine.fabric_costs for _, curve in _curves(costs)), default=0)
+
+
+def renew(today: Machine, base: Machine) -> Renewed:
+    """`today`, completed from `base`; the error that it claims is that of all its curves."""
+    base = _with_names_apart(base, dict(today.origins))
+    measured = frozenset(name for name, origin in base.origins if origin.kind == MEASURED)
+    more = largest_group(base) > largest_group(today)
+    kept: list[str] = []
+
+    def block(name: str, ours: B | None, theirs: B | None, keep: bool) -> B | None:
+        if theirs is None or (ours is not None and not (keep and theirs.origin in measured)):
+            return ours
+        kept.append(name)
+        return theirs
+
+    by_fabric = {costs.fabric: costs for costs in today.fabric_costs}
+    fabrics = [
+        _merged(by_fabric[theirs.fabric], theirs, measured, kept)
+        if theirs.fabric in by_fabric
+        else _whole(theirs, kept)
+        for theirs in base.fabric_costs
+    ]
+    fabrics += [ours for ours in today.fabric_costs if ours.fabric not in base.fabrics]
+    dtypes = {costs.dtype for costs in today.products}
+    others = [costs for costs in base.products if costs.dtype not in dtypes]
+    kept += [f"products.{costs.dtype}" for costs in others]
+    sees_less = today.ranks_per_host < base.ranks_per_host
+    merged = replace(
+        today,
+        # GPUs that this run does not see are still there.
+        ranks_per_host=max(today.ranks_per_host, base.ranks_per_host),
+        products=tuple(sorted((*today.products, *others), key=lambda costs: costs.dtype)),
+        fabric_costs=tuple(sorted(fabrics, key=lambda costs: costs.fabric.value)),
+        attention=block("attention", today.attention, base.attention, keep=False),
+        # A two-shot exchange of more ranks moves more bytes a rank, and so crowds a product more; and it is when all
+        # ranks of the host pull that copies contend. Both were measured with the largest group of their run.
+        contention=block("contention", today.contention, base.contention, more),
+        copy_engine=block("copy_engine", today.copy_engine, base.copy_engine, more),
+        launch=block("launch", today.launch, base.launch, keep=False),
+        wiring=block("wiring", today.wiring, base.wiring, sees_less),
+    )
+    known = dict(base.origins) | dict(today.origins)
+    origins = tuple((name, known[name]) for name in sorted(_named(merged)))
+    merged = replace(merged, relative_error=relative_error(merged), origins=origins)
+    check(f"{today.name} (renewed from {base.name})", merged)
+    return Renewed(merged, tuple(kept))
+
+
+def _whole(theirs: FabricCosts, kept: list[str]) -> FabricCosts:
+    kept.append(theirs.fabric.value)
+    return theirs
+
+
+def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], kept: list[str]) -> FabricCosts:
+    """One fabric's curves: the base's of every kind and group size that today's run has none of."""
+    had = {(kind, curve.world) for kind, curve in _curves(ours)}
+    found: dict[str, list[Curve]] = {kind: list(getattr(ours, kind)) for kind in KINDS}
+    for kind, curve in _curves(theirs):
+        if (kind, curve.world) not in had:
+            found[kind].append(curve)
+            name = f"{theirs.fabric.value}.{kind} of {curve.world}"
+            if name not in kept:
+                kept.append(name)
+    curves = {kind: tuple(sorted(each, key=_place)) for kind, each in found.items()}
+    link = ours.link
+    # α and β are of the largest group's ends; on shared memory of the smallest's, which every run has.
+    larger = _most_ranks(theirs) > _most_ranks(ours) and theirs.link.origin in measured
+    if larger and ours.fabric is not Fabric.SHM:
+        kept.append(f"{theirs.fabric.value}.link")
+        link = theirs.link
+    told = theirs.forms or FORMS[theirs.fabric]
+    forms = ours.forms or (theirs.forms if all(each.form in told for each in ours.all_reduce_norm) else ())
+    return FabricCosts(
+        ours.fabric, link, curves["all_reduce"], curves["all_reduce_norm"], forms,
+        curves["all_gather"], curves["reduce_scatter"], curves["all_to_all"],
+    )  # fmt: skip
+
+
+def _curves(costs: FabricCosts) -> Iterable[tuple[str, Curve]]:
+    return ((kind, curve) for kind in KINDS for curve in cast(tuple[Curve, ...], getattr(costs, kind)))
+
+
+def _most_ranks(costs: FabricCosts) -> int:
+    return max((curve.world for _, curve in _curves(costs)), default=0)
+
+
+def _place(curve: Curve) -> tuple[int, int, str, str, int]:
+    """The order in which `assemble` puts curves."""
+    return curve.world, curve.hidden, curve.algorithm.value, curve.form.value, curve.ctas
+
+
+def _with_names_apart(base: Machine, taken: Mapping[str, Origin]) -> Machine:
+    """`base` with other names for those of its origins whose names mean something else today."""
+    known = dict(base.origins)
+    names: dict[str, str] = {}
+    for name, origin in sorted(known.items()):
+        if name in taken and taken[name] != origin:
+            stem = f"{name.partition('@')[0]}@{origin.date or origin.kind}"
+            other, count = stem, 1
+            while (other in taken and taken[other] != origin) or (other in known and known[other] != origin):
+                count += 1
+                other = f"{stem}.{count}"
+            names[name] = other
+            known[other] = origin
+    named = tuple((names.get(name, name), origin) for name, origin in base.origins)
+    return replace(_renamed(base, names), origins=named)
+
+
+def _renamed(record: R, names: Mapping[str, str]) -> R:
+    """`record` with the origins that it and all records within it name replaced."""
+    if isinstance(record, tuple):
+        return cast(R, tuple(_renamed(each, names) for each in record))
+    if not is_dataclass(record) or isinstance(record, (type, Origin)):
+        return record
+    values = {each.name: _renamed(getattr(record, each.name), names) for each in fields(record)}
+    origin = values.get("origin")
+    if isinstance(origin, str):
+        values["origin"] = names.get(origin, origin)
+    return cast(R, replace(record, **values))
+
+
+def _named(machine: Machine) -> set[str]:
+    """The origins that the machine's blocks and curves name."""
+    return {record.origin for _, record in walk(machine) if hasattr(record, "origin")}
