@@ -9,7 +9,11 @@ from statistics import fmean, quantiles
 from benchmarks.record import Row
 
 CHOICE = "choice"
-"""Kind of the rows that hold a site's choice against all of its candidates."""
+"""Kind of the rows that hold a site's choice against its other candidates, and against leaving it alone."""
+SWEPT = "swept"
+"""Parameter of those rows of which only the choice and leaving were measured: how often each of the two was."""
+NEVER_SLOWER = 0.99
+"""Of the speed of leaving a site alone: what a choice must have at least."""
 KIND = "kind"
 ALL = "all"
 
@@ -41,14 +45,32 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Of sites whose candidates were all measured: the choice against the best of them, and against leaving it."""
+class Best:
+    """Of sites whose candidates were all measured: the choice's speed, of the best candidate's."""
 
     sites: int
-    mean_of_best: float
-    least_of_best: float
-    least_of_leaving: float
+    mean: float
+    least: float
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Of all sites: the choice's speed, of that of leaving the site alone."""
+
+    sites: int
+    least: float
     worst: str
+    """Where it is the least."""
+    slower: int
+    """Sites below `NEVER_SLOWER`."""
+    unknown: int
+    """Sites that are not counted, because the model's choice is not the one that was measured."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    best: Best | None
+    leaving: Leaving | None
 
 
 def predictions(rows: Sequence[Row]) -> list[Row]:
@@ -68,20 +90,38 @@ def errors(rows: Sequence[Row]) -> list[Errors]:
     ]
 
 
-def choices(rows: Sequence[Row]) -> Choices | None:
-    """None without any site."""
+def choices(rows: Sequence[Row]) -> Choices:
+    """How good the choices are; None for what no row tells."""
     sites = [row for row in rows if row.case[KIND] == CHOICE]
-    if not sites:
-        return None
-    of_best = [float(row.parameters["of_best"]) for row in sites]
-    worst = min(sites, key=lambda row: float(row.parameters["of_leaving"]))
+    of_best = [float(row.parameters["of_best"]) for row in sites if "of_best" in row.parameters]
+    best = Best(len(of_best), fmean(of_best), min(of_best)) if of_best else None
+    known = [row for row in sites if "of_leaving" in row.parameters]
+    if not known:
+        return Choices(best, None)
+    worst = min(known, key=of_leaving)
     where = " x ".join(str(worst.case[name]) for name in ("ranks", "tokens", "hidden"))
-    return Choices(len(sites), fmean(of_best), min(of_best), float(worst.parameters["of_leaving"]), where)
+    slower = sum(of_leaving(row) < NEVER_SLOWER for row in known)
+    return Choices(best, Leaving(len(known), of_leaving(worst), where, slower, len(sites) - len(known)))
+
+
+def of_leaving(row: Row) -> float:
+    return float(row.parameters["of_leaving"])
 
 
 def sentence(found: Choices) -> str:
-    return (
-        f"{found.sites} sites, all candidates measured: the choice has {found.mean_of_best:.1%} of the best "
-        f"candidate's speed on average and {found.least_of_best:.1%} at least; against leaving the site alone "
-        f"{found.least_of_leaving:.2f}x at least ({found.worst})."
-    )
+    """Both figures; empty without any site."""
+    parts = []
+    best, leaving = found.best, found.leaving
+    if best is not None:
+        parts.append(
+            f"{best.sites} sites, all candidates measured: the choice has {best.mean:.1%} of the best candidate's "
+            f"speed on average and {best.least:.1%} at least."
+        )
+    if leaving is not None:
+        parts.append(
+            f"{leaving.sites} sites against leaving them alone: {leaving.least:.2f}x at least ({leaving.worst}), "
+            f"{leaving.slower} below {NEVER_SLOWER}x."
+        )
+        if leaving.unknown:
+            parts.append(f"{leaving.unknown} more are not counted: the choice there is not the one that was measured.")
+    return " ".join(parts)

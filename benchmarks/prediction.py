@@ -4,7 +4,8 @@
 
 Products, kernels bound by memory, attention, collectives, every kernel of the fused all-reduce + norm at sizes and
 row lengths that no profile holds, sites left alone, and whole layers. A site's candidates are all measured, so the
-choice can be held against the best of them and against leaving the site alone.
+choice can be held against the best of them and against leaving the site alone. At many more sites (`--sites`) only the
+choice and leaving are measured: see `benchmarks/prediction_sweep.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from benchmarks import accuracy, gpu_ranks, record, results_table
 from benchmarks.prediction_cases import Trial
 from benchmarks.prediction_model import predict_again
 from weaveopt import cost_model
+from weaveopt.errors import ProfileError
 
 SUITE = "prediction"
 LAYERS = ("prefill:1024", "decode:8")
+SITES = {"cuda": 260, "cpu": 0}
+QUICK_SITES = 4
+MOST_SITES = 1000
 
 
 def summary(rows: Sequence[record.Row]) -> str:
@@ -34,12 +39,11 @@ def summary(rows: Sequence[record.Row]) -> str:
         for each in accuracy.errors(rows)
     ]
     text = gpu_ranks.table("predicted against measured", ["kind", "cases", "mean error", "90th", "largest"], lines)
-    found = accuracy.choices(rows)
-    return text if found is None else f"{text}\n{accuracy.sentence(found)}"
+    return f"{text}\n{accuracy.sentence(accuracy.choices(rows))}".rstrip()
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> list[record.Row]:
-    return Trial(device, cost_model.load(args.profile), args.quick).run()
+    return Trial(device, cost_model.load(args.profile), args.quick, args.sites).run()
 
 
 def layers(args: argparse.Namespace, place: gpu_ranks.Place) -> list[record.Row]:
@@ -101,12 +105,24 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, help="default: 2 on CPUs, as many as there are GPUs")
     parser.add_argument("--profile", help="machine profile to hold against the clock (default: MACHINE)")
     parser.add_argument("--machine", help="folder of benchmarks/results that the figures go to (default: the device)")
+    parser.add_argument(
+        "--sites", type=int, metavar="N",
+        help="sites of a group at which only leaving and the choice are measured (default: 260, on CPUs none)",
+    )  # fmt: skip
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), help="whole layers to run on GPUs")
     parser.add_argument("--again", action="store_true", help="measure nothing: predict the result file's cases anew")
     parser.add_argument("--quick", action="store_true", help="few cases, and nothing is written")
     args = parser.parse_args()
     args.machine = args.machine or args.device
     args.profile = args.profile or args.machine
+    if args.sites is None:
+        args.sites = QUICK_SITES if args.quick else SITES[args.device]
+    if not 0 <= args.sites <= MOST_SITES:
+        parser.error(f"--sites {args.sites}: expected 0 to {MOST_SITES}")
+    try:
+        cost_model.load(args.profile)
+    except ProfileError as error:
+        parser.error(f"{error}; --profile names another one than --machine")
     if args.again:
         return again(args)
     if not dist.is_torchelastic_launched():

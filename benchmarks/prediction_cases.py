@@ -8,14 +8,14 @@ from random import Random
 import torch
 import torch.distributed as dist
 
-from benchmarks import record
+from benchmarks import prediction_sweep, record
 from benchmarks.prediction_model import choice_row, name_of, predicted_us
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.fused import Way, ways
 from weaveopt.decision import LEAVE, Algorithm, Fabric, Form, Lowering, Product
 from weaveopt.measure import exchanges, kernels, suite
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
+from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, meet, slowest
 from weaveopt.measure.exchanges import Fused, Ranks
 from weaveopt.measure.kernels import AttentionCase
 
@@ -72,8 +72,8 @@ CPU = Cases(
 class Trial:
     """All measurements, in the same order on all ranks."""
 
-    def __init__(self, device: torch.device, machine: Machine, quick: bool) -> None:
-        self.device, self.machine, self.quick = device, machine, quick
+    def __init__(self, device: torch.device, machine: Machine, quick: bool, num_swept: int) -> None:
+        self.device, self.machine, self.quick, self.num_swept = device, machine, quick, num_swept
         self.is_gpu = device.type == "cuda"
         self.cases = GPU if self.is_gpu else CPU
         self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
@@ -81,6 +81,9 @@ class Trial:
         self.world = dist.get_world_size()
         self.worlds = sorted({2, self.world}, reverse=True)
         self.fabric = Fabric.PEER if self.is_gpu else Fabric.SHM
+        self.span = prediction_sweep.GPU if self.is_gpu else prediction_sweep.CPU
+        self.output = self.most = 0
+        """On shared memory: where the output begins, and the most tokens of a site."""
 
     def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample) -> None:
         named: dict[str, record.Scalar] = {"kind": kind, **case}
@@ -99,10 +102,11 @@ class Trial:
             self.kernels()
             for world in self.worlds:
                 ranks = exchanges.subgroup(world, self.device)
-                if ranks.inside:
-                    self.collectives(ranks)
-                    self.sites(ranks)
-                meet()
+                for step in (self.collectives, self.sites, self.sweep):
+                    if ranks.inside:
+                        step(ranks)
+                    # After each one, because ranks outside the group wait here, and no longer than a collective may.
+                    meet()
         return self.rows
 
     def products(self) -> None:
@@ -165,30 +169,64 @@ class Trial:
         cases = [(hidden, tokens) for hidden in self.cases.site_hiddens for tokens in self.cases.site_tokens]
         cases = cases[::6] if self.quick else cases
         every = {case: self.candidates(ranks, *case) for case in cases}
-        output = 0
-        most = max(self.cases.site_tokens)
-        if self.is_gpu:
-            exchanges.reserve_peer(ranks, [fused for each in every.values() for fused in each])
-        else:
-            output = exchanges.reserve_shm(ranks, self.cases.site_hiddens[0], most)
+        self.reserve(ranks, [fused for each in every.values() for fused in each])
         for (hidden, tokens), candidates in every.items():
-            self.site(ranks, hidden, tokens, candidates, output, most)
+            self.site(ranks, hidden, tokens, candidates)
 
-    def site(self, ranks: Ranks, hidden: int, tokens: int, every: list[Fused], output: int, most: int) -> None:
-        case: dict[str, record.Scalar] = {"ranks": ranks.world, "hidden": hidden, "tokens": tokens}
-        us: dict[str, float] = {}
-        sample = self.clock.together(unfused_site(ranks, hidden, tokens), 50.0, ranks.process_group)
+    def swept(self, ranks: Ranks) -> tuple[prediction_sweep.Choice, ...]:
+        return prediction_sweep.plan(self.machine, ranks.world, self.num_swept, self.span)
+
+    def reserve(self, ranks: Ranks, every: list[Fused]) -> None:
+        """Symmetric memory for these and for the sweep, once: ranks meet for it, and graphs hold its addresses."""
+        every = every + [each.fused for each in self.swept(ranks) if each.fused is not None]
+        if self.is_gpu:
+            exchanges.reserve_peer(ranks, every)
+            return
+        self.most = max(fused.tokens for fused in every)
+        self.output = exchanges.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
+
+    def sweep(self, ranks: Ranks) -> None:
+        """Sites at which only leaving and the choice are measured."""
+
+        def leaving(launch: Launch) -> prediction_sweep.Timed:
+            return lambda expected_us: self.leave(ranks, launch, expected_us)
+
+        def exchange(fused: Fused) -> prediction_sweep.Timed:
+            return self.exchange(ranks, fused)
+
+        self.rows += prediction_sweep.measure(self.machine, ranks, self.swept(ranks), leaving, exchange)
+
+    def leave(self, ranks: Ranks, launch: Launch, expected_us: float) -> Sample:
+        """A site left alone; on CPU ranks without the call of a compiled function, which is paid once a graph."""
+        sample = self.clock.together(launch, expected_us, ranks.process_group)
         if not self.is_gpu and self.machine.launch is not None:
             sample = Sample(max(sample.us - self.machine.launch.graph_us, 1.0), sample.spread)
+        return sample
+
+    def exchange(self, ranks: Ranks, fused: Fused, copy_us: float | None = None) -> prediction_sweep.Timed:
+        """A fused kernel, ready for the clock; on CPU ranks without the copy that spares a product, of `copy_us`."""
+        if self.is_gpu:
+            launch = exchanges.fused_peer(ranks, fused)
+            return lambda expected_us: self.clock.together(launch, expected_us, ranks.process_group)
+        launch = exchanges.fused_shm(ranks, fused, self.output, self.most)
+        if copy_us is None:
+            copy_us = exchanges.copy_us(self.clock, ranks, fused.tokens, fused.hidden)
+
+        def timed(expected_us: float) -> Sample:
+            sample = self.clock.together(launch, expected_us, ranks.process_group)
+            return Sample(max(sample.us - copy_us, sample.us / 2), sample.spread)
+
+        return timed
+
+    def site(self, ranks: Ranks, hidden: int, tokens: int, every: list[Fused]) -> None:
+        case: dict[str, record.Scalar] = {"ranks": ranks.world, "hidden": hidden, "tokens": tokens}
+        us: dict[str, float] = {}
+        sample = self.leave(ranks, unfused_site(ranks, hidden, tokens), 50.0)
         self.add(LEAVE, case, sample)
         us[LEAVE] = sample.us
         copy_us = 0.0 if self.is_gpu else exchanges.copy_us(self.clock, ranks, tokens, hidden)
         for fused in every:
-            launch = (
-                exchanges.fused_peer(ranks, fused) if self.is_gpu else exchanges.fused_shm(ranks, fused, output, most)
-            )
-            sample = self.clock.together(launch, 50.0, ranks.process_group)
-            sample = Sample(max(sample.us - copy_us, sample.us / 2), sample.spread)
+            sample = self.exchange(ranks, fused, copy_us)(50.0)
             name = name_of(fused.lowering)
             self.add("fused", {**case, "kernel": name}, sample)
             if fused.lowering.num_ctas not in self.cases.ctas:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.accuracy import CHOICE
+from benchmarks.accuracy import CHOICE, SWEPT
 from benchmarks.record import Row, Scalar, row
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
@@ -112,10 +112,25 @@ def choice_row(machine: Machine, site: Case, us: Mapping[str, float]) -> Row:
     )
 
 
+def swept_row(machine: Machine, site: Case, us: Mapping[str, float], times: int) -> Row:
+    """The chosen candidate beside leaving the site alone, `times` measurements of each; no others were measured.
+
+    Without `of_leaving` where `us` does not hold what the model chooses now.
+    """
+    choice = chosen(machine, site)
+    parameters: dict[str, Scalar] = {"chosen": choice, SWEPT: times}
+    if choice in us:
+        parameters["of_leaving"] = round(us[LEAVE] / us[choice], 4)
+    return row(case={**site, "kind": CHOICE}, weave_us=us.get(choice, us[LEAVE]), baselines=us, parameters=parameters)
+
+
 def predict_again(machine: Machine, rows: list[Row]) -> list[Row]:
     """The same measurements with what the model says now; cases that it does not know any more are left out."""
     found = []
     for each in rows:
+        if SWEPT in each.parameters:
+            found.append(swept_row(machine, each.case, each.baselines, int(each.parameters[SWEPT])))
+            continue
         if each.case["kind"] == CHOICE:
             found.append(choice_row(machine, each.case, each.baselines))
             continue

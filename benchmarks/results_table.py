@@ -93,8 +93,7 @@ def accuracy_table(rows: tuple[Row, ...]) -> str:
         f"| {each.kind} | {each.cases} | {each.mean:.1%} | {each.p90:.1%} | {each.largest:.1%} |"
         for each in accuracy.errors(rows)
     ]
-    found = accuracy.choices(rows)
-    return "\n".join(lines) + ("" if found is None else f"\n\n{accuracy.sentence(found)}")
+    return "\n".join([*lines, "", accuracy.sentence(accuracy.choices(rows))]).rstrip()
 
 
 def table(suite: Suite) -> str:

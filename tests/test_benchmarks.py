@@ -133,8 +133,9 @@ def test_errors_are_told_by_kind_and_for_all() -> None:
     assert (product.mean, product.largest) == pytest.approx((0.2, 0.3))
     assert norm.mean == 0 and everything.cases == 3 and everything.mean == pytest.approx(0.4 / 3)
     found = accuracy.choices(rows)
-    assert found is not None and found.sites == 2 and found.least_of_best == 0.98
-    assert found.mean_of_best == pytest.approx(0.99) and found.worst == "4 x 512 x 8192"
+    assert found.best is not None and found.best.sites == 2 and found.best.least == 0.98
+    assert found.best.mean == pytest.approx(0.99)
+    assert found.leaving is not None and found.leaving.worst == "4 x 512 x 8192" and found.leaving.slower == 0
 
 
 def test_accuracy_has_its_own_table_and_plot(tmp_path: Path) -> None:
