@@ -76,7 +76,7 @@ struct Row {
     int64_t token;
 };
 
-template <typename T, int kMaxW, int kVecs>
+template <typename T, int kMaxW, int kVecs, bool kPlain>
 struct Finisher {
     static constexpr int E = kElements<T>;
     // More would take too many registers.
@@ -106,9 +106,10 @@ struct Finisher {
         __syncwarp();
     }
 
-    // Vectors [from, from + kAtOnce) of all parts of a row, summed: the own part first, then the slots in order. Only
-    // the owner sums a row, so any fixed order is the same for everyone.
-    __device__ __forceinline__ void add(const Row& row, int from, float (&x)[kVecs][E]) const {
+    // Vectors [from, from + kAtOnce) of all parts of a row, summed, what this rank has of it being on its way before
+    // peers' parts have come: the own part first, then the slots in order. Only the owner sums a row, so any fixed
+    // order is the same for everyone.
+    __device__ __forceinline__ void add(const Row& row, int from, float (&x)[kVecs][E]) {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
         const int64_t in_tensor = row.token * row_bytes + lanes.first * 16;
@@ -120,15 +121,18 @@ struct Finisher {
         for (int k = 0; k < kAtOnce; ++k) {
             const int j = from + k;
             part[0][k] = lanes.has(j) ? fabric::load(own + j * kStride) : Vec16{};
-#pragma unroll
-            for (int slot = 1; slot < kMaxW; ++slot)
-                part[slot][k] = lanes.has(j) && slot < call.world
-                                    ? fabric::load(slots + (slot - 1) * slot_bytes + j * kStride)
-                                    : Vec16{};
             residual[k] = lanes.has(j) && adds_residual_first()
                               ? fabric::load(static_cast<const char*>(call.residual) + in_tensor + j * kStride)
                               : Vec16{};
         }
+        if (from == 0) await_unit(row);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+            for (int slot = 1; slot < kMaxW; ++slot)
+                part[slot][k] = lanes.has(from + k) && slot < call.world
+                                    ? fabric::load(slots + (slot - 1) * slot_bytes + (from + k) * kStride)
+                                    : Vec16{};
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
             fabric::widen(part[0][k], x[from + k], static_cast<const T*>(nullptr));
@@ -154,6 +158,7 @@ struct Finisher {
     // would have to wait for the rest.
     __device__ __forceinline__ bool adds_residual_first() const {
         const Call& call = work.call;
+        if (kPlain) return true;
         return call.residual != nullptr && call.reduced_bias.data == nullptr && call.scale == 1.0f &&
                call.scale_value.data == nullptr && call.post.form.kind == NormKind::kNone;
     }
@@ -163,7 +168,6 @@ struct Finisher {
         bool first_round = true;
         for (Row row = row_at(team.index, 0); row.count > 0; row = after(row)) {
             float x[kVecs][E];
-            await_unit(row);
 #pragma unroll
             for (int from = 0; from < kVecs; from += kAtOnce)
                 add(row, from, x);
@@ -185,19 +189,28 @@ struct Finisher {
         const BulkLayout& layout = work.layout;
         char* sums = place + layout.rows_a_unit * layout.out_row_bytes + row.in_unit * layout.row_bytes;
         char* sum_row = static_cast<char*>(call.sum) + row.token * layout.row_bytes;
-        LateWeight<T, kVecs> weight;
+        LateWeight<T, kVecs, kPlain> weight;
         const auto residual = [&](int j) {
             return fabric::load(static_cast<const char*>(call.residual) + row.token * layout.row_bytes +
                                 lanes.at(j) * 16);
         };
         const bool adds_residual = call.residual != nullptr && !adds_residual_first();
-        finish<T>(x, call, lanes, adds_residual, residual, team, weight, [&](int j, const Vec16& sum) {
+        finish<T, kPlain>(x, call, lanes, adds_residual, residual, team, weight, [&](int j, const Vec16& sum) {
             if (call.sum != nullptr) fabric::store(sum_row + lanes.at(j) * 16, sum);
-            if (call.sum_whole) *reinterpret_cast<Vec16*>(sums + lanes.at(j) * 16) = sum;
+            if (!kPlain && call.sum_whole) *reinterpret_cast<Vec16*>(sums + lanes.at(j) * 16) = sum;
         });
-        float scale;
-        const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
-        put(place, row.in_unit, row.token, x, inverse, scale);
+        if constexpr (kPlain) {
+            char* normed = place + row.in_unit * layout.row_bytes;
+#pragma unroll
+            for (int j = 0; j < kVecs; ++j)
+                if (lanes.has(j))
+                    *reinterpret_cast<Vec16*>(normed + lanes.at(j) * 16) =
+                        fabric::filled(fabric::narrow(x[j], static_cast<const T*>(nullptr)));
+        } else {
+            float scale;
+            const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
+            put(place, row.in_unit, row.token, x, inverse, scale);
+        }
     }
 
     __device__ __forceinline__ void put(char* place, int32_t i, int64_t row, float (&x)[kVecs][E], float inverse,
@@ -224,7 +237,7 @@ struct Finisher {
 
 #endif  // WEAVE_BULK_COPY
 
-template <typename T, int kMaxW, int kVecs>
+template <typename T, int kMaxW, int kVecs, bool kPlain>
 __global__ void __launch_bounds__(kThreads, 1)
     bulk(const __grid_constant__ Call call, const __grid_constant__ BulkLayout layout) {
 #ifdef WEAVE_BULK_COPY
@@ -247,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int thread = static_cast<int>(threadIdx.x) - 32 * kWorkers;
         Team team{parts[thread / kTeamThreads], thread / kTeamThreads, thread % kTeamThreads};
         const Lanes lanes{team.thread, kTeamThreads, call.hidden / kElements<T>};
-        Finisher<T, kMaxW, kVecs>{work, lanes, team, packet_bytes<T>(call.out_kind)}.run();
+        Finisher<T, kMaxW, kVecs, kPlain>{work, lanes, team, packet_bytes<T>(call.out_kind)}.run();
     } else if (warp == 3) {
         publish(work);
     } else if (warp == 2) {
@@ -293,9 +306,9 @@ bool fit(BulkLayout& layout, uint32_t unit_bytes, const Call& call, int device) 
     return false;
 }
 
-template <typename T, int kMaxW, int kVecs>
-int enqueue(const Call& call, const Launch& launch) {
-    const auto kernel = bulk<T, kMaxW, kVecs>;
+template <typename T, int kMaxW, int kVecs, bool kPlain>
+int enqueue_as(const Call& call, const Launch& launch) {
+    const auto kernel = bulk<T, kMaxW, kVecs, kPlain>;
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
@@ -304,7 +317,6 @@ int enqueue(const Call& call, const Launch& launch) {
     layout.out_bytes = call.hidden * out_bytes_of(call.out_kind, launch.dtype);
     layout.out_row_bytes = layout.out_bytes + (call.quant == QuantKind::kPerToken ? kScaleBytes : 0);
     layout.sum_at = (static_cast<int64_t>(call.tokens) * layout.out_row_bytes + 255) / 256 * 256;
-    layout.in_place = launch.in_place;
     // CTAs wait for each other through peers: all of them must be resident at once, which is one on each SM.
     const int64_t most = (static_cast<int64_t>(call.share) * layout.row_bytes + kUnitBytes - 1) / kUnitBytes;
     int64_t num_ctas = std::min<int64_t>({num_sms, kMaxCtas, most, call.share});
@@ -316,6 +328,7 @@ int enqueue(const Call& call, const Launch& launch) {
     }
     const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
     layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
+    layout.collects_early = 2 * num_ctas < num_sms;
     const int64_t row_bytes = layout.row_bytes;
     const int64_t staging = (call.world - 1) * call.share * row_bytes;
     const int64_t output = layout.sum_at + (call.sum_whole ? call.tokens * row_bytes : 0);
@@ -338,6 +351,12 @@ int enqueue(const Call& call, const Launch& launch) {
     config.attrs = &attribute;
     config.numAttrs = launch.overlap ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, call, layout);
+}
+
+template <typename T, int kMaxW, int kVecs>
+int enqueue(const Call& call, const Launch& launch) {
+    return is_plain(call) ? enqueue_as<T, kMaxW, kVecs, true>(call, launch)
+                          : enqueue_as<T, kMaxW, kVecs, false>(call, launch);
 }
 
 template <typename T, int kMaxW>

@@ -27,8 +27,8 @@ struct BulkLayout {
     int32_t stages;         // between loader and sender; even
     int32_t places;         // of a team for finished units, used in turn
     int32_t place_bytes;
-    int32_t in_place;    // finished rows stay in the output region
-    int32_t travelling;  // copies of a sender on their way at once
+    int32_t travelling;      // copies of a sender on their way at once
+    int32_t collects_early;  // what has come is collected while partial rows are still being sent
 };
 
 #ifdef WEAVE_BULK_COPY
@@ -120,7 +120,7 @@ struct Work {
     }
 };
 
-// Fills stages: this rank's partial rows, unit by unit, owners in turn; then what peers pushed into the output region.
+// Fills stages: this rank's partial rows, unit by unit, owners in turn; and what peers pushed into the output region.
 struct Loader {
     const Work work;
     Turn turn;
@@ -148,39 +148,65 @@ struct Loader {
         }
     }
 
+    // This rank's partial rows, and what has come from peers: between them, where CTAs are few, so that nothing but the
+    // last units is left to be collected while the link stands still; else behind them, since a copy in between would
+    // hold up those that the link waits for.
     __device__ __forceinline__ void run() {
         const Call& call = work.call;
-        const int64_t row_bytes = work.layout.row_bytes;
-        const char* partial = static_cast<const char*>(call.partial);
-        for (int32_t j = 0; work.first(j) < call.share; ++j) {
-            const int32_t index = work.first(j);
-            for (int32_t step = 1; step < call.world; ++step) {
-                const int32_t owner = work.behind(step);
-                char* to = call.base[owner] + call.regions.staging() +
-                           (static_cast<int64_t>(call.world - 1 - step) * call.share + index) * row_bytes;
-                load(partial + (call.begin[owner] + index) * row_bytes, to, work.unit(owner, index) * row_bytes, owner,
-                     j + 1);
-            }
-        }
-        uint64_t seen[kMaxWorld] = {};
-        for (int32_t j = 0; work.first(j) < call.share; ++j)
+        uint64_t seen[kMaxWorld] = {};  // an owner's word, when it was last looked at
+        int32_t collected[kMaxWorld] = {};
+        bool more = true;
+        for (int32_t j = 0; more; ++j) {
+            const bool sends = work.first(j) < call.share;
+            if (sends) send(j);
+            uint64_t now[kMaxWorld] = {};
 #pragma unroll
             for (int32_t step = 1; step < kMaxWorld; ++step)
-                if (step < call.world) collect(work.behind(step), work.first(j), j, seen[step]);
+                if (sends && work.layout.collects_early && step < call.world)
+                    now[step] = fabric::relaxed_look(rows_word(work.behind(step)));
+            more = sends;
+#pragma unroll
+            for (int32_t step = 1; step < kMaxWorld; ++step) {
+                if (step >= call.world) continue;
+                const int32_t owner = work.behind(step), unit = collected[step];
+                if (unit == static_cast<int32_t>(work.num_units(owner))) continue;
+                more = true;
+                if (sends && now[step] < work.word(unit + 1)) continue;
+                collect(owner, unit, seen[step]);
+                ++collected[step];
+            }
+        }
         take_stage();
         work.shared.jobs[turn.at].bytes = 0;
         fabric::arrive(&work.shared.stage_full[turn.at]);
     }
 
+    // Unit j of every peer's share.
+    __device__ __forceinline__ void send(int32_t j) {
+        const Call& call = work.call;
+        const int64_t row_bytes = work.layout.row_bytes;
+        const char* partial = static_cast<const char*>(call.partial);
+        const int32_t index = work.first(j);
+        for (int32_t step = 1; step < call.world; ++step) {
+            const int32_t owner = work.behind(step);
+            char* to = call.base[owner] + call.regions.staging() +
+                       (static_cast<int64_t>(call.world - 1 - step) * call.share + index) * row_bytes;
+            load(partial + (call.begin[owner] + index) * row_bytes, to, work.unit(owner, index) * row_bytes, owner,
+                 j + 1);
+        }
+    }
+
+    __device__ __forceinline__ const uint64_t* rows_word(int32_t owner) const {
+        return &work.header(work.call.rank)->rows[owner][blockIdx.x];
+    }
+
     // Unit j of `owner`, once it is there; `seen` is the owner's word when it was last looked at.
-    __device__ __forceinline__ void collect(int32_t owner, int32_t index, int32_t j, uint64_t& seen) {
+    __device__ __forceinline__ void collect(int32_t owner, int32_t j, uint64_t& seen) {
         const Call& call = work.call;
         const BulkLayout& layout = work.layout;
-        const int32_t rows = work.unit(owner, index);
-        if (rows == 0) return;
+        const int32_t index = work.first(j), rows = work.unit(owner, index);
         if (seen < work.word(j + 1)) {
-            seen = fabric::wait(&work.header(call.rank)->rows[owner][blockIdx.x], work.word(j + 1), work.watch, owner,
-                                fabric::Slot::kRows);
+            seen = fabric::wait(rows_word(owner), work.word(j + 1), work.watch, owner, fabric::Slot::kRows);
             fabric::order_accesses_before_copies();
         }
         const int64_t token = call.begin[owner] + index;
@@ -192,12 +218,12 @@ struct Loader {
                 const char* from = output + (token + i) * layout.out_row_bytes;
                 static_cast<float*>(call.row_scale)[token + i] =
                     *reinterpret_cast<const volatile float*>(from + layout.out_bytes);
-                if (!layout.in_place) load(from, normed + i * layout.out_bytes, layout.out_bytes, -1, 0);
+                load(from, normed + i * layout.out_bytes, layout.out_bytes, -1, 0);
             }
-        } else if (call.normed != nullptr && !layout.in_place) {
+        } else if (call.normed != nullptr) {
             load(output + token * layout.out_bytes, normed, rows * layout.out_bytes, -1, 0);
         }
-        if (call.sum_whole && !layout.in_place) {
+        if (call.sum_whole) {
             load(output + layout.sum_at + token * layout.row_bytes,
                  static_cast<char*>(call.sum) + token * layout.row_bytes, rows * layout.row_bytes, -1, 0);
         }
@@ -305,10 +331,7 @@ struct RowSender {
         }
         char* normed = static_cast<char*>(call.normed) + first * layout.out_bytes;
         if (call.normed != nullptr) {
-            if (layout.in_place) {
-                fabric::copy_out(work.output(call.rank) + first * layout.out_row_bytes, place,
-                                 count * layout.out_row_bytes);
-            } else if (layout.out_row_bytes == layout.out_bytes) {
+            if (layout.out_row_bytes == layout.out_bytes) {
                 fabric::copy_out(normed, place, count * layout.out_bytes);
             } else {
                 for (int32_t i = 0; i < count; ++i)

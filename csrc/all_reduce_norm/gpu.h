@@ -88,7 +88,6 @@ struct Launch {
     int32_t num_ctas;
     int32_t cluster;  // CTAs that share a row (mail forms)
     bool overlap;     // programmatic dependent launch
-    bool in_place;    // kBulk: finished rows stay in the output region, for a caller that reads them there
     void* stream;
 };
 
