@@ -233,3 +233,37 @@ def test_a_failing_step_falls_back_or_raises(strict: bool) -> None:
     for outcome, text in run_ranks(_failing_step, 2, strict, timeout_s=300):
         assert outcome == ("raised" if strict else "fell back")
         assert "plan" in text and "planted" in text
+
+
+def _failing_work(rank: int, strict: bool) -> str:
+    """An estimate of the work outside the sites that breaks: the graph is rewritten all the same, and both are told."""
+    import weaveopt
+    from weaveopt import backend
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    backend.work_of = broken  # type: ignore[assignment]
+    weights = forms.make_weights(torch.float32)
+    x = torch.randn(2, 3, forms.INNER, generator=torch.Generator().manual_seed(rank))
+    residual = torch.ones(2, 3, forms.HIDDEN)
+    options = {"force": ["all_reduce_rms_norm"], "strict": strict}
+    compiled = torch.compile(lambda x, r: forms.pre_norm(weights, x, r), backend="weave", options=options)  # type: ignore[call-overload]
+    with torch.no_grad():
+        try:
+            got = compiled(x, residual)
+        except weaveopt.WeaveError as error:
+            return str(error)
+        for a, b in zip(got, forms.pre_norm(weights, x, residual), strict=True):
+            assert_close(a, b, LIBRARY)
+    report = weaveopt.report()
+    (graph,) = report.graphs
+    assert graph.num_rewritten == 1 and report.fallbacks == () and graph.work == ()
+    (line,) = (line for line in str(report).splitlines() if "could not be estimated" in line)
+    return line
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_work_that_cannot_be_estimated_is_told_or_raises(strict: bool) -> None:
+    for text in run_ranks(_failing_work, 2, strict, timeout_s=300):
+        assert "the work outside the sites of graph" in text and "ZeroDivisionError: planted" in text

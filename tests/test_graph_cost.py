@@ -19,7 +19,7 @@ from weaveopt.cli.layers import every_layer
 from weaveopt.cli.model_source import Request, Source
 from weaveopt.cli.preview import capture
 from weaveopt.config import Config
-from weaveopt.decision import GraphReport, Work
+from weaveopt.decision import GraphReport, Work, WorkFailure
 from weaveopt.graph_cost.fused import fuse, traffic_bytes
 from weaveopt.graph_cost.lowered import Lowering
 from weaveopt.pipeline.recognize import recognize
@@ -205,15 +205,19 @@ def test_symbolic_sizes_count_as_their_hints() -> None:
     assert times[0] == times[1]
 
 
-def test_a_failure_leaves_the_report_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("told", "message"), [("a graph of a form\nnever seen", "a graph of a form"), ("\n", "")], ids=["lines", "nothing"]
+)
+def test_a_failure_leaves_the_report_without_work(monkeypatch: pytest.MonkeyPatch, told: str, message: str) -> None:
     def fail(*_: object) -> tuple[Work, ...]:
-        raise ValueError("a graph of a form never seen")
+        raise ValueError(told)
 
     monkeypatch.setattr(backend, "work_of", fail)
     weights = forms.make_weights(torch.float32)
     inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
     report = previewed(lambda x, r: forms.pre_norm(weights, x, r), inputs)
     assert report.work == () and report.fallbacks == () and report.num_rewritten == 1
+    assert report.work_failure == WorkFailure("ValueError", message)
 
 
 def test_eighty_layers_in_half_a_second() -> None:

@@ -20,7 +20,7 @@ import torch.fx as fx
 from weaveopt import cost_model, inductor, registry
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
-from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime, Work
+from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime, Work, WorkFailure
 from weaveopt.errors import WeaveError
 from weaveopt.facts import devices_in, groups_in
 from weaveopt.graph_cost import work_of
@@ -89,6 +89,8 @@ def optimize(
     if report.fallbacks and config.strict:
         failed = report.fallbacks[0]
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
+    if report.work_failure is not None and config.strict:
+        raise WeaveError(f"the work outside the sites of {report.name} could not be estimated: {report.work_failure}")
     if report.num_rewritten:
         module.graph = captured.graph
     return captured, context, report
@@ -111,7 +113,7 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
     plans: tuple[BufferPlan, ...] = ()
     rounding: tuple[str, ...] = ()
     regime: Regime | None = None
-    work: tuple[Work, ...] = ()
+    work: tuple[Work, ...] | WorkFailure = ()
     if failure is None:
         try:
             findings = recognize(captured, RULES, context)
@@ -140,16 +142,17 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
         fallbacks=() if failure is None else (failure,),
         steps_us=clock.laps,
         regime=regime if failure is None else None,
-        work=work,
+        work=() if isinstance(work, WorkFailure) else work,
+        work_failure=work if isinstance(work, WorkFailure) else None,
     )
 
 
-def _work(captured: CapturedGraph, findings: Sequence[Finding], context: Context) -> tuple[Work, ...]:
-    """Predicted time outside the sites, for the report alone: no graph fails to compile for want of it."""
+def _work(captured: CapturedGraph, findings: Sequence[Finding], context: Context) -> tuple[Work, ...] | WorkFailure:
+    """Predicted time outside the sites, for the report alone: no graph stays unrewritten for want of it."""
     try:
         return work_of(captured.graph, findings, context)
-    except Exception:  # a graph of a form never seen: what it runs outside its sites is not known
-        return ()
+    except Exception as error:  # a graph of a form never seen: what it runs outside its sites is not known
+        return WorkFailure(type(error).__name__, _message(error))
 
 
 def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[GraphReport], None]) -> Compiled:
@@ -227,7 +230,11 @@ def _machine_for(config: Config, topologies: Mapping[str, Topology]) -> Machine:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return f"{type(error).__name__}: {_message(error) or 'no message'}"
+
+
+def _message(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _raiser(error: WeaveError) -> Compiled:

@@ -291,6 +291,19 @@ class Work:
 
 
 @dataclass(frozen=True)
+class WorkFailure:
+    """Why the work outside the sites of a graph has no predicted time. What the graph runs does not rest on it."""
+
+    exception: str
+    """Name of the exception's class."""
+    message: str
+    """The first line of what it says; empty where it says nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.exception}: {self.message or 'no message'}"
+
+
+@dataclass(frozen=True)
 class Stretch:
     """Token counts from `tokens` on, up to the next stretch, at which the same choice wins."""
 
@@ -340,6 +353,8 @@ class GraphReport:
     """Time that each step of weaveopt took in this compile."""
     work: tuple[Work, ...] = ()
     """What the graph runs outside its sites, in its order."""
+    work_failure: WorkFailure | None = None
+    """Set where `work` is empty because estimating it failed."""
     sensitivity: tuple[Sensitivity, ...] = ()
     """Of the sites whose choice rests on their own price; only `weaveopt explain` asks for it."""
     regime: Regime | None = None
@@ -352,11 +367,6 @@ class GraphReport:
     @property
     def unfused_us(self) -> float:
         return sum(d.unfused.us * d.site.count for d in self.decisions if d.unfused is not None)
-
-    def whole_us(self, rewritten: bool) -> float:
-        """The whole graph, with what it runs outside its sites: as it was captured, or rewritten."""
-        sites = self.predicted_us if rewritten else self.unfused_us
-        return sites + sum(work.us * work.count for work in self.work)
 
     @property
     def predicted_us(self) -> float:

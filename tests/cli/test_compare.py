@@ -11,7 +11,7 @@ import pytest
 
 from weaveopt.cli import compare, report_json
 from weaveopt.cli.main import main
-from weaveopt.decision import Report
+from weaveopt.decision import Report, WorkFailure
 
 
 def _written(report: Report, path: Path) -> Path:
@@ -56,6 +56,14 @@ def test_what_is_decided_otherwise_is_marked_with_both_predictions(whole: Report
     assert any(line.startswith("A whole model: 8,751.0 -> 4,103.0 us, 2.13 times as fast") for line in lines)
     assert any(line.startswith("B whole model: 7,979.5 -> 5,655.5 us, 1.41 times as fast") for line in lines)
     assert "B/A, whole model: before 0.91, after 1.38" in lines
+
+
+def test_a_failed_estimate_of_the_work_outside_the_sites_is_told(whole: Report, tmp_path: Path) -> None:
+    failed = replace(whole.graphs[0], work=(), work_failure=WorkFailure("KeyError", "'val'"))
+    right = _written(replace(whole, graphs=(failed,)), tmp_path / "b.json")
+    lines = _squeezed(_written(whole, tmp_path / "a.json"), right)
+    at = lines.index("whole model: not predicted in B")
+    assert lines[at + 1] == "B: the work outside the sites of graph_0 could not be estimated: KeyError: 'val'"
 
 
 def test_sites_and_graphs_of_one_side_only(report: Report, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from weaveopt.decision import (
     Slot,
     Stretch,
     Term,
+    WorkFailure,
     Workload,
 )
 from weaveopt.errors import WeaveError
@@ -31,7 +32,7 @@ FIELDS = {
     "machine": {"name", "measured"},
     "graph": {
         *("phase", "tokens", "sites", "arena", "unfused_us", "predicted_us"),
-        *("exposed_us", "work", "layers", "whole", "sensitivity"),
+        *("exposed_us", "work", "work_failure", "layers", "whole", "sensitivity"),
     },
     "site": {
         *("id", "count", "module", "rule", "choice", "fabric", "parameters"),
@@ -115,6 +116,10 @@ def test_json_round_trip_loses_nothing(report: Report, whole: Report) -> None:
     assert report_json.from_json(report_json.to_json(report)) == report
     asked = replace(whole, graphs=(replace(whole.graphs[0], sensitivity=(SENSITIVITY,)),))
     assert report_json.from_json(report_json.to_json(asked)) == asked
+    failed = replace(report, graphs=(replace(report.graphs[0], work_failure=WorkFailure("KeyError", "'val'")),))
+    text = report_json.to_json(failed)
+    assert report_json.from_json(text) == failed
+    assert json.loads(text)["graphs"][0]["work_failure"] == {"exception": "KeyError", "message": "'val'"}
     empty = Report("m", 2, None)
     assert report_json.from_json(report_json.to_json(empty)) == empty
 
@@ -162,7 +167,7 @@ def test_regions_and_tables_survive(report: Report, field: str) -> None:
 def test_reports_without_the_later_fields_are_read(report: Report) -> None:
     document = json.loads(report_json.to_json(report))
     graph = document["graphs"][0]
-    for name in ("exposed_us", "work", "layers", "whole", "sensitivity"):
+    for name in ("exposed_us", "work", "work_failure", "layers", "whole", "sensitivity"):
         del graph[name]
     for group in graph["arena"]["groups"]:
         del group["fabric"], group["regions"]

@@ -22,6 +22,7 @@ from weaveopt.decision import (
     Sensitivity,
     Slot,
     Stretch,
+    WorkFailure,
 )
 from weaveopt.errors import OptionError
 
@@ -176,6 +177,15 @@ def test_fallbacks_and_missing_parts_are_said(report: Report) -> None:
     bare = Report("m", 2, MachineSummary("h", True))
     assert "every constant measured" in render.text(bare)
     assert "no graph was compiled yet" in render.text(bare)
+
+
+def test_work_that_could_not_be_estimated_is_told_with_and_without_sites(report: Report) -> None:
+    assert "could not be estimated" not in render.text(report)
+    for decisions in (report.graphs[0].decisions, ()):
+        graph = replace(report.graphs[0], decisions=decisions, work_failure=WorkFailure("KeyError", ""))
+        lines = render.text(replace(report, graphs=(graph,))).splitlines()
+        assert "the work outside the sites of graph_0 could not be estimated: KeyError: no message" in lines
+        assert not any("graph_0 runs unrewritten" in line for line in lines)
 
 
 @pytest.mark.parametrize("width", [100, 120])

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weaveopt.cli.render import DEFAULT_WIDTH, MINIMUM_WIDTH, Row, choice_words, rows_of, to_text
 from weaveopt.cli.report_reader import from_json
-from weaveopt.cli.sections import whole_line
+from weaveopt.cli.sections import whole_line, work_failure_line
 from weaveopt.cli.timeline import Times, total
 from weaveopt.decision import GraphReport, Report
 from weaveopt.errors import OptionError, WeaveError
@@ -98,6 +98,8 @@ def _graphs(left: GraphReport | None, right: GraphReport | None, width: int) -> 
     else:
         without = " and ".join(letter for letter, graph in (("A", left), ("B", right)) if not graph.work)
         yield Text(f"whole model: not predicted in {without}")
+        for letter, graph in (("A", left), ("B", right)):
+            yield from (Text(f"{letter}: {line}") for line in work_failure_line(graph))
 
 
 def _totals(graph: GraphReport) -> tuple[Times, Times]:

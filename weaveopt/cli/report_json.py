@@ -63,6 +63,7 @@ def _graph(graph: GraphReport) -> Json:
         "predicted_us": graph.predicted_us,
         "exposed_us": {"before": before.exposed_us, "after": after.exposed_us},
         "work": [asdict(work) for work in graph.work],
+        "work_failure": None if graph.work_failure is None else asdict(graph.work_failure),
         "layers": [_part(part) for part in parts(graph)] if graph.work else [],
         "whole": _before_and_after(before, after) if graph.work else None,
         "sensitivity": [_sensitivity(found) for found in graph.sensitivity],

@@ -29,6 +29,7 @@ from weaveopt.decision import (
     Stretch,
     Term,
     Work,
+    WorkFailure,
     Workload,
 )
 from weaveopt.errors import WeaveError
@@ -82,6 +83,7 @@ def _read_graph(graph: Reader) -> GraphReport:
         fallbacks=_read_fallbacks(graph["fallbacks"]),
         steps_us=graph["steps_us"].values(),
         work=tuple(map(_read_work, graph.optional_list("work"))),
+        work_failure=_read_work_failure(graph.optional("work_failure")),
         sensitivity=tuple(map(_read_sensitivity, graph.optional_list("sensitivity"))),
         regime=_read_regime(graph.optional("regime")),
     )
@@ -102,6 +104,10 @@ def _read_work(work: Reader) -> Work:
         after=work["after"].integer(),
         count=work["count"].integer(),
     )
+
+
+def _read_work_failure(failure: Reader) -> WorkFailure | None:
+    return None if failure.missing else WorkFailure(failure["exception"].text(), failure["message"].text())
 
 
 def _read_sensitivity(found: Reader) -> Sensitivity:

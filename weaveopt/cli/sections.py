@@ -24,10 +24,11 @@ def whole(graph: GraphReport) -> list[RenderableType]:
     """Before and after by part of the model, with the communication that nothing hides; or that sites are all."""
     before, after = total(graph, fused=False), total(graph, fused=True)
     if not graph.work:
+        failed = [Text(line, style="red") for line in work_failure_line(graph)]
         if not graph.decisions:
-            return []
+            return [*failed]
         exposed = f"communication exposed {_us(before.exposed_us)} -> {_us(after.exposed_us)} us"
-        return [Text(f"sites only ({exposed}): kernels outside them were not predicted")]
+        return [Text(f"sites only ({exposed}): kernels outside them were not predicted"), *failed]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("part, each", overflow="fold")
     for name in ("×", "before us", "after us", "saved", "exposed before us", "exposed after us"):
@@ -40,6 +41,13 @@ def whole(graph: GraphReport) -> list[RenderableType]:
         kinds[work.kind] = kinds.get(work.kind, 0.0) + work.us * work.count
     outside = ", ".join(f"{kind} {_us(us)}" for kind, us in kinds.items())
     return [Text(""), table, Text(f"{whole_line(before, after)}; outside the sites: {outside} us"), Text("")]
+
+
+def work_failure_line(graph: GraphReport) -> tuple[str, ...]:
+    """Why the whole model has no prediction, where that is a failure; decisions do not rest on it."""
+    if graph.work_failure is None:
+        return ()
+    return (f"the work outside the sites of {graph.name} could not be estimated: {graph.work_failure}",)
 
 
 def whole_line(before: Times, after: Times) -> str:

@@ -64,6 +64,8 @@ def describe(group: str, report: GraphReport, context: Context) -> Document:
     document["constants of the machine profile"] = _digest(context.machine)
     document["phase of the graph"] = report.phase
     document["fallback"] = "; ".join(f"{f.step}: {f.error}" for f in report.fallbacks)
+    if context.config.strict:  # else nothing that runs rests on it
+        document["failure to estimate the work outside the sites"] = str(report.work_failure or "")
     for decision in report.decisions:
         if decision.site.group == group:
             where = f"site {decision.site.id} ({decision.site.module or 'no module'})"
