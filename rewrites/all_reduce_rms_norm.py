@@ -33,6 +33,7 @@ from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.quantized import Place, Quantized, find_quantized, shaped_like, stored_scale
 from weaveopt.reduced import ANY_ALL_REDUCE, Reduced, follow, product_of
 from weaveopt.rule import ArenaNeed, Context, Finding, Match
+from weaveopt.scalars import casts_of, symbols_of
 from weaveopt.splice import call_after, current, erase_dead, last_of, replace_uses
 
 aten = torch.ops.aten
@@ -199,6 +200,10 @@ def _matched(reduced: Reduced, quantized: Quantized | None) -> SiteMatch:
     for node in reversed(reduced.norm.nodes if reduced.norm else ()):
         if node is reduced.norm.output or all(user in vanishing for user in node.users):  # type: ignore[union-attr]
             vanishing.add(node)
+    for scalar in reduced.scalars:
+        for node in casts_of(scalar):
+            if all(user in vanishing for user in node.users):
+                vanishing.add(node)
     # The op that quantizes takes a partial result: its product stays in the graph on every fabric.
     products = [] if quantized is not None else [product_of(partial) for partial in reduced.partials]
     product = addend = None
@@ -210,6 +215,7 @@ def _matched(reduced: Reduced, quantized: Quantized | None) -> SiteMatch:
         interior=frozenset(vanishing),
         sharded_input=reduced.residuals[0] if len(reduced.residuals) == 1 else None,
         sharded_output=reduced.total,
+        numbers=symbols_of(reduced.scalars),
         reduced=reduced,
         product=product,
         addend=addend,

@@ -26,7 +26,7 @@ def executing(config: Config, reports: list[GraphReport]) -> Callable[..., objec
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        captured, _, report = optimize(module, config, entry, is_backward=backward, is_inference=inference)
+        captured, _, report = optimize(module, inputs, config, entry, is_backward=backward, is_inference=inference)
         guard(captured, report.regime)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "quantized",
         "reduced",
         "regimes",
+        "scalars",
         "selection",
         "sharing",
         "specialize",

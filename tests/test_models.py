@@ -66,3 +66,27 @@ def test_family_computes_as_eager(part: int, tmp_path: Path) -> None:
     families = FAMILIES[part::NUM_PARTS]
     problems = run_ranks(_check, WORLD, families, str(tmp_path), timeout_s=420)
     assert problems == [[]] * WORLD
+
+
+def _symbolic(rank: int, family: Family, folder: str) -> tuple[int, int, list[str]]:
+    """With `dynamic=True` sizes are symbolic, and so are eps and every multiplier of the configuration."""
+    if rank == 0:
+        save(family, folder)
+    dist.barrier()
+    model = load(family, folder, WORLD)
+    requests = [torch.randint(3, VOCABULARY, (2, n), generator=torch.Generator().manual_seed(n)) for n in (9, 12)]
+    reports: list[GraphReport] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        wanted = [model(ids, use_cache=False).logits for ids in requests]
+        model.compile(backend=executing(FORCED, reports), dynamic=True)
+        for ids, want in zip(requests, wanted, strict=True):
+            torch.testing.assert_close(model(ids, use_cache=False).logits, want, rtol=1e-4, atol=1e-4)
+    left = [r.code for report in reports for d in report.decisions for r in d.site.rejections]
+    return len(reports), sum(report.num_rewritten for report in reports), left
+
+
+def test_symbolic_floats_of_a_family_are_numbers(tmp_path: Path) -> None:
+    """Granite has an eps, a multiplier of the embedding and one of each residual; two sites a layer, and the first."""
+    granite = next(family for family in FAMILIES if family.id == "granite")
+    assert run_ranks(_symbolic, WORLD, granite, str(tmp_path), timeout_s=300) == [(1, 5, [])] * WORLD

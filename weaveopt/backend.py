@@ -60,7 +60,7 @@ def weave(
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
             captured, context, report = optimize(
-                module, config, entry, is_backward=is_backward, is_inference=is_inference
+                module, inputs, config, entry, is_backward=is_backward, is_inference=is_inference
             )
             compiled = inductor.compile_graph(module, inputs, arguments)
             guard(captured, report.regime)
@@ -74,15 +74,21 @@ def weave(
 
 
 def optimize(
-    module: fx.GraphModule, config: Config, entry: registry.Entry, *, is_backward: bool, is_inference: bool
+    module: fx.GraphModule,
+    inputs: Sequence[object],
+    config: Config,
+    entry: registry.Entry,
+    *,
+    is_backward: bool,
+    is_inference: bool,
 ) -> tuple[CapturedGraph, Context, GraphReport]:
     """All six steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
     clock = _Clock()
-    captured, failure = _capture(module, is_backward, is_inference)
+    captured, failure = _capture(module, inputs, is_backward, is_inference)
     clock.lap("capture")
     topologies = _topologies(captured, config)
     context = Context(config, _machine_for(config, topologies), topologies)
-    report = _steps(captured, context, clock, failure)
+    report, numbers = _steps(captured, context, clock, failure)
     registry.add(entry, report, context)
     # Ranks agree even where a step failed on this one: the others must not go on without it.
     bind(captured, report, context)
@@ -93,20 +99,28 @@ def optimize(
         raise WeaveError(f"the work outside the sites of {report.name} could not be estimated: {report.work_failure}")
     if report.num_rewritten:
         module.graph = captured.graph
+        captured = replace(captured, numbers=numbers)
     return captured, context, report
 
 
-def _capture(module: fx.GraphModule, is_backward: bool, is_inference: bool) -> tuple[CapturedGraph, Fallback | None]:
+def _capture(
+    module: fx.GraphModule, inputs: Sequence[object], is_backward: bool, is_inference: bool
+) -> tuple[CapturedGraph, Fallback | None]:
     name = f"graph{next(_graph_numbers)}"
     try:
-        return capture(module, name, is_backward=is_backward, is_inference=is_inference), None
+        return capture(module, name, inputs, is_backward=is_backward, is_inference=is_inference), None
     except Exception as error:  # a graph of a form never seen: it still compiles as it is
         plain = CapturedGraph(name, "unknown", 0, groups_in(module.graph), module.graph)
         return plain, Fallback(name, "capture", _first_line(error))
 
 
-def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fallback | None) -> GraphReport:
-    """Recognize, decide, plan, rewrite. A failure is a fallback that the report holds: the graph runs unrewritten."""
+def _steps(
+    captured: CapturedGraph, context: Context, clock: _Clock, failure: Fallback | None
+) -> tuple[GraphReport, tuple[torch.SymFloat, ...]]:
+    """Recognize, decide, plan, rewrite; and the floats that were taken as numbers.
+
+    A failure is a fallback that the report holds: the graph runs unrewritten.
+    """
     clock.restart()  # ranks may have waited for each other since
     step = "recognize"
     decisions: tuple[Decision, ...] = ()
@@ -114,6 +128,7 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
     rounding: tuple[str, ...] = ()
     regime: Regime | None = None
     work: tuple[Work, ...] | WorkFailure = ()
+    numbers: dict[str, torch.SymFloat] = {}
     if failure is None:
         try:
             findings = recognize(captured, RULES, context)
@@ -129,10 +144,12 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
             clock.lap(step)
             step = "rewrite"
             rounding = rewrite(captured, findings, decisions, plans, RULES, context)
+            rewritten = [f.match for f, d in zip(findings, decisions, strict=True) if d.rewritten and f.match]
+            numbers = {str(number): number for match in rewritten for number in match.numbers}
             clock.lap(step)
         except Exception as error:  # whatever went wrong, the unrewritten graph is still right
             failure = Fallback(captured.name, step, _first_line(error))
-    return GraphReport(
+    report = GraphReport(
         name=captured.name,
         phase=captured.phase,
         tokens=captured.tokens,
@@ -145,6 +162,7 @@ def _steps(captured: CapturedGraph, context: Context, clock: _Clock, failure: Fa
         work=() if isinstance(work, WorkFailure) else work,
         work_failure=work if isinstance(work, WorkFailure) else None,
     )
+    return report, tuple(numbers.values())
 
 
 def _work(captured: CapturedGraph, findings: Sequence[Finding], context: Context) -> tuple[Work, ...] | WorkFailure:
@@ -165,10 +183,10 @@ def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[G
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         clock = _Clock()
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        captured, failure = _capture(module, backward, inference)
+        captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
         context = Context(config, machine, dict.fromkeys(captured.groups, known))
-        sink(_steps(captured, context, clock, failure))
+        sink(_steps(captured, context, clock, failure)[0])
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 

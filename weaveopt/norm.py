@@ -21,10 +21,10 @@ from weaveopt.pattern import (
     Bindings,
     Equal,
     Mismatch,
-    Number,
     OneDim,
     OneOf,
     Op,
+    Scalar,
     Where,
     add,
     aten,
@@ -35,9 +35,12 @@ from weaveopt.pattern import (
     skip_casts,
     tensor_of,
 )
+from weaveopt.scalars import number_of
 
+_SUB = frozenset({aten.sub.Tensor})
+_DIV = frozenset({aten.div.Tensor})
 _X = Any("x")
-_EPS = Number("eps")
+_EPS = Scalar("eps")
 _SQUARE = OneOf((call(aten.pow.Tensor_Scalar, _X, Equal(2)), mul(_X, _X)))
 _MEAN_SQUARE = call(aten.mean.dim, _SQUARE, OneDim(), Equal(True))
 _RMS = mul(
@@ -89,6 +92,8 @@ class Norm:
     output: fx.Node
     nodes: tuple[fx.Node, ...]
     """Everything after `source` up to and with `output`, in graph order."""
+    eps: fx.Node | float | int
+    """What `form.eps` is the value of: that number, or a Python float that comes as a tensor."""
 
     @property
     def text(self) -> str:
@@ -101,11 +106,32 @@ def find_norms(graph: fx.Graph) -> dict[fx.Node, list[Norm]]:
     found: dict[fx.Node, list[Norm]] = {}
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if is_call(node, MUL) or is_call(node, frozenset({aten.div.Tensor})):
+        if is_call(node, MUL | _DIV):
             norm = _norm_at(node, order)
             if norm is not None:
                 found.setdefault(norm.source, []).append(norm)
     return found
+
+
+def tensor_eps(source: fx.Node) -> fx.Node | None:
+    """The eps of a norm over `source` where that is a tensor whose value is not known when the graph is compiled."""
+    pending = [source]
+    while pending:
+        for user in pending.pop().users:
+            if is_call(user, CAST | _SUB):
+                pending.append(user)
+            elif is_call(user, MUL | _DIV):
+                for _, pattern in _CORES:
+                    bindings = pattern.match(user, {})
+                    if not isinstance(bindings, Mismatch) and source in _cast_from(bindings["x"]):
+                        eps = bindings["eps"]
+                        if isinstance(eps, fx.Node) and number_of(eps) is None:
+                            return eps
+    return None
+
+
+def _cast_from(x: object) -> tuple[object, ...]:
+    return (x, x.args[0]) if isinstance(x, fx.Node) and is_call(x, CAST) else (x,)
 
 
 def _norm_at(core: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
@@ -118,9 +144,9 @@ def _norm_at(core: fx.Node, order: dict[fx.Node, int]) -> Norm | None:
 
 def _extended(kind: NormKind, core: fx.Node, bindings: Bindings, order: dict[fx.Node, int]) -> Norm | None:
     x, eps, dim = bindings["x"], bindings["eps"], bindings["dim"]
-    assert isinstance(x, fx.Node) and isinstance(eps, int | float)
-    value = tensor_of(x)
-    if value is None or value.ndim == 0 or dim not in (-1, value.ndim - 1):
+    assert isinstance(x, fx.Node)
+    value, eps_value = tensor_of(x), number_of(eps)
+    if eps_value is None or value is None or value.ndim == 0 or dim not in (-1, value.ndim - 1):
         return None
     source = x.args[0] if is_call(x, CAST) else x
     assert isinstance(source, fx.Node)
@@ -154,8 +180,8 @@ def _extended(kind: NormKind, core: fx.Node, bindings: Bindings, order: dict[fx.
             bias, output = skip_casts(vector), user
             continue
         break
-    form = NormForm(kind=kind, eps=float(eps), weight_offset=offset, cast_before_weight=cast_before)
-    return Norm(source, form, weight, bias, output, _between(source, output, order))
+    form = NormForm(kind=kind, eps=eps_value, weight_offset=offset, cast_before_weight=cast_before)
+    return Norm(source, form, weight, bias, output, _between(source, output, order), eps)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

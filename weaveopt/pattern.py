@@ -99,6 +99,21 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Scalar:
+    """Any Python number, or a tensor without dimensions, bound to `name`."""
+
+    name: str
+
+    def match(self, node: Argument, bindings: Bindings, depth: int = 0) -> Bindings | Mismatch:
+        if not isinstance(node, fx.Node):
+            return Number(self.name).match(node, bindings, depth)
+        value = tensor_of(node)
+        if value is None or value.ndim != 0:
+            return Mismatch(node.name, f"a scalar ({self.name})", describe(node), depth)
+        return {**bindings, self.name: node}
+
+
+@dataclass(frozen=True)
 class Equal:
     """An argument equal to `value` (a number, a bool)."""
 

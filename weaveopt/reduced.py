@@ -15,8 +15,9 @@ import torch
 import torch.fx as fx
 
 from weaveopt.decision import Rejection
-from weaveopt.norm import Norm
+from weaveopt.norm import Norm, tensor_eps
 from weaveopt.pattern import ADD, MUL, SHAPE_ONLY, describe, is_call, skip_shapes, tensor_of
+from weaveopt.scalars import number_of
 
 _c10d = torch.ops._c10d_functional
 ALL_REDUCE = frozenset({_c10d.all_reduce.default})
@@ -39,6 +40,8 @@ class Reduced:
     biases: tuple[fx.Node, ...]
     """Vectors [hidden] that are added after the reduction, before the scale."""
     scale: float
+    scales: tuple[fx.Node | float | int, ...]
+    """What `scale` is the product of: numbers, or Python floats that come as tensors."""
     scale_tensor: fx.Node | None
     post: Norm | None
     residuals: tuple[fx.Node, ...]
@@ -52,6 +55,11 @@ class Reduced:
     @property
     def partials(self) -> tuple[fx.Node, ...]:
         return tuple(node.args[0] for node in self.collectives if isinstance(node.args[0], fx.Node))
+
+    @property
+    def scalars(self) -> tuple[fx.Node | float | int, ...]:
+        """Everything that is taken as the number it is in this call."""
+        return (*self.scales, *(norm.eps for norm in (self.post, self.norm) if norm is not None))
 
     @property
     def text(self) -> str:
@@ -76,6 +84,7 @@ class _Walk:
     passed: set[fx.Node]
     biases: list[fx.Node] = field(default_factory=list)
     scale: float = 1.0
+    scales: list[fx.Node | float | int] = field(default_factory=list)
     scale_tensor: fx.Node | None = None
     post: Norm | None = None
     residuals: list[fx.Node] = field(default_factory=list)
@@ -115,6 +124,11 @@ def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced 
             break
     if walk.post is not None and walk.residuals:
         return _ended(walk, None)
+    eps = tensor_eps(walk.value)
+    if eps is not None:
+        return walk.refuse(
+            "eps_not_known", "the norm's eps is a tensor: no value is known as the graph is compiled", eps
+        )
     readers = ", ".join(sorted({describe(user) for user in walk.value.users})) or "nothing"
     code = "read_by_several" if len(walk.value.users) > 1 else "no_norm_follows"
     message = "the reduced value is not followed by a norm over the hidden dimension"
@@ -177,13 +191,17 @@ def _pass_scale(walk: _Walk, reader: fx.Node) -> bool | Rejection:
     if walk.residuals or walk.post is not None or walk.scale_tensor is not None:
         return False
     other = _other_operand(walk, reader)
-    if isinstance(other, fx.Node):
-        value = tensor_of(other)
-        if value is None or value.ndim != 0:
+    number = number_of(other)
+    if other is not None and number is not None:
+        walk.scale *= number
+        walk.scales.append(other)
+    elif isinstance(other, fx.Node):
+        value, scaled = tensor_of(other), tensor_of(walk.value)
+        if value is None or scaled is None or value.ndim != 0:
             return False
+        if value.device != scaled.device:
+            return walk.refuse("device_changes", "the scale is a tensor on another device", reader)
         walk.scale_tensor = other
-    elif isinstance(other, float | int):
-        walk.scale *= other
     else:
         return False
     if tensor_of(reader) is None or _dtype(reader) != _dtype(walk.value):
@@ -292,7 +310,8 @@ def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
     return Reduced(
         collectives=tuple(walk.collectives),
         biases=tuple(walk.biases),
-        scale=float(walk.scale),
+        scale=walk.scale,
+        scales=tuple(walk.scales),
         scale_tensor=walk.scale_tensor,
         post=walk.post,
         residuals=tuple(walk.residuals),

@@ -43,6 +43,8 @@ class CapturedGraph:
     graph: fx.Graph
     symbolic_tokens: torch.SymInt | None = None
     """The token count that most all-reduces have, if that is no number."""
+    numbers: tuple[torch.SymFloat, ...] = ()
+    """Those that the rewrites in it take as the numbers they are in this call, once it is rewritten."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Match:
     """A value of which this site reads only its own token rows."""
     sharded_output: fx.Node | None = None
     """A value that this site can produce for its own token rows only."""
+    numbers: tuple[torch.SymFloat, ...] = ()
+    """Python floats that the rewrite takes as the numbers they are in this call; with others it is compiled again."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, guard_float
 from torch.utils._sympy.numbers import int_oo
 
 from weaveopt import cost_model
@@ -53,9 +53,14 @@ def specialize(
 def guard(captured: CapturedGraph, regime: Regime | None) -> None:
     """Has torch compile again for token counts outside `regime`: a comparison that it does not know yet is a guard.
 
+    And for other values of the floats that rewrites took as numbers.
+
     To be called when Inductor is done: its graph cache keeps the guards of a graph, and a graph that is the same in
     two regimes, or under two profiles, may serve both.
     """
+    for number in captured.numbers:
+        value = guard_float(number)
+        assert value == number.node.hint, f"{number} is {number.node.hint} in this call and guarded as {value}"
     count = captured.symbolic_tokens
     if count is None or regime is None:
         return

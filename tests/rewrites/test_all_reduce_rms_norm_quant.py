@@ -211,10 +211,10 @@ def executing_as_gpus(calls: list[AllReduceNormCall]) -> Callable[..., object]:
     """Rewrites as for four GPUs and runs the graph here: without peers, the library's all-reduce changes nothing."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
-        captured, failure = backend._capture(module, False, True)
+        captured, failure = backend._capture(module, (), False, True)
         known = topology.fake(4, device="cuda")
         context = Context(Config(force=FORCED), cost_model.load("h200x4"), dict.fromkeys(captured.groups, known))
-        report = backend._steps(captured, context, backend._Clock(), failure)
+        report, _ = backend._steps(captured, context, backend._Clock(), failure)
         assert report.fallbacks == ()
         calls.extend(quant_calls(captured.graph))
         module.graph = captured.graph

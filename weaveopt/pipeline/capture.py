@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.fx as fx
 
 from weaveopt.facts import collectives_in, count_tokens, groups_in, tokens_of
 from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.rule import CapturedGraph
+from weaveopt.scalars import mark
 
 _c10d = torch.ops._c10d_functional
 _COPY = frozenset({torch.ops.aten.copy.default})
 _WAIT = frozenset({_c10d.wait_tensor.default})
 
 
-def capture(graph_module: fx.GraphModule, name: str, *, is_backward: bool, is_inference: bool) -> CapturedGraph:
-    """A copy of the graph, normalized; the graph module itself is not touched."""
+def capture(
+    graph_module: fx.GraphModule, name: str, inputs: Sequence[object] = (), *, is_backward: bool, is_inference: bool
+) -> CapturedGraph:
+    """A copy of the graph, normalized; the graph module itself is not touched. `inputs` are its fake arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(graph_module.graph, val_map=copies, return_output_node=True)
@@ -24,6 +29,8 @@ def capture(graph_module: fx.GraphModule, name: str, *, is_backward: bool, is_in
     made = graph.output(value)
     made.meta.update(output_node.meta)
     graph._codegen = graph_module.graph._codegen
+    if not is_backward:  # which has no guards of its own
+        mark(graph, inputs)
     for node in list(graph.nodes):
         _normalize(graph, node)
     collectives = collectives_in(graph)
