@@ -107,9 +107,9 @@ class AllReduceRMSNorm:
             rejections=rejections,
         )
 
-    def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
+    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
         assert site.workload is not None, f"{site.id} was not matched"
-        return lowering.candidates(self.name, site.workload, context.topologies[site.group], context)
+        return lowering.candidates(self.name, site.workload, context.topologies[site.group], context, usable_only)
 
     def need(self, decision: Decision) -> ArenaNeed | RegionNeed:
         return lowering.arena_need(decision)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 
 import pytest
@@ -29,11 +31,12 @@ from weaveopt.decision import (
     Term,
     Workload,
 )
-from weaveopt.pricing import PricedSite, Problem, price
+from weaveopt.pricing import Choices, PricedSite, Problem, frame, price
 from weaveopt.regimes import MAX_REGIMES, Served, Stretch, regimes, stretches, structure_of
 from weaveopt.rewrites import RULES
-from weaveopt.rule import Context, Finding, Match
+from weaveopt.rule import Context, Finding, Match, Rule
 from weaveopt.runtime import topology
+from weaveopt.selection import EXCLUDED
 
 HIDDEN, LAST = 1024, 300
 
@@ -167,3 +170,140 @@ def test_no_other_cut_loses_less(seed: int) -> None:
 def test_the_regime_is_told_in_json(regime: Regime | None) -> None:
     report = Report("m", 2, None, (GraphReport("graph0", "prefill", 64, regime=regime),))
     assert report_json.from_json(report_json.to_json(report)) == report
+
+
+def tangled(rng: random.Random, machine: Machine, world: int) -> tuple[list[Finding], frozenset[str]]:
+    """A few sites whose residuals are sums of earlier ones: some read twice or elsewhere, some overlap, some are not
+    matched, some have a fixed count; and those whose count varies."""
+    graph, sums, found, interiors = fx.Graph(), [], [], []
+    hidden = HIDDEN if machine.device == "cpu" else 8192
+    for index in range(rng.randint(2, 5)):
+        reduced = graph.placeholder(f"x{index}")
+        residual = rng.choice(sums[-2:]) if sums and rng.random() < 0.8 else None
+        made = graph.call_function(max, (reduced,) if residual is None else (reduced, residual))
+        if rng.random() < 0.2:
+            graph.call_function(len, (made,))
+        interior = {made} | (rng.choice(interiors) if interiors and rng.random() < 0.2 else set())
+        interiors.append(interior)
+        workload = Workload(
+            64, 4096, hidden, "bfloat16", world, product=Product(64, rng.choice((512, 4096)), hidden),
+            num_norms=rng.choice((1, 1, 2)), has_residual=residual is not None, sum_may_shard=rng.random() < 0.8,
+        )  # fmt: skip
+        match = None if rng.random() < 0.1 else Match(frozenset(interior), residual, made)
+        found.append(Finding(Site(f"s{index}", RULES[0].name, "0", "", (reduced.name,), workload), match))
+        sums.append(made)
+    return found, frozenset(f.site.id for f in found if f.match is not None and rng.random() < 0.9)
+
+
+def workload_at(finding: Finding, tokens: int, varying: frozenset[str]) -> Workload | None:
+    workload = finding.site.workload
+    if workload is None or workload.product is None or finding.site.id not in varying:
+        return workload
+    product = replace(workload.product, m=tokens)
+    return replace(workload, tokens=tokens, max_tokens=tokens, min_tokens=tokens, product=product)
+
+
+class Exhaustive(Problem):
+    """Looks at every set of choices, with exact sums."""
+
+    def best(self) -> Choices:
+        unchanged = tuple(len(site.choices) for site in self.sites)
+        must = [index for index, site in enumerate(self.sites) if site.forced and site.choices]
+
+        def key(choices: Choices) -> tuple[int, Fraction, int, Choices]:
+            terms = [each.us(choices) for each in self.interactions]
+            own = [site.costs_us[choice] for site, choice in zip(self.sites, choices, strict=True)]
+            changed = sum(a != b for a, b in zip(choices, unchanged, strict=True))
+            left = sum(choices[index] == unchanged[index] for index in must)
+            return left, sum(map(Fraction, own + terms), Fraction()), changed, choices
+
+        every = itertools.product(*(range(count + 1) for count in unchanged))
+        return min((c for c in every if all(each.us(c) != EXCLUDED for each in self.interactions)), key=key)
+
+
+@pytest.mark.parametrize("force", [(), (RULES[0].name,)], ids=["free", "forced"])
+@pytest.mark.parametrize("seed", range(25))
+def test_kinds_priced_once_are_decided_as_every_site_by_itself(seed: int, force: tuple[str, ...]) -> None:
+    """Against asking for every candidate of every site at every count, and trying every set of choices."""
+    rng = random.Random(seed)
+    machine, world = (wavy(rng), 2) if seed % 2 else (cost_model.load(rng.choice(("h200x4", "h100x8"))), 4)
+    context = Context(Config(force=force), machine, {"0": topology.fake(world, device=machine.device)})
+    findings, varying = tangled(rng, machine, world)
+    framed = frame(findings, lambda finding: (finding.site.workload, finding.site.id in varying))
+
+    @cache
+    def at(tokens: int) -> Problem:
+        return framed.price(lambda finding: workload_at(finding, tokens, varying), RULES, context)
+
+    @cache
+    def plainly_at(tokens: int) -> Problem:
+        those = [replace(f, site=replace(f.site, workload=workload_at(f, tokens, varying))) for f in findings]
+        problem = price(those, RULES, context)
+        return Exhaustive(problem.sites, problem.sums, problem.exclusions)
+
+    counts = range(1, 41)
+    for tokens in (*counts, 300, 4096):
+        quick, plain = at(tokens), plainly_at(tokens)
+        choices, wanted = quick.best(), plain.best()
+        assert structure_of(quick, choices) == structure_of(plain, wanted)
+        assert (quick.unfused_us, quick.us(choices)) == (plain.unfused_us, plain.us(wanted))
+        assert (quick.sums, quick.exclusions) == (plain.sums, plain.exclusions)
+    grid = (*counts[::8], 300, 700, 4096)
+    assert regimes(at, grid) == regimes(plainly_at, grid)
+
+
+def test_a_kind_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """160 sites of two products: four kinds with the first and the last one, and no estimate of what is rejected."""
+    machine = cost_model.load("h200x4")
+    context = Context(Config(), machine, {"0": topology.fake(4, device="cuda")})
+    asked: list[tuple[Workload | None, int]] = []
+
+    class Asked:
+        name = RULES[0].name
+
+        def candidates(self, site: Site, context: Context, usable_only: bool = False) -> Sequence[Candidate]:
+            found = RULES[0].candidates(site, context, usable_only)
+            asked.append((site.workload, sum(not candidate.allowed for candidate in found)))
+            return found
+
+    graph, total, found = fx.Graph(), None, []
+    for index in range(160):
+        reduced = graph.placeholder(f"x{index}")
+        made = graph.call_function(max, (reduced,) if total is None else (reduced, total))
+        workload = Workload(
+            64, 64, 8192, "bfloat16", 4, product=Product(64, (2048, 7168)[index % 2], 8192),
+            has_residual=total is not None, sum_is_used=index < 159, sum_may_shard=index < 159,
+        )  # fmt: skip
+        found.append(
+            Finding(Site(f"s{index}", Asked.name, "0", "", (), workload), Match(frozenset({made}), total, made))
+        )
+        total = made
+    rule: Rule = Asked()  # type: ignore[assignment]
+    problem = frame(found, lambda finding: finding.site.workload).price(lambda f: f.site.workload, [rule], context)
+    assert len(problem.sites) == 160 and len(problem.sums) == 159
+    assert len(asked) == len(set(asked)) == 4 and {rejected for _, rejected in asked} == {0}
+    plain = price(found, RULES, context)
+    assert structure_of(problem, problem.best()) == structure_of(plain, plain.best())
+
+
+def test_sums_of_equal_kinds_may_be_covered_by_others() -> None:
+    """Two sums, each with two readers: one of the second's covers all that reads it, so that it is enough by itself."""
+    context = Context(Config(), cost_model.load("cpu"), {"0": topology.fake(2)})
+    workload = Workload(64, 64, HIDDEN, "bfloat16", 2, product=Product(64, 512, HIDDEN), sum_may_shard=True)
+    graph, found = fx.Graph(), []
+    for number in range(2):
+        made = graph.call_function(max, (graph.placeholder(f"x{number}"),))
+        readers = [graph.call_function(max, (graph.placeholder(f"r{number}_{each}"), made)) for each in range(2)]
+        interiors = [frozenset({made}), frozenset(readers if number else readers[:1]), frozenset(readers[1:])]
+        matches = [
+            Match(interiors[0], None, made),
+            *(Match(interiors[1 + each], made, readers[each]) for each in (0, 1)),
+        ]
+        found += [
+            Finding(Site(f"s{number}_{index}", RULES[0].name, "0", "", (), workload), match)
+            for index, match in enumerate(matches)
+        ]
+    quick = frame(found, lambda finding: None).price(lambda finding: workload, RULES, context)
+    plain = price(found, RULES, context)
+    assert (quick.sums, quick.exclusions) == (plain.sums, plain.exclusions)
+    assert [len(quick.sums[maker].terms) for maker in (0, 3)] == [1, 2]

@@ -35,8 +35,13 @@ MAX_WORLD = 8
 """Ranks that the GPU kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
 
 
-def candidates(rule: str, workload: Workload, topology: Topology, context: Context) -> tuple[Candidate, ...]:
-    """Every kernel on every fabric, allowed or rejected, with its estimate at the hint where one can be made."""
+def candidates(
+    rule: str, workload: Workload, topology: Topology, context: Context, usable_only: bool = False
+) -> tuple[Candidate, ...]:
+    """Every kernel on every fabric, allowed or rejected, with its estimate at the hint where one can be made.
+
+    With `usable_only` only those that may be chosen.
+    """
     found: list[Candidate] = []
     for fabric, unreachable in topology.fabrics():
         if fabric is Fabric.LIBRARY:
@@ -48,12 +53,14 @@ def candidates(rule: str, workload: Workload, topology: Topology, context: Conte
         if fabric not in op.KERNEL_FABRICS:
             message = "this version has no kernel of the rule for the fabric"
             reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
+        if reasons and usable_only:
+            continue
         known = cost_model.ways(context.machine, fabric, workload.hidden, workload.world, workload.hosts)
         if fabric in op.GPU_FABRICS and known:
             reasons.extend(_shape_rejections(workload))
-            found.extend(_from_table(rule, workload, fabric, known, reasons, context))
+            found.extend(_from_table(rule, workload, fabric, known, reasons, context, usable_only))
         else:
-            found.extend(_by_threshold(rule, workload, fabric, reasons, context))
+            found.extend(_by_threshold(rule, workload, fabric, reasons, context, usable_only))
     return tuple(found)
 
 
@@ -88,6 +95,7 @@ def _from_table(
     known: tuple[cost_model.Way, ...],
     reasons: list[Rejection],
     context: Context,
+    usable_only: bool,
 ) -> list[Candidate]:
     """One candidate for each form and algorithm; the run-time table says which of them runs at the hint."""
     table = _table(rule, workload, fabric, context)
@@ -99,13 +107,15 @@ def _from_table(
         able = [way for way in alike if way.reaches(workload.message_bytes)]
         is_chosen = row is not None and (row.algorithm, row.form) == (algorithm, form)
         why = [*reasons, *_against(workload, row, end, is_chosen, able)]
+        if why and usable_only:
+            continue
         if not able:
             parameters: Values = (("form", form.value),)
             found.append(Candidate(rule, fabric, algorithm, parameters, None, tuple(why), table))
             continue
-        estimates = [(_estimates(workload, fabric, algorithm, context, way), way) for way in able]
         if is_chosen and row is not None:
-            estimates = [pair for pair in estimates if pair[1].num_ctas == row.num_ctas]
+            able = [way for way in able if way.num_ctas == row.num_ctas]
+        estimates = [(_estimates(workload, fabric, algorithm, context, way), way) for way in able]
         estimate, best = min(estimates, key=lambda pair: pair[0].best.us)
         parameters = (
             ("form", form.value),
@@ -180,7 +190,7 @@ def _estimates(
 
 
 def _by_threshold(
-    rule: str, workload: Workload, fabric: Fabric, reasons: list[Rejection], context: Context
+    rule: str, workload: Workload, fabric: Fabric, reasons: list[Rejection], context: Context, usable_only: bool
 ) -> list[Candidate]:
     """One-shot up to a token count, two-shot above: `shm`, and fabrics without kernels of ours."""
     machine = context.machine
@@ -197,6 +207,8 @@ def _by_threshold(
         if known and algorithm is not chosen:
             values = (("tokens", workload.tokens), ("one_shot_max_tokens", threshold))
             why.append(Rejection("slower_algorithm", f"{chosen.value} is predicted faster at this size", values))
+        if why and usable_only:
+            continue
         estimates = _estimates(workload, fabric, algorithm, context) if known else None
         best, whole = (None, None) if estimates is None else (estimates.best, estimates.whole)
         parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))

@@ -12,15 +12,15 @@ what their neighbours gain by them included. A rule that is forced is not charge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 
 from weaveopt import cost_model
-from weaveopt.decision import LEAVE, Algorithm, Candidate, Estimate, Fabric, Rejection, Site
+from weaveopt.decision import LEAVE, Algorithm, Candidate, Estimate, Fabric, Rejection, Site, Workload
 from weaveopt.rule import Context, Finding, Rule
-from weaveopt.selection import EXCLUDED, Interaction, select
+from weaveopt.selection import EXCLUDED, Interaction, Step, select, steps_of
 from weaveopt.sharing import SharedSum, shared_sums, stays_sharded
 
 Choices = tuple[int, ...]
@@ -50,11 +50,11 @@ class PricedSite:
     def unfused_us(self) -> float:
         return 0.0 if self.leave.estimate is None else self.leave.estimate.us
 
-    @property
-    def costs_us(self) -> list[float]:
+    @cached_property
+    def costs_us(self) -> tuple[float, ...]:
         """Of every choice, against leaving the site; sums whole."""
         costs = (self.careful_us(whole(self.candidates[position])) for position in self.choices)
-        return [*(cost - self.unfused_us for cost in costs), 0.0]
+        return (*(cost - self.unfused_us for cost in costs), 0.0)
 
     def careful_us(self, estimate: Estimate | None) -> float:
         """Time with the model's own error on top; a forced rewrite does not have to exceed it."""
@@ -76,6 +76,8 @@ class Problem:
     sums: Mapping[int, Interaction]
     """What it saves that a sum stays sharded, by the site that makes it."""
     exclusions: tuple[Interaction, ...]
+    steps: tuple[Step, ...] = ()
+    """In which `select` takes the sites, if they are known already."""
 
     @cached_property
     def interactions(self) -> tuple[Interaction, ...]:
@@ -94,12 +96,13 @@ class Problem:
     def best(self) -> Choices:
         """The choices that cost least; as many forced sites as go together are rewritten, whatever that costs."""
         costs_us = [site.costs_us for site in self.sites]
-        terms = (us for each in self.interactions for us in each.terms.values() if us != EXCLUDED)
-        more_us = 1.0 + 2.0 * (_sum_of_sizes(us for row in costs_us for us in row) + _sum_of_sizes(terms))
-        for site, row in zip(self.sites, costs_us, strict=True):
-            if site.forced and site.choices:
-                row[-1] = more_us
-        return select(costs_us, self.interactions)
+        forced = [index for index, site in enumerate(self.sites) if site.forced and site.choices]
+        if forced:
+            terms = (us for each in self.interactions for us in each.terms.values() if us != EXCLUDED)
+            more_us = 1.0 + 2.0 * (_sum_of_sizes(us for row in costs_us for us in row) + _sum_of_sizes(terms))
+            for index in forced:
+                costs_us[index] = (*costs_us[index][:-1], more_us)
+        return select(costs_us, self.interactions, self.steps)
 
     def stays_sharded(self, maker: int, choices: Choices) -> bool:
         """Whether under these choices the sum that the site `maker` makes stays sharded."""
@@ -110,15 +113,87 @@ class Problem:
 def price(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> Problem:
     """Asks every rule for its candidates, and the cost model for what is left as it is."""
     sites = _priced(findings, rules, context)
-    sums = {shared.maker: _sharing(shared, findings, sites) for shared in shared_sums(findings)}
-    return Problem(sites, sums, _exclusions(findings, sites))
+    sums = shared_sums(findings)
+    return _problem(sites, sums, [_sharing(shared, findings, sites) for shared in sums], _overlapping(findings))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What of a problem is the same at every token count: kinds of sites, and which of them depend on each other."""
+
+    findings: tuple[Finding, ...]
+    kinds: tuple[int, ...]
+    """For each site the first one that has the same candidates at every count."""
+    sums: tuple[SharedSum, ...]
+    overlapping: tuple[tuple[int, int], ...]
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def _alike(self) -> tuple[tuple[tuple[int, ...], object], ...]:
+        """For each sum its maker and readers, and what it saves by: their kinds, and which of them cover it."""
+        every = [(shared.covered, (shared.maker, *shared.readers)) for shared in self.sums]
+        return tuple((members, (covered, *(self.kinds[each] for each in members))) for covered, members in every)
+
+    def price(
+        self, workload_at: Callable[[Finding], Workload | None], rules: Sequence[Rule], context: Context
+    ) -> Problem:
+        """As `price` of the findings with these workloads: sites of one kind are asked for, and priced, once.
+
+        In the problem one site stands for all of its kind, and candidates that may not be chosen may be missing.
+        """
+        firsts = sorted(set(self.kinds))
+        at = {kind: _with_workload(self.findings[kind], workload_at(self.findings[kind])) for kind in firsts}
+        priced = dict(zip(firsts, _priced(list(at.values()), rules, context, usable_only=True), strict=True))
+        sites = tuple(priced[kind] for kind in self.kinds)
+        terms: dict[object, Mapping[tuple[int, ...], float]] = {}
+        sums = []
+        for shared, (members, key) in zip(self.sums, self._alike, strict=True):
+            if key not in terms:
+                workloads = {member: at[self.kinds[member]].site.workload for member in members}
+                those = {member: _with_workload(self.findings[member], each) for member, each in workloads.items()}
+                terms[key] = _sharing(shared, those, sites).terms
+            sums.append(Interaction(members, terms[key]))
+        return _problem(sites, self.sums, sums, self.overlapping, self.steps)
+
+
+def frame(findings: Sequence[Finding], kind_of: Callable[[Finding], Hashable]) -> Frame:
+    """`kind_of` says which matched sites have equal workloads whatever the count."""
+    firsts: dict[Hashable, int] = {}
+    kinds = []
+    for index, finding in enumerate(findings):
+        key = index if finding.match is None else (finding.site.rule, finding.site.group, kind_of(finding))
+        kinds.append(firsts.setdefault(key, index))
+    sums, overlapping = shared_sums(findings), _overlapping(findings)
+    together = [(shared.maker, *shared.readers) for shared in sums]
+    return Frame(tuple(findings), tuple(kinds), sums, overlapping, steps_of(len(kinds), [*together, *overlapping]))
+
+
+def _with_workload(finding: Finding, workload: Workload | None) -> Finding:
+    return replace(finding, site=replace(finding.site, workload=workload))
+
+
+def _problem(
+    sites: tuple[PricedSite, ...],
+    sums: Sequence[SharedSum],
+    interactions: Sequence[Interaction],
+    overlapping: Sequence[tuple[int, int]],
+    steps: tuple[Step, ...] = (),
+) -> Problem:
+    by_maker = {shared.maker: each for shared, each in zip(sums, interactions, strict=True)}
+    exclusions = tuple(
+        Interaction(pair, dict.fromkeys(product(*(range(len(sites[site].choices)) for site in pair)), EXCLUDED))
+        for pair in overlapping
+    )
+    return Problem(sites, by_maker, exclusions, steps)
 
 
 def _sum_of_sizes(values: Iterable[float]) -> float:
     return sum(map(abs, values))
 
 
-def _priced(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> tuple[PricedSite, ...]:
+def _priced(
+    findings: Sequence[Finding], rules: Sequence[Rule], context: Context, usable_only: bool = False
+) -> tuple[PricedSite, ...]:
     """Sites whose group and workload are alike have the same candidates (the same objects)."""
     by_name = {rule.name: rule for rule in rules}
     known: dict[object, tuple[Candidate, tuple[Candidate, ...], tuple[int, ...]]] = {}
@@ -131,7 +206,7 @@ def _priced(findings: Sequence[Finding], rules: Sequence[Rule], context: Context
             continue
         key = (site.rule, site.group, site.workload)
         if key not in known:
-            candidates = _candidates(site, by_name[site.rule], context)
+            candidates = _candidates(site, by_name[site.rule], context, usable_only)
             allowed = tuple(index for index, candidate in enumerate(candidates) if candidate.allowed)
             known[key] = (_leave(site, context), candidates, allowed)
         sites.append(PricedSite(site, *known[key], forced=site.rule in context.config.force))
@@ -143,15 +218,17 @@ def _leave(site: Site, context: Context) -> Candidate:
     return Candidate(LEAVE, Fabric.LIBRARY, Algorithm.LIBRARY, estimate=unfused)
 
 
-def _candidates(site: Site, rule: Rule, context: Context) -> tuple[Candidate, ...]:
-    found = rule.candidates(site, context)
+def _candidates(site: Site, rule: Rule, context: Context, usable_only: bool) -> tuple[Candidate, ...]:
+    found = rule.candidates(site, context, usable_only)
     if rule.name not in context.config.disable:
         return found
     disabled = Rejection("disabled", "the rule is switched off by an option", (("rule", rule.name),))
     return tuple(replace(candidate, rejections=(*candidate.rejections, disabled)) for candidate in found)
 
 
-def _sharing(shared: SharedSum, findings: Sequence[Finding], sites: Sequence[PricedSite]) -> Interaction:
+def _sharing(
+    shared: SharedSum, findings: Sequence[Finding] | Mapping[int, Finding], sites: Sequence[PricedSite]
+) -> Interaction:
     """What it saves that the sum stays sharded, for all choices under which it does."""
     members = (shared.maker, *shared.readers)
     maker = sites[shared.maker]
@@ -164,15 +241,10 @@ def _sharing(shared: SharedSum, findings: Sequence[Finding], sites: Sequence[Pri
     return Interaction(members, terms)
 
 
-def _exclusions(findings: Sequence[Finding], sites: Sequence[PricedSite]) -> tuple[Interaction, ...]:
-    """Rewrites that share nodes exclude each other."""
+def _overlapping(findings: Sequence[Finding]) -> tuple[tuple[int, int], ...]:
+    """Sites whose rewrites share nodes: they exclude each other."""
     owners: dict[object, list[int]] = {}
     for index, finding in enumerate(findings):
-        if finding.match is not None and sites[index].choices:
-            for node in finding.match.interior:
-                owners.setdefault(node, []).append(index)
-    pairs = sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)})
-    return tuple(
-        Interaction(pair, dict.fromkeys(product(*(range(len(sites[site].choices)) for site in pair)), EXCLUDED))
-        for pair in pairs
-    )
+        for node in () if finding.match is None else finding.match.interior:
+            owners.setdefault(node, []).append(index)
+    return tuple(sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)}))

@@ -89,9 +89,10 @@ class Rule(Protocol):
         """Every site, in graph order; those that may not be rewritten carry their rejections and no match."""
         ...
 
-    def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
+    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
         """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made.
 
+        With `usable_only` rejected ones may be missing; the others are the same, and in the same order.
         A function of the site's group and workload: sites that have those alike are asked for once.
         """
         ...

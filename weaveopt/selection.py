@@ -45,29 +45,54 @@ _Key = tuple[int, int, int]
 """Cost; number of sites changed; all choices as digits of one number, the first site's the most significant."""
 
 
-def select(costs_us: Sequence[Sequence[float]], interactions: Sequence[Interaction] = ()) -> tuple[int, ...]:
-    """The best choice of every site. The last choice of a site is the one that changes nothing.
+@dataclass(frozen=True)
+class Step:
+    """One more site, whose choices extend the states of those that wait for later ones. They and it are the scope."""
 
-    `costs_us[i]` are finite. Asserts that some set has no excluded choices (that nothing is changed, say).
-    """
-    exact = _Exact(costs_us, interactions)
-    order = _order(len(costs_us), interactions)
+    site: int
+    scope: tuple[int, ...]
+    """The scope's positions in itself."""
+    due: tuple[tuple[int, tuple[int, ...]], ...]
+    """Interactions all of whose sites are now known: position of each, and where in the scope its sites are."""
+    kept: tuple[int, ...]
+    """Where in the scope those are that a later site depends on."""
+
+
+def steps_of(num_sites: int, interacting: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
+    """The order of the work, given the sites of every interaction: the same whatever they cost."""
+    order = _order(num_sites, interacting)
     place = {site: step for step, site in enumerate(order)}
-    due: dict[int, list[Interaction]] = {}
+    due: dict[int, list[int]] = {}
     ends = dict(place)
-    for interaction in interactions:
-        last = max(interaction.sites, key=place.__getitem__)
-        due.setdefault(last, []).append(interaction)
-        ends.update((site, max(ends[site], place[last])) for site in interaction.sites)
-    weights = _weights([len(row) for row in costs_us])
-    states: dict[tuple[int, ...], _Key] = {(): (0, 0, 0)}
+    for position, sites in enumerate(interacting):
+        last = max(sites, key=place.__getitem__)
+        due.setdefault(last, []).append(position)
+        ends.update((site, max(ends[site], place[last])) for site in sites)
     waiting: list[int] = []
+    steps = []
     for step, site in enumerate(order):
         scope = [*waiting, site]
-        kept = [index for index, other in enumerate(scope) if ends[other] > step]
-        terms = [([scope.index(other) for other in each.sites], exact.terms(each)) for each in due.get(site, ())]
-        states = _extended(states, exact.costs(site), weights[site], terms, kept)
+        kept = tuple(index for index, other in enumerate(scope) if ends[other] > step)
+        where = tuple((each, tuple(map(scope.index, interacting[each]))) for each in due.get(site, ()))
+        steps.append(Step(site, tuple(range(len(scope))), where, kept))
         waiting = [scope[index] for index in kept]
+    return tuple(steps)
+
+
+def select(
+    costs_us: Sequence[Sequence[float]], interactions: Sequence[Interaction] = (), steps: Sequence[Step] = ()
+) -> tuple[int, ...]:
+    """The best choice of every site. The last choice of a site is the one that changes nothing.
+
+    `costs_us[i]` are finite. `steps` are `steps_of` these interactions, where somebody has them already. Asserts that
+    some set has no excluded choices (that nothing is changed, say).
+    """
+    exact = _Exact(costs_us, interactions)
+    weights = _weights([len(row) for row in costs_us])
+    states: dict[tuple[int, ...], _Key] = {(): (0, 0, 0)}
+    for step in steps or steps_of(len(costs_us), [each.sites for each in interactions]):
+        terms = [(None if where == step.scope else where, exact.terms(interactions[at])) for at, where in step.due]
+        states = _extended(states, exact.costs(step.site), weights[step.site], terms, step.kept)
     assert states, "every set of choices is excluded"
     (_, _, digits) = states[()]
     return tuple(digits // weight % len(row) for weight, row in zip(weights, costs_us, strict=True))
@@ -77,10 +102,13 @@ def _extended(
     states: Mapping[tuple[int, ...], _Key],
     costs: Sequence[int],
     weight: int,
-    interactions: Sequence[tuple[Sequence[int], Mapping[tuple[int, ...], int | None]]],
+    interactions: Sequence[tuple[tuple[int, ...] | None, Mapping[tuple[int, ...], int | None]]],
     kept: Sequence[int],
 ) -> dict[tuple[int, ...], _Key]:
-    """Every state with every choice of one more site; of those alike in what is `kept`, the best."""
+    """Every state with every choice of one more site; of those alike in what is `kept`, the best.
+
+    An interaction comes with the places of its sites, None where it is of all of them in order.
+    """
     found: dict[tuple[int, ...], _Key] = {}
     unchanged = len(costs) - 1
     for state, (cost, changed, digits) in states.items():
@@ -88,7 +116,7 @@ def _extended(
             choices = (*state, choice)
             total: int | None = cost + own
             for where, terms in interactions:
-                term = terms.get(tuple([choices[index] for index in where]), 0)
+                term = terms.get(choices if where is None else tuple([choices[index] for index in where]), 0)
                 if term is None or total is None:
                     total = None
                     break
@@ -96,27 +124,38 @@ def _extended(
             if total is None:
                 continue
             key = (total, changed + (choice != unchanged), digits + choice * weight)
-            rest = tuple([choices[index] for index in kept])
-            if rest not in found or key < found[rest]:
+            rest = choices[-1:] if len(kept) == 1 and kept[0] == len(state) else tuple([choices[at] for at in kept])
+            best = found.get(rest)
+            if best is None or key < best:
                 found[rest] = key
     return found
 
 
 class _Exact:
-    """Costs as integers: multiples of the finest power of two that occurs in any of them."""
+    """Costs as integers: multiples of the finest power of two that occurs in any of them.
+
+    Many sites have the same row of costs, and many interactions the same terms (the same objects): each is read once.
+    """
 
     def __init__(self, costs_us: Sequence[Sequence[float]], interactions: Iterable[Interaction]) -> None:
-        self._costs = costs_us
-        values = {cost for row in costs_us for cost in row}
+        self._rows = costs_us
+        rows = {id(row): row for row in costs_us}
+        terms = {id(each.terms): each.terms for each in interactions}
+        values = {cost for row in rows.values() for cost in row}
         assert all(map(isfinite, values)), f"costs must be finite: {sorted(values)}"
-        values.update(term for each in interactions for term in each.terms.values() if term != EXCLUDED)
+        values.update(us for each in terms.values() for us in each.values() if us != EXCLUDED)
         self._scale = max((value.as_integer_ratio()[1] for value in values), default=1)
+        self._costs = {at: [self._integer(cost) for cost in row] for at, row in rows.items()}
+        self._terms = {
+            at: {choices: None if us == EXCLUDED else self._integer(us) for choices, us in each.items()}
+            for at, each in terms.items()
+        }
 
     def costs(self, site: int) -> list[int]:
-        return [self._integer(cost) for cost in self._costs[site]]
+        return self._costs[id(self._rows[site])]
 
     def terms(self, interaction: Interaction) -> dict[tuple[int, ...], int | None]:
-        return {at: None if us == EXCLUDED else self._integer(us) for at, us in interaction.terms.items()}
+        return self._terms[id(interaction.terms)]
 
     def _integer(self, value: float) -> int:
         numerator, denominator = value.as_integer_ratio()
@@ -131,15 +170,15 @@ def _weights(sizes: Sequence[int]) -> list[int]:
     return weights
 
 
-def _order(num_sites: int, interactions: Iterable[Interaction]) -> list[int]:
+def _order(num_sites: int, interacting: Iterable[tuple[int, ...]]) -> list[int]:
     """An order in which few sites wait for later ones: each time the one that leaves fewest waiting, then the earlier.
 
     It has no part in what is selected, only in the work.
     """
     later: list[set[int]] = [set() for _ in range(num_sites)]
-    for interaction in interactions:
-        for site in interaction.sites:
-            later[site].update(other for other in interaction.sites if other != site)
+    for together in interacting:
+        for site in together:
+            later[site].update(other for other in together if other != site)
     neighbours = [sorted(others) for others in later]
     order: list[int] = []
     waiting: set[int] = set()

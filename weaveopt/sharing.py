@@ -26,6 +26,8 @@ class SharedSum:
     maker: int
     readers: tuple[int, ...]
     """At least one."""
+    covered: tuple[bool, ...] = ()
+    """Whether all that reads the sum vanishes, for every set of rewritten readers: set `n` has those of `n`'s bits."""
 
 
 def shared_sums(findings: Sequence[Finding]) -> tuple[SharedSum, ...]:
@@ -42,7 +44,7 @@ def shared_sums(findings: Sequence[Finding]) -> tuple[SharedSum, ...]:
         those = tuple(index for index in readers.get(value, ()) if index != maker)
         matches = [match for index in those if (match := findings[index].match) is not None]
         if those and _covered(value, finding.match, matches):
-            found.append(SharedSum(maker, those))
+            found.append(SharedSum(maker, those, _by_readers(value, finding.match, matches)))
     return tuple(found)
 
 
@@ -77,6 +79,11 @@ def division(finding: Finding, chosen: Candidate) -> tuple[object, ...]:
     assert workload is not None, f"{finding.site.id} was not matched"
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
     return (finding.site.group, chosen.fabric, chosen.algorithm, *shape, chosen.parameters, chosen.lowerings)
+
+
+def _by_readers(value: fx.Node, maker: Match, readers: Sequence[Match]) -> tuple[bool, ...]:
+    sets = ([match for bit, match in enumerate(readers) if number >> bit & 1] for number in range(1 << len(readers)))
+    return tuple(_covered(value, maker, each) for each in sets)
 
 
 def _covered(value: fx.Node, maker: Match, readers: Sequence[Match]) -> bool:

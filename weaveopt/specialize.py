@@ -22,7 +22,7 @@ from weaveopt import cost_model
 from weaveopt.decision import Regime, Workload
 from weaveopt.facts import tokens_of
 from weaveopt.pattern import tensor_of
-from weaveopt.pricing import Problem, price
+from weaveopt.pricing import Problem, frame
 from weaveopt.regimes import Served, Stretch, regimes
 from weaveopt.rule import CapturedGraph, Context, Finding, Rule
 
@@ -134,10 +134,18 @@ def _regimes(
         everything = Served(symbolic.first, last, Stretch(symbolic.hint, symbolic.hint))
         return (everything,)
 
+    framed = frame(findings, lambda finding: (finding.site.workload, finding.site.id in symbolic.sites))
+
     def problem_at(tokens: int) -> Problem:
         """As if only so many tokens came."""
-        at = _with_workloads(findings, symbolic, lambda workload: _static(workload, tokens))
-        return price(at, rules, context)
+
+        def workload_at(finding: Finding) -> Workload | None:
+            workload = finding.site.workload
+            if workload is None or finding.site.id not in symbolic.sites:
+                return workload
+            return _static(workload, tokens)
+
+        return framed.price(workload_at, rules, context)
 
     grid = {
         tokens

@@ -31,7 +31,7 @@ class Priced:
     def find(self, graph: fx.Graph, context: Context) -> list[Finding]:
         raise NotImplementedError
 
-    def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
+    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
         estimate = Estimate((Term("all", self.cost_us[site.id]),), relative_error=0.0)
         refused = Candidate(self.name, Fabric.PEER, Algorithm.TWO_SHOT, rejections=(Rejection("no_kernel", "none"),))
         return (Candidate(self.name, Fabric.SHM, Algorithm.ONE_SHOT, estimate=estimate), refused)

@@ -53,7 +53,7 @@ class Chained:
     def find(self, graph: fx.Graph, context: Context) -> list[Finding]:
         raise NotImplementedError
 
-    def candidates(self, site: Site, context: Context) -> tuple[Candidate, ...]:
+    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
         self.asked.append(site.id)
         return tuple(
             Candidate(
