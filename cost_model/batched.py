@@ -9,9 +9,6 @@ from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.products import product_us
 from weaveopt.decision import DTYPE_BYTES, Product
 
-GROUPED_SLOWDOWN: dict[str, float] = {"cuda": 1.25}
-"""Of a grouped product against one product of the same work, by device (Mixtral's experts on h200x4: 1.15 to 1.5)."""
-
 
 def batched_product_us(machine: Machine, batch: int, product: Product, dtype: str) -> float:
     """`a[batch, m, k] @ b[batch, k, n]` on one rank, in microseconds.
@@ -34,10 +31,15 @@ def num_active_experts(experts: int, rows: int) -> int:
 def grouped_product_us(machine: Machine, experts: int, product: Product, dtype: str) -> float:
     """`product.m` rows in all, each times the `[k, n]` weights of its expert, on one rank, in microseconds.
 
-    Only the weights of experts that get rows are read.
+    Only the weights of experts that get rows are read. Taken as one product of the same work (`same_work`), times
+    what the machine's grouped kernel takes more.
     """
     if product.m <= 0 or experts <= 0:
         return 0.0
-    active = num_active_experts(experts, product.m)
-    wide = Product(ceil(product.m / active), product.k, product.n * active)
-    return product_us(machine, wide, dtype) * GROUPED_SLOWDOWN.get(machine.device, 1.0)
+    grouped = 1.0 if machine.compiled is None else machine.compiled.grouped
+    return product_us(machine, same_work(num_active_experts(experts, product.m), product), dtype) * grouped
+
+
+def same_work(active: int, product: Product) -> Product:
+    """One product with the rows of one of `active` experts, and the results of all side by side."""
+    return Product(ceil(product.m / active), product.k, product.n * active)

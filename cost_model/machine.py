@@ -243,6 +243,18 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class CompiledCosts:
+    """What kernels of compiled graphs take beyond what is known of their arithmetic and traffic."""
+
+    origin: str
+    host_us: float = 0.0
+    """Of every kernel, for Inductor's wrapper, which allocates, checks and calls. 0 where the host runs ahead of the
+    device, or a CUDA graph replays without it."""
+    grouped: float = 1.0
+    """Time of a grouped product, one for each expert that tokens chose, of one product's of the same work."""
+
+
+@dataclass(frozen=True)
 class Wiring:
     """What a host is made of, for people and for `doctor`."""
 
@@ -276,6 +288,8 @@ class Machine:
     copy_engine: CopyEngine | None = None
     launch: Launch | None = None
     wiring: Wiring | None = None
+    compiled: CompiledCosts | None = None
+    """None: as if nothing were taken beyond."""
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
@@ -311,6 +325,7 @@ class Machine:
             "copy_engine": self.copy_engine,
             "launch": self.launch,
             "wiring": self.wiring,
+            "compiled": self.compiled,
         }
         used += [(name, block.origin) for name, block in blocks.items() if block is not None]
         for costs in self.fabric_costs:

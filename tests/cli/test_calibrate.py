@@ -51,7 +51,8 @@ def test_the_profile_tells_of_everything_where_it_comes_from(profile: Path) -> N
     assert machine.name == "here" and machine.device == "cpu"
     assert {fabric.value for fabric in machine.fabrics} == {"library", "shm"}
     kinds = {name: origin.kind for name, origin in machine.origins}
-    assert kinds.pop("between") == "estimate" and set(kinds.values()) == {"measured"}
+    assert kinds.pop("between") == kinds.pop("compiled") == "estimate" and set(kinds.values()) == {"measured"}
+    assert machine.compiled == cost_model.load("cpu").compiled
     spreads = {name: origin.spread for name, origin in machine.origins}
     assert all(spreads[name] is not None for name in ("fused", "gloo", "memory", "products.bfloat16"))
     assert machine.launch is not None and machine.wiring is not None

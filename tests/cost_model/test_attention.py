@@ -9,8 +9,8 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Attention, attention_us
-from weaveopt.cost_model.batched import batched_product_us, grouped_product_us, num_active_experts
-from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.batched import batched_product_us, grouped_product_us, num_active_experts, same_work
+from weaveopt.cost_model.machine import CompiledCosts, Machine
 from weaveopt.decision import Product
 
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
@@ -90,3 +90,14 @@ def test_many_products_in_one_kernel(machine: Machine) -> None:
 
 def test_only_cpu_kernels_wait_for_the_host() -> None:
     assert {name for name, machine in MACHINES.items() if cost_model.host_us(machine) > 0.0} == {"cpu"}
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_what_compiled_graphs_take_beyond_is_the_machines(machine: Machine) -> None:
+    product = Product(4096, 4096, 1792)
+    bare = replace(machine, name="bare", compiled=None)
+    one = cost_model.product_us(machine, same_work(8, product), "bfloat16")
+    assert cost_model.grouped_product_us(bare, 8, product, "bfloat16") == one and cost_model.host_us(bare) == 0.0
+    other = replace(machine, name="other", compiled=CompiledCosts("memory", host_us=7.0, grouped=1.5))
+    assert cost_model.grouped_product_us(other, 8, product, "bfloat16") == 1.5 * one
+    assert cost_model.host_us(other) == 7.0

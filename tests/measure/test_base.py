@@ -233,3 +233,13 @@ def test_bases_of_other_devices_are_refused() -> None:
         with pytest.raises(OptionError) as caught:
             accept(name, cost_model.load(name), device, wiring)
         assert said in str(caught.value) and f"--base {name}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_compiled_graphs_take_beyond_is_todays_or_kept() -> None:
+    assert BASE.compiled is not None
+    none = renew(replace(measured_today(), compiled=None), BASE)
+    assert none.machine.compiled == BASE.compiled and "compiled" in none.kept
+    assert origin_of(none.machine, "compiled") == origin_of(BASE, "compiled")
+    today = replace(measured_today(), compiled=replace(BASE.compiled, grouped=1.125))
+    again = renew(today, BASE)
+    assert again.machine.compiled == today.compiled and "compiled" not in again.kept

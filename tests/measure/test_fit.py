@@ -10,9 +10,10 @@ import pytest
 
 from weaveopt.cost_model.machine import Point, ProductCosts, Tile
 from weaveopt.cost_model.products import modelled_us
+from weaveopt.decision import Product
 from weaveopt.measure import fit
 from weaveopt.measure.clock import Sample, calm, sample_of
-from weaveopt.measure.kernels import AttentionCase, Grid
+from weaveopt.measure.kernels import AttentionCase, Grid, GroupedCase
 
 GRID = Grid((1, 16, 64, 128, 256, 512, 1024, 4096), (1024, 4096, 8192), (1024, 4096, 8192))
 
@@ -107,3 +108,10 @@ def test_times_that_stand_out_of_a_curve_are_measured_again() -> None:
     assert fit.calmed([*straight[:2], (4, Sample(9.0, 0.0)), *straight[3:]], again) == straight
     assert asked == [2]
     assert fit.calmed(straight, again) == straight and asked == [2]
+
+
+def test_one_slow_case_makes_no_grouped_product_slow() -> None:
+    pairs = [(Sample(us, 0.0), Sample(100.0, 0.0)) for us in (110.0, 120.0, 130.0, 125.0, 900.0)]
+    assert fit.grouped_slowdown(pairs) == 1.25
+    case = GroupedCase(8, 512, 4096, 7168)
+    assert case.one == Product(64, 4096, 8 * 7168)

@@ -11,7 +11,9 @@ from statistics import median
 
 import torch
 
+from weaveopt import cost_model
 from weaveopt.cost_model.machine import (
+    CompiledCosts,
     Contention,
     CopyEngine,
     Curve,
@@ -104,6 +106,17 @@ def machine(name: str, device: torch.device, found: Found, world: int, grid: Gri
             "attention", found.attention.values(), "scaled_dot_product_attention, heads of 128, bfloat16"
         )
         made = replace(made, attention=fit.attention_costs(name, units, found.attention))
+    if found.grouped:
+        samples = [sample for pair in found.grouped.values() for sample in pair]
+        name = origins.add("compiled", samples, "grouped products of 8 experts against one of the same work, bfloat16")
+        slowdown = round(fit.grouped_slowdown(found.grouped.values()), 3)
+        made = replace(made, compiled=CompiledCosts(name, grouped=slowdown))
+    else:
+        # The host's part was found on whole models: chains of little kernels, all in cache, show next to nothing of it.
+        known = before if before is not None and before.compiled is not None else cost_model.load("cpu")
+        if known.device == device.type and known.compiled is not None:
+            origins.found["compiled"] = dict(known.origins)[known.compiled.origin]
+            made = replace(made, compiled=replace(known.compiled, origin="compiled"))
     if found.crowded:
         name = origins.add("contention", (), "4096 x 8192 x 7168 bfloat16 beside the bulk form at 4096 tokens")
         made = replace(made, contention=Contention(name, tuple(found.crowded)))

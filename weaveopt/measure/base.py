@@ -15,6 +15,7 @@ from weaveopt.cost_model.machine import (
     FORMS,
     MEASURED,
     AttentionCosts,
+    CompiledCosts,
     Contention,
     CopyEngine,
     Curve,
@@ -34,7 +35,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce
 SAME_MEMORY = 0.05
 """What drivers keep for themselves differs by less; H100 and H200 have as many SMs and not as much memory."""
 R = TypeVar("R")
-B = TypeVar("B", AttentionCosts, Contention, CopyEngine, Launch, Wiring)
+B = TypeVar("B", AttentionCosts, CompiledCosts, Contention, CopyEngine, Launch, Wiring)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def renew(today: Machine, base: Machine) -> Renewed:
         contention=block("contention", today.contention, base.contention, more),
         copy_engine=block("copy_engine", today.copy_engine, base.copy_engine, more),
         launch=block("launch", today.launch, base.launch, keep=False),
+        compiled=block("compiled", today.compiled, base.compiled, keep=False),
         wiring=block("wiring", today.wiring, base.wiring, sees_less),
     )
     known = dict(base.origins) | dict(today.origins)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import exp, log
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 
 from weaveopt.cost_model.curve import interpolate_us
 from weaveopt.cost_model.machine import AttentionCosts, Point, ProductCosts, Rate, Samples, Tile
@@ -133,6 +133,11 @@ def between_error(curves: Iterable[Sequence[Point]]) -> float:
     )
     # A gap between two points of a profile is half of the one that was bridged here.
     return errors[int(0.75 * len(errors))] / 2 if errors else 0.0
+
+
+def grouped_slowdown(pairs: Iterable[tuple[Sample, Sample]]) -> float:
+    """Of a grouped product against one product of the same work: the median over the cases."""
+    return median(by_expert.us / at_once.us for by_expert, at_once in pairs)
 
 
 TILE_Q = TILE_KV = 128

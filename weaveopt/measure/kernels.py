@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from weaveopt.cost_model.batched import same_work
+from weaveopt.decision import Product
 from weaveopt.measure.clock import Clock, Sample
 
 Tensor = torch.Tensor
@@ -116,6 +118,32 @@ def launches(clock: Clock, device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return graph_us, eager_us
+
+
+@dataclass(frozen=True)
+class GroupedCase:
+    """`rows` rows, spread evenly over `experts`, each `[k, n]`."""
+
+    experts: int
+    rows: int
+    k: int
+    n: int
+
+    @property
+    def one(self) -> Product:
+        return same_work(self.experts, Product(self.rows, self.k, self.n))
+
+
+def grouped(clock: Clock, device: torch.device, case: GroupedCase, expected_us: float) -> tuple[Sample, Sample]:
+    """The grouped product, and one product of the same work on the same weights."""
+    rows = torch.randn(case.rows, case.k, device=device, dtype=torch.bfloat16)
+    weights = torch.randn(case.experts, case.n, case.k, device=device, dtype=torch.bfloat16) * 0.05
+    step = case.rows // case.experts
+    ends = torch.arange(step, case.rows + 1, step, device=device, dtype=torch.int32)
+    wide = weights.view(case.experts * case.n, case.k).t()
+    by_expert = clock.alone(lambda index: torch._grouped_mm(rows, weights.transpose(1, 2), ends), expected_us)
+    at_once = clock.alone(lambda index: torch.mm(rows[: case.one.m], wide), expected_us)
+    return by_expert, at_once
 
 
 HEAD = 128

@@ -15,7 +15,7 @@ from weaveopt.decision import Algorithm, Form, Lowering
 from weaveopt.measure import contention, exchanges, fit, kernels
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
 from weaveopt.measure.exchanges import COLLECTIVES, Fused, Ranks
-from weaveopt.measure.kernels import AttentionCase, Grid
+from weaveopt.measure.kernels import AttentionCase, Grid, GroupedCase
 
 Corner = tuple[int, int, int]
 """(m, n, k) of a product."""
@@ -53,6 +53,10 @@ GPU_ATTENTION = (
     *(AttentionCase(1, 16, n, n, causal=True) for n in (256, 512, 1024, 2048, 4096)),
     *(AttentionCase(batch, 16, 1, 2048) for batch in (1, 8, 32)),
 )  # fmt: skip
+GPU_GROUPED = tuple(
+    GroupedCase(8, rows, k, n) for k, n in ((4096, 7168), (3584, 4096)) for rows in (64, 512, 2048, 8192)
+)
+"""Experts of mixtures as ranks hold them, from few rows each to many."""
 
 
 @dataclass
@@ -66,6 +70,8 @@ class Found:
     gates: list[tuple[int, Sample]] = field(default_factory=list)
     copy: tuple[int, Sample] | None = None
     attention: dict[AttentionCase, Sample] = field(default_factory=dict)
+    grouped: dict[GroupedCase, tuple[Sample, Sample]] = field(default_factory=dict)
+    """Grouped, and as one product."""
     collectives: dict[tuple[str, int], list[tuple[int, Sample]]] = field(default_factory=dict)
     """By (kind, world): (bytes, time)."""
     fused: dict[tuple[int, int, Lowering], list[tuple[int, Sample]]] = field(default_factory=dict)
@@ -129,6 +135,7 @@ class Suite:
         self.memory()
         if self.is_gpu:
             self.attention()
+            self.grouped()
 
     def products(self, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
@@ -203,6 +210,16 @@ class Suite:
             self.tell("attention", done, len(cases))
             mine.append(kernels.attention(self.clock, self.device, case, 30.0))
         self.found.attention = dict(zip(cases, slowest(mine), strict=True))
+
+    def grouped(self) -> None:
+        cases = GPU_GROUPED[::3] if self.quick else GPU_GROUPED
+        mine: list[tuple[Sample, Sample]] = []
+        for done, case in enumerate(cases):
+            self.tell("grouped products", done, len(cases))
+            guess_us = 3.0 + self._product_guess_us(case.one.m, case.one.n, case.one.k)
+            mine.append(kernels.grouped(self.clock, self.device, case, guess_us))
+        by_expert, at_once = (slowest([pair[which] for pair in mine]) for which in (0, 1))
+        self.found.grouped = dict(zip(cases, zip(by_expert, at_once, strict=True), strict=True))
 
     # What ranks do together.
 

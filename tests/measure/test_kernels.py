@@ -1,0 +1,36 @@
+"""Measured kernels compute what they are measured for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weaveopt.measure.clock import Sample
+from weaveopt.measure.kernels import GroupedCase, grouped
+
+
+class Once:
+    """A clock that runs each kernel once and keeps what it made."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    def alone(self, launch: Callable[[int], object], expected_us: float) -> Sample:
+        made = launch(0)
+        assert isinstance(made, torch.Tensor)
+        self.made.append(made)
+        return Sample(1.0, 0.0)
+
+    def together(self, launch: Callable[[int], object], expected_us: float, group: object = None) -> Sample:
+        raise NotImplementedError
+
+
+def test_a_grouped_product_stands_beside_one_of_the_same_work() -> None:
+    """The first expert's rows meet its weights in both."""
+    clock, case = Once(), GroupedCase(experts=4, rows=32, k=64, n=16)
+    grouped(clock, torch.device("cpu"), case, 1.0)
+    by_expert, at_once = clock.made
+    assert by_expert.shape == (32, 16) and at_once.shape == (8, 64)
+    assert by_expert.numel() == at_once.numel()
+    torch.testing.assert_close(by_expert[:8], at_once[:, :16], rtol=2e-2, atol=2e-2)
