@@ -200,7 +200,7 @@ def main_gpu(args: argparse.Namespace) -> int:
     def program(place: gpu_ranks.Place) -> None:
         def keep(rows: list[record.Row]) -> None:
             if place.rank == 0 and not args.quick:
-                record.write("llama_layers", args.machine, rows)
+                record.write("llama_layers", args.machine, rows, beside=True)
 
         rows, wrong = gpu.run(place, asked, keep)
         place.say(gpu.summary(rows))

@@ -57,9 +57,13 @@ def row(
     )
 
 
-def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
-    """Writes the suite's result file, whole, and returns its path."""
+def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row], beside: bool = False) -> Path:
+    """Writes the suite's result file and returns its path.
+
+    `beside`: cases of the file that is there, and that `rows` has not, stay; each tells when it was measured.
+    """
     path = RESULTS / machine / f"{suite}.json"
+    kept = _kept(path, rows) if beside and path.exists() else []
     record = {
         "suite": suite,
         "machine": machine,
@@ -67,11 +71,20 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row]) -> Path:
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
         "versions": _versions(),
-        "rows": [asdict(entry) for entry in rows],
+        "rows": [*(asdict(entry) for entry in rows), *kept],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _kept(path: Path, rows: tuple[Row, ...] | list[Row]) -> list[dict[str, object]]:
+    before = json.loads(path.read_text())
+    again = [dict(row.case) for row in rows]
+    kept = [row for row in before["rows"] if row["case"] not in again]
+    for row in kept:
+        row["parameters"].setdefault("earlier_run", f"{before['date']}, {str(before['commit'])[:7]}")
+    return kept
 
 
 def rewrite(path: Path, rows: list[Row]) -> Path:

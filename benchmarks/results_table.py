@@ -28,11 +28,17 @@ says how it is found.
 """
 
 
-EXTRAS = {"runs": "weave runs", "over_best": "over best", "peer_library_us": "peer library*"}
+EXTRAS = {
+    "runs": "weave runs",
+    "over_best": "over best",
+    "peer_library_us": "peer library*",
+    "earlier_run": "earlier run*",
+}
 """Parameters that get a column, with its title."""
 NOTES = {
     "peer_library_us": "*peer library*: FlashInfer 0.7.2, `trtllm_allreduce_fusion`, from another run on the same host "
     "(benchmarks/peer_library.py); never counted as a baseline.",
+    "earlier_run": "*earlier run*: date and commit of a row that is from another run than the rest.",
     "over_best": "*over best*: the time with so many CTAs over that with the best number.",
 }
 

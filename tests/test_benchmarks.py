@@ -152,3 +152,23 @@ def test_predictions_are_of_cases_that_no_profile_holds() -> None:
         assert not set(cases.product_sides) & set(grid.n) & set(grid.k)
         assert len(set(cases.site_tokens) & set(tokens)) <= 1
     assert not set(GPU.ctas) & set(suite.BULK_CTAS)
+
+
+def test_cases_of_an_earlier_run_stay_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv("BENCHMARK_COMMIT", "0123456789abcdef")
+
+    def row(seq: int, us: float) -> record.Row:
+        return record.row(case={"seq": seq}, weave_us=us, baselines={"inductor": 10.0})
+
+    record.write("layers", "cpu", [row(1, 8.0), row(2, 9.0)])
+    monkeypatch.setenv("BENCHMARK_COMMIT", "fedcba9876543210")
+    path = record.write("layers", "cpu", [row(2, 7.0)], beside=True)
+    assert record.write("layers", "cpu", [row(2, 6.0)], beside=True) == path
+    suite = results_table.read(path)
+    assert [(entry.case["seq"], entry.weave_us) for entry in suite.rows] == [(2, 6.0), (1, 8.0)]
+    earlier = str(suite.rows[1].parameters["earlier_run"])
+    assert earlier.endswith(", 0123456") and "earlier_run" not in suite.rows[0].parameters
+    assert earlier in results_table.table(suite)
+    record.write("layers", "cpu", [row(2, 7.0)])
+    assert len(results_table.read(path).rows) == 1

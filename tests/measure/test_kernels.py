@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from weaveopt.measure.clock import Sample
-from weaveopt.measure.kernels import GroupedCase, grouped
+from weaveopt.measure.kernels import GroupedCase, grouped, has_grouped
 
 
 class Once:
@@ -34,3 +35,14 @@ def test_a_grouped_product_stands_beside_one_of_the_same_work() -> None:
     assert by_expert.shape == (32, 16) and at_once.shape == (8, 64)
     assert by_expert.numel() == at_once.numel()
     torch.testing.assert_close(by_expert[:8], at_once[:, :16], rtol=2e-2, atol=2e-2)
+
+
+def test_a_torch_without_grouped_products_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*operands: object) -> torch.Tensor:
+        raise RuntimeError("torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0")
+
+    assert has_grouped(torch.device("cpu"))
+    monkeypatch.setattr(torch, "_grouped_mm", refuse)
+    assert not has_grouped(torch.device("cpu"))
+    monkeypatch.delattr(torch, "_grouped_mm")
+    assert not has_grouped(torch.device("cpu"))

@@ -134,6 +134,17 @@ class GroupedCase:
         return same_work(self.experts, Product(self.rows, self.k, self.n))
 
 
+def has_grouped(device: torch.device) -> bool:
+    """Whether this torch has grouped products for the device: older ones have them for some GPUs only."""
+    rows, weights = torch.zeros(32, 16, device=device), torch.zeros(2, 16, 16, device=device)
+    ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
+    try:
+        torch._grouped_mm(rows.bfloat16(), weights.bfloat16().transpose(1, 2), ends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
 def grouped(clock: Clock, device: torch.device, case: GroupedCase, expected_us: float) -> tuple[Sample, Sample]:
     """The grouped product, and one product of the same work on the same weights."""
     rows = torch.randn(case.rows, case.k, device=device, dtype=torch.bfloat16)

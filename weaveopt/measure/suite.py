@@ -212,6 +212,8 @@ class Suite:
         self.found.attention = dict(zip(cases, slowest(mine), strict=True))
 
     def grouped(self) -> None:
+        if not kernels.has_grouped(self.device):
+            return
         cases = GPU_GROUPED[::3] if self.quick else GPU_GROUPED
         mine: list[tuple[Sample, Sample]] = []
         for done, case in enumerate(cases):
