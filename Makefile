@@ -61,9 +61,9 @@ gpu-test:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
 	python3 -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
 
-# The op suite on two GPUs under CUDA's checkers; they slow kernels down, so waits for peers get longer. racecheck and
-# synccheck of CUDA 13.0 end with internal errors of their own on these kernels: SANITIZERS="racecheck" tries another one.
-SANITIZERS ?= memcheck
+# The op suite on two GPUs under each of CUDA's checkers; they slow kernels down, so waits for peers get longer.
+# racecheck and synccheck of CUDA 13.0 end with internal errors of their own: SANITIZERS=memcheck runs that one alone.
+SANITIZERS ?= memcheck racecheck synccheck
 gpu-sanitize:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
 	export WEAVE_TIMEOUT_S=300 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1; \

@@ -235,15 +235,9 @@ class Trial:
 
 
 def unfused_site(ranks: Ranks, hidden: int, tokens: int) -> exchanges.Launch:
-    """The library's all-reduce and Inductor's addition and norm, as a compiled graph runs them."""
+    """Leaving a site alone in a graph of one size."""
     torch._dynamo.reset()
     x = torch.randn(tokens, hidden, device=ranks.device, dtype=torch.bfloat16)
     residual, weight = torch.zeros_like(x), torch.ones(hidden, device=ranks.device, dtype=torch.bfloat16)
     compiled = torch.compile(kernels.add_norm, dynamic=False)
-    compiled(x, residual, weight)
-    ops = torch.ops._c10d_functional
-
-    def run(index: int) -> object:
-        return compiled(ops.wait_tensor(ops.all_reduce_(x, "sum", ranks.name)), residual, weight)
-
-    return run
+    return prediction_sweep.left_alone(ranks, compiled, x, residual, weight)

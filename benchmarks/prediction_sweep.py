@@ -87,6 +87,22 @@ def settle(leave: Timed, choice: Timed, leave_us: float, us: float) -> Settled:
     return Settled(median(pair[0].us for pair in pairs), median(pair[1].us for pair in pairs), len(pairs))
 
 
+Compiled = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+def left_alone(
+    ranks: Ranks, compiled: Compiled, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> Launch:
+    """The library's all-reduce and Inductor's addition and norm, as a compiled graph runs them."""
+    compiled(x, residual, weight)
+    ops = torch.ops._c10d_functional
+
+    def run(index: int) -> object:
+        return compiled(ops.wait_tensor(ops.all_reduce_(x, "sum", ranks.name)), residual, weight)
+
+    return run
+
+
 class Unfused:
     """Leaving sites of one row length alone, at any number of tokens."""
 
@@ -106,14 +122,7 @@ class Unfused:
         return torch.randn(size, device=self._ranks.device, dtype=DTYPE), self._weight.new_zeros(size)
 
     def launch(self, tokens: int) -> Launch:
-        x, residual = self._rows(tokens)
-        self._compiled(x, residual, self._weight)
-        ops, name = torch.ops._c10d_functional, self._ranks.name
-
-        def run(index: int) -> object:
-            return self._compiled(ops.wait_tensor(ops.all_reduce_(x, "sum", name)), residual, self._weight)
-
-        return run
+        return left_alone(self._ranks, self._compiled, *self._rows(tokens), self._weight)
 
 
 @dataclass(frozen=True)

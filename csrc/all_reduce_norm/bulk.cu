@@ -2,7 +2,7 @@
 //
 // Rows are taken in units of 16 or 32 KiB. Unit j of CTA c is unit c + j * (CTAs) of a share, on every rank, so CTA c
 // deals with CTA c of each peer alone. In a CTA
-//   - one thread, the loader, brings partial rows into shared memory, and later what peers pushed here;
+//   - one thread, the loader, brings partial rows into shared memory, and what peers pushed here;
 //   - a second one sends those: to their owners' staging regions, and to the caller's tensors; and sees them arrive;
 //   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers,
 //   into

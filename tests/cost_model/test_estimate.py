@@ -47,22 +47,22 @@ def test_tokenweave_table_1(tokens: int, printed_us: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n", "measured_us"),
+    ("m", "k", "n", "measured_us", "tolerance"),
     [
-        (1024, 2048, 8192, 47),
-        (4096, 2048, 8192, 181),
-        (1024, 7168, 8192, 168),
-        (4096, 7168, 8192, 675),
-        (8192, 7168, 8192, 1424),
-        (4096, 8192, 14336, 1387),
-        (64, 7168, 8192, 34),
+        (1024, 2048, 8192, 47, 0.25),  # 53 and 58 us in two runs of calibrate
+        (4096, 2048, 8192, 181, 0.15),
+        (1024, 7168, 8192, 168, 0.15),
+        (4096, 7168, 8192, 675, 0.15),
+        (8192, 7168, 8192, 1424, 0.15),
+        (4096, 8192, 14336, 1387, 0.15),
+        (64, 7168, 8192, 34, 0.15),
     ],
 )
-def test_products_on_h200x4(m: int, k: int, n: int, measured_us: float) -> None:
+def test_products_on_h200x4(m: int, k: int, n: int, measured_us: float, tolerance: float) -> None:
     machine = MACHINES["h200x4"]
     found = cost_model.product_us(machine, Product(m, k, n), "bfloat16")
-    # Another run on another day: a device that calibrate has warmed has lower clocks, by up to a quarter for some.
-    assert found == pytest.approx(measured_us, rel=0.25)
+    # Another run; products one right after the other, as calibrate measures them, have lower clocks.
+    assert found == pytest.approx(measured_us, rel=tolerance)
 
 
 def test_waves() -> None:

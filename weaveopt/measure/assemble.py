@@ -197,19 +197,20 @@ def _library(found: Found, origins: Origins, library: str) -> FabricCosts:
 def _fused(found: Found, origins: Origins, is_gpu: bool) -> FabricCosts:
     samples = [sample for rows in found.fused.values() for _, sample in rows]
     name = origins.add("fused", samples, "fused all-reduce + add + RMSNorm, residual sharded, bfloat16")
-    curves = tuple(
+    curves = (
         Curve(
             name, kernel.algorithm, world, fit.never_falling([(size, sample.us) for size, sample in rows]),
             kernel.form, kernel.num_ctas, hidden if is_gpu else 0,
         )
-        for (world, hidden, kernel), rows in sorted(found.fused.items(), key=_order)
+        for (world, hidden, kernel), rows in found.fused.items()
     )  # fmt: skip
-    return FabricCosts(Fabric.PEER if is_gpu else Fabric.SHM, _fused_link(found, name), all_reduce_norm=curves)
+    fabric = Fabric.PEER if is_gpu else Fabric.SHM
+    return FabricCosts(fabric, _fused_link(found, name), all_reduce_norm=tuple(sorted(curves, key=curve_order)))
 
 
-def _order(item: tuple[tuple[int, int, Lowering], object]) -> tuple[int, int, str, str, int]:
-    world, hidden, kernel = item[0]
-    return world, hidden, kernel.algorithm.value, kernel.form.value, kernel.num_ctas
+def curve_order(curve: Curve) -> tuple[int, int, str, str, int]:
+    """How a profile sorts its curves."""
+    return curve.world, curve.hidden, curve.algorithm.value, curve.form.value, curve.ctas
 
 
 def _fused_link(found: Found, origin: str) -> Link:

@@ -28,7 +28,7 @@ from weaveopt.cost_model.machine import (
 from weaveopt.cost_model.records import walk
 from weaveopt.decision import Fabric
 from weaveopt.errors import OptionError
-from weaveopt.measure.assemble import relative_error
+from weaveopt.measure.assemble import curve_order, relative_error
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_norm")
 """Fields of `FabricCosts` that hold curves."""
@@ -138,7 +138,7 @@ def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], ke
             name = f"{theirs.fabric.value}.{kind} of {curve.world}"
             if name not in kept:
                 kept.append(name)
-    curves = {kind: tuple(sorted(each, key=_place)) for kind, each in found.items()}
+    curves = {kind: tuple(sorted(each, key=curve_order)) for kind, each in found.items()}
     link = ours.link
     # α and β are of the largest group's ends; on shared memory of the smallest's, which every run has.
     larger = _most_ranks(theirs) > _most_ranks(ours) and theirs.link.origin in measured
@@ -159,11 +159,6 @@ def _curves(costs: FabricCosts) -> Iterable[tuple[str, Curve]]:
 
 def _most_ranks(costs: FabricCosts) -> int:
     return max((curve.world for _, curve in _curves(costs)), default=0)
-
-
-def _place(curve: Curve) -> tuple[int, int, str, str, int]:
-    """The order in which `assemble` puts curves."""
-    return curve.world, curve.hidden, curve.algorithm.value, curve.form.value, curve.ctas
 
 
 def _with_names_apart(base: Machine, taken: Mapping[str, Origin]) -> Machine:
