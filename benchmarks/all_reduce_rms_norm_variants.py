@@ -35,8 +35,6 @@ REPLAY_US = 1200.0
 LARGEST_ONE_SHOT_BYTES = 2048 * 8192 * 2
 """Of torch's one-shot all-reduce, far beyond where it is the best."""
 NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT = "nccl_then_inductor", "symm_one_shot_then_inductor", "symm_two_shot_then_inductor"
-MAIL_CTAS = 132
-"""One CTA on each SM beside as many as fit: then each sends some rows before others come to be finished."""
 
 
 @dataclass(frozen=True)
@@ -283,8 +281,6 @@ def mail_variants(case: Case) -> list[Variant]:
         found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
     if case.bytes <= suite.MAIL_TWO_SHOT_BYTES:
         found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
-    if suite.MAIL_ALL_SMS_BYTES <= case.bytes <= suite.MAIL_TWO_SHOT_BYTES:
-        found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL, MAIL_CTAS)))
     return found
 
 

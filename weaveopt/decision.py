@@ -241,7 +241,7 @@ class RegionNeed:
     """Bytes of the regions of a GPU arena, by use; each a multiple of 256. See `csrc/fabric/peer.h`."""
 
     mailbox_bytes: int = 0
-    """Of one of the three mailboxes."""
+    """Of one of the two mailboxes."""
     staging_bytes: int = 0
     output_bytes: int = 0
     partial_bytes: int = 0

@@ -349,7 +349,7 @@ int enqueue_as(const Call& call, const Launch& launch) {
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(launch.stream);
     config.attrs = &attribute;
-    config.numAttrs = launch.overlap ? 1 : 0;
+    config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, call, layout);
 }
 

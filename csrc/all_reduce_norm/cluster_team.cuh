@@ -9,6 +9,26 @@ constexpr int kMaxThreads = 512;  // of a CTA
 constexpr int kMaxCluster = 8;
 constexpr int kMaxWarps = kMaxThreads / 32;
 
+// Where a CTA is among the clusters of its grid, all of `size` CTAs.
+struct ClusterPlace {
+    int cta;  // in its cluster
+    int cluster;
+    int num_clusters;
+};
+
+__device__ __forceinline__ ClusterPlace cluster_place([[maybe_unused]] int size) {
+#if __CUDA_ARCH__ >= 900
+    if (size > 1) {
+        ClusterPlace place;
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(place.cta));
+        asm("mov.u32 %0, %%clusterid.x;" : "=r"(place.cluster));
+        asm("mov.u32 %0, %%nclusterid.x;" : "=r"(place.num_clusters));
+        return place;
+    }
+#endif
+    return {0, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+}
+
 // The threads of a cluster that share a row. Sums are made of all warps' parts in one order, so they agree bitwise
 // wherever they are made.
 struct ClusterTeam {
@@ -19,6 +39,29 @@ struct ClusterTeam {
     int rank;
     int num_warps;
     uint32_t num_reductions = 0;
+
+    // All threads of a cluster of several CTAs: before one of them uses another one's memory, await_peers().
+    __device__ __forceinline__ void init() const {
+#if __CUDA_ARCH__ >= 900
+        if (threadIdx.x == 0) {
+            for (int parity = 0; parity < 2; ++parity) {
+                const uint32_t barrier = static_cast<uint32_t>(__cvta_generic_to_shared(&arrived[parity]));
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+                expect(barrier, cluster * num_warps);
+            }
+            // This releases the barriers, so the arrival need not: at this scope that would take as long as a store
+            // to memory.
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+    }
+    __device__ __forceinline__ void await_peers() const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
 
     template <class Combine>
     __device__ __forceinline__ float reduce(float value, const Combine& combine) {

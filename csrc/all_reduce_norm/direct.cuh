@@ -182,7 +182,7 @@ int enqueue_direct(const Call& call, const Launch& launch) {
     config.attrs = &attribute;
     int major = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    config.numAttrs = launch.overlap && major >= 9 ? 1 : 0;
+    config.numAttrs = major >= 9 ? 1 : 0;
     return cudaLaunchKernelEx(&config, direct<Fabric, T, kVecs>, call, layout);
 }
 

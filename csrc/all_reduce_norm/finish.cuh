@@ -19,11 +19,10 @@ constexpr float kLargestFp8 = 448.0f;
 // fetched.
 inline bool is_plain(const Call& call) {
     const GpuNorm& norm = call.norm;
-    const bool rms = norm.form.kind == NormKind::kRms && norm.form.cast_before_weight && norm.form.weight_offset == 0;
-    return rms && norm.weight.data != nullptr && !norm.weight.is_fp32 && norm.bias.data == nullptr &&
-           call.post.form.kind == NormKind::kNone && call.reduced_bias.data == nullptr && call.scale == 1.0f &&
-           call.scale_value.data == nullptr && call.out_kind == OutKind::kSame && call.quant == QuantKind::kNone &&
-           call.residual != nullptr && call.normed != nullptr && !call.sum_whole;
+    return norm.form.kind == NormKind::kRms && norm.weight.data != nullptr && !norm.weight.is_fp32 &&
+           norm.bias.data == nullptr && call.post.form.kind == NormKind::kNone && call.reduced_bias.data == nullptr &&
+           call.scale == 1.0f && call.scale_value.data == nullptr && call.out_kind == OutKind::kSame &&
+           call.quant == QuantKind::kNone && call.residual != nullptr && call.normed != nullptr && !call.sum_whole;
 }
 
 // The vectors of a row that a thread holds: first, first + stride, ...; those from `count` on do not exist.
@@ -92,11 +91,11 @@ class LateWeight {
 };
 
 // The same, loaded before: while the row's parts travel.
-template <typename T, int kVecs>
-class EarlyWeight : public LateWeight<T, kVecs> {
+template <typename T, int kVecs, bool kPlain = false>
+class EarlyWeight : public LateWeight<T, kVecs, kPlain> {
   public:
     __device__ __forceinline__ EarlyWeight(const GpuNorm& norm, const Lanes& lanes) {
-        LateWeight<T, kVecs>::prepare(norm, lanes);
+        LateWeight<T, kVecs, kPlain>::prepare(norm, lanes);
     }
     __device__ __forceinline__ void prepare(const GpuNorm&, const Lanes&) {}
 };
@@ -136,13 +135,13 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
 #pragma unroll
         for (int i = 0; i < E; ++i)
             x[j][i] *= factor;
-        if (kPlain || norm.form.cast_before_weight) round_to<T>(x[j]);
+        if (norm.form.cast_before_weight) round_to<T>(x[j]);
         float parameter[E];
         if (kPlain || norm.weight.data != nullptr) {
             weight.get(norm, lanes, j, parameter);
 #pragma unroll
             for (int i = 0; i < E; ++i)
-                x[j][i] *= kPlain ? parameter[i] : parameter[i] + norm.form.weight_offset;
+                x[j][i] *= parameter[i] + norm.form.weight_offset;
         }
         if (!kPlain && norm.bias.data != nullptr) {
             load_parameter<T>(norm.bias, lanes.at(j), parameter);

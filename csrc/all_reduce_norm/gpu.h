@@ -81,13 +81,11 @@ struct Call {
     int32_t share;
 };
 
-// Where and how a kernel runs. 0: as many as fit, or what suits the row.
+// Where and how a kernel runs.
 struct Launch {
     Form form;
     DType dtype;
-    int32_t num_ctas;
-    int32_t cluster;  // CTAs that share a row (mail forms)
-    bool overlap;     // programmatic dependent launch
+    int32_t num_ctas;  // 0: as many as fit
     void* stream;
 };
 

@@ -63,11 +63,10 @@ class GpuAllReduceNorm {
     // Enqueues the call; a CUDA error code, 0 for success. Plain numbers, not a struct: building one from Python would
     // cost more than the call. Bit i of `fp32_parameters`: parameter i of (reduced_bias, post_weight, post_bias,
     // weight, bias, scale_value, quant_scale) is fp32.
-    int run(int64_t tokens, int32_t form, int32_t num_ctas, int32_t cluster, bool overlap, uintptr_t stream,
-            uintptr_t partial, int64_t partial_offset, uintptr_t residual, uintptr_t reduced_bias,
-            uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t scale_value,
-            uintptr_t quant_scale, uint32_t fp32_parameters, uintptr_t normed, uintptr_t sum,
-            uintptr_t row_scale) const {
+    int run(int64_t tokens, int32_t form, int32_t num_ctas, uintptr_t stream, uintptr_t partial, int64_t partial_offset,
+            uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
+            uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters, uintptr_t normed,
+            uintptr_t sum, uintptr_t row_scale) const {
         auto parameter = [&](uintptr_t pointer, int bit) {
             return gpu::Parameter{reinterpret_cast<const void*>(pointer),
                                   static_cast<int32_t>(fp32_parameters >> bit & 1)};
@@ -91,8 +90,6 @@ class GpuAllReduceNorm {
         launch.form = static_cast<gpu::Form>(form);
         launch.dtype = dtype_;
         launch.num_ctas = num_ctas;
-        launch.cluster = cluster;
-        launch.overlap = overlap;
         launch.stream = reinterpret_cast<void*>(stream);
         // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
         // another thread of this interpreter, must get to run then.

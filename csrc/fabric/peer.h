@@ -1,7 +1,7 @@
 // Memory of the GPUs of one host that reach each other (CUDA peer access), and what a kernel that waits in it says when
 // it gives up.
 //
-// Every rank owns one arena of the same layout, mapped by all peers: a header with its words, three mailboxes, the
+// Every rank owns one arena of the same layout, mapped by all peers: a header with its words, two mailboxes, the
 // staging region and the output region. The three regions have a fixed place for as long as the arena lives, so that no
 // two calls ever see the same bytes in two roles.
 #pragma once
@@ -19,14 +19,13 @@ namespace weave::fabric {
 
 constexpr int32_t kMaxWorld = 8;
 constexpr int32_t kMaxCtas = 256;
-constexpr int32_t kNumMailboxes = 3;
+constexpr int32_t kNumMailboxes = 2;
 
 // What the owner's kernels keep from call to call. Nobody else touches it.
 struct DeviceState {
-    uint64_t num_calls;                  // of every kind
-    uint32_t num_mail_calls;             // of those that used a mailbox, modulo 3: the mailbox of the next one
-    uint32_t num_arrived;                // CTAs of the running kernel that have read this state
-    uint64_t mail_bytes[kNumMailboxes];  // that the last call left in each mailbox
+    uint64_t num_calls;       // of every kind
+    uint32_t num_mail_calls;  // of those that used a mailbox, modulo kNumMailboxes: the mailbox of the next one
+    uint32_t num_arrived;     // CTAs of the running kernel that have read this state
     uint32_t failed;
     uint32_t padding;
 };
@@ -66,7 +65,7 @@ struct Record {
 
 // Bytes of the regions; equal on all ranks.
 struct Regions {
-    int64_t mailbox_bytes = 0;  // of one of the three
+    int64_t mailbox_bytes = 0;  // of one of the two
     int64_t staging_bytes = 0;
     int64_t output_bytes = 0;
 

@@ -100,7 +100,7 @@ def test_json_names_each_slot_of_the_arena(report: Report) -> None:
     moved = (Slot(65536, 768, ()), Slot(66304, 512, ()))
     plan = replace(graph.plans[0], fabric=Fabric.PEER, regions=regions, slots=moved)
     document = json.loads(report_json.to_json(replace(report, graphs=(replace(graph, plans=(plan,)),))))
-    assert [slot["name"] for slot in document["graphs"][0]["arena"]["slots"]] == ["3 mailboxes", "output"]
+    assert [slot["name"] for slot in document["graphs"][0]["arena"]["slots"]] == ["2 mailboxes", "output"]
 
 
 SENSITIVITY = Sensitivity(

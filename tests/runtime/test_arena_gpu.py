@@ -29,7 +29,7 @@ class MadeUpRegions:
 
     @property
     def total_bytes(self) -> int:
-        return (64 << 10) + 3 * self.mailbox_bytes + self.staging_bytes + self.output_bytes
+        return (64 << 10) + 2 * self.mailbox_bytes + self.staging_bytes + self.output_bytes
 
 
 class MadeUpGroup:

@@ -50,7 +50,7 @@ def slot_names(plan: BufferPlan) -> tuple[str, ...]:
         # The first holds partial results, of which two calls in turn use a half; the others rows handed out.
         return ("partial results (two buffers)", *("output rows",) * (len(plan.slots) - 1))[: len(plan.slots)]
     regions = (
-        ("3 mailboxes", plan.regions.mailbox_bytes),
+        ("2 mailboxes", plan.regions.mailbox_bytes),
         ("staging", plan.regions.staging_bytes),
         ("output", plan.regions.output_bytes),
         ("partial", plan.regions.partial_bytes),

@@ -38,7 +38,7 @@ GPU_CACHE_BYTES, CPU_CACHE_BYTES = 200 << 20, 96 << 20
 GPU_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 GPU_HIDDENS = (2048, 4096, 5120, 8192, 16384)
 FUSED_LIMIT_BYTES = 512 << 20
-MAIL_ONE_SHOT_BYTES, MAIL_TWO_SHOT_BYTES, BULK_BYTES, MAIL_ALL_SMS_BYTES = 2 << 20, 32 << 20, 1 << 20, 4 << 20
+MAIL_ONE_SHOT_BYTES, MAIL_TWO_SHOT_BYTES, BULK_BYTES = 2 << 20, 32 << 20, 1 << 20
 BULK_CTAS = (8, 16, 32, 64, 128)
 NORM_TOKENS = (1, 16, 64, 256, 512, 1024, 4096, 16384)
 NORM_HIDDENS = (2048, 4096, 8192)
@@ -280,7 +280,6 @@ class Suite:
 
     def _peer_kernels(self) -> Iterator[Fused]:
         hiddens, tokens = (GPU_HIDDENS[1:2], GPU_TOKENS[::5]) if self.quick else (GPU_HIDDENS, GPU_TOKENS)
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         for hidden in hiddens:
             for count in tokens:
                 size = count * hidden * exchanges.DTYPE.itemsize
@@ -291,8 +290,6 @@ class Suite:
                     ways.append((Algorithm.ONE_SHOT, Form.MAIL, 0))
                 if size <= MAIL_TWO_SHOT_BYTES:
                     ways.append((Algorithm.TWO_SHOT, Form.MAIL, 0))
-                    if size >= MAIL_ALL_SMS_BYTES:
-                        ways.append((Algorithm.TWO_SHOT, Form.MAIL, sms))
                 if size >= BULK_BYTES:
                     ways += [(Algorithm.TWO_SHOT, Form.BULK, ctas) for ctas in BULK_CTAS]
                 for way in ways:

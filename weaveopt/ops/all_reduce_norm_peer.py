@@ -36,10 +36,6 @@ VECTOR_BYTES = 16
 """What a thread moves at once; rows, results and parameters begin at such a boundary."""
 _SCALE, _QUANT_SCALE = 5, 6
 """Their bits in the mask of fp32 parameters, behind the five of a row's length."""
-AS_FITS = 0
-"""CTAs that share a row: what suits the row."""
-OVERLAP = True
-"""Whether the kernel may be launched while the one before it still runs (programmatic dependent launch)."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +213,6 @@ class PeerSite:
                     count,
                     row.form,
                     row.num_ctas,
-                    AS_FITS,
-                    OVERLAP,
                     torch._C._cuda_getCurrentRawStream(self._index),
                     _from_row(partial, first, hidden),
                     self._into_arena(partial, first, count) if row.in_place else 0,

@@ -13,7 +13,7 @@ from weaveopt.sharing import sharded_values
 _ALIGNMENT = 4096
 """Slots start on pages, so that no two of them share one (first touch decides where a page lives)."""
 _HEADER_BYTES = 64 << 10
-_NUM_MAILBOXES = 3
+_NUM_MAILBOXES = 2
 """Of a GPU arena: `kHeaderBytes` and `kNumMailboxes` in csrc/fabric/peer.h."""
 
 
