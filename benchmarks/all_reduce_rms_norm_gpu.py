@@ -23,7 +23,6 @@ from benchmarks.all_reduce_rms_norm_variants import (
     NCCL,
     SYMM_ONE_SHOT,
     SYMM_TWO_SHOT,
-    TIMEOUT_S,
     Case,
     Effort,
     SymmetricBuffers,
@@ -36,6 +35,7 @@ from benchmarks.gpu_ranks import Place, table
 from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
 from weaveopt.decision import Fabric, Lowering, Workload
+from weaveopt.measure.exchanges import TIMEOUT_S
 from weaveopt.measure.suite import BULK_BYTES
 from weaveopt.ops.all_reduce_norm_call import RegionNeed
 

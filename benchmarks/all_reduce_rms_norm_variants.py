@@ -16,17 +16,16 @@ import torch.distributed as dist
 from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.decision import Algorithm, Fabric, Form, Lowering
-from weaveopt.measure import suite
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, RegionNeed, SumOut, region_need
+from weaveopt.decision import Algorithm, Form, Lowering, RegionNeed
+from weaveopt.measure import exchanges, kernels, suite
+from weaveopt.measure.exchanges import EPS, Fused
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """(index in the rotation, residual) -> (normed, sum)."""
 
 DTYPE = torch.bfloat16
-EPS = 1e-5
-TIMEOUT_S = 60.0
 PUSH_BYTES_PER_S = 346e9
 """What stores to all peers at once reach on NVLink 4, each way (measured, 64 MiB to each peer, all SMs)."""
 ROTATION = ((1 << 20, 8), (8 << 20, 4))
@@ -75,35 +74,17 @@ class Variant:
         return " ".join(words)
 
     def call(self, case: Case, place: Place) -> AllReduceNormCall:
-        return AllReduceNormCall(
-            site=f"benchmark.{case.hidden}.{case.tokens}.{self.name}", group=place.group,
-            fabric=Fabric.PEER, world=place.world, hidden=case.hidden, dtype="bfloat16", out_dtype="bfloat16",
-            partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=case.tokens, one_shot_max_tokens=0,
-            post=None, norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S,
-            residual_sharded=not self.whole, sum_out=SumOut.WHOLE if self.whole else SumOut.SHARDED,
-            lowerings=(self.lowering,),
-        )  # fmt: skip
+        site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
+        return exchanges.peer_call(site, place.group, place.world, self._fused(case), sharded=not self.whole)
 
     def is_supported(self, case: Case, place: Place) -> bool:
-        """Whether the device has this kernel for such rows; the op would go through the library without a word."""
-        if place.device.type != "cuda":
-            return True
-        from weaveopt import _native
-        from weaveopt.ops.all_reduce_norm_peer import native_form_of
-
-        form, dtype = native_form_of(self.lowering), _native.DType.bfloat16
-        return not _native.unsupported(form, dtype, case.hidden, place.world, False, place.device.index)
+        return exchanges.is_supported(self._fused(case), place.world, place.device)
 
     def need(self, case: Case, world: int) -> RegionNeed:
-        return region_need(self.lowering, case.hidden, "bfloat16", "bfloat16", world)
+        return self._fused(case).need(world)
 
-
-def add_norm(reduced: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What Llama's layers do after the all-reduce."""
-    total = residual + reduced
-    wide = total.float()
-    scaled = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(DTYPE)
-    return weight * scaled, total
+    def _fused(self, case: Case) -> Fused:
+        return Fused(self.lowering, case.hidden, case.tokens)
 
 
 class SymmetricBuffers:
@@ -146,7 +127,7 @@ class Shape:
         self.symmetric = symmetric.of(case)
         self.residual = random(same)
         self.weight = torch.rand(case.hidden, generator=same, device=place.device).to(DTYPE)
-        self.add_norm = torch.compile(add_norm, dynamic=False, fullgraph=True)
+        self.add_norm = torch.compile(kernels.add_norm, dynamic=False, fullgraph=True)
         self.restore()
 
     def restore(self) -> None:
@@ -159,21 +140,26 @@ class Shape:
 
         def nccl(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
             dist.all_reduce(self.partials[index])
-            return self.add_norm(self.partials[index], residual, self.weight)
+            return self.finished(self.partials[index], residual)
 
         def symm_one_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
-            return self.add_norm(one_shot(self.symmetric[index], "sum", group), residual, self.weight)
+            return self.finished(one_shot(self.symmetric[index], "sum", group), residual)
 
         def symm_two_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
-            return self.add_norm(two_shot(self.symmetric[index], "sum", group), residual, self.weight)
+            return self.finished(two_shot(self.symmetric[index], "sum", group), residual)
 
         found: dict[str, Call] = {NCCL: nccl, SYMM_TWO_SHOT: symm_two_shot}
         if self.case.bytes <= LARGEST_ONE_SHOT_BYTES:
             found[SYMM_ONE_SHOT] = symm_one_shot
         return found
 
+    def finished(self, reduced: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Addition and norm as Inductor's kernel: (normed, sum)."""
+        total, normed = self.add_norm(reduced, residual, self.weight)
+        return normed, total
+
     def alone(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.add_norm(self.partials[index], residual, self.weight)
+        return self.finished(self.partials[index], residual)
 
     def ours(self, variant: Variant) -> Call:
         fused = torch.ops.weave.all_reduce_norm.default

@@ -163,7 +163,7 @@ class Trial:
         if any(way.form is Form.BULK for way in found):
             every += [Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK, ctas) for ctas in self.cases.ctas]
         fused = [Fused(lowering, hidden, tokens) for lowering in every]
-        return [each for each in fused if exchanges.is_supported(each, ranks)]
+        return [each for each in fused if exchanges.is_supported(each, ranks.world, ranks.device)]
 
     def sites(self, ranks: Ranks) -> None:
         cases = [(hidden, tokens) for hidden in self.cases.site_hiddens for tokens in self.cases.site_tokens]

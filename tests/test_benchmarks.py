@@ -10,20 +10,13 @@ import torch
 
 from benchmarks import accuracy, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
-from benchmarks.all_reduce_rms_norm_variants import (
-    NCCL,
-    SYMM_ONE_SHOT,
-    SYMM_TWO_SHOT,
-    Case,
-    Variant,
-    add_norm,
-)
+from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Variant
 from benchmarks.gpu_ranks import Place
 from benchmarks.peer_library import flashinfer
 from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
 from weaveopt.decision import Algorithm, Form, Lowering
-from weaveopt.measure import suite
+from weaveopt.measure import kernels, suite
 from weaveopt.ops.all_reduce_norm_call import decode
 from weaveopt.ops.all_reduce_norm_reference import reference
 
@@ -73,7 +66,7 @@ def test_a_call_means_what_inductor_is_given() -> None:
     first, second, residual = (torch.randn(5, 64).bfloat16() for _ in range(3))
     weight = torch.rand(64).bfloat16()
     normed, total, *_ = reference([first, second], None, None, residual, None, None, weight, None, call)
-    want_normed, want_total = add_norm((first.float() + second.float()).bfloat16(), residual, weight)
+    want_total, want_normed = kernels.add_norm((first.float() + second.float()).bfloat16(), residual, weight)
     torch.testing.assert_close(total, want_total, rtol=2e-2, atol=4e-2)
     torch.testing.assert_close(normed, want_normed, rtol=3e-2, atol=6e-2)
 

@@ -84,7 +84,6 @@ struct Finisher {
     const Work work;
     const Lanes& lanes;
     Team& team;
-    int32_t out_packet;
     uint64_t seen = 0;  // this lane's word, when it was last looked at
 
     __device__ __forceinline__ Row row_at(int32_t unit, int32_t in_unit) const {
@@ -199,18 +198,9 @@ struct Finisher {
             if (call.sum != nullptr) fabric::store(sum_row + lanes.at(j) * 16, sum);
             if (!kPlain && call.sum_whole) *reinterpret_cast<Vec16*>(sums + lanes.at(j) * 16) = sum;
         });
-        if constexpr (kPlain) {
-            char* normed = place + row.in_unit * layout.row_bytes;
-#pragma unroll
-            for (int j = 0; j < kVecs; ++j)
-                if (lanes.has(j))
-                    *reinterpret_cast<Vec16*>(normed + lanes.at(j) * 16) =
-                        fabric::filled(fabric::narrow(x[j], static_cast<const T*>(nullptr)));
-        } else {
-            float scale;
-            const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
-            put(place, row.in_unit, row.token, x, inverse, scale);
-        }
+        float scale;
+        const float inverse = inverse_scale<T, kPlain>(x, call, lanes, scale, team);
+        put(place, row.in_unit, row.token, x, inverse, scale);
     }
 
     __device__ __forceinline__ void put(char* place, int32_t i, int64_t row, float (&x)[kVecs][E], float inverse,
@@ -219,16 +209,16 @@ struct Finisher {
         char* normed = place + i * work.layout.out_row_bytes;
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j) || call.normed == nullptr) continue;
-            const Packet packet = packed<T>(x[j], call.out_kind, inverse);
-            char* to = normed + lanes.at(j) * out_packet;
-            if (out_packet >= 16) *reinterpret_cast<Vec16*>(to) = packet.part[0];
-            if (out_packet == 32) *reinterpret_cast<Vec16*>(to + 16) = packet.part[1];
-            if (out_packet == 8)
-                *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
-            if (out_packet == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
+            if (!lanes.has(j) || (!kPlain && call.normed == nullptr)) continue;
+            const Packet packet = packed<T, kPlain>(x[j], call.out_kind, inverse);
+            const int32_t bytes = packet_bytes<T, kPlain>(call.out_kind);
+            char* to = normed + lanes.at(j) * bytes;
+            if (bytes >= 16) *reinterpret_cast<Vec16*>(to) = packet.part[0];
+            if (bytes == 32) *reinterpret_cast<Vec16*>(to + 16) = packet.part[1];
+            if (bytes == 8) *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
+            if (bytes == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
         }
-        if (call.quant == QuantKind::kPerToken && team.thread == 0) {
+        if (!kPlain && call.quant == QuantKind::kPerToken && team.thread == 0) {
             *reinterpret_cast<float*>(normed + work.layout.out_bytes) = scale;
             static_cast<float*>(call.row_scale)[row] = scale;
         }
@@ -260,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int thread = static_cast<int>(threadIdx.x) - 32 * kWorkers;
         Team team{parts[thread / kTeamThreads], thread / kTeamThreads, thread % kTeamThreads};
         const Lanes lanes{team.thread, kTeamThreads, call.hidden / kElements<T>};
-        Finisher<T, kMaxW, kVecs, kPlain>{work, lanes, team, packet_bytes<T>(call.out_kind)}.run();
+        Finisher<T, kMaxW, kVecs, kPlain>{work, lanes, team}.run();
     } else if (warp == 3) {
         publish(work);
     } else if (warp == 2) {

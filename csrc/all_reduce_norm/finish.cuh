@@ -214,11 +214,11 @@ __device__ __forceinline__ uint32_t fp8_word(float a, float b, float c, float d)
 }
 
 // `inverse` of the scale, e4m3 only; then x is rounded to T first. No word of it is kAbsent.
-template <typename T>
+template <typename T, bool kPlain = false>
 __device__ __forceinline__ Packet packed(float (&x)[kElements<T>], OutKind kind, float inverse) {
     constexpr int E = kElements<T>;
     Packet packet{};
-    if (kind == OutKind::kSame) {
+    if (kPlain || kind == OutKind::kSame) {
         packet.part[0] = fabric::narrow(x, static_cast<const T*>(nullptr));
     } else if (kind == OutKind::kFloat32) {
 #pragma unroll
@@ -232,22 +232,22 @@ __device__ __forceinline__ Packet packed(float (&x)[kElements<T>], OutKind kind,
                 fp8_word(x[i] * inverse, x[i + 1] * inverse, x[i + 2] * inverse, x[i + 3] * inverse);
     }
     packet.part[0] = fabric::filled(packet.part[0]);
-    packet.part[1] = fabric::filled(packet.part[1]);
+    if (!kPlain) packet.part[1] = fabric::filled(packet.part[1]);
     return packet;
 }
 
 // Bytes of a packet.
-template <typename T>
+template <typename T, bool kPlain = false>
 __device__ __forceinline__ int32_t packet_bytes(OutKind kind) {
-    return kind == OutKind::kSame ? 16 : kElements<T> * (kind == OutKind::kFloat32 ? 4 : 1);
+    return kPlain || kind == OutKind::kSame ? 16 : kElements<T> * (kind == OutKind::kFloat32 ? 4 : 1);
 }
 
 // The scale of a row, and its inverse: e4m3 only.
-template <typename T, int kVecs, class Team>
+template <typename T, bool kPlain = false, int kVecs, class Team>
 __device__ __forceinline__ float inverse_scale(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
                                                float& scale, Team& team) {
     scale = 1.0f;
-    if (call.quant == QuantKind::kNone) return 1.0f;
+    if (kPlain || call.quant == QuantKind::kNone) return 1.0f;
     if (call.quant == QuantKind::kStatic) {
         scale = load_value<T>(call.quant_scale);
         return 1.0f / scale;

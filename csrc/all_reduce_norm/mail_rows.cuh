@@ -111,8 +111,7 @@ struct Mail {
     const MailLayout& layout;
     int64_t mailbox = 0;
 
-    __device__ __forceinline__ OutKind out_kind() const { return kPlain ? OutKind::kSame : call.out_kind; }
-    __device__ __forceinline__ int32_t out_packet() const { return kPlain ? 16 : packet_bytes<T>(call.out_kind); }
+    __device__ __forceinline__ int32_t out_packet() const { return packet_bytes<T, kPlain>(call.out_kind); }
     __device__ __forceinline__ bool has_normed() const { return kPlain || call.normed != nullptr; }
     __device__ __forceinline__ bool sum_whole() const { return !kPlain && call.sum_whole; }
     __device__ __forceinline__ bool scales_rows() const { return !kPlain && call.quant == QuantKind::kPerToken; }
@@ -254,18 +253,13 @@ struct Mail {
                                               sum);
             }
         });
-        float scale = 1.0f, inverse = 1.0f;
-        if constexpr (!kPlain) inverse = inverse_scale<T>(x, call, lanes, scale, team);
+        float scale;
+        const float inverse = inverse_scale<T, kPlain>(x, call, lanes, scale, team);
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
             if (!lanes.has(j)) continue;
             const int32_t vec = lanes.at(j);
-            Packet packet{};
-            if constexpr (kPlain) {
-                packet.part[0] = fabric::filled(fabric::narrow(x[j], static_cast<const T*>(nullptr)));
-            } else {
-                packet = packed<T>(x[j], out_kind(), inverse);
-            }
+            const Packet packet = packed<T, kPlain>(x[j], call.out_kind, inverse);
             if constexpr (kTwoShot) {
 #pragma unroll
                 for (int step = 1; step < kMaxW; ++step)

@@ -29,7 +29,7 @@ TABLE = (
     Lowering(256, Algorithm.TWO_SHOT, Form.BULK, num_ctas=64),
 )
 FIELDS = (
-    "tokens", "form", "num_ctas", "cluster", "overlap", "stream", "partial", "partial_offset", "residual",
+    "tokens", "form", "num_ctas", "stream", "partial", "partial_offset", "residual",
     "reduced_bias", "post_weight", "post_bias", "weight", "bias", "scale_value", "quant_scale", "fp32_parameters",
     "normed", "sum", "row_scale",
 )  # fmt: skip

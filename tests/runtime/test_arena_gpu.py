@@ -93,7 +93,7 @@ def run_lifetimes(rank: int) -> None:
         arena_gpu.of("0")
     small = reserve()
     assert reserve() is small is arena_gpu.of("0") and reserve(RegionNeed(output_bytes=256)) is small
-    assert small.num_bytes == (64 << 10) + 3 * 512 + 256 + 1024 and small.partial_offset == small.num_bytes
+    assert small.num_bytes == (64 << 10) + 2 * 512 + 256 + 1024 and small.partial_offset == small.num_bytes
     assert [process.has_ended() for process in small.peers] == [False, False]
     assert small.tensor(256, (2, 3), torch.float32).shape == (2, 3)
     with pytest.raises(ArenaError, match="outside the arena"):
@@ -133,7 +133,7 @@ def run_refusals(rank: int) -> None:
     with pytest.raises(ArenaError, match="ranks 0 and 1 both use GPU GPU-3"):
         reserve()
     make_up_gpus(rank, free_bytes=100 if rank == 1 else 1 << 40)
-    with pytest.raises(ArenaError, match="cannot share 68352 bytes of GPU memory per rank: rank 1: 100 bytes are free"):
+    with pytest.raises(ArenaError, match="cannot share 67840 bytes of GPU memory per rank: rank 1: 100 bytes are free"):
         reserve()
 
     make_up_gpus(rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -89,17 +89,20 @@ class Fused:
         return region_need(self.lowering, self.hidden, "bfloat16", "bfloat16", world)
 
 
-def is_supported(fused: Fused, ranks: Ranks) -> bool:
+def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
     """Whether the device has this kernel for such rows; the op would go through the library without a word."""
-    if ranks.device.type != "cuda":
+    if device.type != "cuda":
         return True
     from weaveopt import _native
     from weaveopt.ops.all_reduce_norm_peer import native_form_of
 
-    form = native_form_of(fused.lowering)
-    return not _native.unsupported(
-        form, _native.DType.bfloat16, fused.hidden, ranks.world, False, ranks.device.index or 0
-    )
+    form, dtype = native_form_of(fused.lowering), _native.DType.bfloat16
+    return not _native.unsupported(form, dtype, fused.hidden, world, False, device.index or 0)
+
+
+def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
+    """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank."""
+    return _call(site, group, world, fused, sharded, Fabric.PEER, (fused.lowering,), fused.tokens)
 
 
 def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
@@ -124,8 +127,7 @@ def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> int:
 
 def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
     """The op on `peer`, which sends a partial result from where it is."""
-    call = _call(ranks, fused, Fabric.PEER, 0, 0, 0, True)
-    return _repeated(ranks, fused, call)
+    return _repeated(ranks, fused, peer_call(_site(fused), ranks.name, ranks.world, fused, True))
 
 
 def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
@@ -137,35 +139,40 @@ def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
 def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, sharded: bool = True) -> Launch:
     """The op on `shm`; its partial result is copied into the arena by the op."""
     need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
-    call = _call(ranks, fused, Fabric.SHM, need.partial_bytes, output_offset, max_tokens, sharded)
+    call = replace(
+        _call(_site(fused), ranks.name, ranks.world, fused, sharded, Fabric.SHM, (), max_tokens),
+        partial_bytes=need.partial_bytes, output_offset=output_offset,
+        one_shot_max_tokens=max_tokens if fused.lowering.algorithm is Algorithm.ONE_SHOT else 0,
+    )  # fmt: skip
     return _repeated(ranks, fused, call)
 
 
+def _site(fused: Fused) -> str:
+    return f"calibrate.{fused.hidden}.{fused.tokens}.{fused.lowering}"
+
+
 def _call(
-    ranks: Ranks, fused: Fused, fabric: Fabric, partial_bytes: int, output_offset: int, max_tokens: int, sharded: bool
-) -> str:
-    one_shot = fused.lowering.algorithm is Algorithm.ONE_SHOT
-    on_shm = fabric is Fabric.SHM
+    site: str, group: str, world: int, fused: Fused, sharded: bool, fabric: Fabric, lowerings: tuple[Lowering, ...],
+    max_tokens: int,
+) -> AllReduceNormCall:  # fmt: skip
     return AllReduceNormCall(
-        site=f"calibrate.{fused.hidden}.{fused.tokens}.{fused.lowering}", group=ranks.name, fabric=fabric,
-        world=ranks.world, hidden=fused.hidden, dtype="bfloat16", out_dtype="bfloat16", partial_offset=0,
-        output_offset=output_offset, partial_bytes=partial_bytes, max_tokens=max_tokens if on_shm else fused.tokens,
-        one_shot_max_tokens=max_tokens if on_shm and one_shot else 0, post=None,
+        site=site, group=group, fabric=fabric, world=world, hidden=fused.hidden, dtype="bfloat16", out_dtype="bfloat16",
+        partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=max_tokens, one_shot_max_tokens=0, post=None,
         norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S, residual_sharded=sharded,
-        sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE, lowerings=() if on_shm else (fused.lowering,),
-    ).encode()  # fmt: skip
+        sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE, lowerings=lowerings,
+    )  # fmt: skip
 
 
-def _repeated(ranks: Ranks, fused: Fused, call: str) -> Launch:
+def _repeated(ranks: Ranks, fused: Fused, call: AllReduceNormCall) -> Launch:
     # The same on all ranks, as a residual is.
     numbers = torch.Generator(ranks.device).manual_seed(fused.tokens)
     size, device = (fused.tokens, fused.hidden), ranks.device
     partials = [torch.randn(size, generator=numbers, device=device).to(DTYPE) for _ in range(2)]
     residual = torch.zeros(size, device=device, dtype=DTYPE)
     weight = torch.ones(fused.hidden, device=device, dtype=DTYPE)
-    op = torch.ops.weave.all_reduce_norm.default
+    op, site = torch.ops.weave.all_reduce_norm.default, call.encode()
 
     def run(index: int) -> object:
-        return op(partials[index % 2], None, None, residual, None, None, weight, None, call)
+        return op(partials[index % 2], None, None, residual, None, None, weight, None, site)
 
     return run

@@ -261,7 +261,7 @@ class Suite:
         return fit.calmed(rows, take)
 
     def fused_peer(self, ranks: Ranks) -> None:
-        every = [fused for fused in self._peer_kernels() if exchanges.is_supported(fused, ranks)]
+        every = [fused for fused in self._peer_kernels() if exchanges.is_supported(fused, ranks.world, ranks.device)]
         exchanges.reserve_peer(ranks, [*every, *contention.kernels()])
         curves: dict[tuple[int, Lowering], list[Fused]] = {}
         for fused in every:
