@@ -178,8 +178,6 @@ class GpuAllReduceNorm:
         tokens: int,
         form: int,
         num_ctas: int,
-        cluster: int,
-        overlap: bool,
         stream: int,
         partial: int,
         partial_offset: int,
