@@ -9,6 +9,7 @@ turns; a time is the median of the replays, of the ranks the slowest.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticC
 from transformers.distributed import DistributedConfig
 
 import weaveopt
-from benchmarks import gpu_ranks, record
+from benchmarks import gpu_clocks, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error, without_all_reduce
 
@@ -33,6 +34,8 @@ FILLED_POSITIONS = 512
 PREFILLS = (512, 1024, 2048, 4096, 8192)
 DECODES = (1, 8, 32)
 CASES = (*(Case("prefill", 1, seq) for seq in PREFILLS), *(Case("decode", batch, 1) for batch in DECODES))
+CLOCK_US = 1e6
+"""How long clocks are watched: replays of about a second."""
 INDUCTOR, WEAVE, WITHOUT = "inductor", "weave", "without_collectives"
 Forward = Callable[..., object]
 Compile = Callable[[fx.GraphModule, list[torch.Tensor]], Forward]
@@ -182,6 +185,15 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
     num_rounds, num_replays = (2, 3) if asked.quick else (6, 4 if case.tokens > 2048 else 10)
     us = gpu_ranks.median_us(steps, workload.reset, num_rounds, num_replays, settle)
     gpu_ranks.meet()
+
+    def again(name: str) -> gpu_ranks.Step:
+        def step() -> None:
+            workload.reset()
+            graphs[name].replay()
+
+        return step
+
+    clocks = {} if asked.quick else {name: slowest_clock(again(name), us[name], place) for name in graphs}
     for graph in graphs.values():
         graph.reset()
     found = weaveopt.report().graphs[-1]
@@ -205,11 +217,19 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
         parameters={
             "weave_error": weave_error, "inductor_error": inductor_error, "sites_rewritten": found.num_rewritten,
             "inductor_predicted_us": round(found.whole_us(rewritten=False), 3),
+            **{f"{name}_sm_mhz": round(mhz) for name, mhz in clocks.items() if mhz},
         },
     )  # fmt: skip
     # weave's error may be rounding, of which Inductor's is the measure.
     good = weave_error <= 2 * inductor_error + 1e-5
     return row, "" if good else f"{case}: weave is {weave_error:.1e} from eager, Inductor {inductor_error:.1e}"
+
+
+def slowest_clock(step: gpu_ranks.Step, us: float, place: Place) -> float:
+    """MHz of the SMs while a step of `us` repeats, of the ranks the lowest; 0 if a rank cannot tell."""
+    gpu_ranks.meet()
+    found = gpu_clocks.observe(step, math.ceil(CLOCK_US / us), place.device)
+    return -gpu_ranks.slowest([-found.sm_mhz if found else 0.0])[0]
 
 
 def summary(rows: Sequence[record.Row]) -> str:

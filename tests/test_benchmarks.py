@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, plots, record, results_table
+from benchmarks import accuracy, gpu_clocks, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
 from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Variant
 from benchmarks.gpu_ranks import Place
@@ -165,3 +165,13 @@ def test_cases_of_an_earlier_run_stay_and_say_so(tmp_path: Path, monkeypatch: py
     assert earlier in results_table.table(suite)
     record.write("layers", "cpu", [row(2, 7.0)])
     assert len(results_table.read(path).rows) == 1
+
+
+def test_clocks_are_means_of_the_settled_samples() -> None:
+    lines = ["345, 80.0, Not Active", *["1980, 500.0, Not Active"] * 2, *["1500, 690.0, Active"] * 6, "15"]
+    found = gpu_clocks.parse("\n".join(lines))
+    assert found is not None
+    assert found.sm_mhz == pytest.approx((1980 + 6 * 1500) / 7) and found.limited == pytest.approx(6 / 7)
+    assert found.watts == pytest.approx((500 + 6 * 690) / 7)
+    assert gpu_clocks.parse("") is None
+    assert gpu_clocks.parse("[N/A], 500.0, Active") is None
