@@ -42,8 +42,8 @@ NOTES = {
     "peer_library_us": "*peer library*: FlashInfer 0.7.2, `trtllm_allreduce_fusion`, from another run on the same host "
     "(benchmarks/peer_library.py); never counted as a baseline.",
     "earlier_run": "*earlier run*: date and commit of a row that is from another run than the rest.",
-    "weave_sm_mhz": "*MHz*: mean clock of the SMs while the variant repeats, of the ranks the lowest. Products that keep "
-    "a GPU at its power limit run slower the less there is to wait for between them.",
+    "weave_sm_mhz": "*MHz*: mean clock of the SMs while the variant repeats, of the ranks the lowest. Products that "
+    "keep a GPU at its power limit run slower the less there is to wait for between them.",
     "over_best": "*over best*: the time with so many CTAs over that with the best number.",
 }
 
