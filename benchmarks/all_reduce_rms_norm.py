@@ -196,7 +196,7 @@ def main_gpu(args: argparse.Namespace) -> int:
         for suite, rows in found.rows.items():
             print(gpu.summary(suite, rows))
             if not (args.quick or args.tokens or args.hiddens):
-                print(record.write(suite, args.machine, rows))
+                print(record.write(suite, args.machine, rows, beside=True))
 
     def program(place: gpu_ranks.Place) -> None:
         bench = gpu.Bench(place, asked, Path(args.found) if args.found else None)
