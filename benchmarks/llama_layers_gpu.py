@@ -24,6 +24,7 @@ import weaveopt
 from benchmarks import gpu_clocks, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error, without_all_reduce
+from weaveopt.cli.timeline import total
 
 SHAPE = LlamaConfig(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,
@@ -212,11 +213,11 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
         },
         weave_us=us[WEAVE],
         baselines={name: us[name] for name in (INDUCTOR, "eager") if name in us},
-        predicted_us=found.whole_us(rewritten=True),
+        predicted_us=total(found, fused=True).us,
         bound_us=us[WITHOUT],
         parameters={
             "weave_error": weave_error, "inductor_error": inductor_error, "sites_rewritten": found.num_rewritten,
-            "inductor_predicted_us": round(found.whole_us(rewritten=False), 3),
+            "inductor_predicted_us": round(total(found, fused=False).us, 3),
             **{f"{name}_sm_mhz": round(mhz) for name, mhz in clocks.items() if mhz},
         },
     )  # fmt: skip
