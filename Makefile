@@ -43,7 +43,7 @@ smoke: $(BUILT) $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.17.0', transformers"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/test_models.py -k "test_family_computes_as_eager and 0" $(PYTEST_ARGS)
 
-# Of the benchmarks, which run on GPUs alone, only that what they name is there.
+# Of what runs on GPUs alone, only that what it names is there.
 NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item no-any-return unused-ignore)
 
 lint: $(BUILT) $(LINTERS)
@@ -53,7 +53,7 @@ lint: $(BUILT) $(LINTERS)
 	rm -rf $(VENV)/typed
 	$(BIN)/python setup.py -q build_py --build-lib $(VENV)/typed
 	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p weaveopt
-	MYPYPATH=$(VENV)/typed $(BIN)/mypy --explicit-package-bases $(NAMES_ONLY) benchmarks
+	MYPYPATH=$(VENV)/typed $(BIN)/mypy --explicit-package-bases $(NAMES_ONLY) benchmarks tests/gpu
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 bench: $(BUILT)

@@ -185,7 +185,7 @@ def run_op(inputs: Inputs, rank: int, call: AllReduceNormCall, residual: Tensor 
 
 def reference_of(inputs: Inputs, call: AllReduceNormCall, residual: Tensor | None = None) -> Results:
     rest = inputs.rest if residual is None else (*inputs.rest[:2], residual, *inputs.rest[3:])
-    return reference_quant(inputs.partials, *rest, inputs.quant_scale, call)
+    return reference_quant(inputs.partials, *rest, quant_scale=inputs.quant_scale, call=call)
 
 
 def own_rows(call: AllReduceNormCall, tokens: int, rank: int) -> slice:

@@ -254,12 +254,12 @@ def graphs(quick: bool) -> str:
         captured = step()
         flat = [result.reshape(-1).view(torch.uint8) for results in captured for result in results if result.numel()]
         first = [torch.empty_like(values) for values in flat]
-        for values, expected in zip(flat, first, strict=True):
-            differing += (values != expected).sum()
+        for found, expected in zip(flat, first, strict=True):
+            differing += (found != expected).sum()
     dist.barrier()
     graph.replay()
-    for values, expected in zip(flat, first, strict=True):
-        expected.copy_(values)
+    for found, expected in zip(flat, first, strict=True):
+        expected.copy_(found)
     for (_, tokens, case), call, values, got in zip(cases, calls, inputs, captured, strict=True):
         check(got, reference_of(values, call), call, tokens, rank, f"first replay: {case}")
     differing.zero_()
