@@ -219,7 +219,9 @@ def main() -> int:
     parser.add_argument("--phase", choices=["decode", "prefill"], help="only these cases; nothing is written")
     parser.add_argument("--quick", action="store_true", help="few rounds, and nothing is written")
     gpus = parser.add_argument_group("GPUs")
-    gpus.add_argument("--cases", nargs="+", default=[], help="prefill:TOKENS and decode:BATCH; other rows of the file stay")
+    gpus.add_argument(
+        "--cases", nargs="+", default=[], help="prefill:TOKENS, decode:BATCH; other rows of the file stay"
+    )
     gpus.add_argument("--profile", help="machine profile for weave (default: the one that fits the GPUs)")
     gpus.add_argument("--eager", action="store_true", help="time eager as well")
     args = parser.parse_args()

@@ -97,13 +97,17 @@ CASES = (
 )
 
 
+Maybe = Tensor | None
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Every rank's partial result (or the factors of it), and the arguments that all ranks share."""
 
     partials: list[Tensor]
     factors: list[tuple[Tensor, Tensor]]
-    rest: tuple[Tensor | None, ...]
+    rest: tuple[Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]
+    """reduced_bias, scale, residual, post_weight, post_bias, weight, bias."""
     quant_scale: Tensor | None
 
 
@@ -185,7 +189,7 @@ def run_op(inputs: Inputs, rank: int, call: AllReduceNormCall, residual: Tensor 
 
 def reference_of(inputs: Inputs, call: AllReduceNormCall, residual: Tensor | None = None) -> Results:
     rest = inputs.rest if residual is None else (*inputs.rest[:2], residual, *inputs.rest[3:])
-    return reference_quant(inputs.partials, *rest, quant_scale=inputs.quant_scale, call=call)
+    return reference_quant(inputs.partials, *rest, inputs.quant_scale, call)
 
 
 def own_rows(call: AllReduceNormCall, tokens: int, rank: int) -> slice:
