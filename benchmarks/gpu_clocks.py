@@ -1,4 +1,4 @@
-"""At which clock and power this rank's GPU runs while something repeats: a GPU at its power limit slows down.
+"""At which clock this rank's GPU runs while something repeats: a GPU at its power limit slows down.
 
 Where products keep a GPU at its limit, time that communication gives back is in part taken again: what is spared in
 waiting for the network, when little power is drawn, is missing from the average, and the products run at a lower clock.
@@ -24,7 +24,6 @@ class Clocks:
     """Means while something ran."""
 
     sm_mhz: float
-    watts: float
     limited: float
     """Share of the samples in which the power limit held the clock down."""
 
@@ -35,7 +34,7 @@ def observe(step: Callable[[], object], count: int, device: torch.device) -> Clo
     if smi is None:
         return None
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    fields = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"
+    fields = "clocks.sm,clocks_event_reasons.sw_power_cap"
     command = [smi, "-i", gpu, f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"-lms={INTERVAL_MS}"]
     watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -49,14 +48,15 @@ def observe(step: Callable[[], object], count: int, device: torch.device) -> Clo
 
 
 def parse(said: str) -> Clocks | None:
-    """From nvidia-smi's lines: MHz, watts, and whether the power limit holds."""
+    """From nvidia-smi's lines: MHz, and whether the power limit holds."""
     rows = []
     for line in said.splitlines():
-        mhz, _, rest = line.partition(",")
-        watts, _, reason = rest.partition(",")
+        mhz, _, reason = line.partition(", ")
+        if not reason:  # cut off: its number may be too
+            continue
         try:
-            rows.append((float(mhz), float(watts), reason.strip() == "Active"))
-        except ValueError:  # a line cut off, or a field that this GPU does not have
+            rows.append((float(mhz), reason.strip() == "Active"))
+        except ValueError:  # a field that this GPU does not have
             continue
     rows = rows[int(len(rows) * SETTLING) :]
     if not rows:

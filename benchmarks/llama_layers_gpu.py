@@ -194,7 +194,7 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
 
         return step
 
-    clocks = {} if asked.quick else {name: slowest_clock(again(name), us[name], place) for name in graphs}
+    clocks = {} if asked.quick else {name: observed(again(name), us[name], place) for name in graphs}
     for graph in graphs.values():
         graph.reset()
     found = weaveopt.report().graphs[-1]
@@ -218,7 +218,8 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
         parameters={
             "weave_error": weave_error, "inductor_error": inductor_error, "sites_rewritten": found.num_rewritten,
             "inductor_predicted_us": round(total(found, fused=False).us, 3),
-            **{f"{name}_sm_mhz": round(mhz) for name, mhz in clocks.items() if mhz},
+            **{f"{name}_sm_mhz": round(clock.sm_mhz) for name, clock in clocks.items() if clock},
+            **{f"{name}_power_limited": round(clock.limited, 3) for name, clock in clocks.items() if clock},
         },
     )  # fmt: skip
     # weave's error may be rounding, of which Inductor's is the measure.
@@ -226,11 +227,13 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
     return row, "" if good else f"{case}: weave is {weave_error:.1e} from eager, Inductor {inductor_error:.1e}"
 
 
-def slowest_clock(step: gpu_ranks.Step, us: float, place: Place) -> float:
-    """MHz of the SMs while a step of `us` repeats, of the ranks the lowest; 0 if a rank cannot tell."""
+def observed(step: gpu_ranks.Step, us: float, place: Place) -> gpu_clocks.Clocks | None:
+    """Of the rank with the lowest clock, and of the one most limited, while a step of `us` repeats; None if a rank
+    cannot tell."""
     gpu_ranks.meet()
     found = gpu_clocks.observe(step, math.ceil(CLOCK_US / us), place.device)
-    return -gpu_ranks.slowest([-found.sm_mhz if found else 0.0])[0]
+    mhz, limited = gpu_ranks.slowest([-found.sm_mhz, found.limited] if found else [0.0, 0.0])
+    return gpu_clocks.Clocks(-mhz, limited) if mhz else None
 
 
 def summary(rows: Sequence[record.Row]) -> str:

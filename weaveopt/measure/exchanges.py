@@ -102,7 +102,13 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
 
 def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
     """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank."""
-    return _call(site, group, world, fused, sharded, Fabric.PEER, (fused.lowering,), fused.tokens)
+    return AllReduceNormCall(
+        site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",
+        out_dtype="bfloat16", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=fused.tokens,
+        one_shot_max_tokens=0, post=None, norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True),
+        timeout_s=TIMEOUT_S, residual_sharded=sharded, sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE,
+        lowerings=(fused.lowering,),
+    )  # fmt: skip
 
 
 def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
@@ -140,8 +146,9 @@ def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, s
     """The op on `shm`; its partial result is copied into the arena by the op."""
     need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
     call = replace(
-        _call(_site(fused), ranks.name, ranks.world, fused, sharded, Fabric.SHM, (), max_tokens),
-        partial_bytes=need.partial_bytes, output_offset=output_offset,
+        peer_call(_site(fused), ranks.name, ranks.world, fused, sharded),
+        fabric=Fabric.SHM, lowerings=(), max_tokens=max_tokens, partial_bytes=need.partial_bytes,
+        output_offset=output_offset,
         one_shot_max_tokens=max_tokens if fused.lowering.algorithm is Algorithm.ONE_SHOT else 0,
     )  # fmt: skip
     return _repeated(ranks, fused, call)
@@ -149,18 +156,6 @@ def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, s
 
 def _site(fused: Fused) -> str:
     return f"calibrate.{fused.hidden}.{fused.tokens}.{fused.lowering}"
-
-
-def _call(
-    site: str, group: str, world: int, fused: Fused, sharded: bool, fabric: Fabric, lowerings: tuple[Lowering, ...],
-    max_tokens: int,
-) -> AllReduceNormCall:  # fmt: skip
-    return AllReduceNormCall(
-        site=site, group=group, fabric=fabric, world=world, hidden=fused.hidden, dtype="bfloat16", out_dtype="bfloat16",
-        partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=max_tokens, one_shot_max_tokens=0, post=None,
-        norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S, residual_sharded=sharded,
-        sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE, lowerings=lowerings,
-    )  # fmt: skip
 
 
 def _repeated(ranks: Ranks, fused: Fused, call: AllReduceNormCall) -> Launch:
