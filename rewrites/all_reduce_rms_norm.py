@@ -215,6 +215,8 @@ def _matched(reduced: Reduced, quantized: Quantized | None) -> SiteMatch:
         interior=frozenset(vanishing),
         sharded_input=reduced.residuals[0] if len(reduced.residuals) == 1 else None,
         sharded_output=reduced.total,
+        # Rows with scales of their own come one by one.
+        landing_output=reduced.norm.output if reduced.norm is not None and quantized is None else None,
         numbers=symbols_of(reduced.scalars),
         reduced=reduced,
         product=product,
@@ -342,6 +344,7 @@ def _call(
         residual_sharded=placement.residual_sharded,
         sum_out=sharded if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
+        normed_lands=placement.normed_lands,
         quant=op.Quant.NONE if match.quantized is None else match.quantized.quant,
         lowerings=decision.chosen.lowerings,
         in_pieces=decision.chosen.fabric in op.GPU_FABRICS and placement.max_tokens >= workload.max_tokens,

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pattern",
         "facts",
         "graph_cost",
+        "landing",
         "lowering",
         "norm",
         "pricing",

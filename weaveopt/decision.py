@@ -234,6 +234,8 @@ class Placement:
     """The residual that comes in holds only this rank's token rows."""
     sum_sharded: bool = False
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
+    normed_lands: bool = False
+    """The normed rows lie in the arena, where peers write them (every reader is through before the next site)."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
+import torch
 import torch.fx as fx
 from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options, list_options
@@ -11,7 +13,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import Config
+from weaveopt.ops.all_reduce_norm_call import decode
 
 Compiled = Callable[..., object]
 
@@ -58,6 +62,7 @@ def compile_with(
 def compile_graph(module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object]) -> object:
     """Inductor's compile of one graph."""
     _forget_mesh_hashes(inputs)
+    _keep_arena_from_reuse()
     return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
 
 
@@ -72,3 +77,25 @@ def _forget_mesh_hashes(inputs: Sequence[object]) -> None:
         mesh = object.__getattribute__(value, "real_obj") if type(value) is FakeScriptObject else value
         if type(mesh) is DeviceMesh and getattr(mesh, "_hash", None) is not None:
             mesh._hash = None
+
+
+@cache
+def _keep_arena_from_reuse() -> None:
+    """Have Inductor never put anything of its own into a result that lies in the arena, where peers write later.
+
+    It takes every result of a call for memory that it may use again once the last reader is through (torch 2.13).
+    """
+    from torch._inductor.lowering import lowerings, make_fallback
+    from torch._inductor.virtualized import V
+
+    op = torch.ops.weave.all_reduce_norm.default
+    make_fallback(op)
+    call_op = lowerings[op]
+
+    def lower(*args: object) -> object:
+        results = call_op(*args)
+        if decode(str(args[-1])).normed_lands:
+            V.graph.never_reuse_buffers.add(results[0].get_name())
+        return results
+
+    lowerings[op] = lower

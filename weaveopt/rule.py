@@ -57,6 +57,8 @@ class Match:
     """A value of which this site reads only its own token rows."""
     sharded_output: fx.Node | None = None
     """A value that this site can produce for its own token rows only."""
+    landing_output: fx.Node | None = None
+    """A value whose rows peers can write straight to the memory in which its readers find them."""
     numbers: tuple[torch.SymFloat, ...] = ()
     """Python floats that the rewrite takes as the numbers they are in this call; with others it is compiled again."""
 

@@ -14,7 +14,9 @@
 //
 // One staging and one output region are enough: a rank that has finished a call has every row of every owner, so all
 // owners have read their staging; and a row is pushed only after all ranks' partial rows of that call have come, so
-// each of them has finished the call before and has copied its output.
+// each of them has finished the call before and has copied its output. For the same reason the caller's normed rows may
+// be the output region itself: then they land where they are read, and nobody copies them. What was there before is
+// overwritten once this rank's partial rows have come to the owner, which is after all that the stream did before.
 #include <algorithm>
 
 #include "all_reduce_norm/bulk_workers.cuh"
@@ -318,7 +320,10 @@ int enqueue_as(const Call& call, const Launch& launch) {
     }
     const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
     layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
-    layout.collects_early = 2 * num_ctas < num_sms;
+    layout.lands = call.normed == call.base[call.rank] + call.regions.output();
+    if (layout.lands && layout.out_row_bytes != layout.out_bytes) return cudaErrorInvalidValue;
+    layout.collects = !layout.lands || call.sum_whole;
+    layout.collects_early = layout.collects && 2 * num_ctas < num_sms;
     const int64_t row_bytes = layout.row_bytes;
     const int64_t staging = (call.world - 1) * call.share * row_bytes;
     const int64_t output = layout.sum_at + (call.sum_whole ? call.tokens * row_bytes : 0);

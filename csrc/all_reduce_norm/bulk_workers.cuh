@@ -28,7 +28,9 @@ struct BulkLayout {
     int32_t places;         // of a team for finished units, used in turn
     int32_t place_bytes;
     int32_t travelling;      // copies of a sender on their way at once
-    int32_t collects_early;  // what has come is collected while partial rows are still being sent
+    int32_t lands;           // the caller's normed rows are the output region itself
+    int32_t collects;        // what peers push into the output region is taken out of it
+    int32_t collects_early;  // and that while partial rows are still being sent
 };
 
 #ifdef WEAVE_BULK_COPY
@@ -155,6 +157,11 @@ struct Loader {
         const Call& call = work.call;
         uint64_t seen[kMaxWorld] = {};  // an owner's word, when it was last looked at
         int32_t collected[kMaxWorld] = {};
+        // Where nothing is taken out of the output region, it is enough to see each owner's last unit arrive.
+#pragma unroll
+        for (int32_t step = 1; step < kMaxWorld; ++step)
+            if (!work.layout.collects && step < call.world)
+                collected[step] = max(static_cast<int32_t>(work.num_units(work.behind(step))) - 1, 0);
         bool more = true;
         for (int32_t j = 0; more; ++j) {
             const bool sends = work.first(j) < call.share;
@@ -220,7 +227,7 @@ struct Loader {
                     *reinterpret_cast<const volatile float*>(from + layout.out_bytes);
                 load(from, normed + i * layout.out_bytes, layout.out_bytes, -1, 0);
             }
-        } else if (call.normed != nullptr) {
+        } else if (call.normed != nullptr && !layout.lands) {
             load(output + token * layout.out_bytes, normed, rows * layout.out_bytes, -1, 0);
         }
         if (call.sum_whole) {

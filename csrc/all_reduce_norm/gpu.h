@@ -65,7 +65,7 @@ struct Call {
     const void* partial;  // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
     int64_t partial_offset;
     const void* residual;  // nullptr: none
-    void* normed;          // nullptr: not wanted
+    void* normed;          // nullptr: not wanted; kBulk may write to the output region itself
     void* sum;             // nullptr: not wanted
     void* row_scale;       // fp32 [tokens], kPerToken only
     int32_t sum_whole;     // every rank needs every row of sum; else only its own rows after two steps

@@ -127,6 +127,7 @@ void bind_cuda(py::module_& m) {
         .def_readonly("mailbox_bytes", &Regions::mailbox_bytes)
         .def_readonly("staging_bytes", &Regions::staging_bytes)
         .def_readonly("output_bytes", &Regions::output_bytes)
+        .def_property_readonly("output_offset", &Regions::output)
         .def_property_readonly("total_bytes", &Regions::total);
     py::class_<PeerGroup, std::shared_ptr<PeerGroup>>(m, "PeerGroup")
         .def(py::init<std::vector<uint64_t>, uint64_t, int32_t, int32_t, const Regions&>(), py::arg("bases"),

@@ -139,6 +139,16 @@ def test_a_sharded_or_unread_sum_is_not_gathered(report: Report) -> None:
     assert len(list(memory.gather_line(graph))) == 1
 
 
+def test_places_whose_rows_lie_in_the_arena_are_counted(report: Report) -> None:
+    graph = report.graphs[0]
+    assert list(memory.landing_line(graph)) == []
+    placement = replace(graph.plans[0].placements[0], normed_lands=True)
+    landed = replace(graph, plans=(replace(graph.plans[0], placements=(placement,)),))
+    count = next(d.site.count for d in graph.decisions if d.site.id == placement.site)
+    (line,) = memory.landing_line(landed)
+    assert line.endswith(f": {count} place(s)")
+
+
 def test_layers_of_a_kind_are_one_row_with_their_places_added_up(report: Report) -> None:
     rows = render.rows_of(report.graphs[0])
     assert [(row.module, row.count) for row in rows] == [

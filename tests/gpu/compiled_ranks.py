@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,39 @@ from weaveopt.decision import Fabric
 
 RULE = "all_reduce_rms_norm"
 MAX_TOKENS = 64
+
+
+WIDE, TOKENS = 8192, 2200
+"""Rows that are handed out in bulk."""
+
+
+def check_landing(rank: int, check: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], str], None]) -> None:
+    """Two sites whose normed rows only products read: they lie in the arena, with and without CUDA graphs."""
+    shared = torch.Generator("cuda").manual_seed(3)
+
+    def random(*shape: int, generator: torch.Generator = shared) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16() / shape[-2] ** 0.5
+
+    into, out_of, norm = random(2, forms.INNER, WIDE), random(2, WIDE, forms.INNER), random(1, WIDE)[0].abs()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + functional.all_reduce(x @ into[0], "sum", dist.group.WORLD)
+        inner = forms.rms(total, norm) @ out_of[0]
+        total = total + functional.all_reduce(torch.nn.functional.silu(inner) @ into[1], "sum", dist.group.WORLD)
+        return forms.rms(total, norm) @ out_of[1], total
+
+    with torch.no_grad():
+        for cuda_graphs in (False, True):
+            torch._dynamo.reset()
+            options = {"machine": "h200x4", "strict": True, "timeout_s": 30.0, "cuda_graphs": cuda_graphs}
+            compiled = torch.compile(block, backend="weave", options=options)  # type: ignore[call-overload]
+            for seed in range(4):
+                own = torch.Generator("cuda").manual_seed(100 * seed + rank)
+                x = torch.randn(TOKENS, forms.INNER, generator=own, device="cuda").bfloat16()
+                residual = torch.randn(TOKENS, WIDE, generator=shared, device="cuda").bfloat16()
+                check(compiled(x, residual), block(x, residual), f"rows in the arena, cuda_graphs={cuda_graphs}")
+    report = weaveopt.report().graphs[-1]
+    assert [p.normed_lands for plan in report.plans for p in plan.placements] == [True, True], report.plans
 
 
 def main() -> None:
@@ -35,7 +69,7 @@ def main() -> None:
         x = torch.randn(2, tokens, forms.INNER, generator=own).bfloat16().cuda()
         return x, torch.randn(2, tokens, forms.HIDDEN, generator=shared).bfloat16().cuda()
 
-    def check(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str) -> None:
+    def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], what: str) -> None:
         for result, expected in zip(got, want, strict=True):
             assert_close(result.cpu(), expected.cpu(), LIBRARY, what)
 
@@ -67,6 +101,7 @@ def main() -> None:
             x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(10 * seed + rank)))
             graph.replay()
             check(captured, block(x, residual), f"replay {seed}")
+    check_landing(rank, check)
     decisions = [d for report in weaveopt.report().graphs for d in report.decisions]
     assert decisions and all(d.rewritten and d.chosen.fabric is Fabric.PEER for d in decisions), decisions
     print(f"rank {rank}: compiled as in eager", flush=True)

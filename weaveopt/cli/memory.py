@@ -88,6 +88,14 @@ def gather_line(graph: GraphReport) -> Iterator[str]:
         yield f"gather: two-shot hands out the whole sum at {places} place(s) that others read it from: {names}"
 
 
+def landing_line(graph: GraphReport) -> Iterator[str]:
+    """Places whose normed rows are read where peers write them."""
+    landed = {placement.site for plan in graph.plans for placement in plan.placements if placement.normed_lands}
+    places = sum(decision.site.count for decision in graph.decisions if decision.site.id in landed)
+    if places:
+        yield f"no copy: normed rows that come in bulk are read in the arena, where peers write them: {places} place(s)"
+
+
 def _gathers(decision: Decision) -> bool:
     workload = decision.site.workload
     return decision.chosen.algorithm is Algorithm.TWO_SHOT and workload is not None and workload.sum_is_used

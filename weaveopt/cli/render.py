@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weaveopt.cli import sections
-from weaveopt.cli.memory import gather_line, table_lines, unmeasured_line
+from weaveopt.cli.memory import gather_line, landing_line, table_lines, unmeasured_line
 from weaveopt.cli.reasons import collapse, collect, kernel_of, tried
 from weaveopt.decision import LEAVE, Candidate, Decision, Fabric, GraphReport, MachineSummary, Report
 
@@ -98,6 +98,7 @@ def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     parts.extend(sections.sensitivity(graph))
     parts.extend(sections.arena(graph))
     parts.extend(Text(line) for line in gather_line(graph))
+    parts.extend(Text(line) for line in landing_line(graph))
     parts.extend(Text(f"rounding: {line}") for line in graph.rounding)
     if graph.steps_us:
         steps = ", ".join(f"{name} {float(us) / 1e3:.1f} ms" for name, us in graph.steps_us)

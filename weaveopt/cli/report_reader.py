@@ -153,6 +153,7 @@ def _read_placement(placement: Reader) -> Placement:
         max_tokens=placement["max_tokens"].integer(),
         residual_sharded=placement["residual_sharded"].flag(),
         sum_sharded=placement["sum_sharded"].flag(),
+        normed_lands=not (lands := placement.optional("normed_lands")).missing and lands.flag(),
     )
 
 

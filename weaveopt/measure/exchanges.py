@@ -101,13 +101,13 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
 
 
 def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
-    """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank."""
+    """The op by one kernel, as products behind it read it. `sharded`: residual and sum by tokens, else whole."""
     return AllReduceNormCall(
         site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",
         out_dtype="bfloat16", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=fused.tokens,
         one_shot_max_tokens=0, post=None, norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True),
         timeout_s=TIMEOUT_S, residual_sharded=sharded, sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE,
-        lowerings=(fused.lowering,),
+        lowerings=(fused.lowering,), normed_lands=True,
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, s
     need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
     call = replace(
         peer_call(_site(fused), ranks.name, ranks.world, fused, sharded),
-        fabric=Fabric.SHM, lowerings=(), max_tokens=max_tokens, partial_bytes=need.partial_bytes,
+        fabric=Fabric.SHM, lowerings=(), normed_lands=False, max_tokens=max_tokens, partial_bytes=need.partial_bytes,
         output_offset=output_offset,
         one_shot_max_tokens=max_tokens if fused.lowering.algorithm is Algorithm.ONE_SHOT else 0,
     )  # fmt: skip

@@ -14,6 +14,8 @@ hidden], `addend` [hidden] or [tokens, hidden], `scale` [], the other parameters
 have the shape of `residual` if given, else of `partial`. Activations are bf16, fp16 or fp32, parameters the same or
 fp32. `call` is an encoded `AllReduceNormCall`.
 
+With call.normed_lands, `normed` may be a view of the arena that the group's next call, in whatever graph, overwrites.
+
 `row_scale` is [..., 1] in fp32, or empty [0] where call.quant is not `per_token`.
 
 On `shm`, up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share

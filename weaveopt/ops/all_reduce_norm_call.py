@@ -141,6 +141,9 @@ class AllReduceNormCall:
     quant: Quant = Quant.NONE
     lowerings: tuple[Lowering, ...] = ()
     """GPU fabrics: what runs by token count, ascending (`max_tokens` is the last row's)."""
+    normed_lands: bool = False
+    """GPU fabrics: normed may be a view of the arena, good until the next call of the group, in any graph. Peers write
+    its rows straight to it."""
     in_pieces: bool = False
     """GPU fabrics: more than `max_tokens` tokens run in pieces of so many, each divided among ranks by itself, and not
     through the library: where the table ends for want of memory, not because the library is faster from there on."""
@@ -208,7 +211,11 @@ def _check(call: AllReduceNormCall) -> None:
         bounds = [lowering.max_tokens for lowering in call.lowerings]
         if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != call.max_tokens:
             raise WeaveError(f"site {call.site}: a table up to {bounds} tokens does not end at {call.max_tokens}")
+        if call.normed_lands and (call.norm is None or call.quant is Quant.PER_TOKEN):
+            raise WeaveError(f"site {call.site}: only normed rows without scales of their own can lie in the arena")
         return
+    if call.normed_lands:
+        raise WeaveError(f"site {call.site}: {call.fabric.value} has no arena in which normed rows could lie")
     if call.quant is not Quant.NONE:
         raise WeaveError(f"site {call.site}: {call.fabric.value} does not quantize")
     if call.fabric is Fabric.LIBRARY:

@@ -48,6 +48,8 @@ class Row:
     num_ctas: int
     in_place: bool
     """The kernel reads the partial result from the arena."""
+    lands: bool
+    """Normed rows may be the region that peers write to."""
     unsupported: str
     """Why the device cannot run it; then the library does."""
 
@@ -64,8 +66,8 @@ class PeerSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_alike", "_arena", "_call", "_dtype", "_fp8", "_index", "_native", "_normed_dtype", "_partial", "_per_token",
-        "_static", "_sum", "_where", "hidden", "rows",
+        "_alike", "_arena", "_call", "_dtype", "_fp8", "_index", "_landing", "_native", "_normed_dtype", "_partial",
+        "_per_token", "_static", "_sum", "_where", "hidden", "rows",
     )  # fmt: skip
 
     def __init__(self, call: AllReduceNormCall, native: _native.GpuAllReduceNorm, memory: GpuArena, where: str) -> None:
@@ -87,6 +89,10 @@ class PeerSite:
         self._partial: Tensor | None = None
         if in_place:
             self._partial = memory.tensor(memory.partial_offset, (in_place[-1], call.hidden), self._dtype)
+        landing = [row.max_tokens for row in self.rows if row.lands]
+        self._landing: Tensor | None = None
+        if landing and self._normed_dtype is not None:
+            self._landing = memory.tensor(memory.output_offset, (landing[-1], call.hidden), self._normed_dtype)
 
     @staticmethod
     def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
@@ -178,7 +184,7 @@ class PeerSite:
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
         like = partial if residual is None else residual
-        results = self._results(like)
+        results = self._results(like, pieces, tokens)
         if tokens == 0:
             return results
         if not self._alike and not torch.cuda.is_current_stream_capturing():
@@ -237,11 +243,13 @@ class PeerSite:
             watchdog.fail(arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}")
         return results
 
-    def _results(self, like: Tensor) -> QuantResults:
+    def _results(self, like: Tensor, pieces: tuple[Piece, ...], tokens: int) -> QuantResults:
         """Of the shape of `like`; empty where a result is not wanted."""
         dtype, normed_dtype = self._dtype, self._normed_dtype
         if normed_dtype is None:
             normed = like.new_empty(0, dtype=getattr(torch, self._call.out_dtype))
+        elif self._landing is not None and len(pieces) == 1 and pieces[0].row.lands:
+            normed = self._landing[:tokens].view(like.shape)
         else:
             normed = torch.empty_like(like) if normed_dtype is dtype else torch.empty_like(like, dtype=normed_dtype)
         total = torch.empty_like(like) if self._sum else like.new_empty(0)
@@ -320,7 +328,14 @@ def _row(call: AllReduceNormCall, lowering: Lowering, device: int) -> Row:
     form = native_form_of(lowering)
     dtype = getattr(_native.DType, call.dtype)
     why = _native.unsupported(form, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)
-    return Row(lowering.max_tokens, int(form), lowering.num_ctas, form is _native.GpuForm.direct, why)
+    return Row(
+        lowering.max_tokens,
+        int(form),
+        lowering.num_ctas,
+        in_place=form is _native.GpuForm.direct,
+        lands=call.normed_lands and form is _native.GpuForm.bulk,
+        unsupported=why,
+    )
 
 
 def native_form_of(lowering: Lowering) -> _native.GpuForm:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from weaveopt.decision import LEAVE, BufferPlan, Decision, Fabric, Placement, RegionNeed, Slot
+from weaveopt.landing import landed_values
 from weaveopt.rule import ArenaNeed, Finding, Rule
 from weaveopt.sharing import sharded_values
 
@@ -74,11 +75,12 @@ def _plan_regions(
             slots.append(Slot(offset, size, owners))
         offset += size
     fabrics = {decision.chosen.fabric for _, decision in rows}
+    landed = landed_values([(finding, decision.chosen) for finding, decision in rows])
     return BufferPlan(
         group=group,
         bytes=offset,
         slots=tuple(slots),
-        placements=tuple(_placement(finding, decision, None, 0, sharded) for finding, decision in rows),
+        placements=tuple(_placement(finding, decision, None, 0, sharded, landed) for finding, decision in rows),
         # What multicast maps, peers reach too.
         fabric=Fabric.MULTIMEM if Fabric.MULTIMEM in fabrics else Fabric.PEER,
         regions=regions,
@@ -103,7 +105,12 @@ def _plan_slots(
 
 
 def _placement(
-    finding: Finding, decision: Decision, partial_slot: Slot | None, output_offset: int, sharded: frozenset[object]
+    finding: Finding,
+    decision: Decision,
+    partial_slot: Slot | None,
+    output_offset: int,
+    sharded: frozenset[object],
+    landed: frozenset[object] = frozenset(),
 ) -> Placement:
     workload, match = decision.site.workload, finding.match
     assert workload is not None and match is not None
@@ -115,6 +122,7 @@ def _placement(
         max_tokens=max((row.max_tokens for row in decision.chosen.lowerings), default=workload.max_tokens),
         residual_sharded=match.sharded_input in sharded,
         sum_sharded=match.sharded_output in sharded,
+        normed_lands=match.landing_output in landed,
     )
 
 

@@ -62,6 +62,11 @@ class GpuArena:
         return total_bytes(self.regions)
 
     @property
+    def output_offset(self) -> int:
+        """Where the region begins into which peers hand out rows."""
+        return native_regions(self.regions).output_offset
+
+    @property
     def partial_offset(self) -> int:
         """Where the region begins that products are written to; behind all that native code knows of."""
         return native_regions(self.regions).total_bytes

@@ -1,0 +1,85 @@
+"""Which normed rows may lie in the arena, where peers write them: no copy, and no memory of their own.
+
+All sites of a group hand rows out into one region, each overwriting what the one before left there. A peer writes
+once this rank's partial result has come to it: after all that this rank's stream did before the site. So a value may
+lie there if whatever reads it runs before every later site of its group. That must hold in any order that respects the
+data, since Inductor chooses one, and so only products may read it: they run as one call where they stand, while an
+element-wise op can end up inside a kernel far behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.fx as fx
+
+from weaveopt.decision import Candidate, Form
+from weaveopt.pattern import SHAPE_ONLY, is_call
+from weaveopt.rule import Finding, Match
+
+aten = torch.ops.aten
+_FACTORS: dict[object, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+}
+"""Products, and which of their arguments are multiplied."""
+
+
+def landed_values(sites: Sequence[tuple[Finding, Candidate]]) -> frozenset[fx.Node]:
+    """The values that may lie in the arena; `sites`: all rewritten ones of a group, and how."""
+    matches = [finding.match for finding, _ in sites if finding.match is not None]
+    wanted = [
+        (index, match.landing_output)
+        for index, ((finding, chosen), match) in enumerate(zip(sites, matches, strict=True))
+        if match.landing_output is not None and any(row.form is Form.BULK for row in chosen.lowerings)
+    ]
+    if not wanted:
+        return frozenset()
+    ahead = _sites_ahead(wanted[0][1].graph, matches)
+    reached = [_union(ahead[node] for node in match.interior) for match in matches]
+    every = (1 << len(matches)) - 1
+    found = set()
+    for index, value in wanted:
+        before = sum(1 << other for other, bits in enumerate(reached) if bits >> index & 1 and other != index)
+        later = every & ~before & ~(1 << index)
+        readers = list(_readers(value))
+        if all(_is_product(reader, node) and ahead[reader] & later == later for reader, node in readers):
+            found.add(value)
+    return frozenset(found)
+
+
+def _sites_ahead(graph: fx.Graph, matches: Sequence[Match]) -> dict[fx.Node, int]:
+    """Of every node, as bits: the sites that cannot begin before it is through."""
+    own: dict[fx.Node, int] = {}
+    for index, match in enumerate(matches):
+        for node in match.interior:
+            own[node] = own.get(node, 0) | 1 << index
+    ahead: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        ahead[node] = own.get(node, 0) | _union(ahead[user] for user in node.users)
+    return ahead
+
+
+def _union(bits: Iterator[int]) -> int:
+    found = 0
+    for each in bits:
+        found |= each
+    return found
+
+
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Whatever reads the value's memory, and the view of it that is read."""
+    for user in value.users:
+        if is_call(user, SHAPE_ONLY):
+            yield from _readers(user)
+        else:
+            yield user, value
+
+
+def _is_product(reader: fx.Node, node: fx.Node) -> bool:
+    factors = _FACTORS.get(reader.target, ()) if reader.op == "call_function" else ()
+    read = [index for index, argument in enumerate(reader.args) if argument is node]
+    return bool(factors) and not reader.kwargs and set(read) <= set(factors)
