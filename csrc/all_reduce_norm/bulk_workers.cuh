@@ -48,8 +48,8 @@ struct Shared {
     uint64_t stage_full[kMaxStages], stage_empty[kMaxStages];
     uint64_t place_full[kTeams][kMaxPlaces], place_empty[kTeams][kMaxPlaces];
     Job jobs[kMaxStages];
-    volatile uint32_t pushed[kMaxWorld];  // by owner: units whose partial rows have arrived there
-    volatile uint32_t published;          // finished units that have arrived everywhere
+    uint32_t pushed[kMaxWorld];  // by owner: units whose partial rows have arrived there
+    uint32_t published;          // finished units that have arrived everywhere
 
     // One thread.
     __device__ __forceinline__ void init() {
@@ -69,10 +69,23 @@ struct Shared {
     }
 };
 
-// Everything before it, arrived copies included, is part of what the signalling warp publishes.
-__device__ __forceinline__ void post(volatile uint32_t& word, uint32_t value) {
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-    word = value;
+// A word that one warp posts and another looks at. Atomic operations, as both are under way at once; everything before
+// post(), arrived copies included, is part of what is seen by who looks.
+__device__ __forceinline__ void post(uint32_t& word, uint32_t value) {
+    [[maybe_unused]] uint32_t before;
+    asm volatile("atom.release.cta.shared::cta.exch.b32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(fabric::shared_address(&word)), "r"(value)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t look_at(uint32_t& word) {
+    uint32_t value;
+    asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
+                 : "=r"(value)
+                 : "r"(fabric::shared_address(&word))
+                 : "memory");
+    return value;
 }
 
 // A place in a ring, and the parity of the phase that its barrier is in when it gets there the next time.
@@ -358,8 +371,8 @@ __device__ __forceinline__ void publish(const Work work) {
     const uint32_t all_rows = active ? work.num_units(call.rank) : 0, all_partial = active ? work.num_units(peer) : 0;
     uint32_t rows = 0, partial = 0;
     while (!__all_sync(0xffffffffu, rows == all_rows && partial == all_partial)) {
-        const uint32_t rows_now = active ? work.shared.published : 0;
-        const uint32_t partial_now = active ? work.shared.pushed[peer] : 0;
+        const uint32_t rows_now = active ? look_at(work.shared.published) : 0;
+        const uint32_t partial_now = active ? look_at(work.shared.pushed[peer]) : 0;
         if (!__any_sync(0xffffffffu, rows_now != rows || partial_now != partial)) {
             __nanosleep(32);
             continue;

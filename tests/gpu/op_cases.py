@@ -111,14 +111,16 @@ class Inputs:
     quant_scale: Tensor | None
 
 
-def make_inputs(case: Case, tokens: int, hidden: int, dtype: torch.dtype, world: int, seed: int) -> Inputs:
+def make_inputs(
+    case: Case, tokens: int, hidden: int, dtype: torch.dtype, world: int, seed: int, device: str = "cuda"
+) -> Inputs:
     """The same on every rank: all GPUs of a host draw alike."""
-    random = torch.Generator(device="cuda").manual_seed(seed)
+    random = torch.Generator(device=device).manual_seed(seed)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         if case.strided and len(shape) == 2:
-            return torch.randn(shape[::-1], generator=random, device="cuda").to(dtype).t()
-        return torch.randn(shape, generator=random, device="cuda").to(dtype)
+            return torch.randn(shape[::-1], generator=random, device=device).to(dtype).t()
+        return torch.randn(shape, generator=random, device=device).to(dtype)
 
     weight_dtype = torch.float32 if case.wide_weights else dtype
     factors = []
@@ -134,14 +136,14 @@ def make_inputs(case: Case, tokens: int, hidden: int, dtype: torch.dtype, world:
         factors,
         (
             tensor(hidden) if case.reduced_bias else None,
-            torch.tensor(0.5, dtype=dtype, device="cuda") if case.scale_tensor else None,
+            torch.tensor(0.5, dtype=dtype, device=device) if case.scale_tensor else None,
             residual,
             tensor(hidden, dtype=weight_dtype) if has_post else None,
             tensor(hidden) if has_post and case.biases else None,
             tensor(hidden, dtype=weight_dtype) if has_norm else None,
             tensor(hidden) if has_norm and case.biases else None,
         ),
-        torch.tensor(0.02, device="cuda") if case.quant is Quant.STATIC else None,
+        torch.tensor(0.02, device=device) if case.quant is Quant.STATIC else None,
     )
 
 

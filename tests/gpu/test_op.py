@@ -33,6 +33,16 @@ def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
     assert done.stdout.count("every stage passed") == world
 
 
+@needs_cuda_part
+@pytest.mark.gpu
+def test_ranks_of_one_process_agree_with_the_reference() -> None:
+    """Groups of up to 8 ranks, on one GPU."""
+    command = [sys.executable, "-m", "tests.gpu.one_process"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert "calls agree with the reference and on all ranks" in done.stdout
+
+
 @dataclass(frozen=True)
 class Told:
     """What the ranks of a scenario printed, by rank; a rank that was killed or stopped printed nothing."""

@@ -111,18 +111,8 @@ class PeerSite:
             need = region_need(lowering, call.hidden, call.dtype, call.out_dtype, call.world)
             if not arena_gpu.holds(memory.regions, need):
                 raise ArenaError(f"site {call.site}: needs {need}, but group {call.group!r} has {memory.regions}")
-        site = _native.GpuSite()
         # Of the whole call: ranks whose plans differ in anything notice it at the first meeting.
-        site.tag = watchdog.tag_of(zlib.crc32(text.encode()))
-        site.hidden = call.hidden
-        site.dtype = getattr(_native.DType, call.dtype)
-        site.out_kind = getattr(_native.OutKind, "same" if call.out_dtype == call.dtype else call.out_dtype)
-        site.quant = getattr(_native.QuantKind, call.quant.value)
-        site.post = native_form(call.post)
-        site.norm = native_form(call.norm)
-        site.sum_whole = call.sum_out is SumOut.WHOLE
-        site.scale = call.scale
-        site.timeout_s = call.timeout_s
+        site = native_site(call, watchdog.tag_of(zlib.crc32(text.encode())))
         try:
             native = _native.GpuAllReduceNorm(memory.native, site)
         except ValueError as error:
@@ -336,6 +326,22 @@ def _row(call: AllReduceNormCall, lowering: Lowering, device: int) -> Row:
         lands=call.normed_lands and form is _native.GpuForm.bulk,
         unsupported=why,
     )
+
+
+def native_site(call: AllReduceNormCall, tag: int) -> _native.GpuSite:
+    """All of a call that native code asks for. `tag` is equal on all ranks if they run the same."""
+    site = _native.GpuSite()
+    site.tag = tag
+    site.hidden = call.hidden
+    site.dtype = getattr(_native.DType, call.dtype)
+    site.out_kind = getattr(_native.OutKind, "same" if call.out_dtype == call.dtype else call.out_dtype)
+    site.quant = getattr(_native.QuantKind, call.quant.value)
+    site.post = native_form(call.post)
+    site.norm = native_form(call.norm)
+    site.sum_whole = call.sum_out is SumOut.WHOLE
+    site.scale = call.scale
+    site.timeout_s = call.timeout_s
+    return site
 
 
 def native_form_of(lowering: Lowering) -> _native.GpuForm:

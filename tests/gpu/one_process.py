@@ -1,0 +1,230 @@
+"""The ranks of a group in one process on one GPU, each a stream of its own, for compute-sanitizer.
+
+`python -m tests.gpu.one_process` runs every kernel, dtype and form of the computation on a few CTAs, so that all ranks'
+kernels fit on the GPU together, and compares the results with the reference and with each other. Device memory comes
+from the CUDA runtime itself and the references are computed on the CPU: nothing but kernels of ours runs on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from tests.gpu.op_cases import (
+    CASES,
+    DTYPES,
+    KERNELS,
+    Case,
+    Inputs,
+    Kernel,
+    Results,
+    check,
+    make_call,
+    make_inputs,
+    need_of,
+    reference_of,
+)
+from weaveopt import _native
+from weaveopt.decision import RegionNeed
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, SumOut
+from weaveopt.ops.all_reduce_norm_peer import native_form_of, native_site
+from weaveopt.ops.all_reduce_norm_reference import row_scale_shape
+from weaveopt.runtime import arena_gpu
+
+Tensor = torch.Tensor
+NUM_CTAS = 4
+TO_DEVICE, TO_HOST = 1, 2
+POISON = 0xFF
+"""In every byte of a result before a call; NaN in all dtypes."""
+
+
+class Gpu:
+    """What is needed of the CUDA runtime, without torch's allocator and kernels."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcudart.so.13")
+        self._owned: list[int] = []
+
+    def call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        assert code == 0, f"{name}: {_native.cuda_error_text(code)}"
+
+    def memory(self, num_bytes: int) -> int:
+        pointer = ctypes.c_void_p()
+        self.call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(max(num_bytes, 256)))
+        assert pointer.value is not None
+        self._owned.append(pointer.value)
+        return pointer.value
+
+    def copy(self, x: Tensor | None) -> int:
+        """`x` on the GPU; 0 where there is none."""
+        if x is None:
+            return 0
+        x = x.contiguous()
+        pointer = self.memory(x.nbytes)
+        self._move(pointer, x.data_ptr(), x.nbytes, TO_DEVICE)
+        return pointer
+
+    def poisoned(self, num_bytes: int) -> int:
+        pointer = self.memory(num_bytes)
+        self.call("cudaMemset", ctypes.c_void_p(pointer), POISON, ctypes.c_size_t(num_bytes))
+        return pointer
+
+    def read(self, pointer: int, like: Tensor) -> Tensor:
+        found = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._move(found.data_ptr(), pointer, found.nbytes, TO_HOST)
+        return found
+
+    def stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self.call("cudaStreamCreateWithFlags", ctypes.byref(stream), 1)  # does not wait for the default stream
+        assert stream.value is not None
+        return stream.value
+
+    def captured(self, stream: int, launch: Callable[[], int]) -> ctypes.c_void_p:
+        """What `launch` does on `stream`, to be replayed."""
+        graph, replay = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cudaStreamBeginCapture", ctypes.c_void_p(stream), 1)  # this thread alone
+        code = launch()
+        self.call("cudaStreamEndCapture", ctypes.c_void_p(stream), ctypes.byref(graph))
+        assert code == 0, _native.cuda_error_text(code)
+        self.call("cudaGraphInstantiate", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
+        self.call("cudaGraphDestroy", graph)
+        return replay
+
+    def replay(self, graphs: Sequence[ctypes.c_void_p], streams: Sequence[int]) -> None:
+        """Each on its stream, all at once; they are given back."""
+        for graph, stream in zip(graphs, streams, strict=True):
+            self.call("cudaGraphLaunch", graph, ctypes.c_void_p(stream))
+        self.finish()
+        for graph in graphs:
+            self.call("cudaGraphExecDestroy", graph)
+
+    def finish(self) -> None:
+        self.call("cudaDeviceSynchronize")
+
+    def free(self, keep: int) -> None:
+        """All memory that was handed out after the first `keep` pieces."""
+        while len(self._owned) > keep:
+            self.call("cudaFree", ctypes.c_void_p(self._owned.pop()))
+
+    @property
+    def num_owned(self) -> int:
+        return len(self._owned)
+
+    def _move(self, to: int, source: int, num_bytes: int, kind: int) -> None:
+        self.call("cudaMemcpy", ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), kind)
+
+
+class Ranks:
+    """`world` arenas on one GPU, and a stream for each."""
+
+    def __init__(self, gpu: Gpu, world: int, need: RegionNeed) -> None:
+        self.gpu, self.world = gpu, world
+        self.regions = arena_gpu.native_regions(need)
+        self.bases = [gpu.memory(self.regions.total_bytes + need.partial_bytes) for _ in range(world)]
+        self.streams = [gpu.stream() for _ in range(world)]
+        self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, self.regions) for rank in range(world)]
+
+    def run(self, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int) -> list[Results]:
+        """What each rank gets."""
+        gpu, form = self.gpu, native_form_of(kernel.lowering())
+        owned = gpu.num_owned
+        reduced_bias, scale, residual, post_weight, post_bias, weight, bias = inputs.rest
+        parameters = (reduced_bias, post_weight, post_bias, weight, bias, scale, inputs.quant_scale)
+        like = inputs.partials[0] if residual is None else residual
+        normed, total, scales = _empty_results(call, like)
+        fp32 = sum(1 << i for i, x in enumerate(parameters) if x is not None and x.dtype is torch.float32)
+        pointers = [gpu.copy(x) for x in parameters]
+        in_place = form is _native.GpuForm.direct
+        results = []
+        for rank in range(self.world):
+            source = gpu.copy(inputs.partials[rank])
+            if in_place:
+                source_bytes = inputs.partials[rank].nbytes
+                into = self.bases[rank] + self.regions.total_bytes
+                gpu.call("cudaMemcpy", ctypes.c_void_p(into), ctypes.c_void_p(source), ctypes.c_size_t(source_bytes), 3)
+            outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in (normed, total, scales)]
+            if call.normed_lands:
+                outputs[0] = self.bases[rank] + self.regions.output_offset
+            results.append((source, gpu.copy(residual), outputs))
+        gpu.finish()
+        graphs = []
+        for rank, (source, own_residual, outputs) in enumerate(results):
+            site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7))
+            launch = partial(
+                site.run, tokens, int(form), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
+                self.regions.total_bytes if in_place else 0, own_residual, *pointers, fp32, *outputs,
+            )  # fmt: skip
+            graphs.append(gpu.captured(self.streams[rank], launch))
+        # From graphs: memcheck lets a kernel that is launched by itself end before the next one, which it waits for.
+        gpu.replay(graphs, self.streams)
+        got = []
+        for _, _, outputs in results:
+            a, b, c = (gpu.read(p, x) if p else x for p, x in zip(outputs, (normed, total, scales), strict=True))
+            got.append((a, b, c))
+        gpu.free(owned)
+        return got
+
+
+def _empty_results(call: AllReduceNormCall, like: Tensor) -> Results:
+    wide = getattr(torch, call.out_dtype)
+    return (
+        torch.empty(like.shape if call.norm is not None else (0,), dtype=wide),
+        torch.empty(like.shape if call.sum_out is not SumOut.NONE else (0,), dtype=getattr(torch, call.dtype)),
+        torch.empty(row_scale_shape(like.shape, call) if call.norm is not None else (0,)),
+    )
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, tokens: int, world: int) -> int:
+    """One call; with rows that lie in the arena a second one. How many were made."""
+    fp8 = case.quant is not Quant.NONE
+    form = native_form_of(kernel.lowering())
+    if _native.unsupported(form, getattr(_native.DType, dtype), hidden, world, fp8, 0):
+        return 0
+    call = make_call(case, hidden, dtype, world, (kernel.lowering(tokens),))
+    inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed=tokens, device="cpu")
+    want = reference_of(inputs, call)
+    owned = gpu.num_owned
+    ranks = Ranks(gpu, world, need_of([call]))
+    calls = [call]
+    if form is _native.GpuForm.bulk and call.norm is not None and case.quant is not Quant.PER_TOKEN:
+        calls.append(replace(call, normed_lands=True))
+    for each in calls:
+        what = f"{kernel.name}, {world} ranks, {tokens} tokens of {hidden} {dtype}, {case}"
+        got = ranks.run(kernel, each, inputs, tokens)
+        for rank, results in enumerate(got):
+            check(results, want, each, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.quant_scale)
+            assert torch.equal(bits(results[0]), bits(got[0][0])), f"rank {rank} differs from rank 0: {what}"
+    gpu.free(owned)
+    return len(calls)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worlds", nargs="*", type=int, default=[2, 3, 8])
+    arguments = parser.parse_args()
+    gpu, count = Gpu(), 0
+    for world, kernel, (index, case) in itertools.product(arguments.worlds, KERNELS, enumerate(CASES)):
+        dtype = DTYPES[(index + world) % len(DTYPES)]
+        hidden, tokens = ((1024, 37), (4096, 9), (8192, 5))[index % 3]
+        count += run_case(gpu, kernel, case, dtype, hidden, tokens, world)
+    # Many units a CTA, and rows of several vectors a thread.
+    for kernel in KERNELS:
+        count += run_case(gpu, kernel, CASES[0], "bfloat16", 1024, 300, 2)
+        count += run_case(gpu, kernel, CASES[0], "bfloat16", 16384, 23, 2)
+    print(f"{count} calls agree with the reference and on all ranks")
+
+
+if __name__ == "__main__":
+    main()
