@@ -38,8 +38,8 @@ constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, sig
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kScaleBytes = 16;
 constexpr int kMostVecs = 8;
-// Vectors of parts that a thread may have on their way.
-[[maybe_unused]] constexpr int kMostLoads = 8;
+// Vectors of peers' parts that a thread is told to have on their way; the compiler takes what registers are left.
+[[maybe_unused]] constexpr int kMostLoads = 4;
 
 #ifdef WEAVE_BULK_COPY
 
@@ -81,8 +81,11 @@ struct Row {
 template <typename T, int kMaxW, int kVecs, bool kPlain>
 struct Finisher {
     static constexpr int E = kElements<T>;
-    // More would take too many registers.
-    static constexpr int kAtOnce = kMostLoads / kMaxW < kVecs ? kMostLoads / kMaxW : kVecs;
+    // Of these, and of the own part and the residual: more would take too many registers, and what then goes to memory
+    // costs up to a fifth where CTAs are few.
+    static constexpr int kAtOnce = kMaxW < kMostLoads ? kMostLoads / kMaxW : 1;
+    static constexpr int kEarly = kVecs < 4 ? kVecs : 4;
+    static constexpr int kStride = kTeamThreads * 16;
     const Work work;
     const Lanes& lanes;
     Team& team;
@@ -107,26 +110,50 @@ struct Finisher {
         __syncwarp();
     }
 
-    // Vectors [from, from + kAtOnce) of all parts of a row, summed, what this rank has of it being on its way before
-    // peers' parts have come: the own part first, then the slots in order. Only the owner sums a row, so any fixed
-    // order is the same for everyone.
-    __device__ __forceinline__ void add(const Row& row, int from, float (&x)[kVecs][E]) {
+    // The parts of a row, summed: what this rank has of it, on its way before peers' parts have come, then the slots in
+    // order. Only the owner sums a row, so any fixed order is the same for everyone.
+    __device__ __forceinline__ void sum(const Row& row, float (&x)[kVecs][E]) {
+        Vec16 own[kEarly], residual[kEarly];
+        load_own(row, 0, own, residual);
+        await_unit(row);
+        widen_own(0, own, residual, x);
+#pragma unroll
+        for (int from = kEarly; from < kVecs; from += kEarly) {
+            load_own(row, from, own, residual);
+            widen_own(from, own, residual, x);
+        }
+#pragma unroll
+        for (int from = 0; from < kVecs; from += kAtOnce)
+            add_peers(row, from, x);
+    }
+
+    __device__ __forceinline__ void load_own(const Row& row, int from, Vec16 (&own)[kEarly],
+                                             Vec16 (&residual)[kEarly]) const {
+        const int64_t at = row.token * work.layout.row_bytes + lanes.first * 16 + from * kStride;
+        const char* partial = static_cast<const char*>(work.call.partial) + at;
+        const char* residuals = static_cast<const char*>(work.call.residual) + at;
+#pragma unroll
+        for (int k = 0; k < kEarly; ++k) {
+            own[k] = lanes.has(from + k) ? fabric::load(partial + k * kStride) : Vec16{};
+            residual[k] =
+                lanes.has(from + k) && adds_residual_first() ? fabric::load(residuals + k * kStride) : Vec16{};
+        }
+    }
+
+    __device__ __forceinline__ void widen_own(int from, const Vec16 (&own)[kEarly], const Vec16 (&residual)[kEarly],
+                                              float (&x)[kVecs][E]) const {
+#pragma unroll
+        for (int k = 0; k < kEarly; ++k) {
+            fabric::widen(own[k], x[from + k], static_cast<const T*>(nullptr));
+            if (adds_residual_first()) plus(residual[k], x[from + k]);
+        }
+    }
+
+    __device__ __forceinline__ void add_peers(const Row& row, int from, float (&x)[kVecs][E]) const {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
-        const int64_t in_tensor = row.token * row_bytes + lanes.first * 16;
-        const char* own = static_cast<const char*>(call.partial) + in_tensor;
         const char* slots = call.base[call.rank] + call.regions.staging() + row.index * row_bytes + lanes.first * 16;
-        constexpr int kStride = kTeamThreads * 16;
-        Vec16 part[kMaxW][kAtOnce], residual[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-            const int j = from + k;
-            part[0][k] = lanes.has(j) ? fabric::load(own + j * kStride) : Vec16{};
-            residual[k] = lanes.has(j) && adds_residual_first()
-                              ? fabric::load(static_cast<const char*>(call.residual) + in_tensor + j * kStride)
-                              : Vec16{};
-        }
-        if (from == 0) await_unit(row);
+        Vec16 part[kMaxW][kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
@@ -135,24 +162,18 @@ struct Finisher {
                                     ? fabric::load(slots + (slot - 1) * slot_bytes + (from + k) * kStride)
                                     : Vec16{};
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-            fabric::widen(part[0][k], x[from + k], static_cast<const T*>(nullptr));
+        for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
-            for (int slot = 1; slot < kMaxW; ++slot) {
-                float widened[E];
-                fabric::widen(part[slot][k], widened, static_cast<const T*>(nullptr));
+            for (int slot = 1; slot < kMaxW; ++slot)
+                plus(part[slot][k], x[from + k]);
+    }
+
+    __device__ __forceinline__ static void plus(const Vec16& part, float (&x)[E]) {
+        float widened[E];
+        fabric::widen(part, widened, static_cast<const T*>(nullptr));
 #pragma unroll
-                for (int i = 0; i < E; ++i)
-                    x[from + k][i] += widened[i];
-            }
-            if (adds_residual_first()) {
-                float widened[E];
-                fabric::widen(residual[k], widened, static_cast<const T*>(nullptr));
-#pragma unroll
-                for (int i = 0; i < E; ++i)
-                    x[from + k][i] += widened[i];
-            }
-        }
+        for (int i = 0; i < E; ++i)
+            x[i] += widened[i];
     }
 
     // Where nothing comes between the sum over ranks and the residual, it is loaded with the parts: in registers it
@@ -169,9 +190,7 @@ struct Finisher {
         bool first_round = true;
         for (Row row = row_at(team.index, 0); row.count > 0; row = after(row)) {
             float x[kVecs][E];
-#pragma unroll
-            for (int from = 0; from < kVecs; from += kAtOnce)
-                add(row, from, x);
+            sum(row, x);
             // The place is free once what it held before was read out of it.
             if (row.in_unit == 0 && !first_round)
                 fabric::await_phase(&work.shared.place_empty[team.index][turn.at], turn.parity ^ 1);

@@ -50,6 +50,8 @@ struct Shared {
     Job jobs[kMaxStages];
     uint32_t pushed[kMaxWorld];  // by owner: units whose partial rows have arrived there
     uint32_t published;          // finished units that have arrived everywhere
+    // The loader's own, by owner: units that were collected, and units that were there when it last looked.
+    uint32_t collected[kMaxWorld], seen[kMaxWorld];
 
     // One thread.
     __device__ __forceinline__ void init() {
@@ -63,7 +65,7 @@ struct Shared {
                 fabric::init_barrier(&place_empty[team][i]);
             }
         for (int i = 0; i < kMaxWorld; ++i)
-            pushed[i] = 0;
+            pushed[i] = collected[i] = seen[i] = 0;
         published = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -168,37 +170,44 @@ struct Loader {
     // hold up those that the link waits for.
     __device__ __forceinline__ void run() {
         const Call& call = work.call;
-        uint64_t seen[kMaxWorld] = {};  // an owner's word, when it was last looked at
-        int32_t collected[kMaxWorld] = {};
-        // Where nothing is taken out of the output region, it is enough to see each owner's last unit arrive.
-#pragma unroll
-        for (int32_t step = 1; step < kMaxWorld; ++step)
-            if (!work.layout.collects && step < call.world)
-                collected[step] = max(static_cast<int32_t>(work.num_units(work.behind(step))) - 1, 0);
-        bool more = true;
-        for (int32_t j = 0; more; ++j) {
-            const bool sends = work.first(j) < call.share;
-            if (sends) send(j);
-            uint64_t now[kMaxWorld] = {};
-#pragma unroll
-            for (int32_t step = 1; step < kMaxWorld; ++step)
-                if (sends && work.layout.collects_early && step < call.world)
-                    now[step] = fabric::relaxed_look(rows_word(work.behind(step)));
-            more = sends;
-#pragma unroll
-            for (int32_t step = 1; step < kMaxWorld; ++step) {
-                if (step >= call.world) continue;
-                const int32_t owner = work.behind(step), unit = collected[step];
-                if (unit == static_cast<int32_t>(work.num_units(owner))) continue;
-                more = true;
-                if (sends && now[step] < work.word(unit + 1)) continue;
-                collect(owner, unit, seen[step]);
-                ++collected[step];
-            }
+        for (int32_t j = 0; work.first(j) < call.share; ++j) {
+            send(j);
+            if (work.layout.collects_early) collect_what_has_come();
+        }
+        while (work.layout.collects && collect_next()) {
         }
         take_stage();
         work.shared.jobs[turn.at].bytes = 0;
         fabric::arrive(&work.shared.stage_full[turn.at]);
+        // What landed where it is read is not collected, but has to be there.
+        for (int32_t step = 1; step < call.world; ++step) {
+            const int32_t owner = work.behind(step);
+            if (work.num_units(owner) > 0) await_unit(owner, work.num_units(owner) - 1);
+        }
+    }
+
+    // One unit of every owner that has one more here.
+    __device__ __forceinline__ void collect_what_has_come() {
+#pragma unroll 1
+        for (int32_t step = 1; step < work.call.world; ++step) {
+            const int32_t owner = work.behind(step);
+            const uint32_t unit = work.shared.collected[owner];
+            if (unit < work.num_units(owner) && fabric::relaxed_look(rows_word(owner)) >= work.word(unit + 1))
+                collect(owner);
+        }
+    }
+
+    // One more unit of every owner, waited for; false if there is none.
+    __device__ __forceinline__ bool collect_next() {
+        bool any = false;
+#pragma unroll 1
+        for (int32_t step = 1; step < work.call.world; ++step) {
+            const int32_t owner = work.behind(step);
+            if (work.shared.collected[owner] == work.num_units(owner)) continue;
+            collect(owner);
+            any = true;
+        }
+        return any;
     }
 
     // Unit j of every peer's share.
@@ -220,15 +229,21 @@ struct Loader {
         return &work.header(work.call.rank)->rows[owner][blockIdx.x];
     }
 
-    // Unit j of `owner`, once it is there; `seen` is the owner's word when it was last looked at.
-    __device__ __forceinline__ void collect(int32_t owner, int32_t j, uint64_t& seen) {
+    // Waits until unit j of `owner` is there. A word covers all units up to it.
+    __device__ __forceinline__ void await_unit(int32_t owner, uint32_t j) {
+        if (work.shared.seen[owner] > j) return;
+        const uint64_t word = fabric::wait(rows_word(owner), work.word(j + 1), work.watch, owner, fabric::Slot::kRows);
+        work.shared.seen[owner] = static_cast<uint32_t>(word & 0xffffff);
+        fabric::order_accesses_before_copies();
+    }
+
+    // The next unit of `owner`.
+    __device__ __forceinline__ void collect(int32_t owner) {
         const Call& call = work.call;
         const BulkLayout& layout = work.layout;
+        const int32_t j = work.shared.collected[owner]++;
         const int32_t index = work.first(j), rows = work.unit(owner, index);
-        if (seen < work.word(j + 1)) {
-            seen = fabric::wait(rows_word(owner), work.word(j + 1), work.watch, owner, fabric::Slot::kRows);
-            fabric::order_accesses_before_copies();
-        }
+        await_unit(owner, j);
         const int64_t token = call.begin[owner] + index;
         const char* output = work.output(call.rank);
         char* normed = static_cast<char*>(call.normed) + token * layout.out_bytes;
