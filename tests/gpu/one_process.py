@@ -163,7 +163,6 @@ class Ranks:
                 self.regions.total_bytes if in_place else 0, own_residual, *pointers, fp32, *outputs,
             )  # fmt: skip
             graphs.append(gpu.captured(self.streams[rank], launch))
-        # From graphs: memcheck lets a kernel that is launched by itself end before the next one, which it waits for.
         gpu.replay(graphs, self.streams)
         got = []
         for _, _, outputs in results:
