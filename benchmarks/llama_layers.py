@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--machine", help="folder of benchmarks/results that the figures go to (default: the device)")
-    parser.add_argument("--phase", choices=["decode", "prefill"], help="only these cases; nothing is written")
+    parser.add_argument("--phase", choices=["decode", "prefill"], help="only these cases; CPUs: nothing is written")
     parser.add_argument("--quick", action="store_true", help="few rounds, and nothing is written")
     gpus = parser.add_argument_group("GPUs")
     gpus.add_argument(

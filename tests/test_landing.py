@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,8 +37,10 @@ class Chain:
         self.weight = self.graph.placeholder("weight")
         self.sites: list[tuple[Finding, Candidate]] = []
 
-    def call(self, target: Callable[..., object], *args: object) -> fx.Node:
-        return self.graph.call_function(target, args)  # type: ignore[arg-type]
+    def call(self, target: Callable[..., object], *args: object, device: str = "meta", width: int = 64) -> fx.Node:
+        node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["val"] = torch.empty(8, width, device=device)
+        return node
 
     def site(self, partial: fx.Node, form: Lowering = BULK, lands: bool = True) -> fx.Node:
         reduced = self.call(aten.abs.default, partial)
@@ -115,11 +118,44 @@ def test_only_products_may_read_them(read: Callable[[Chain, fx.Node], fx.Node]) 
     assert chain.landed(read(chain, normed)) == set()
 
 
-@pytest.mark.parametrize("target", [aten.addmm.default, aten.baddbmm.default])
-def test_a_product_with_a_bias_may_read_them(target: Callable[..., object]) -> None:
+def test_a_product_with_a_bias_may_read_them() -> None:
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
-    assert chain.landed(chain.call(target, chain.x, normed, chain.weight)) == {normed.name}
+    assert chain.landed(chain.call(aten.addmm.default, chain.x, normed, chain.weight)) == {normed.name}
+
+
+def test_products_that_inductor_may_inline_into_a_later_kernel_do_not_count() -> None:
+    """Batched ones of one row each, and rows of a few elements."""
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    assert chain.landed(chain.call(aten.bmm.default, normed, chain.weight)) == set()
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    assert chain.landed(chain.mm(chain.call(aten.view.default, normed, [-1, 2], width=2))) == set()
+
+
+def test_on_another_fabric_nothing_lands() -> None:
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    chain.sites = [(finding, replace(chosen, fabric=Fabric.MULTIMEM)) for finding, chosen in chain.sites]
+    assert chain.landed(chain.mm(normed)) == set()
+
+
+@torch.library.custom_op("weave_test::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("target", "device"),
+    [(torch.ops.weave_test.unsafe.default, "meta"), (aten.sin.default, "cpu"), (torch.ops.higher_order.cond, "meta")],
+)
+def test_in_graphs_that_become_several_cuda_graphs_nothing_lands(target: Callable[..., object], device: str) -> None:
+    """What lies between them is handed on in memory of their own."""
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    between = chain.call(target, chain.mm(normed), device=device)
+    assert chain.landed(between, chain.mm(normed)) == set()
 
 
 def test_without_the_bulk_form_nothing_lands() -> None:

@@ -4,7 +4,8 @@ All sites of a group hand rows out into one region, each overwriting what the on
 once this rank's partial result has come to it: after all that this rank's stream did before the site. So a value may
 lie there if whatever reads it runs before every later site of its group. That must hold in any order that respects the
 data, since Inductor chooses one, and so only products may read it: they run as one call where they stand, while an
-element-wise op can end up inside a kernel far behind.
+element-wise op can end up inside a kernel far behind, and so can a product of very short rows, which Inductor makes
+one. Opaque operations of the graph are taken to run no site of the group.
 """
 
 from __future__ import annotations
@@ -13,19 +14,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.fx as fx
+from torch._inductor import config as inductor_config
 
-from weaveopt.decision import Candidate, Form
-from weaveopt.pattern import SHAPE_ONLY, is_call
+from weaveopt.decision import Candidate, Fabric, Form
+from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.rule import Finding, Match
 
 aten = torch.ops.aten
-_FACTORS: dict[object, tuple[int, ...]] = {
-    aten.mm.default: (0, 1),
-    aten.bmm.default: (0, 1),
-    aten.addmm.default: (1, 2),
-    aten.baddbmm.default: (1, 2),
-}
-"""Products, and which of their arguments are multiplied."""
+_ROWS = {aten.mm.default: 0, aten.addmm.default: 1}
+"""Products, and which of their arguments has the rows that are multiplied."""
+_SHORTEST_ROW = 64
+"""Elements. Inductor (torch 2.13) may turn products of rows of up to 32 into element-wise work."""
 
 
 def landed_values(sites: Sequence[tuple[Finding, Candidate]]) -> frozenset[fx.Node]:
@@ -34,9 +33,11 @@ def landed_values(sites: Sequence[tuple[Finding, Candidate]]) -> frozenset[fx.No
     wanted = [
         (index, match.landing_output)
         for index, ((finding, chosen), match) in enumerate(zip(sites, matches, strict=True))
-        if match.landing_output is not None and any(row.form is Form.BULK for row in chosen.lowerings)
+        if match.landing_output is not None
+        and chosen.fabric is Fabric.PEER
+        and any(row.form is Form.BULK for row in chosen.lowerings)
     ]
-    if not wanted:
+    if not wanted or _may_be_split(wanted[0][1]):
         return frozenset()
     ahead = _sites_ahead(wanted[0][1].graph, matches)
     reached = [_union(ahead[node] for node in match.interior) for match in matches]
@@ -80,6 +81,30 @@ def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _is_product(reader: fx.Node, node: fx.Node) -> bool:
-    factors = _FACTORS.get(reader.target, ()) if reader.op == "call_function" else ()
+    rows = _ROWS.get(reader.target) if reader.op == "call_function" else None  # type: ignore[arg-type]
     read = [index for index, argument in enumerate(reader.args) if argument is node]
-    return bool(factors) and not reader.kwargs and set(read) <= set(factors)
+    value = tensor_of(node)
+    if rows is None or reader.kwargs or read != [rows] or value is None:
+        return False
+    length = value.shape[-1]
+    return isinstance(length, int) and length >= _SHORTEST_ROW
+
+
+def _may_be_split(value: fx.Node) -> bool:
+    """Whether Inductor may make more than one CUDA graph of the value's graph.
+
+    What one of them hands to the next has to lie in the memory of CUDA graphs, where the arena does not.
+    """
+    tensor = tensor_of(value)
+    device = None if tensor is None else tensor.device.type
+    return any(_splits(node, device) for node in value.graph.nodes if node.op == "call_function")
+
+
+def _splits(node: fx.Node, device: str | None) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    names = {node.target.name(), str(node.target), node.target.name().split(".")[0]}
+    if torch.Tag.cudagraph_unsafe in node.target.tags or names & set(inductor_config.custom_should_partition_ops):
+        return True
+    values = (tensor_of(each) for each in (node, *node.all_input_nodes))
+    return bool(node.meta.get("unbacked_bindings")) or any(v is not None and v.device.type != device for v in values)

@@ -2,7 +2,8 @@
 //
 // Rows are taken in units of 16 or 32 KiB. Unit j of CTA c is unit c + j * (CTAs) of a share, on every rank, so CTA c
 // deals with CTA c of each peer alone. In a CTA
-//   - one thread, the loader, brings partial rows into shared memory, and what peers pushed here;
+//   - one thread, the loader, brings partial rows into shared memory, and what peers pushed here unless it landed where
+//     it is read;
 //   - a second one sends those: to their owners' staging regions, and to the caller's tensors; and sees them arrive;
 //   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers,
 //   into
@@ -38,7 +39,8 @@ constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, sig
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kScaleBytes = 16;
 constexpr int kMostVecs = 8;
-// Vectors of peers' parts that a thread is told to have on their way; the compiler takes what registers are left.
+// Vectors of peers' parts that a thread is told to have on their way, but at least one of every peer; the compiler takes
+// what registers are left.
 [[maybe_unused]] constexpr int kMostLoads = 4;
 
 #ifdef WEAVE_BULK_COPY

@@ -41,7 +41,7 @@ Tensor = torch.Tensor
 NUM_CTAS = 4
 TO_DEVICE, TO_HOST = 1, 2
 POISON = 0xFF
-"""In every byte of a result before a call; NaN in all dtypes."""
+"""In every byte of results, and of what peers write rows to, before a call; NaN in all dtypes."""
 
 
 class Gpu:
@@ -73,8 +73,11 @@ class Gpu:
 
     def poisoned(self, num_bytes: int) -> int:
         pointer = self.memory(num_bytes)
-        self.call("cudaMemset", ctypes.c_void_p(pointer), POISON, ctypes.c_size_t(num_bytes))
+        self.poison(pointer, num_bytes)
         return pointer
+
+    def poison(self, pointer: int, num_bytes: int) -> None:
+        self.call("cudaMemset", ctypes.c_void_p(pointer), POISON, ctypes.c_size_t(num_bytes))
 
     def read(self, pointer: int, like: Tensor) -> Tensor:
         found = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -151,6 +154,7 @@ class Ranks:
                 into = self.bases[rank] + self.regions.total_bytes
                 gpu.call("cudaMemcpy", ctypes.c_void_p(into), ctypes.c_void_p(source), ctypes.c_size_t(source_bytes), 3)
             outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in (normed, total, scales)]
+            gpu.poison(self.bases[rank] + self.regions.output_offset, self.regions.output_bytes)
             if call.normed_lands:
                 outputs[0] = self.bases[rank] + self.regions.output_offset
             results.append((source, gpu.copy(residual), outputs))
