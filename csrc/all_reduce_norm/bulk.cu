@@ -39,8 +39,8 @@ constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, sig
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kScaleBytes = 16;
 constexpr int kMostVecs = 8;
-// Vectors of peers' parts that a thread is told to have on their way, but at least one of every peer; the compiler takes
-// what registers are left.
+// Vectors of peers' parts that a thread is told to have on their way, but at least one of every peer; the compiler
+// takes what registers are left.
 [[maybe_unused]] constexpr int kMostLoads = 4;
 
 #ifdef WEAVE_BULK_COPY
