@@ -48,7 +48,7 @@ class Gpu:
     """What is needed of the CUDA runtime, without torch's allocator and kernels."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcudart.so.13")
+        self._library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # torch's own
         self._owned: list[int] = []
 
     def call(self, name: str, *arguments: object) -> None:
