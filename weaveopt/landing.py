@@ -21,7 +21,7 @@ from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.rule import Finding, Match
 
 aten = torch.ops.aten
-_ROWS = {aten.mm.default: 0, aten.addmm.default: 1}
+_ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """Products, and which of their arguments has the rows that are multiplied."""
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Of operations that no CUDA graph may hold; not every version of torch has it."""
@@ -83,7 +83,7 @@ def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _is_product(reader: fx.Node, node: fx.Node) -> bool:
-    rows = _ROWS.get(reader.target) if reader.op == "call_function" else None  # type: ignore[arg-type]
+    rows = _ROWS.get(reader.target) if reader.op == "call_function" else None
     read = [index for index, argument in enumerate(reader.args) if argument is node]
     value = tensor_of(node)
     if rows is None or reader.kwargs or read != [rows] or value is None:
