@@ -162,10 +162,11 @@ class Ranks:
         graphs = []
         for rank, (source, own_residual, outputs) in enumerate(results):
             site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7))
-            launch = partial(
-                site.run, tokens, int(form), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
+            arguments = [
+                tokens, int(form), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
                 self.regions.total_bytes if in_place else 0, own_residual, *pointers, fp32, *outputs,
-            )  # fmt: skip
+            ]  # fmt: skip
+            launch = partial(site.run, *arguments)
             graphs.append(gpu.captured(self.streams[rank], launch))
         gpu.replay(graphs, self.streams)
         got = []
