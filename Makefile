@@ -66,8 +66,8 @@ gpu-test:
 	python3 -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
 
 # All kernels under each of CUDA's checkers, as ranks of one process on one GPU: racecheck and synccheck of CUDA 13.0 end
-# with internal errors of their own where torch's kernels run too, and memcheck does not come to an end with three ranks and
-# more. Then the op suite on two GPUs under memcheck. Checkers slow kernels down, so waits for peers get longer.
+# with internal errors of their own where torch's kernels run too, and memcheck of three ranks or more was not seen to end.
+# Then the op suite on two GPUs under memcheck. Checkers slow kernels down, so waits for peers get longer.
 SANITIZERS ?= racecheck synccheck
 gpu-sanitize:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from tests import forms
@@ -156,6 +157,16 @@ def test_in_graphs_that_become_several_cuda_graphs_nothing_lands(target: Callabl
     normed = chain.site(chain.mm(chain.x))
     between = chain.call(target, chain.mm(normed), device=device)
     assert chain.landed(between, chain.mm(normed)) == set()
+
+
+@pytest.mark.parametrize("name", ["aten::sin", "aten::sin.default"])
+def test_where_inductor_is_asked_to_split_at_an_operation_nothing_lands(name: str) -> None:
+    for asked, landed in (([name], False), (["aten::cos"], True)):
+        chain = Chain()
+        normed = chain.site(chain.mm(chain.x))
+        with inductor_config.patch(custom_should_partition_ops=asked):
+            found = chain.landed(chain.call(aten.sin.default, chain.mm(normed)), chain.mm(normed))
+        assert found == ({normed.name} if landed else set())
 
 
 def test_without_the_bulk_form_nothing_lands() -> None:

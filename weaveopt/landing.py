@@ -24,7 +24,8 @@ aten = torch.ops.aten
 _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """Products, and which of their arguments has the rows that are multiplied."""
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
-"""Of operations that no CUDA graph may hold; not every version of torch has it."""
+"""Of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's nodes
+counts in what it lowers to element-wise work, such as the masked write of an embedding that is spread over ranks."""
 _SHORTEST_ROW = 64
 """Elements. Inductor (torch 2.13) may turn products of rows of up to 32 into element-wise work."""
 
@@ -105,9 +106,9 @@ def _may_be_split(value: fx.Node) -> bool:
 def _splits(node: fx.Node, device: str | None) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return isinstance(node.target, torch._ops.HigherOrderOperator)
-    names = {node.target.name(), str(node.target), node.target.name().split(".")[0]}
+    name = node.target.name()
     asked: list[str] = getattr(inductor_config, "custom_should_partition_ops", [])
-    if names & set(asked) or _UNSAFE in node.target.tags:
+    if name in asked or f"{name}.{node.target._overloadname}" in asked or _UNSAFE in node.target.tags:
         return True
     values = (tensor_of(each) for each in (node, *node.all_input_nodes))
     return bool(node.meta.get("unbacked_bindings")) or any(v is not None and v.device.type != device for v in values)

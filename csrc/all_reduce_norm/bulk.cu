@@ -84,7 +84,7 @@ template <typename T, int kMaxW, int kVecs, bool kPlain>
 struct Finisher {
     static constexpr int E = kElements<T>;
     // Of these, and of the own part and the residual: more would take too many registers, and what then goes to memory
-    // costs up to a fifth where CTAs are few.
+    // costs most where CTAs are few.
     static constexpr int kAtOnce = kMaxW < kMostLoads ? kMostLoads / kMaxW : 1;
     static constexpr int kEarly = kVecs < 4 ? kVecs : 4;
     static constexpr int kStride = kTeamThreads * 16;

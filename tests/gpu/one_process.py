@@ -32,9 +32,8 @@ from tests.gpu.op_cases import (
 )
 from weaveopt import _native
 from weaveopt.decision import RegionNeed
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, SumOut
+from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant
 from weaveopt.ops.all_reduce_norm_peer import native_form_of, native_site
-from weaveopt.ops.all_reduce_norm_reference import row_scale_shape
 from weaveopt.runtime import arena_gpu
 
 Tensor = torch.Tensor
@@ -135,14 +134,12 @@ class Ranks:
         self.streams = [gpu.stream() for _ in range(world)]
         self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, self.regions) for rank in range(world)]
 
-    def run(self, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int) -> list[Results]:
-        """What each rank gets."""
+    def run(self, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int, like: Results) -> list[Results]:
+        """What each rank gets, of the shapes and dtypes of `like`."""
         gpu, form = self.gpu, native_form_of(kernel.lowering())
         owned = gpu.num_owned
         reduced_bias, scale, residual, post_weight, post_bias, weight, bias = inputs.rest
         parameters = (reduced_bias, post_weight, post_bias, weight, bias, scale, inputs.quant_scale)
-        like = inputs.partials[0] if residual is None else residual
-        normed, total, scales = _empty_results(call, like)
         fp32 = sum(1 << i for i, x in enumerate(parameters) if x is not None and x.dtype is torch.float32)
         pointers = [gpu.copy(x) for x in parameters]
         in_place = form is _native.GpuForm.direct
@@ -153,7 +150,7 @@ class Ranks:
                 source_bytes = inputs.partials[rank].nbytes
                 into = self.bases[rank] + self.regions.total_bytes
                 gpu.call("cudaMemcpy", ctypes.c_void_p(into), ctypes.c_void_p(source), ctypes.c_size_t(source_bytes), 3)
-            outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in (normed, total, scales)]
+            outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in like]
             gpu.poison(self.bases[rank] + self.regions.output_offset, self.regions.output_bytes)
             if call.normed_lands:
                 outputs[0] = self.bases[rank] + self.regions.output_offset
@@ -171,19 +168,10 @@ class Ranks:
         gpu.replay(graphs, self.streams)
         got = []
         for _, _, outputs in results:
-            a, b, c = (gpu.read(p, x) if p else x for p, x in zip(outputs, (normed, total, scales), strict=True))
+            a, b, c = (gpu.read(p, x) if p else x for p, x in zip(outputs, like, strict=True))
             got.append((a, b, c))
         gpu.free(owned)
         return got
-
-
-def _empty_results(call: AllReduceNormCall, like: Tensor) -> Results:
-    wide = getattr(torch, call.out_dtype)
-    return (
-        torch.empty(like.shape if call.norm is not None else (0,), dtype=wide),
-        torch.empty(like.shape if call.sum_out is not SumOut.NONE else (0,), dtype=getattr(torch, call.dtype)),
-        torch.empty(row_scale_shape(like.shape, call) if call.norm is not None else (0,)),
-    )
 
 
 def bits(x: Tensor) -> Tensor:
@@ -206,7 +194,7 @@ def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, toke
         calls.append(replace(call, normed_lands=True))
     for each in calls:
         what = f"{kernel.name}, {world} ranks, {tokens} tokens of {hidden} {dtype}, {case}"
-        got = ranks.run(kernel, each, inputs, tokens)
+        got = ranks.run(kernel, each, inputs, tokens, want)
         for rank, results in enumerate(got):
             check(results, want, each, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.quant_scale)
             assert torch.equal(bits(results[0]), bits(got[0][0])), f"rank {rank} differs from rank 0: {what}"

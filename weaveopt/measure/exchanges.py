@@ -103,7 +103,7 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
 def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
     """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank.
 
-    Its rows may lie in the arena, as where only products read them; elsewhere taking them out is 1 to 4 % more.
+    Its rows may lie in the arena, as where only products read them; elsewhere they are taken out, which is not in it.
     """
     return AllReduceNormCall(
         site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",

@@ -66,8 +66,8 @@ class PeerSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_alike", "_arena", "_call", "_dtype", "_fp8", "_index", "_landing", "_native", "_normed_dtype", "_partial",
-        "_per_token", "_static", "_sum", "_where", "hidden", "rows",
+        "_alike", "_arena", "_call", "_dtype", "_index", "_landing", "_native", "_normed_dtype", "_partial",
+        "_static", "_sum", "_where", "hidden", "rows",
     )  # fmt: skip
 
     def __init__(self, call: AllReduceNormCall, native: _native.GpuAllReduceNorm, memory: GpuArena, where: str) -> None:
@@ -83,7 +83,6 @@ class PeerSite:
         self._dtype: torch.dtype = getattr(torch, call.dtype)
         self._normed_dtype: torch.dtype | None = None if call.norm is None else getattr(torch, call.out_dtype)
         self._sum = call.sum_out is not SumOut.NONE
-        self._per_token = call.quant is Quant.PER_TOKEN
         self._static = call.quant is Quant.STATIC
         in_place = [row.max_tokens for row in self.rows if row.in_place]
         self._partial: Tensor | None = None
