@@ -31,8 +31,9 @@ from benchmarks import record
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt import cost_model
-from weaveopt.decision import Algorithm, Fabric, Workload
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, arena_bytes
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, arena_bytes
+from weaveopt.records.candidate import Algorithm, Fabric
+from weaveopt.records.site import Workload
 
 HIDDEN = 4096
 DTYPE = torch.bfloat16
@@ -63,7 +64,8 @@ def unfused(partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor)
 
 
 def variants(world: int, rank: int, tokens: int) -> dict[str, Callable[[], object]]:
-    from weaveopt.runtime import arena, topology
+    from weaveopt.fabrics import shm as arena
+    from weaveopt.fabrics import topology
 
     random = torch.Generator().manual_seed(rank)
     partial = torch.randn(tokens, HIDDEN, generator=random).to(DTYPE)

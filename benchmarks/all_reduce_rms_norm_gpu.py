@@ -34,10 +34,11 @@ from benchmarks.all_reduce_rms_norm_variants import (
 from benchmarks.gpu_ranks import Place, table
 from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
-from weaveopt.decision import Fabric, Lowering, Workload
 from weaveopt.measure.exchanges import TIMEOUT_S
 from weaveopt.measure.suite import BULK_BYTES
-from weaveopt.ops.all_reduce_norm_call import RegionNeed
+from weaveopt.ops.all_reduce_norm.call import RegionNeed
+from weaveopt.records.candidate import Fabric, Lowering
+from weaveopt.records.site import Workload
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 TOKENS = tuple(1 << power for power in range(16))
@@ -101,7 +102,8 @@ class Bench:
         import torch._inductor.config as inductor_config
 
         import weaveopt.ops  # noqa: F401
-        from weaveopt.runtime import arena_gpu, topology
+        from weaveopt.fabrics import peer as arena_gpu
+        from weaveopt.fabrics import topology
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
         jobs = {suite: self.jobs(suite) for suite in self.asked.suites}

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.decision import Algorithm, Form, Lowering, RegionNeed
 from weaveopt.measure import exchanges, kernels, suite
 from weaveopt.measure.exchanges import EPS, Fused
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.records.candidate import Algorithm, Form, Lowering
+from weaveopt.records.memory import RegionNeed
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]

@@ -24,7 +24,7 @@ import weaveopt
 from benchmarks import gpu_clocks, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error, without_all_reduce
-from weaveopt.cli.timeline import total
+from weaveopt.reporting.timeline import total
 
 SHAPE = LlamaConfig(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=8, num_attention_heads=64, num_key_value_heads=8,

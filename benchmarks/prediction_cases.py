@@ -13,11 +13,12 @@ from benchmarks.prediction_model import choice_row, name_of, predicted_us
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.fused import Way, ways
-from weaveopt.decision import LEAVE, Algorithm, Fabric, Form, Lowering, Product
 from weaveopt.measure import exchanges, kernels, suite
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, meet, slowest
 from weaveopt.measure.exchanges import Fused, Ranks
 from weaveopt.measure.kernels import AttentionCase
+from weaveopt.records.candidate import LEAVE, Algorithm, Fabric, Form, Lowering
+from weaveopt.records.site import Product
 
 
 @dataclass(frozen=True)

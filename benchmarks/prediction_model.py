@@ -9,7 +9,8 @@ from benchmarks.record import Row, Scalar, row
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.fused import ways
-from weaveopt.decision import LEAVE, Algorithm, Fabric, Form, Lowering, Product, Workload
+from weaveopt.records.candidate import LEAVE, Algorithm, Fabric, Form, Lowering
+from weaveopt.records.site import Product, Workload
 
 ITEM_BYTES = 2
 HEAD = 128

@@ -22,10 +22,10 @@ from benchmarks.accuracy import NEVER_SLOWER
 from benchmarks.prediction_model import Case, chosen, kernel_of, predicted_us, swept_row
 from benchmarks.record import Row
 from weaveopt.cost_model import Machine
-from weaveopt.decision import LEAVE, Lowering
 from weaveopt.measure import kernels
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.exchanges import DTYPE, Fused, Ranks
+from weaveopt.records.candidate import LEAVE, Lowering
 
 Site = tuple[int, int]
 """(hidden, tokens)."""

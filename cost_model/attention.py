@@ -8,7 +8,7 @@ from weaveopt.cost_model.curve import interpolate_rate
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import AttentionCosts, Machine
 from weaveopt.cost_model.products import num_waves
-from weaveopt.decision import DTYPE_BYTES
+from weaveopt.records.site import DTYPE_BYTES
 
 ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
     ("cuda", "bfloat16"): 0.60,

@@ -7,7 +7,7 @@ from math import ceil
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.products import product_us
-from weaveopt.decision import DTYPE_BYTES, Product
+from weaveopt.records.site import DTYPE_BYTES, Product
 
 
 def batched_product_us(machine: Machine, batch: int, product: Product, dtype: str) -> float:

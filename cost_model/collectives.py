@@ -17,8 +17,8 @@ from weaveopt.cost_model.alpha_beta import (
 from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine
-from weaveopt.decision import Algorithm, Fabric
 from weaveopt.errors import ProfileError
+from weaveopt.records.candidate import Algorithm, Fabric
 
 
 def schedule(fabric: Fabric, algorithm: Algorithm, world: int) -> Schedule:

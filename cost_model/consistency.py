@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weaveopt.cost_model.machine import FabricCosts, Machine, Point, Rate, Samples
 from weaveopt.cost_model.records import walk
 from weaveopt.cost_model.validate import refuse
-from weaveopt.decision import Algorithm, Form
+from weaveopt.records.candidate import Algorithm, Form
 
 
 def check(file: str, machine: Machine) -> None:

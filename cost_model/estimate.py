@@ -7,7 +7,8 @@ from weaveopt.cost_model.fused import READS_ANYWHERE, exchange_terms, way_for
 from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.products import product_us
-from weaveopt.decision import Algorithm, Estimate, Fabric, Form, Term, Workload
+from weaveopt.records.candidate import Algorithm, Estimate, Fabric, Form, Term
+from weaveopt.records.site import Workload
 
 
 def _estimate(machine: Machine, gemm_us: float, terms: list[Term]) -> Estimate:

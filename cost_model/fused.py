@@ -10,7 +10,8 @@ from weaveopt.cost_model.collectives import all_reduce_parts_us, curve_us, fabri
 from weaveopt.cost_model.curve import interpolate_us
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
-from weaveopt.decision import Algorithm, Fabric, Form, Term, Workload
+from weaveopt.records.candidate import Algorithm, Fabric, Form, Term
+from weaveopt.records.site import Workload
 
 KERNELS: dict[Form, tuple[Algorithm, ...]] = {
     Form.SEGMENT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),

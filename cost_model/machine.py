@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weaveopt.cost_model.records import KEYED, NAMED
-from weaveopt.decision import Algorithm, Fabric, Form, MachineSummary
+from weaveopt.records.candidate import Algorithm, Fabric, Form
+from weaveopt.records.report import MachineSummary
 
 MEASURED = "measured"
 FORMS: dict[Fabric, tuple[Form, ...]] = {

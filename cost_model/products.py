@@ -15,7 +15,7 @@ from math import exp, floor, log
 
 from weaveopt.cost_model.curve import interpolate_rate
 from weaveopt.cost_model.machine import Machine, ProductCosts, Samples
-from weaveopt.decision import DTYPE_BYTES, Product
+from weaveopt.records.site import DTYPE_BYTES, Product
 
 # Where a profile has no row for a dtype: the row that stands in, and how many times slower that dtype runs.
 _STAND_INS: dict[str, tuple[str, float]] = {"float16": ("bfloat16", 1.0), "float64": ("float32", 2.0)}

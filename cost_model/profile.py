@@ -14,8 +14,8 @@ from weaveopt.cost_model.consistency import check
 from weaveopt.cost_model.machine import FORMS, FabricCosts, Machine
 from weaveopt.cost_model.records import from_document, to_document
 from weaveopt.cost_model.validate import checked
-from weaveopt.decision import Algorithm, Fabric, Form
 from weaveopt.errors import ProfileError, closest
+from weaveopt.records.candidate import Algorithm, Fabric, Form
 
 _PROFILES = Path(__file__).parent / "profiles"
 SCHEMA = 1

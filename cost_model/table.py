@@ -13,7 +13,8 @@ from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.cost_model.fused import Way, exchange_us, ways
 from weaveopt.cost_model.machine import Machine, Point
-from weaveopt.decision import DTYPE_BYTES, Algorithm, Fabric, Form, Lowering, Workload
+from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.records.site import DTYPE_BYTES, Workload
 
 LARGEST_TOKENS = 1 << 20
 """Where the search for a threshold ends."""

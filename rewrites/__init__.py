@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
+from weaveopt.rewrites.all_reduce_rms_norm.rule import AllReduceRMSNorm
 from weaveopt.rule import Rule
 
 RULES: tuple[Rule, ...] = (AllReduceRMSNorm(),)

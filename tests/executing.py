@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 import torch.fx as fx
 from functorch.compile import make_boxed_func
 
-from weaveopt import inductor, registry
 from weaveopt.backend import optimize
 from weaveopt.config import Config
-from weaveopt.decision import GraphReport
-from weaveopt.specialize import guard
+from weaveopt.inductor import seams as inductor
+from weaveopt.pipeline.specialize import guard
+from weaveopt.records.report import GraphReport
+from weaveopt.reporting import registry
 
 FORCED = Config(force=("all_reduce_rms_norm",), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""

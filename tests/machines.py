@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
-from weaveopt.decision import Algorithm, Fabric
+from weaveopt.records.candidate import Algorithm, Fabric
 
 Times = dict[int, float]
 """Microseconds by tokens; they never fall."""

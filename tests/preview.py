@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weaveopt import backend, cost_model
 from weaveopt.config import Config
-from weaveopt.decision import GraphReport
-from weaveopt.runtime import topology
+from weaveopt.fabrics import topology
+from weaveopt.records.report import GraphReport
 
 FORCED = ("all_reduce_rms_norm",)
 

@@ -15,10 +15,10 @@ from benchmarks.gpu_ranks import Place
 from benchmarks.peer_library import flashinfer
 from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
-from weaveopt.decision import Algorithm, Form, Lowering
 from weaveopt.measure import kernels, suite
-from weaveopt.ops.all_reduce_norm_call import decode
-from weaveopt.ops.all_reduce_norm_reference import reference
+from weaveopt.ops.all_reduce_norm.call import decode
+from weaveopt.ops.all_reduce_norm.reference import reference
+from weaveopt.records.candidate import Algorithm, Form, Lowering
 
 PLACE = Place(0, 4, torch.device("cpu"))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weaveopt import inductor
 from weaveopt.config import OPTIONS, Config, resolve
 from weaveopt.errors import OptionError
+from weaveopt.inductor import seams as inductor
 
 
 def test_the_table_and_the_record_agree() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.executing import FORCED, executing
 from tests.models import FAMILIES, VOCABULARY, Family, load, save
 from tests.ranks import run_ranks
-from weaveopt.decision import GraphReport
+from weaveopt.records.report import GraphReport
 
 WORLD = 2
 NUM_PARTS = 4

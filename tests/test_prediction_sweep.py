@@ -15,9 +15,9 @@ from benchmarks.prediction_sweep import AGAIN, CPU, GPU, Span, draw, is_doubtful
 from benchmarks.record import Row
 from tests.ranks import run_ranks
 from weaveopt import cost_model
-from weaveopt.decision import LEAVE
 from weaveopt.measure import exchanges
 from weaveopt.measure.clock import Sample
+from weaveopt.records.candidate import LEAVE
 
 H200 = cost_model.load("h200x4")
 NEVER_SURE = replace(H200, relative_error=9.0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weaveopt.errors import WeaveError
 
 if TYPE_CHECKING:
-    from weaveopt.decision import Report
+    from weaveopt.records.report import Report
 
 try:
     __version__ = version("weaveopt")
@@ -30,9 +30,9 @@ def report(model: object | None = None) -> Report:
     """
     from dataclasses import fields
 
-    from weaveopt import registry
-    from weaveopt.cli import render
-    from weaveopt.decision import Report
+    from weaveopt.records.report import Report
+    from weaveopt.reporting import registry
+    from weaveopt.reporting import text as render
 
     class PrintedReport(Report):
         """A report that prints as tables; the record below it knows nothing of terminals."""

@@ -17,25 +17,28 @@ from itertools import count
 import torch
 import torch.fx as fx
 
-from weaveopt import cost_model, inductor, registry
+from weaveopt import cost_model
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Machine
-from weaveopt.decision import BufferPlan, Decision, Fallback, GraphReport, Regime, Work, WorkFailure
 from weaveopt.errors import WeaveError
-from weaveopt.facts import devices_in, groups_in
-from weaveopt.graph_cost import work_of
-from weaveopt.inductor import Compiled
+from weaveopt.fabrics import topology
+from weaveopt.fabrics.topology import Topology
+from weaveopt.graph.facts import devices_in, groups_in
+from weaveopt.inductor import seams as inductor
+from weaveopt.inductor.seams import Compiled
+from weaveopt.inductor.work import work_of
 from weaveopt.pipeline.bind import await_peers, bind
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import decide
 from weaveopt.pipeline.plan import plan
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
+from weaveopt.pipeline.specialize import guard, specialize
+from weaveopt.records.memory import BufferPlan
+from weaveopt.records.report import Decision, Fallback, GraphReport, Regime, Work, WorkFailure
+from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES, names
 from weaveopt.rule import CapturedGraph, Context, Finding
-from weaveopt.runtime import topology
-from weaveopt.runtime.topology import Topology
-from weaveopt.specialize import guard, specialize
 
 _graph_numbers = count()
 

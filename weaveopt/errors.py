@@ -1,7 +1,7 @@
 """Every error that weaveopt raises, in one file.
 
 A message says what was asked, what was found and what to do. Something that merely may not be
-rewritten is not an error: it is a `Rejection` (see `weaveopt.decision`).
+rewritten is not an error: it is a `Rejection` (see `weaveopt.records.candidate`).
 """
 
 from __future__ import annotations

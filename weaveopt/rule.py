@@ -16,8 +16,11 @@ import torch.fx as fx
 
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
-from weaveopt.decision import Candidate, Decision, Placement, RegionNeed, Site
-from weaveopt.runtime.topology import Topology
+from weaveopt.fabrics.topology import Topology
+from weaveopt.records.candidate import Candidate
+from weaveopt.records.memory import Placement, RegionNeed
+from weaveopt.records.report import Decision
+from weaveopt.records.site import Site
 
 
 @dataclass(frozen=True)

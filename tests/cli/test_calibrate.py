@@ -14,7 +14,8 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
-from weaveopt.decision import Algorithm, Fabric, Product, Workload
+from weaveopt.records.candidate import Algorithm, Fabric
+from weaveopt.records.site import Product, Workload
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from weaveopt.cli import model_source, report_json
+from weaveopt.cli import model_source
 from weaveopt.cli.explain import DEFAULT_MACHINE
 from weaveopt.cli.main import main
-from weaveopt.cli.sensitivity import words
-from weaveopt.decision import Decision, Fabric, Report
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.report import Decision, Report
+from weaveopt.reporting import document as report_json
+from weaveopt.reporting.sensitivity import words
 
 EMBEDDING = int(not model_source.experts_come_alone())
 """All-reduces behind the embedding: later transformers share it by vocabulary."""

@@ -15,9 +15,10 @@ import transformers
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
-from weaveopt.cli import model_source, preview, timeline
+from weaveopt.cli import model_source, preview
 from weaveopt.cli.model_source import Request
 from weaveopt.errors import CaptureError, OptionError
+from weaveopt.reporting import timeline
 
 EMBEDDING = int(not model_source.experts_come_alone())
 """All-reduces behind the embedding: later transformers share it by vocabulary."""

@@ -11,7 +11,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Attention, attention_us
 from weaveopt.cost_model.batched import batched_product_us, grouped_product_us, num_active_experts, same_work
 from weaveopt.cost_model.machine import CompiledCosts, Machine
-from weaveopt.decision import Product
+from weaveopt.records.site import Product
 
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
 PREFILL = Attention(1, 8, 8, 2048, 2048, 64, "bfloat16")

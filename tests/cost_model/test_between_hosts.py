@@ -19,7 +19,7 @@ from weaveopt.cost_model.between_hosts import (
 )
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import Link
-from weaveopt.decision import Fabric
+from weaveopt.records.candidate import Fabric
 
 BetweenHosts = Callable[[float, int, int, Link, Link], Cost]
 LOCAL, INTER = Link("", 1.0, 1e11), Link("", 10.0, 1e10)

@@ -12,7 +12,8 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import Machine
-from weaveopt.decision import Algorithm, Estimate, Fabric, Product, Workload
+from weaveopt.records.candidate import Algorithm, Estimate, Fabric
+from weaveopt.records.site import Product, Workload
 
 HIDDEN = 8192
 ROW_BYTES = HIDDEN * 2

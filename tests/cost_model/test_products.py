@@ -9,7 +9,7 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import ProductCosts, Samples, Tile
 from weaveopt.cost_model.products import modelled_us
-from weaveopt.decision import Product
+from weaveopt.records.site import Product
 
 ONE_TILE = ProductCosts("bfloat16", "made up", 2.0, 4e12, 132, (Tile(128, 128, 7e14),), fill_us=1.0, last_wave=1.0)
 WHOLE = replace(ONE_TILE, fill_us=0.0)

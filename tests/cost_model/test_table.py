@@ -9,7 +9,8 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine, Point
-from weaveopt.decision import Algorithm, Fabric, Form, Lowering, Workload
+from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.records.site import Workload
 
 HIDDEN, DTYPE, WORLD = 1024, "bfloat16", 4
 ROW_BYTES = HIDDEN * 2

@@ -14,7 +14,7 @@ from torch import Tensor
 import weaveopt
 from tests import forms
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.decision import Fabric
+from weaveopt.records.candidate import Fabric
 
 RULE = "all_reduce_rms_norm"
 MAX_TOKENS = 64

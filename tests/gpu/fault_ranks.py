@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.op_cases import BULK, MAIL_ONE_SHOT, Case, make_call, make_inputs, need_of, run_op
-from weaveopt.runtime import arena_gpu, topology
+from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import topology
 
 STALL_TIMEOUT_S = 4.0
 LONG_TIMEOUT_S = 60.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weaveopt.runtime.topology import cuda_part_present
+from weaveopt.fabrics.topology import cuda_part_present
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {

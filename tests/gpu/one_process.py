@@ -31,10 +31,10 @@ from tests.gpu.op_cases import (
     reference_of,
 )
 from weaveopt import _native
-from weaveopt.decision import RegionNeed
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant
-from weaveopt.ops.all_reduce_norm_peer import native_form_of, native_site
-from weaveopt.runtime import arena_gpu
+from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant
+from weaveopt.ops.all_reduce_norm.peer import native_form_of, native_site
+from weaveopt.records.memory import RegionNeed
 
 Tensor = torch.Tensor
 NUM_CTAS = 4

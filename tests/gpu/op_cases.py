@@ -10,10 +10,11 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.tolerances import KERNEL, LIBRARY, Tolerance, assert_close
-from weaveopt.decision import Algorithm, Fabric, Form, Lowering, RegionNeed
-from weaveopt.ops.all_reduce_norm import reference_quant
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, Quant, SumOut, region_need
-from weaveopt.ops.all_reduce_norm_peer import native_form_of
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, Quant, SumOut, region_need
+from weaveopt.ops.all_reduce_norm.op import reference_quant
+from weaveopt.ops.all_reduce_norm.peer import native_form_of
+from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.records.memory import RegionNeed
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor, Tensor]

@@ -41,9 +41,10 @@ from tests.gpu.op_cases import (
     run_op,
     unsupported,
 )  # fmt: skip
-from weaveopt.decision import RegionNeed
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, SumOut, region_need
-from weaveopt.runtime import arena_gpu, topology
+from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import topology
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, SumOut, region_need
+from weaveopt.records.memory import RegionNeed
 
 HEADER_BYTES = 64 << 10
 WORLD_GROUP = "0"

@@ -9,10 +9,10 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Crowded, Curve, FabricCosts, Machine, Origin, Point, Wiring
-from weaveopt.decision import Algorithm, Fabric, Form
 from weaveopt.errors import OptionError
 from weaveopt.measure.assemble import relative_error
 from weaveopt.measure.base import KINDS, accept, renew
+from weaveopt.records.candidate import Algorithm, Fabric, Form
 
 TODAY = "2037-02-03"
 

@@ -10,10 +10,10 @@ import pytest
 
 from weaveopt.cost_model.machine import Point, ProductCosts, Tile
 from weaveopt.cost_model.products import modelled_us
-from weaveopt.decision import Product
 from weaveopt.measure import fit
 from weaveopt.measure.clock import Sample, calm, sample_of
 from weaveopt.measure.kernels import AttentionCase, Grid, GroupedCase
+from weaveopt.records.site import Product
 
 GRID = Grid((1, 16, 64, 128, 256, 512, 1024, 4096), (1024, 4096, 8192), (1024, 4096, 8192))
 

@@ -19,11 +19,12 @@ import torch.distributed as dist
 import weaveopt.ops  # noqa: F401
 from tests.ranks import run_ranks
 from tests.tolerances import KERNEL, LIBRARY, assert_close
-from weaveopt.decision import Fabric
 from weaveopt.errors import WeaveError
-from weaveopt.ops.all_reduce_norm import reference
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, decode
-from weaveopt.runtime import arena, topology
+from weaveopt.fabrics import shm as arena
+from weaveopt.fabrics import topology
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, decode
+from weaveopt.ops.all_reduce_norm.reference import reference
+from weaveopt.records.candidate import Fabric
 
 Tensor = torch.Tensor
 WORLDS = (2, 3, 4, 5, 6)

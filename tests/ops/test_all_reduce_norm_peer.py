@@ -12,13 +12,15 @@ import torch
 import weaveopt.ops  # noqa: F401
 from tests.ranks import run_ranks
 from weaveopt import _native
-from weaveopt.decision import Algorithm, Fabric, Form, Lowering, RegionNeed
 from weaveopt.errors import ArenaError, PeerTimeoutError, WeaveError
-from weaveopt.ops import all_reduce_norm_peer as peer
-from weaveopt.ops.all_reduce_norm import reference, reference_quant
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, Quant, SumOut, decode, region_need
-from weaveopt.runtime import arena_gpu, watchdog
-from weaveopt.runtime.topology import Group
+from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import watchdog
+from weaveopt.fabrics.topology import Group
+from weaveopt.ops.all_reduce_norm import peer
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, Quant, SumOut, decode, region_need
+from weaveopt.ops.all_reduce_norm.reference import reference, reference_quant
+from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.records.memory import RegionNeed
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HIDDEN = 64

@@ -10,9 +10,9 @@ import torch
 
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
-from weaveopt.decision import Fabric
-from weaveopt.ops.all_reduce_norm import reference
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, SumOut
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut
+from weaveopt.ops.all_reduce_norm.reference import reference
+from weaveopt.records.candidate import Fabric
 
 LLAMA = NormForm(NormKind.RMS, 1e-5, cast_before_weight=True)
 GEMMA = NormForm(NormKind.RMS, 1e-6, weight_offset=1.0)

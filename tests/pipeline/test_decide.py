@@ -11,10 +11,12 @@ import torch.fx as fx
 
 from weaveopt import cost_model
 from weaveopt.config import Config
-from weaveopt.decision import LEAVE, Algorithm, Candidate, Decision, Estimate, Fabric, Rejection, Site, Term, Workload
+from weaveopt.fabrics import topology
 from weaveopt.pipeline.decide import decide
+from weaveopt.records.candidate import LEAVE, Algorithm, Candidate, Estimate, Fabric, Rejection, Term
+from weaveopt.records.report import Decision
+from weaveopt.records.site import Site, Workload
 from weaveopt.rule import ArenaNeed, Context, Finding, Match
-from weaveopt.runtime import topology
 
 MACHINE = cost_model.load("cpu")
 WORKLOAD = Workload(tokens=64, max_tokens=64, hidden=1024, dtype="bfloat16", world=2)

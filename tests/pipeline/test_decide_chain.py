@@ -17,23 +17,14 @@ from tests.preview import previewed
 from tests.rewrites.test_all_reduce_rms_norm import inputs
 from weaveopt import backend, cost_model
 from weaveopt.config import Config
-from weaveopt.decision import (
-    LEAVE,
-    Algorithm,
-    Candidate,
-    Decision,
-    Estimate,
-    Fabric,
-    Product,
-    Site,
-    Term,
-    Workload,
-)
+from weaveopt.fabrics import topology
 from weaveopt.pipeline.decide import decide
 from weaveopt.pipeline.plan import plan
+from weaveopt.records.candidate import LEAVE, Algorithm, Candidate, Estimate, Fabric, Term
+from weaveopt.records.report import Decision
+from weaveopt.records.site import Product, Site, Workload
 from weaveopt.rewrites import RULES
 from weaveopt.rule import ArenaNeed, Context, Finding, Match, Rule
-from weaveopt.runtime import topology
 
 MACHINE = cost_model.load("cpu")
 UNFUSED_US = cost_model.estimate_unfused(MACHINE, Workload(64, 64, 1024, "bfloat16", 2)).us

@@ -10,19 +10,11 @@ import pytest
 import torch.fx as fx
 
 from tests.pipeline.test_decide import Priced
-from weaveopt.decision import (
-    Algorithm,
-    BufferPlan,
-    Candidate,
-    Decision,
-    Fabric,
-    Form,
-    Lowering,
-    RegionNeed,
-    Site,
-    Workload,
-)
 from weaveopt.pipeline.plan import _Interval, _place, plan
+from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
+from weaveopt.records.memory import BufferPlan, RegionNeed
+from weaveopt.records.report import Decision
+from weaveopt.records.site import Site, Workload
 from weaveopt.rule import ArenaNeed, Finding, Match
 
 

@@ -14,8 +14,9 @@ from tests.preview import previewed
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt import backend
-from weaveopt.decision import LEAVE, GraphReport
 from weaveopt.pipeline.rewrite import rewrite
+from weaveopt.records.candidate import LEAVE
+from weaveopt.records.report import GraphReport
 from weaveopt.rule import CapturedGraph
 
 EXPECTED = {

@@ -13,14 +13,18 @@ import torch.fx as fx
 from tests import forms
 from tests.preview import FORCED, previewed
 from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
-from weaveopt import backend, cost_model, lowering
+from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import Curve, Machine, Point
-from weaveopt.decision import Algorithm, Candidate, Fabric, Form, GraphReport, RegionNeed, Site, Workload
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, decode, region_need
+from weaveopt.fabrics import topology
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, region_need
 from weaveopt.pipeline.rewrite import rewrite
+from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form
+from weaveopt.records.memory import RegionNeed
+from weaveopt.records.report import GraphReport
+from weaveopt.records.site import Site, Workload
+from weaveopt.rewrites.all_reduce_rms_norm import candidates as lowering
 from weaveopt.rule import CapturedGraph, Context
-from weaveopt.runtime import topology
 
 RULE = "all_reduce_rms_norm"
 H200 = cost_model.load("h200x4")

@@ -29,12 +29,15 @@ from tests.quantizations import (
     torchao_rows,
 )
 from tests.rewrites.test_all_reduce_rms_norm import inputs
-from weaveopt import backend, cost_model, inductor
+from weaveopt import backend, cost_model
 from weaveopt.config import Config
-from weaveopt.decision import Fabric, GraphReport, RegionNeed
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, Quant, decode, region_need
+from weaveopt.fabrics import topology
+from weaveopt.inductor import seams as inductor
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, decode, region_need
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import RegionNeed
+from weaveopt.records.report import GraphReport
 from weaveopt.rule import Context
-from weaveopt.runtime import topology
 
 H = forms.HIDDEN
 TEXT = {Quant.PER_TOKEN: " -> e4m3 per token", Quant.STATIC: " -> e4m3 static"}

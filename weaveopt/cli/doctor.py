@@ -218,8 +218,8 @@ def _fabrics() -> tuple[Check, ...]:
         import torch
         import torch.distributed as dist
 
-        from weaveopt.decision import Fabric
-        from weaveopt.runtime.topology import Group, Topology
+        from weaveopt.fabrics.topology import Group, Topology
+        from weaveopt.records.candidate import Fabric
     except ImportError as error:
         return (Check("fabric shm", Status.MISSING, f"cannot be examined: {error}", "repair what is missing above"),)
     checks = []
@@ -254,7 +254,7 @@ def text(checks: tuple[Check, ...], usable: bool) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    from weaveopt.cli.render import to_text
+    from weaveopt.reporting.text import to_text
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):

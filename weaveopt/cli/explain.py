@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weaveopt.cli.question import DEFAULT_MACHINE, PICTURES, Question
-from weaveopt.decision import GraphReport, Report
 from weaveopt.errors import CaptureError, OptionError
+from weaveopt.records.report import GraphReport, Report
 
 if TYPE_CHECKING:
     from weaveopt.cli.model_source import Request, Source
@@ -25,13 +25,13 @@ NUM_STEPS = 6
 def run(asked: Question) -> int:
     """Capture, decide, print; or compare two reports. Returns the exit code."""
     if asked.compare is not None:
-        from weaveopt.cli import compare
+        from weaveopt.reporting import compare
 
         width, color = _console(asked)
         _write(compare.text(*asked.compare, width, color), asked.output)
         return 0
     if asked.form in PICTURES:
-        from weaveopt.cli import picture
+        from weaveopt.reporting import picture
 
         picture.require()
     with _progress() as on_step:
@@ -67,9 +67,9 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     sharding = preview.sharding(request)
 
     import weaveopt.backend
-    from weaveopt.cli.sensitivity import sensitivities
+    from weaveopt.fabrics import topology
+    from weaveopt.reporting.sensitivity import sensitivities
     from weaveopt.rule import Context
-    from weaveopt.runtime import topology
 
     plan = preview.plan_layers(source, request)
     graphs: list[GraphReport] = []
@@ -128,18 +128,19 @@ def _batch(request: Request) -> str:
 
 def _rendered(report: Report, asked: Question) -> str | bytes:
     if asked.form == "json":
-        from weaveopt.cli.report_json import to_json
+        from weaveopt.reporting.document import to_json
 
         return to_json(report)
     if asked.form == "trace":
-        from weaveopt.cli.trace import to_trace
+        from weaveopt.reporting.trace import to_trace
 
         return to_trace(report)
     if asked.form in PICTURES:
-        from weaveopt.cli import picture
+        from weaveopt.reporting import picture
 
         return picture.draw(report, asked.form)
-    from weaveopt.cli import render, why
+    from weaveopt.reporting import text as render
+    from weaveopt.reporting import why
 
     width, color = _console(asked)
     return why.text(report, asked.why, width, color) if asked.why else render.text(report, width, color)

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weaveopt.cli.timeline import Block, blocks, homes, module_of
-from weaveopt.decision import GraphReport, Work
+from weaveopt.records.report import GraphReport, Work
+from weaveopt.reporting.timeline import Block, blocks, homes, module_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,11 +27,11 @@ from weaveopt.cost_model.machine import (
     RowCurve,
     Wiring,
 )
-from weaveopt.decision import Algorithm, Fabric, Form, Lowering
 from weaveopt.measure import fit
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.kernels import Grid
 from weaveopt.measure.suite import CPU_RATES, GPU_FP32_GRID, Found
+from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
 
 LEAST_ERROR, MOST_ERROR = 0.03, 0.25
 """No profile claims less of itself: clocks and caches differ from run to run. Few points tell little of the error."""

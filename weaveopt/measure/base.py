@@ -26,9 +26,9 @@ from weaveopt.cost_model.machine import (
     Wiring,
 )
 from weaveopt.cost_model.records import walk
-from weaveopt.decision import Fabric
 from weaveopt.errors import OptionError
 from weaveopt.measure.assemble import curve_order, relative_error
+from weaveopt.records.candidate import Fabric
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_norm")
 """Fields of `FabricCosts` that hold curves."""

@@ -8,10 +8,10 @@ from statistics import median
 import torch
 
 from weaveopt.cost_model.machine import Crowded
-from weaveopt.decision import Algorithm, Form, Lowering
+from weaveopt.fabrics import symmetric
 from weaveopt.measure.clock import Launch, Sample, meet, slowest
 from weaveopt.measure.exchanges import DTYPE, Fused, Ranks, fused_peer
-from weaveopt.runtime import symmetric
+from weaveopt.records.candidate import Algorithm, Form, Lowering
 
 TOKENS, HIDDEN, DEPTH = 4096, 8192, 7168
 CTAS = (8, 16, 32, 64)

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
-from weaveopt.decision import Algorithm, Fabric, Lowering, RegionNeed
+from weaveopt.fabrics import topology
 from weaveopt.measure.clock import Clock, Launch
-from weaveopt.ops.all_reduce_norm_call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, region_need
-from weaveopt.runtime import topology
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, region_need
+from weaveopt.records.candidate import Algorithm, Fabric, Lowering
+from weaveopt.records.memory import RegionNeed
 
 Tensor = torch.Tensor
 DTYPE = torch.bfloat16
@@ -94,7 +95,7 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     from weaveopt import _native
-    from weaveopt.ops.all_reduce_norm_peer import native_form_of
+    from weaveopt.ops.all_reduce_norm.peer import native_form_of
 
     form, dtype = native_form_of(fused.lowering), _native.DType.bfloat16
     return not _native.unsupported(form, dtype, fused.hidden, world, False, device.index or 0)
@@ -116,7 +117,7 @@ def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) ->
 
 def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
     """The arena for all of them, before any is captured: graphs hold its addresses."""
-    from weaveopt.runtime import arena_gpu
+    from weaveopt.fabrics import peer as arena_gpu
 
     need = RegionNeed()
     for each in every:
@@ -126,7 +127,7 @@ def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
 
 def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> int:
     """The shared segment of CPU ranks; returns where its output begins."""
-    from weaveopt.runtime import arena
+    from weaveopt.fabrics import shm as arena
 
     need = arena_bytes(max_tokens, hidden, "bfloat16", "bfloat16", ranks.world)
     begin = 2 * need.partial_bytes

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from weaveopt.cost_model.batched import same_work
-from weaveopt.decision import Product
 from weaveopt.measure.clock import Clock, Sample
+from weaveopt.records.site import Product
 
 Tensor = torch.Tensor
 Tokens = tuple[int, ...]

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from weaveopt.cost_model.machine import Crowded
-from weaveopt.decision import Algorithm, Form, Lowering
 from weaveopt.measure import contention, exchanges, fit, kernels
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, meet, slowest
 from weaveopt.measure.exchanges import COLLECTIVES, Fused, Ranks
 from weaveopt.measure.kernels import AttentionCase, Grid, GroupedCase
+from weaveopt.records.candidate import Algorithm, Form, Lowering
 
 Corner = tuple[int, int, int]
 """(m, n, k) of a product."""

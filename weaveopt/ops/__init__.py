@@ -1,5 +1,5 @@
-"""`torch.ops.weave.*`: importing this package registers every op. One module per family."""
+"""`torch.ops.weave.*`: importing this package registers every op. One folder a family."""
 
 from __future__ import annotations
 
-from weaveopt.ops import all_reduce_norm as all_reduce_norm
+from weaveopt.ops.all_reduce_norm import op as _all_reduce_norm  # noqa: F401

@@ -13,10 +13,12 @@ from dataclasses import asdict
 
 import torch
 
-from weaveopt.decision import GraphReport
 from weaveopt.errors import AgreementError
+from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import shm as arena
+from weaveopt.fabrics import topology
+from weaveopt.records.report import GraphReport
 from weaveopt.rule import CapturedGraph, Context
-from weaveopt.runtime import arena, arena_gpu, topology
 
 Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from weaveopt.facts import collectives_in, count_tokens, groups_in, tokens_of
-from weaveopt.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.facts import collectives_in, count_tokens, groups_in, tokens_of
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.scalars import mark
 from weaveopt.rule import CapturedGraph
-from weaveopt.scalars import mark
 
 _c10d = torch.ops._c10d_functional
 _COPY = frozenset({torch.ops.aten.copy.default})

@@ -1,8 +1,8 @@
 """Step 3: choose a candidate for every site, or leave it, such that the whole graph is predicted fastest.
 
-What a set of choices costs is said in `weaveopt.pricing`: sites that hand a sharded sum to each other are priced
+What a set of choices costs is said in `pipeline.price`: sites that hand a sharded sum to each other are priced
 together, and a rewrite has to save more than the model's own error. The best set is found exactly
-(`weaveopt.selection`). Of equally good ones that with the fewest rewrites is taken, then by graph order and order
+(`solver.selection`). Of equally good ones that with the fewest rewrites is taken, then by graph order and order
 of the candidates, so all ranks take the same.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weaveopt.decision import Candidate, Decision, Rejection, Scalar
-from weaveopt.pricing import Choices, Problem, price, whole
+from weaveopt.pipeline.price import Choices, Problem, price, whole
+from weaveopt.records.candidate import Candidate, Rejection, Scalar
+from weaveopt.records.report import Decision
 from weaveopt.rule import Context, Finding, Rule
-from weaveopt.selection import EXCLUDED
+from weaveopt.solver.selection import EXCLUDED
 
 
 def decide(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> tuple[Decision, ...]:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from weaveopt.decision import LEAVE, BufferPlan, Decision, Fabric, Placement, RegionNeed, Slot
-from weaveopt.landing import landed_values
+from weaveopt.records.candidate import LEAVE, Fabric
+from weaveopt.records.memory import BufferPlan, Placement, RegionNeed, Slot
+from weaveopt.records.report import Decision
+from weaveopt.rewrites.all_reduce_rms_norm.aliasing import landed_values
+from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values
 from weaveopt.rule import ArenaNeed, Finding, Rule
-from weaveopt.sharing import sharded_values
 
 _ALIGNMENT = 4096
 """Slots start on pages, so that no two of them share one (first touch decides where a page lives)."""

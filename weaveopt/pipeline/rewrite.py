@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
-from weaveopt.decision import BufferPlan, Decision
-from weaveopt.pattern import tensor_of
+from weaveopt.graph.pattern import tensor_of
+from weaveopt.records.memory import BufferPlan
+from weaveopt.records.report import Decision
 from weaveopt.rule import CapturedGraph, Context, Finding, Rule
 
 Seam = tuple[tuple[object, ...], ...]

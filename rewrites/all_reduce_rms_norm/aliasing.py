@@ -1,0 +1,114 @@
+"""Which normed rows may lie in the arena, where peers write them: no copy, and no memory of their own.
+
+All sites of a group hand rows out into one region, each overwriting what the one before left there. A peer writes
+once this rank's partial result has come to it: after all that this rank's stream did before the site. So a value may
+lie there if whatever reads it runs before every later site of its group. That must hold in any order that respects the
+data, since Inductor chooses one, and so only products may read it: they run as one call where they stand, while an
+element-wise op can end up inside a kernel far behind, and so can a product of very short rows, which Inductor makes
+one. Opaque operations of the graph are taken to run no site of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
+
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.records.candidate import Candidate, Fabric, Form
+from weaveopt.rule import Finding, Match
+
+aten = torch.ops.aten
+_ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
+"""Products, and which of their arguments has the rows that are multiplied."""
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+"""Of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's nodes
+counts in what it lowers to element-wise work, such as the masked write of an embedding that is spread over ranks."""
+_SHORTEST_ROW = 64
+"""Elements. Inductor (torch 2.13) may turn products of rows of up to 32 into element-wise work."""
+
+
+def landed_values(sites: Sequence[tuple[Finding, Candidate]]) -> frozenset[fx.Node]:
+    """The values that may lie in the arena; `sites`: all rewritten ones of a group, and how."""
+    matches = [finding.match for finding, _ in sites if finding.match is not None]
+    wanted = [
+        (index, match.landing_output)
+        for index, ((finding, chosen), match) in enumerate(zip(sites, matches, strict=True))
+        if match.landing_output is not None
+        and chosen.fabric is Fabric.PEER
+        and any(row.form is Form.BULK for row in chosen.lowerings)
+    ]
+    if not wanted or _may_be_split(wanted[0][1]):
+        return frozenset()
+    ahead = _sites_ahead(wanted[0][1].graph, matches)
+    reached = [_union(ahead[node] for node in match.interior) for match in matches]
+    every = (1 << len(matches)) - 1
+    found = set()
+    for index, value in wanted:
+        before = sum(1 << other for other, bits in enumerate(reached) if bits >> index & 1 and other != index)
+        later = every & ~before & ~(1 << index)
+        readers = list(_readers(value))
+        if all(_is_product(reader, node) and ahead[reader] & later == later for reader, node in readers):
+            found.add(value)
+    return frozenset(found)
+
+
+def _sites_ahead(graph: fx.Graph, matches: Sequence[Match]) -> dict[fx.Node, int]:
+    """Of every node, as bits: the sites that cannot begin before it is through."""
+    own: dict[fx.Node, int] = {}
+    for index, match in enumerate(matches):
+        for node in match.interior:
+            own[node] = own.get(node, 0) | 1 << index
+    ahead: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        ahead[node] = own.get(node, 0) | _union(ahead[user] for user in node.users)
+    return ahead
+
+
+def _union(bits: Iterator[int]) -> int:
+    found = 0
+    for each in bits:
+        found |= each
+    return found
+
+
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Whatever reads the value's memory, and the view of it that is read."""
+    for user in value.users:
+        if is_call(user, SHAPE_ONLY):
+            yield from _readers(user)
+        else:
+            yield user, value
+
+
+def _is_product(reader: fx.Node, node: fx.Node) -> bool:
+    rows = _ROWS.get(reader.target) if reader.op == "call_function" else None
+    read = [index for index, argument in enumerate(reader.args) if argument is node]
+    value = tensor_of(node)
+    if rows is None or reader.kwargs or read != [rows] or value is None:
+        return False
+    length = value.shape[-1]
+    return isinstance(length, int) and length >= _SHORTEST_ROW
+
+
+def _may_be_split(value: fx.Node) -> bool:
+    """Whether Inductor may make more than one CUDA graph of the value's graph.
+
+    What one of them hands to the next has to lie in the memory of CUDA graphs, where the arena does not.
+    """
+    tensor = tensor_of(value)
+    device = None if tensor is None else tensor.device.type
+    return any(_splits(node, device) for node in value.graph.nodes if node.op == "call_function")
+
+
+def _splits(node: fx.Node, device: str | None) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    name = node.target.name()
+    asked: list[str] = getattr(inductor_config, "custom_should_partition_ops", [])
+    if name in asked or f"{name}.{node.target._overloadname}" in asked or _UNSAFE in node.target.tags:
+        return True
+    values = (tensor_of(each) for each in (node, *node.all_input_nodes))
+    return bool(node.meta.get("unbacked_bindings")) or any(v is not None and v.device.type != device for v in values)

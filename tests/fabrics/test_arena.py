@@ -1,0 +1,261 @@
+"""Arena and topology on spawned ranks: growing, several groups, re-made groups, ranks that are late, die or stall."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import weaveopt.ops  # noqa: F401
+from tests.ranks import collect, free_port, run_ranks
+from tests.tolerances import KERNEL, assert_close
+from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
+from weaveopt.fabrics import shm as arena
+from weaveopt.fabrics import topology
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, arena_bytes
+from weaveopt.ops.all_reduce_norm.reference import reference
+from weaveopt.records.candidate import Fabric
+
+HIDDEN = 64
+MAX_TOKENS = 16
+NEED = arena_bytes(MAX_TOKENS, HIDDEN, "float32", "float32", 1)  # of a group of one: enough for any
+ARENA_BYTES = 2 * NEED.partial_bytes + NEED.output_bytes
+
+
+def make_call(site: str, group: str, world: int, one_shot: bool = True, timeout_s: float = 30.0) -> AllReduceNormCall:
+    return AllReduceNormCall(
+        site=site, group=group, fabric=Fabric.SHM, world=world, hidden=HIDDEN, dtype="float32", out_dtype="float32",
+        partial_offset=0, output_offset=2 * NEED.partial_bytes, partial_bytes=NEED.partial_bytes,
+        max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if one_shot else 0, post=None,
+        norm=NormForm(NormKind.RMS, 1e-5), timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+def partial_of(rank: int, step: int = 0, tokens: int = 5) -> torch.Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def run_op(call: AllReduceNormCall, partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    normed, total = torch.ops.weave.all_reduce_norm(
+        partial, None, None, None, None, None, None, None, call.encode()
+    )  # fmt: skip
+    return normed, total
+
+
+def check(call: AllReduceNormCall, ranks: tuple[int, ...], rank: int, step: int = 0) -> None:
+    want = reference([partial_of(r, step) for r in ranks], None, None, None, None, None, None, None, call)
+    for got, expected in zip(run_op(call, partial_of(rank, step)), want, strict=True):
+        assert_close(got, expected, KERNEL, f"{call.site}, group {ranks}, step {step}")
+
+
+def reserve(group: str = "0", num_bytes: int = ARENA_BYTES, timeout_s: float = 30.0) -> arena.Arena:
+    return arena.reserve(topology.discover(group, timeout_s), num_bytes, timeout_s)
+
+
+def names_in_dev_shm() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "weave" in name}
+
+
+# --- groups
+
+
+def run_grow(rank: int, world: int) -> None:
+    call = make_call("grow", "0", world)
+    with pytest.raises(ArenaError, match="no arena was reserved for group '0'"):
+        run_op(call, partial_of(rank))
+    small = reserve()
+    assert reserve() is small and reserve(num_bytes=1) is small and arena.of("0") is small
+    check(call, tuple(range(world)), rank)
+    large = reserve(num_bytes=10 * ARENA_BYTES)
+    assert large is not small and small.closed and large.num_bytes >= 10 * ARENA_BYTES
+    with pytest.raises(ArenaError, match="released"):
+        small.native  # noqa: B018
+    with pytest.raises(ArenaError, match="outside the arena"):
+        large.tensor(large.num_bytes - 4, (2,), torch.float32)
+    assert large.tensor(64, (2, 3), torch.float32) is large.tensor(64, (2, 3), torch.float32)
+    check(call, tuple(range(world)), rank, step=1)
+    too_far = replace(call, site="far", partial_offset=large.num_bytes, output_offset=0)
+    with pytest.raises(ArenaError, match="do not fit an arena"):
+        run_op(too_far, partial_of(rank))
+    with pytest.raises(WeaveError, match=r"expected 5 rows of 64 torch.float32"):
+        run_op(call, partial_of(rank).to(torch.float16))
+    arena.release("0")
+    with pytest.raises(ArenaError, match="no arena was reserved"):
+        run_op(call, partial_of(rank))
+
+
+def run_short_of_memory(rank: int, world: int) -> None:
+    """What one rank cannot give, or asks for differently, all ranks hear of."""
+    num_bytes = 1 << 44
+    with pytest.raises(ArenaError, match=r"rank 0: cannot reserve .* rank 1: cannot reserve"):
+        reserve(num_bytes=num_bytes)
+    with pytest.raises(ArenaError, match="ask for arenas of"):
+        reserve(num_bytes=4096 * (1 + rank))
+    reserve()
+    check(make_call("after", "0", world), tuple(range(world)), rank)
+
+
+def run_remade_group(rank: int, world: int, port: int) -> None:
+    first = reserve()
+    call = make_call("again", "0", world)
+    check(call, tuple(range(world)), rank)
+    assert topology.discover("0", 30.0) is topology.discover("0", 30.0)
+    known = topology.discover("0", 30.0)
+    dist.destroy_process_group()
+    assert first.closed
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    name = dist.distributed_c10d._get_default_group().group_name
+    assert topology.discover(name, 30.0) is not known
+    second = reserve(name)
+    assert second is not first
+    check(replace(call, group=name), tuple(range(world)), rank)
+
+
+def run_all_of_these(rank: int, world: int, port: int) -> None:
+    run_grow(rank, world)
+    run_short_of_memory(rank, world)
+    run_remade_group(rank, world, port)
+    arena.release_all()
+    assert not names_in_dev_shm()
+    run_epochs_wrap(rank, world)
+
+
+def run_epochs_wrap(rank: int, world: int) -> None:
+    name = dist.distributed_c10d._get_default_group().group_name
+    arena.FIRST_EPOCH = 2**32 - 7
+    memory = reserve(name)
+    for step in range(20):
+        check(make_call("wrap", name, world, one_shot=step % 3 != 0), tuple(range(world)), rank, step)
+    assert memory.native.epoch == 13
+
+
+def test_arena_grows_fails_is_remade_and_wraps() -> None:
+    run_ranks(run_all_of_these, 2, 2, free_port())
+
+
+def run_meshes(rank: int, world: int) -> None:
+    """Rows, columns and all of a 2 x 2 mesh, in turn, each with its own arena."""
+    members = ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3))
+    groups = [(ranks, dist.new_group(list(ranks))) for ranks in members]
+    mine = [(ranks, group.group_name) for ranks, group in groups if rank in ranks]
+    assert len({name for _, name in mine}) == 3
+    memories = [reserve(name) for _, name in mine]
+    assert len({id(memory) for memory in memories}) == 3
+    for step in range(30):
+        for ranks, name in mine[:: -1 if step % 2 else 1]:
+            check(make_call("mesh", name, len(ranks), one_shot=step % 3 == 0), ranks, rank, step)
+
+
+def test_several_groups_at_once() -> None:
+    run_ranks(run_meshes, 4, 4)
+
+
+# --- faults
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What a surviving rank saw."""
+
+    message: str
+    seconds: float
+
+
+def run_until_killed(rank: int, world: int, one_shot: bool) -> Caught | None:
+    reserve()
+    call = make_call("layers.7", "0", world, one_shot, timeout_s=60.0)
+    for step in range(50):
+        check(call, tuple(range(world)), rank, step)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerTimeoutError) as caught:
+        run_op(call, partial_of(rank))
+    seconds = time.monotonic() - start
+    with pytest.raises(PeerTimeoutError, match="unusable since an earlier call failed"):
+        run_op(call, partial_of(rank))
+    return Caught(str(caught.value), seconds)
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_a_killed_rank_ends_the_others_and_leaves_nothing(one_shot: bool) -> None:
+    before = names_in_dev_shm()
+    outcomes = collect(run_until_killed, 3, 3, one_shot)
+    assert "exit code -9" in outcomes[1].error
+    for outcome in (outcomes[0], outcomes[2]):
+        caught = outcome.value
+        assert isinstance(caught, Caught), outcome.error
+        # Whoever sees the dead rank first tells the third one.
+        assert "rank 1 exited" in caught.message or "gave up waiting" in caught.message
+        assert "layers.7" in caught.message and "slot ready, expected epoch 51, seen 50" in caught.message
+        assert caught.seconds < 10, "far below the timeout of 60 s"
+    assert any("rank 1 exited" in str(outcome.value) for outcome in outcomes)
+    assert names_in_dev_shm() <= before
+
+
+def run_stalled(rank: int, world: int) -> Caught:
+    reserve()
+    call = make_call("stall", "0", world, timeout_s=1.0)
+    store = c10d._get_default_store()
+    store.set(f"pid/{rank}", str(os.getpid()))
+    peer = int(store.get(f"pid/{1 - rank}"))
+    check(call, tuple(range(world)), rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # Goes on here when rank 0 has given up. Rank 0 had signalled this call's data, so the result is right.
+        check(call, tuple(range(world)), rank)
+    start = time.monotonic()
+    try:
+        with pytest.raises(PeerTimeoutError) as caught:
+            run_op(call, partial_of(rank))
+    finally:
+        if rank == 0:
+            os.kill(peer, signal.SIGCONT)
+    return Caught(str(caught.value), time.monotonic() - start)
+
+
+def test_a_stalled_rank_is_given_up_after_the_timeout() -> None:
+    waiting, stalled = run_ranks(run_stalled, 2, 2)
+    assert "rank 1 did not signal within 1 s (slot ready, expected epoch 2, seen 1)" in waiting.message
+    assert 1.0 <= waiting.seconds < 8.0
+    assert "rank 0 gave up waiting itself" in stalled.message or "rank 0 exited" in stalled.message
+
+
+def run_different_calls(rank: int, world: int) -> tuple[str, str]:
+    reserve()
+    for step in range(3):
+        check(make_call("both", "0", world), tuple(range(world)), rank, step)
+    with pytest.raises(AgreementError) as caught:
+        run_op(make_call("first" if rank == 0 else "second", "0", world), partial_of(rank))
+    with pytest.raises(AgreementError, match="unusable since an earlier call failed"):
+        run_op(make_call("both", "0", world), partial_of(rank))
+    reserve(num_bytes=2 * ARENA_BYTES)
+    with pytest.raises(AgreementError) as tokens:
+        run_op(make_call("both", "0", world), partial_of(rank, tokens=4 + rank))
+    return str(caught.value), str(tokens.value)
+
+
+def test_ranks_at_different_sites_or_token_counts_are_told() -> None:
+    (site, tokens), (_, other) = run_ranks(run_different_calls, 2, 2)
+    assert "runs site first with 5 tokens, but rank 1 runs site unknown here" in site
+    assert "runs site both with 4 tokens, but rank 1 runs site both with 5 tokens" in tokens
+    assert "runs site both with 5 tokens, but rank 0 runs site both with 4 tokens" in other
+
+
+def run_missing(rank: int, world: int) -> str:
+    if rank == 0:
+        with pytest.raises(AgreementError) as caught:
+            topology.discover("0", 0.5)
+        return str(caught.value)
+    return ""
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    message = run_ranks(run_missing, 3, 3)[0]
+    assert "rank(s) 1, 2 of (0, 1, 2) did not come within 0.5 s for the topology" in message

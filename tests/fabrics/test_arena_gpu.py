@@ -1,0 +1,240 @@
+"""How ranks agree on a GPU arena, on CPU ranks: torch's GPU calls and the native group are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import collect, run_ranks
+from weaveopt import _native
+from weaveopt.errors import AgreementError, ArenaError
+from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import shm as arena
+from weaveopt.fabrics import symmetric, topology
+from weaveopt.fabrics.topology import Group
+from weaveopt.pipeline.bind import bind
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import BufferPlan, RegionNeed
+
+NEED = RegionNeed(mailbox_bytes=512, staging_bytes=256, output_bytes=1024)
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class MadeUpRegions:
+    mailbox_bytes: int
+    staging_bytes: int
+    output_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (64 << 10) + 2 * self.mailbox_bytes + self.staging_bytes + self.output_bytes
+
+
+class MadeUpGroup:
+    def __init__(self, bases: list[int], multicast: int, rank: int, device: int, regions: MadeUpRegions) -> None:
+        assert multicast == 0, "no arena is ever mapped for multicast"
+        self.arguments = (bases, rank, device, regions)
+        self.status = SimpleNamespace(code=_native.Code.OK)
+
+    def acknowledge(self) -> None: ...
+    def abort(self, code: _native.Code) -> None: ...
+
+
+def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40, processors: int = 132) -> None:
+    """Replaces what needs a GPU, in this rank's process."""
+    own = rank if device is None else device
+    cuda: object = torch.cuda
+    made_up = {
+        "is_available": lambda: True,
+        "current_device": lambda: own,
+        "get_device_properties": lambda index: SimpleNamespace(
+            uuid=f"GPU-{index}", major=9, minor=0, multi_processor_count=processors
+        ),
+        "mem_get_info": lambda index: (free_bytes, 1 << 40),
+        "synchronize": lambda index=None: None,
+        "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, function in made_up.items():
+        setattr(cuda, name, function)
+    module: object = arena_gpu
+    native = SimpleNamespace(has_cuda=True, Regions=MadeUpRegions, PeerGroup=MadeUpGroup)
+    for name, value in {
+        "_native": native,
+        "_allocate": lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8),
+        "_exchange": lambda memory, group: (object(), [memory.data_ptr()] * len(group.ranks)),
+    }.items():
+        setattr(module, name, value)
+
+
+def reserve(need: RegionNeed = NEED, group: str = "0", timeout_s: float = TIMEOUT_S) -> arena_gpu.GpuArena:
+    return arena_gpu.reserve(topology.discover(group, timeout_s), need, timeout_s)
+
+
+def run_unlike(rank: int) -> None:
+    make_up_gpus(rank, processors=132 - 18 * rank)
+    with pytest.raises(ArenaError, match=r"not alike .*rank 0: 9.0 with 132 processors; rank 1: 9.0 with 114"):
+        reserve()
+
+
+def test_gpus_of_unlike_sizes_are_refused() -> None:
+    """A kernel has as many CTAs as its GPU has processors, each paired with one of every peer."""
+    run_ranks(run_unlike, 2)
+
+
+def run_lifetimes(rank: int) -> None:
+    known = topology.discover("0", TIMEOUT_S)
+    with pytest.raises(ArenaError, match=r"built without CUDA|torch finds no GPU"):
+        reserve()
+    make_up_gpus(rank)
+    with pytest.raises(ArenaError, match="no GPU arena was reserved for group '0'"):
+        arena_gpu.of("0")
+    small = reserve()
+    assert reserve() is small is arena_gpu.of("0") and reserve(RegionNeed(output_bytes=256)) is small
+    assert small.num_bytes == (64 << 10) + 2 * 512 + 256 + 1024 and small.partial_offset == small.num_bytes
+    assert [process.has_ended() for process in small.peers] == [False, False]
+    assert small.tensor(256, (2, 3), torch.float32).shape == (2, 3)
+    with pytest.raises(ArenaError, match="outside the arena"):
+        small.tensor(small.num_bytes - 4, (2,), torch.float32)
+
+    let_go = []
+    small.at_close(lambda: let_go.append("small"))
+    large = reserve(RegionNeed(staging_bytes=2048, partial_bytes=512))
+    assert large.regions == RegionNeed(512, 2048, 1024, 512), "region by region, the larger of old and new"
+    assert large.num_bytes == large.partial_offset + 512
+    assert let_go == ["small"] and not small.closed, "sites bind again; captured graphs keep the old addresses"
+    assert small.tensor(0, (1,), torch.uint8).item() == 0 and arena_gpu.of("0") is large
+
+    with pytest.raises(ArenaError, match=r"ask for arenas of different regions: rank 0: .*; rank 1: "):
+        reserve(RegionNeed(output_bytes=4096 * (1 + rank)))
+    assert reserve() is large, "what was there stays"
+    torch.cuda.is_current_stream_capturing = lambda: True
+    assert reserve() is large
+    with pytest.raises(ArenaError, match="while a CUDA graph is captured"):
+        reserve(RegionNeed(output_bytes=1 << 20))
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+    group = dist.new_group([0, 1])
+    beside = reserve(group=group.group_name)
+    assert beside is not large and beside.regions == NEED
+    arena_gpu.release("0")
+    assert small.closed and large.closed and not beside.closed
+    assert dict(vars(known))["device"] == "cpu"
+    dist.destroy_process_group(group)
+    del group
+    again = reserve()
+    assert again.regions == NEED
+
+
+def run_refusals(rank: int) -> None:
+    make_up_gpus(rank, device=3)
+    with pytest.raises(ArenaError, match="ranks 0 and 1 both use GPU GPU-3"):
+        reserve()
+    make_up_gpus(rank, free_bytes=100 if rank == 1 else 1 << 40)
+    with pytest.raises(ArenaError, match="cannot share 67840 bytes of GPU memory per rank: rank 1: 100 bytes are free"):
+        reserve()
+
+    make_up_gpus(rank)
+    working = arena_gpu._allocate
+
+    def fails(num_bytes: int, device: int) -> torch.Tensor:
+        if rank == 1:
+            raise RuntimeError("out of memory\nand how it came")
+        return working(num_bytes, device)
+
+    module: object = arena_gpu
+    setattr(module, "_allocate", fails)  # noqa: B010
+    with pytest.raises(ArenaError, match=r"rank 1: out of memory$"):
+        reserve()
+    setattr(module, "_allocate", working)  # noqa: B010
+
+    def unreachable(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+        raise RuntimeError("no peer access")
+
+    before, arena_gpu._exchange = arena_gpu._exchange, unreachable if rank == 0 else arena_gpu._exchange
+    with pytest.raises(ArenaError, match=r"rank 0: no peer access$"):
+        reserve()
+    arena_gpu._exchange = before
+    assert reserve().regions == NEED
+
+
+def test_an_arena_grows_is_kept_and_is_given_back() -> None:
+    run_ranks(run_lifetimes, 2)
+
+
+def test_what_one_rank_cannot_do_all_ranks_hear_of() -> None:
+    run_ranks(run_refusals, 2)
+
+
+def run_late(rank: int) -> str:
+    topology.discover("0", TIMEOUT_S)
+    if rank == 1:
+        return "never comes"
+    make_up_gpus(rank)
+    with pytest.raises(AgreementError, match=r"rank\(s\) 1 of \(0, 1\) did not come within 1 s for a GPU arena"):
+        reserve(timeout_s=1.0)
+    return "told"
+
+
+def test_a_rank_that_never_comes_is_an_error() -> None:
+    assert [outcome.value for outcome in collect(run_late, 2)] == ["told", "never comes"]
+
+
+def test_fake_and_spread_groups_have_no_gpu_arena() -> None:
+    with pytest.raises(ArenaError, match="without peers"):
+        arena_gpu.reserve(topology.fake(4, device="cuda"), NEED, 1.0)
+
+
+def test_needs_are_compared_region_by_region() -> None:
+    assert arena_gpu.holds(NEED, RegionNeed()) and arena_gpu.holds(NEED, NEED)
+    assert not arena_gpu.holds(NEED, RegionNeed(partial_bytes=1))
+    assert not arena_gpu.holds(NEED, RegionNeed(mailbox_bytes=513, staging_bytes=0))
+
+
+def test_binding_a_plan_reserves_regions_on_gpus_and_bytes_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = (BufferPlan("tp", 4096), BufferPlan("ep", 70000, fabric=Fabric.PEER, regions=NEED))
+    known = {name: replace(topology.fake(2), fake=False) for name in ("tp", "ep")}
+    context = SimpleNamespace(topologies=known, config=SimpleNamespace(compile_timeout_s=7.0, arena_bytes=8192))
+    asked = []
+    monkeypatch.setattr(arena, "reserve", lambda *of: asked.append(of))
+    monkeypatch.setattr(arena_gpu, "reserve", lambda *of: asked.append(of))
+    bind(SimpleNamespace(groups=()), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
+    assert asked == [(known["tp"], 8192, 7.0), (known["ep"], NEED, 7.0)]
+
+
+def run_unequal_groups(rank: int) -> None:
+    make_up_gpus(rank)
+    met: list[tuple[int, int]] = []
+
+    def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup) -> object:
+        met.append((symmetric._num_met, process_group.size()))
+        symmetric._num_met += 1
+        return object()
+
+    setattr(symmetric, "rendezvous", rendezvous)  # noqa: B010
+    setattr(symmetric, "_little_memory", lambda: torch.zeros(1))  # noqa: B010
+    module: object = arena_gpu
+
+    def exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+        handle = symmetric.rendezvous(memory, topology.process_group(group.name))
+        return handle, [memory.data_ptr()] * len(group.ranks)
+
+    setattr(module, "_exchange", exchange)  # noqa: B010
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        reserve(group=pair.group_name)
+        reserve(RegionNeed(output_bytes=4096), group=pair.group_name)
+    dist.barrier()
+    reserve()
+    # By the count, torch names what it exchanges: the group of three met at the same one on all of them.
+    assert met[-1] == (2, 3), met
+    assert [size for _, size in met] == ([2, 2, 3] if rank < 2 else [1, 1, 3])
+
+
+def test_ranks_that_met_less_often_catch_up_first() -> None:
+    run_ranks(run_unequal_groups, 3)

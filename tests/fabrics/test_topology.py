@@ -1,0 +1,73 @@
+"""Topologies that are made up, and what they say of fabrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.fabrics import shm as arena
+from weaveopt.fabrics import topology
+from weaveopt.records.candidate import Fabric, Rejection
+
+
+def codes(found: topology.Topology) -> dict[Fabric, str | None]:
+    return {fabric: None if no is None else no.code for fabric, no in found.fabrics()}
+
+
+def test_one_cpu_host_has_shm_and_library() -> None:
+    found = topology.fake(4)
+    assert (found.world, found.num_hosts, found.group.ranks) == (4, 1, (0, 1, 2, 3))
+    assert codes(found) == {
+        Fabric.MULTIMEM: "fabric_needs_cuda",
+        Fabric.PEER: "fabric_needs_cuda",
+        Fabric.NVSHMEM: "fabric_needs_cuda",
+        Fabric.SHM: None,
+        Fabric.LIBRARY: None,
+    }
+
+
+def test_two_hosts_have_the_library_only() -> None:
+    found = topology.fake(6, hosts=2)
+    assert found.hosts == ("host0",) * 3 + ("host1",) * 3
+    assert codes(found)[Fabric.SHM] == "fabric_needs_one_host" and codes(found)[Fabric.LIBRARY] is None
+    rejection = dict(found.fabrics())[Fabric.SHM]
+    assert isinstance(rejection, Rejection) and rejection.values == (("hosts", 2),)
+
+
+def test_gpus_do_not_use_shm() -> None:
+    assert codes(topology.fake(8, device="cuda"))[Fabric.SHM] == "fabric_needs_cpu"
+
+
+def test_gpus_of_one_host_need_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = replace(topology.fake(4, device="cuda"), fake=False)
+    for built, code in ((True, None), (False, "cuda_part_missing")):
+        monkeypatch.setattr(topology, "cuda_part_present", lambda built=built: built)
+        assert codes(real)[Fabric.PEER] == code
+        assert codes(topology.fake(4, device="cuda"))[Fabric.PEER] is None, "a plan for another machine"
+        assert codes(replace(real, hosts=("a", "a", "b", "b")))[Fabric.PEER] in (code, "fabric_needs_one_host")
+    assert codes(real)[Fabric.LIBRARY] is None
+
+
+def test_ranks_that_do_not_spread_evenly_are_refused() -> None:
+    with pytest.raises(WeaveError, match="cannot spread 5 ranks evenly over 2 hosts"):
+        topology.fake(5, hosts=2)
+
+
+def test_a_fake_process_group_is_not_asked() -> None:
+    with pytest.raises(WeaveError, match="no process group 'nowhere'"):
+        topology.process_group("nowhere")
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    try:
+        name = dist.distributed_c10d._get_default_group().group_name
+        found = topology.discover(name, 0.1)
+        assert found.fake and found.world == 8 and found.group.rank == 2 and found.num_hosts == 1
+        with pytest.raises(ArenaError, match="without peers"):
+            arena.reserve(found, 4096, 0.1)
+        with pytest.raises(WeaveError, match="is fake"):
+            topology.exchange(name, 0.1)
+    finally:
+        dist.destroy_process_group()

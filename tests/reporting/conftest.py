@@ -1,0 +1,122 @@
+"""A report made by hand: two kinds of sites, one of them left, every kind of field in use; and one of a whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Rejection, Term
+from weaveopt.records.memory import BufferPlan, Placement, Slot
+from weaveopt.records.report import Decision, Fallback, GraphReport, MachineSummary, Report, Work
+from weaveopt.records.site import Product, Site, Workload
+
+RULE = "all_reduce_rms_norm"
+
+
+def _site(layer: int, module: str, count: int) -> Site:
+    return Site(
+        id=f"{RULE}.{layer}.{module}",
+        rule=RULE,
+        group="0",
+        module=f"model.layers.{layer}.{module}",
+        collectives=(f"all_reduce_{layer}_{module}",),
+        workload=Workload(512, 512, 1024, "bfloat16", 2, product=Product(512, 512, 1024)),
+        form="all_reduce(mm) + residual -> rms_norm(eps=1e-05)",
+        count=count,
+    )
+
+
+def _rewritten(layer: int, module: str, count: int) -> Decision:
+    unfused = Estimate((Term("gemm", 100.0), Term("all_reduce", 300.0), Term("add_norm", 50.5)), 0.1)
+    fused = Estimate((Term("gemm", 100.0), Term("reduce", 80.0), Term("overlapped", -20.0)), 0.1)
+    slow = Estimate((Term("gemm", 100.0), Term("reduce", 140.0)), 0.1)
+    return Decision(
+        site=_site(layer, module, count),
+        chosen=Candidate(RULE, Fabric.SHM, Algorithm.TWO_SHOT, (("one_shot_max_tokens", 64),), fused),
+        alternatives=(
+            Candidate("leave", Fabric.LIBRARY, Algorithm.LIBRARY, (), unfused),
+            Candidate(RULE, Fabric.SHM, Algorithm.ONE_SHOT, (("one_shot_max_tokens", 512),), slow),
+            Candidate(
+                RULE,
+                Fabric.PEER,
+                Algorithm.TWO_SHOT,
+                rejections=(
+                    Rejection("fabric_needs_cuda", "peer joins GPUs", (("device", "cpu"),)),
+                    Rejection("no_kernel", "this version has no peer kernel"),
+                ),
+            ),
+        ),
+        unfused=unfused,
+    )
+
+
+def _left() -> Decision:
+    site = Site(
+        id="left.0",
+        rule=RULE,
+        group="0",
+        module="model.embed_tokens",
+        collectives=("all_reduce",),
+        workload=None,
+        rejections=(Rejection("no_norm", "the sum is read by 2 nodes and none is a norm", (("readers", 2),)),),
+    )
+    return Decision(site, Candidate("leave", Fabric.LIBRARY, Algorithm.LIBRARY), (), None)
+
+
+@pytest.fixture
+def report() -> Report:
+    decisions = (
+        _left(),
+        _rewritten(0, "self_attn.o_proj", 1),
+        _rewritten(0, "mlp.down_proj", 1),
+        _rewritten(1, "self_attn.o_proj", 7),
+        _rewritten(1, "mlp.down_proj", 7),
+    )
+    plan = BufferPlan(
+        group="0",
+        bytes=4 << 20,
+        slots=(Slot(0, 2 << 20, (decisions[1].site.id, decisions[3].site.id)), Slot(2 << 20, 2 << 20, ())),
+        placements=(Placement(decisions[1].site.id, 0, 1 << 20, 2 << 20, 512, residual_sharded=True),),
+    )
+    graph = GraphReport(
+        name="graph_0",
+        phase="prefill",
+        tokens=512,
+        decisions=decisions,
+        plans=(plan,),
+        rounding=("all_reduce_rms_norm: the sum is rounded once, not at each step",),
+        steps_us=(("recognize", 1200.0), ("decide", 300)),
+    )
+    return Report(
+        model="tiny",
+        world=2,
+        machine=MachineSummary("cpu", False, (("memory", "measured 2026-11-20 host"), ("gemm", "datasheet: vendor"))),
+        graphs=(graph,),
+        fallbacks=(Fallback("graph_1", "recognize", "ValueError: odd"),),
+        notes=("tensor parallel over 2 ranks on 1 host(s); prefill of 1 × 512 tokens",),
+    )
+
+
+def _layer_work(layer: int, after: int, count: int) -> tuple[Work, ...]:
+    """What a layer runs beside its two sites: the first projection and attention, then the wide products."""
+    path = f"model.layers.{layer}"
+    return (
+        Work(f"{path}.self_attn.qkv_proj", "product", 40.0, after, count),
+        Work(f"{path}.self_attn", "attention", 25.0, after, count),
+        Work(f"{path}.mlp.gate_proj", "product", 90.0, after + 1, count),
+        Work("", "memory", 5.0, after + 1, count),
+    )
+
+
+@pytest.fixture
+def whole(report: Report) -> Report:
+    """The same report with what the graph runs outside its sites; the head gathers the logits."""
+    work = (
+        Work("model.embed_tokens", "memory", 3.0, 0),
+        *_layer_work(0, 1, 1),
+        *_layer_work(1, 3, 7),
+        Work("lm_head", "product", 200.0, 5),
+        Work("lm_head", "collective", 60.0, 5),
+    )
+    return replace(report, graphs=(replace(report.graphs[0], work=work),))

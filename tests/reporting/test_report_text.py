@@ -1,0 +1,198 @@
+"""The report as text: the golden table, and that nothing of it is lost at any width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weaveopt.errors import OptionError
+from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering, Rejection
+from weaveopt.records.memory import RegionNeed, Slot
+from weaveopt.records.report import Decision, MachineSummary, Report, Sensitivity, Stretch, WorkFailure
+from weaveopt.reporting import memory, parts, reasons, timeline, why
+from weaveopt.reporting import text as render
+
+GOLDEN = Path(__file__).parent / "golden"
+RULE = "all_reduce_rms_norm"
+
+
+def test_the_table_is_the_golden_one(report: Report) -> None:
+    assert render.text(report) == (GOLDEN / "report.txt").read_text(encoding="utf-8")
+
+
+def test_the_table_of_a_whole_model_is_the_golden_one(whole: Report) -> None:
+    table = (Stretch(1, f"{RULE} shm one_shot"), Stretch(65, f"{RULE} shm two_shot"), Stretch(6000, "leave"))
+    constants = (("memory bandwidth -20 %", f"{RULE} shm two_shot"), ("relative_error ×2", "leave"))
+    sites = tuple(d.site.id for d in whole.graphs[0].decisions[1:])
+    found = Sensitivity(sites, 512, f"{RULE} shm two_shot", table, constants)
+    asked = replace(whole, graphs=(replace(whole.graphs[0], sensitivity=(found,)),))
+    assert render.text(asked) == (GOLDEN / "whole.txt").read_text(encoding="utf-8")
+    assert "from 65 shm two_shot (here: 512)" in why.text(asked, sites[0])
+
+
+def test_why_is_the_golden_one(report: Report) -> None:
+    assert why.text(report, "model.layers.1.mlp.down_proj") == (GOLDEN / "why.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [100, 120, 160, 240])
+def test_no_column_and_no_reason_is_lost(report: Report, width: int) -> None:
+    text = render.text(report, width)
+    squeezed = "".join(text.split())
+    header = next(line for line in text.splitlines() if line.startswith("site"))
+    assert header.split() == ["site", "×", *["form", "choice", "fabric", "unfused", "us", "predicted", "us", "saved"]]
+    for decision in report.graphs[0].decisions:
+        rejected = [r for c in (decision.chosen, *decision.alternatives) for r in c.rejections]
+        for rejection in (*decision.site.rejections, *rejected):
+            assert rejection.code in squeezed
+    assert "64%" in text
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def _on_gpus(report: Report) -> Report:
+    """The same with its sites on peer: two run by a table, whose regions all sites share."""
+    table = (
+        Lowering(24, Algorithm.ONE_SHOT, Form.MAIL),
+        Lowering(512, Algorithm.TWO_SHOT, Form.MAIL),
+        Lowering(4096, Algorithm.TWO_SHOT, Form.BULK, 64),
+    )
+    parameters = (("form", "bulk"), ("num_ctas", 64), ("max_tokens", 4096), ("measured", True))
+
+    def moved(decision: Decision) -> Decision:
+        if not decision.rewritten or decision.site.workload is None:
+            return decision
+        workload = replace(decision.site.workload, max_tokens=8192)
+        chosen = replace(decision.chosen, fabric=Fabric.PEER, parameters=parameters, lowerings=table)
+        slower = Rejection("slower_algorithm", "two_shot bulk is predicted faster at this size", (("tokens", 512),))
+        mail = replace(chosen, parameters=(("form", "mail"), ("num_ctas", 0)), rejections=(slower,))
+        switch = replace(
+            chosen, fabric=Fabric.MULTIMEM, parameters=(("form", "direct"), ("measured", False)), rejections=()
+        )
+        alternatives = (decision.alternatives[0], replace(mail, algorithm=Algorithm.ONE_SHOT), mail, switch)
+        return replace(
+            decision, site=replace(decision.site, workload=workload), chosen=chosen, alternatives=alternatives
+        )
+
+    graph = report.graphs[0]
+    regions = RegionNeed(mailbox_bytes=1 << 20, staging_bytes=2 << 20, output_bytes=3 << 20)
+    owners = tuple(d.site.id for d in graph.decisions if d.rewritten)
+    sizes = (2 << 20, 2 << 20, 3 << 20)
+    slots = tuple(Slot(65536 + sum(sizes[:i]), size, owners) for i, size in enumerate(sizes))
+    plan = replace(graph.plans[0], fabric=Fabric.PEER, regions=regions, bytes=(7 << 20) + 65536, slots=slots)
+    moved_graph = replace(graph, decisions=tuple(map(moved, graph.decisions)), plans=(plan,))
+    return replace(report, graphs=(moved_graph,))
+
+
+def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
+    squeezed = " ".join(render.text(_on_gpus(report)).split())
+    table = (
+        "peer table, hidden 1024: up to 24 tokens one_shot mail, up to 512 two_shot mail, "
+        "up to 4096 two_shot bulk on 64 CTAs, more through the library"
+    )
+    assert squeezed.count(table) == 1
+    assert "two_shot bulk 64" in squeezed
+    assert "unmeasured: multimem two_shot direct (predicted from a paper or a model)" in squeezed
+    owners = "model.layers.*.self_attn.o_proj ×8, model.layers.*.mlp.down_proj ×8"
+    assert "arena of group 0 on peer: 7,405,568 bytes in 3 slot(s)" in squeezed
+    assert "header at 0 65,536 bytes signals and counters of all sites" in squeezed
+    assert f"2 mailboxes at 65,536 2,097,152 bytes {owners}" in squeezed
+    assert f"staging at 2,162,688 2,097,152 bytes {owners}" in squeezed
+    assert f"output at 4,259,840 3,145,728 bytes {owners}" in squeezed
+    assert "gather: two-shot hands out the whole sum at 1 place(s)" in squeezed
+
+
+def test_a_reason_names_the_kernels_that_it_holds_for(report: Report) -> None:
+    decisions = _on_gpus(report).graphs[0].decisions
+    (slower,) = (reason for reason in reasons.collect(decisions) if reason.code == "slower_algorithm")
+    assert slower.where(reasons.tried(decisions)) == "peer one_shot mail and two_shot mail"
+    assert slower.num_places == 16
+
+
+def test_why_tells_the_table_of_a_site(report: Report) -> None:
+    squeezed = " ".join(why.text(_on_gpus(report), "model.layers.1.mlp.down_proj").split())
+    assert "chosen: all_reduce_rms_norm on peer, two_shot form=bulk num_ctas=64" in squeezed
+    assert "run-time table: up to 24 tokens one_shot mail, up to 512 two_shot mail" in squeezed
+
+
+def test_a_sharded_or_unread_sum_is_not_gathered(report: Report) -> None:
+    graph = report.graphs[0]
+    placement = replace(graph.plans[0].placements[0], sum_sharded=True)
+    sharded = replace(graph, plans=(replace(graph.plans[0], placements=(placement,)),))
+    assert list(memory.gather_line(sharded)) == []
+    decision = graph.decisions[1]
+    assert decision.site.workload is not None
+    unread = replace(decision, site=replace(decision.site, workload=replace(decision.site.workload, sum_is_used=False)))
+    assert list(memory.gather_line(replace(graph, decisions=(unread,)))) == []
+    assert len(list(memory.gather_line(graph))) == 1
+
+
+def test_places_whose_rows_lie_in_the_arena_are_counted(report: Report) -> None:
+    graph = report.graphs[0]
+    assert list(memory.landing_line(graph)) == []
+    placement = replace(graph.plans[0].placements[0], normed_lands=True)
+    landed = replace(graph, plans=(replace(graph.plans[0], placements=(placement,)),))
+    count = next(d.site.count for d in graph.decisions if d.site.id == placement.site)
+    (line,) = memory.landing_line(landed)
+    assert line.endswith(f": {count} place(s)")
+
+
+def test_layers_of_a_kind_are_one_row_with_their_places_added_up(report: Report) -> None:
+    rows = render.rows_of(report.graphs[0])
+    assert [(row.module, row.count) for row in rows] == [
+        ("model.embed_tokens", 1),
+        ("model.layers.*.self_attn.o_proj", 8),
+        ("model.layers.*.mlp.down_proj", 8),
+    ]
+
+
+def test_a_reason_is_told_once_with_the_range_of_its_values(report: Report) -> None:
+    decision = report.graphs[0].decisions[1]
+
+    def rejected(us: float, fabric_index: int) -> Candidate:
+        candidate = decision.alternatives[fabric_index]
+        return replace(candidate, rejections=(Rejection("no_saving", "too slow", (("us", us), ("tokens", 3))),))
+
+    first = replace(decision, alternatives=(rejected(2.0, 1), rejected(7.5, 2)))
+    second = replace(first, site=replace(first.site, id="other", count=5))
+    (found,) = reasons.collect((first, second))
+    assert found.num_places == 6
+    assert found.sentence() == "too slow (us=2.0…7.5, tokens=3)"
+    assert found.where({"shm": ["one_shot", "two_shot"], "peer": ["two_shot"]}) == "shm one_shot, peer"
+
+
+def test_why_finds_by_id_module_and_kind_and_names_the_nearest_otherwise(report: Report) -> None:
+    decisions = report.graphs[0].decisions
+    assert [d for _, d in why.find(report, decisions[1].site.id)] == [decisions[1]]
+    assert [d for _, d in why.find(report, "model.layers.*.mlp.down_proj")] == [decisions[2], decisions[4]]
+    assert [d for _, d in why.find(report, "o_proj")] == [decisions[1], decisions[3]]
+    with pytest.raises(OptionError, match=r"did you mean 'model\.embed_tokens'"):
+        why.find(report, "model.embed_token_")
+
+
+def test_fallbacks_and_missing_parts_are_said(report: Report) -> None:
+    assert "ValueError: odd" in render.text(report)
+    bare = Report("m", 2, MachineSummary("h", True))
+    assert "every constant measured" in render.text(bare)
+    assert "no graph was compiled yet" in render.text(bare)
+
+
+def test_work_that_could_not_be_estimated_is_told_with_and_without_sites(report: Report) -> None:
+    assert "could not be estimated" not in render.text(report)
+    for decisions in (report.graphs[0].decisions, ()):
+        graph = replace(report.graphs[0], decisions=decisions, work_failure=WorkFailure("KeyError", ""))
+        lines = render.text(replace(report, graphs=(graph,))).splitlines()
+        assert "the work outside the sites of graph_0 could not be estimated: KeyError: no message" in lines
+        assert not any("graph_0 runs unrewritten" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [100, 120])
+def test_no_figure_of_the_whole_is_cut(whole: Report, width: int) -> None:
+    graph = whole.graphs[0]
+    large = replace(whole, graphs=(replace(graph, work=tuple(replace(w, us=w.us * 7000.3) for w in graph.work)),))
+    text = render.text(large, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for part in parts.parts(large.graphs[0]):
+        for times in (part.before, part.after):
+            assert f"{times.us:,.1f}" in text and f"{times.exposed_us:,.1f}" in text
+    assert f"{timeline.total(large.graphs[0], fused=False).us:,.1f}" in text

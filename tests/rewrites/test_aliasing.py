@@ -1,0 +1,227 @@
+"""Normed rows lie in the arena only where whatever reads them is through before the next site writes there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+from tests import forms
+from tests.preview import fake_group, previewed
+from weaveopt.inductor import seams as inductor
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind
+from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
+from weaveopt.records.site import Site
+from weaveopt.rewrites.all_reduce_rms_norm.aliasing import landed_values
+from weaveopt.rule import Finding, Match
+
+aten = torch.ops.aten
+BULK, MAIL = (
+    Lowering(64, Algorithm.TWO_SHOT, Form.BULK, 64),
+    Lowering(64, Algorithm.TWO_SHOT, Form.MAIL),
+)
+
+
+class Chain:
+    """A graph of sites: each reduces a value and gives normed rows."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.x = self.graph.placeholder("x")
+        self.weight = self.graph.placeholder("weight")
+        self.sites: list[tuple[Finding, Candidate]] = []
+
+    def call(self, target: Callable[..., object], *args: object, device: str = "meta", width: int = 64) -> fx.Node:
+        node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["val"] = torch.empty(8, width, device=device)
+        return node
+
+    def site(self, partial: fx.Node, form: Lowering = BULK, lands: bool = True) -> fx.Node:
+        reduced = self.call(aten.abs.default, partial)
+        normed = self.call(aten.neg.default, reduced)
+        match = Match(frozenset([reduced, normed]), landing_output=normed if lands else None)
+        finding = Finding(Site(normed.name, "rule", "0", "", (reduced.name,), None), match)
+        candidate = Candidate("rule", Fabric.PEER, form.algorithm, (), None, (), (form,))
+        self.sites.append((finding, candidate))
+        return normed
+
+    def mm(self, value: fx.Node) -> fx.Node:
+        return self.call(aten.mm.default, value, self.weight)
+
+    def landed(self, *outputs: fx.Node) -> set[str]:
+        self.graph.output(outputs)
+        self.graph.lint()
+        return {node.name for node in landed_values(self.sites)}
+
+
+def test_rows_that_products_read_before_the_next_site_land() -> None:
+    chain = Chain()
+    first = chain.site(chain.mm(chain.x))
+    gate, up = chain.mm(first), chain.mm(chain.call(aten.view.default, first, [4, 8]))
+    second = chain.site(chain.mm(chain.call(aten.mul.Tensor, gate, up)))
+    third = chain.site(chain.mm(second))
+    head = chain.mm(third)
+    assert chain.landed(head) == {first.name, second.name, third.name}
+
+
+def test_a_reader_that_may_run_behind_the_next_site_keeps_them_out() -> None:
+    chain = Chain()
+    first = chain.site(chain.mm(chain.x))
+    aside = chain.mm(first)  # nothing that the second site needs
+    second = chain.site(chain.mm(first))
+    assert chain.landed(aside, chain.mm(second)) == {second.name}
+
+
+def test_a_reader_has_to_be_through_before_every_later_site() -> None:
+    """Two sites that do not wait for each other: the reader of the first may run behind the second."""
+    chain = Chain()
+    first = chain.site(chain.mm(chain.x))
+    beside = chain.site(chain.mm(chain.call(aten.neg.default, chain.x)))
+    assert chain.landed(chain.mm(first), chain.mm(beside)) == set()
+
+
+def test_what_any_site_writes_counts() -> None:
+    """A site whose own rows do not lie in the arena passes its rows through it all the same."""
+    chain = Chain()
+    first = chain.site(chain.mm(chain.x))
+    aside = chain.mm(first)
+    last = chain.site(chain.mm(first), lands=False)
+    assert chain.landed(aside, chain.mm(last)) == set()
+
+
+def add_bias(chain: Chain, value: fx.Node) -> fx.Node:
+    return chain.call(aten.addmm.default, value, chain.x, chain.weight)
+
+
+def element_wise(chain: Chain, value: fx.Node) -> fx.Node:
+    return chain.mm(chain.call(aten.relu.default, value))
+
+
+def cast(chain: Chain, value: fx.Node) -> fx.Node:
+    return chain.mm(chain.call(torch.ops.prims.convert_element_type.default, value, torch.bfloat16))
+
+
+def handed_out(chain: Chain, value: fx.Node) -> fx.Node:
+    return chain.call(aten.view.default, value, [4, 8])
+
+
+@pytest.mark.parametrize("read", [add_bias, element_wise, cast, handed_out], ids=lambda read: read.__name__)
+def test_only_products_may_read_them(read: Callable[[Chain, fx.Node], fx.Node]) -> None:
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    assert chain.landed(read(chain, normed)) == set()
+
+
+def test_a_product_with_a_bias_may_read_them() -> None:
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    assert chain.landed(chain.call(aten.addmm.default, chain.x, normed, chain.weight)) == {normed.name}
+
+
+def test_products_that_inductor_may_inline_into_a_later_kernel_do_not_count() -> None:
+    """Batched ones of one row each, and rows of a few elements."""
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    assert chain.landed(chain.call(aten.bmm.default, normed, chain.weight)) == set()
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    assert chain.landed(chain.mm(chain.call(aten.view.default, normed, [-1, 2], width=2))) == set()
+
+
+def test_on_another_fabric_nothing_lands() -> None:
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    chain.sites = [(finding, replace(chosen, fabric=Fabric.MULTIMEM)) for finding, chosen in chain.sites]
+    assert chain.landed(chain.mm(normed)) == set()
+
+
+@torch.library.custom_op("weave_test::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize(
+    ("target", "device"),
+    [(torch.ops.weave_test.unsafe.default, "meta"), (aten.sin.default, "cpu"), (torch.ops.higher_order.cond, "meta")],
+)
+def test_in_graphs_that_become_several_cuda_graphs_nothing_lands(target: Callable[..., object], device: str) -> None:
+    """What lies between them is handed on in memory of their own."""
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    between = chain.call(target, chain.mm(normed), device=device)
+    assert chain.landed(between, chain.mm(normed)) == set()
+
+
+@pytest.mark.parametrize("name", ["aten::sin", "aten::sin.default"])
+def test_where_inductor_is_asked_to_split_at_an_operation_nothing_lands(name: str) -> None:
+    for asked, landed in (([name], False), (["aten::cos"], True)):
+        chain = Chain()
+        normed = chain.site(chain.mm(chain.x))
+        with inductor_config.patch(custom_should_partition_ops=asked):
+            found = chain.landed(chain.call(aten.sin.default, chain.mm(normed)), chain.mm(normed))
+        assert found == ({normed.name} if landed else set())
+
+
+def test_without_the_bulk_form_nothing_lands() -> None:
+    chain = Chain()
+    assert chain.landed(chain.mm(chain.site(chain.mm(chain.x), form=MAIL))) == set()
+
+
+def test_the_rule_lands_what_products_read_and_nothing_that_leaves_the_graph() -> None:
+    hidden, inner, tokens = 8192, 16, 4096
+    into, out_of = torch.zeros(2, inner, hidden).bfloat16(), torch.zeros(2, hidden, inner).bfloat16()
+    norm = torch.ones(hidden).bfloat16()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = residual + forms.all_reduce(x @ into[0])
+        total_2 = total + forms.all_reduce((forms.rms(total, norm) @ out_of[0]) @ into[1])
+        last = forms.rms(total_2, norm)
+        return last @ out_of[1], last, total_2
+
+    inputs = torch.empty(tokens, inner).bfloat16(), torch.empty(tokens, hidden).bfloat16()
+    report = previewed(block, inputs, world=4, machine="h200x4", device="cuda", static=True)
+    (plan,) = report.plans
+    assert [row.form for row in report.decisions[0].chosen.lowerings] == [Form.BULK]
+    assert [(p.normed_lands, p.sum_sharded) for p in plan.placements] == [(True, True), (False, False)]
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
+    """A later product's result takes the memory of normed rows that are read no more, unless it is the arena's."""
+
+    def model(x: Tensor, residual: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+        op = torch.ops.weave.all_reduce_norm.default
+        # Results of its own kernels, which it knows to be aligned.
+        normed, total = op(x + 1, None, None, residual + 1, None, None, weight + 1, None, call)
+        return ((normed @ matrix) @ matrix) @ matrix + total
+
+    with fake_group(2):
+        call = AllReduceNormCall(
+            site="s", group=dist.group.WORLD.group_name, fabric=Fabric.PEER, world=2, hidden=64, dtype="float32",
+            out_dtype="float32", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=64,
+            one_shot_max_tokens=0, post=None, norm=NormForm(NormKind.RMS, 1e-6), timeout_s=1.0, lowerings=(BULK,),
+            normed_lands=lands,
+        ).encode()  # fmt: skip
+        arguments = (torch.ones(64, 64), torch.ones(64, 64), torch.ones(64), torch.ones(64, 64))
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled = torch.compile(model, backend=through_seam, fullgraph=True)
+            _, (code,) = run_and_get_code(compiled, *arguments)
+    (results,) = re.findall(r"(\w+) = torch\.ops\.weave\.all_reduce_norm\.default\(", code)
+    (normed,) = re.findall(rf"(\w+) = {results}\[0\]", code)
+    assert bool(re.search(rf"= {normed}(;| ).*# reuse", code)) is not lands, code
+
+
+def through_seam(graph_module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+    """Inductor as the backend calls it, without a rewrite."""
+    return inductor.compile_with(
+        lambda module, examples, **arguments: inductor.compile_graph(module, examples, arguments), graph_module, inputs
+    )

@@ -1,0 +1,1 @@
+"""Ways for ranks to reach each other's memory: topology, one arena per transport, the watchdog."""

@@ -1,0 +1,324 @@
+"""Symmetric memory of GPUs of one host: one arena per rank of a process group, mapped by all peers.
+
+Like `weaveopt.fabrics.shm` it is reserved once, when ranks bind a compiled graph. Unlike there, an arena that is
+replaced by a larger one stays where it is: captured CUDA graphs hold its addresses. The memory itself comes from
+torch's symmetric memory (backend CUDA), without NVLink multicast: nothing here ever makes a multicast object.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.fabrics import symmetric, watchdog
+from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
+from weaveopt.fabrics.watchdog import Process
+from weaveopt.records.memory import RegionNeed
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: reserve() says so
+    _native = None  # type: ignore[assignment]
+
+MAX_WORLD = 8
+"""Ranks that the kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
+_NO_MULTICAST = 0
+
+
+class GpuArena:
+    """The memory that one group shares: this rank's part, where the peers' parts are mapped, and why it failed."""
+
+    def __init__(
+        self, group: Group, device: int, regions: RegionNeed, native: _native.PeerGroup, memory: torch.Tensor,
+        handle: object, peers: Sequence[Process],
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.device = device
+        self.regions = regions
+        self.native = native
+        self.peers = tuple(peers)
+        """The process of every rank."""
+        self.error: WeaveError | None = None
+        """Why nothing can run here any more; every later call raises it."""
+        self.closed = False
+        self._memory: torch.Tensor | None = memory
+        self._handle: object | None = handle
+        self._at_close: list[Callable[[], None]] = []
+        watchdog.watch(self)
+
+    @property
+    def num_bytes(self) -> int:
+        return total_bytes(self.regions)
+
+    @property
+    def output_offset(self) -> int:
+        """Where the region begins into which peers hand out rows."""
+        return native_regions(self.regions).output_offset
+
+    @property
+    def partial_offset(self) -> int:
+        """Where the region begins that products are written to; behind all that native code knows of."""
+        return native_regions(self.regions).total_bytes
+
+    def at_close(self, callback: Callable[[], None]) -> None:
+        """Has `callback` run when the arena is given back or replaced: calls that are bound to it bind again."""
+        self._at_close.append(callback)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A view of this rank's arena. Raises `ArenaError` if outside."""
+        end = offset + prod(shape) * dtype.itemsize
+        if self._memory is None or offset < 0 or end > self.num_bytes:
+            raise ArenaError(f"bytes [{offset}, {end}) are outside the arena of {self.num_bytes} bytes")
+        return self._memory[offset:end].view(dtype).view(shape)
+
+    def unbind(self) -> None:
+        """Sites let go of it; the memory stays, for graphs that were captured before."""
+        for callback in self._at_close:
+            callback()
+        self._at_close.clear()
+
+    def close(self) -> None:
+        """Gives the memory back. No captured graph that used it may be replayed afterwards."""
+        if self.closed:
+            return
+        self.closed = True
+        self.unbind()
+        watchdog.forget(self)
+        if self.error is not None:
+            self.keep()
+        self._memory = self._handle = None
+
+    def keep(self) -> None:
+        """Has the memory live as long as the process, which gives it back.
+
+        Nothing on this device can be freed any more after a trap, and trying ends the process with an abort; while a
+        kernel waits for a peer, freeing would wait for the kernel.
+        """
+        for kept in (self._memory, self._handle, self.native):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+class _Entry:
+    """The arenas of a process group, the one in use last, as long as that process group lives."""
+
+    def __init__(self, arena: GpuArena, pg: dist.ProcessGroup) -> None:
+        self.arenas = [arena]
+        arenas = self.arenas
+        self.process_group = weakref.ref(pg, lambda _: _close(arenas))
+
+    @property
+    def current(self) -> GpuArena:
+        return self.arenas[-1]
+
+
+_entries: dict[str, _Entry] = {}
+
+
+def _close(arenas: list[GpuArena]) -> None:
+    for arena in arenas:
+        arena.close()
+    arenas.clear()
+
+
+def native_regions(need: RegionNeed) -> _native.Regions:
+    return _native.Regions(need.mailbox_bytes, need.staging_bytes, need.output_bytes)
+
+
+def total_bytes(need: RegionNeed) -> int:
+    """Of a rank's arena: the header and all regions."""
+    return native_regions(need).total_bytes + need.partial_bytes
+
+
+def holds(regions: RegionNeed, need: RegionNeed) -> bool:
+    """Whether `need` fits `regions`, region by region."""
+    return regions.union(need) == regions
+
+
+def reserve(topology: Topology, need: RegionNeed, timeout_s: float) -> GpuArena:
+    """The arena of `topology.group` with regions of at least `need`, made or made larger if need be.
+
+    All ranks of the group call it at the same point with the same need. A larger arena has the larger of old and new in
+    every region; the old one stays alive for graphs that were captured with it. Raises `ArenaError` on all ranks if one
+    cannot share its memory or asks for other sizes, or during a CUDA-graph capture, and `AgreementError` if a rank does
+    not come within `timeout_s`.
+    """
+    name = topology.group.name
+    _expect_gpus(topology)
+    pg = topologies.process_group(name)
+    entry = _entries.get(name)
+    if entry is not None and (entry.process_group() is not pg or not entry.arenas):
+        entry = None
+    if entry is not None:
+        if holds(entry.current.regions, need):
+            return entry.current
+        need = need.union(entry.current.regions)
+    if torch.cuda.is_current_stream_capturing():
+        raise ArenaError(
+            f"group {name!r}: an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "
+            "weaveopt.fabrics.peer.reserve(), before the capture"
+        )
+    arena = _make(topology, need, topologies.exchange(name, timeout_s), timeout_s)
+    if entry is None:
+        _entries[name] = _Entry(arena, pg)
+    else:
+        entry.current.unbind()
+        entry.arenas.append(arena)
+    return arena
+
+
+def of(group_name: str) -> GpuArena:
+    """The arena that was reserved for the group, or `ArenaError`."""
+    entry = _entries.get(group_name)
+    if entry is None or not entry.arenas or entry.process_group() is not topologies.process_group(group_name):
+        raise ArenaError(
+            f"no GPU arena was reserved for group {group_name!r}: arena_gpu.reserve() comes before the first call"
+        )
+    return entry.current
+
+
+def release(group_name: str) -> None:
+    """Gives the group's arenas back, if there are any. Captured graphs that use them must not be replayed any more."""
+    entry = _entries.pop(group_name, None)
+    if entry is not None:
+        _close(entry.arenas)
+
+
+@atexit.register
+def _keep_all() -> None:
+    for entry in _entries.values():
+        for arena in entry.arenas:
+            arena.keep()
+
+
+def _expect_gpus(topology: Topology) -> None:
+    where = f"group {topology.group.name!r}: no memory shared by GPUs"
+    if topology.fake:
+        raise ArenaError(f"{where} without peers")
+    if _native is None or not _native.has_cuda:
+        raise ArenaError(
+            f"{where}: weaveopt was built without CUDA; install it again where nvcc is found, with WEAVE_CUDA=1"
+        )
+    if not torch.cuda.is_available():
+        raise ArenaError(f"{where}: torch finds no GPU")
+    if topology.num_hosts > 1:
+        raise ArenaError(f"{where}: its ranks run on {topology.num_hosts} hosts")
+    if not 2 <= topology.world <= MAX_WORLD:
+        raise ArenaError(f"{where}: {topology.world} ranks, expected 2 to {MAX_WORLD}")
+
+
+def _make(topology: Topology, need: RegionNeed, channel: Exchange, timeout_s: float) -> GpuArena:
+    group = topology.group
+    num_bytes = total_bytes(need)
+    device = torch.cuda.current_device()
+    told = channel.gather(_announcement(device, need, num_bytes), f"a GPU arena of {num_bytes} bytes", timeout_s)
+    _raise_if_any(group, told, num_bytes)
+    if len({str(record["regions"]) for record in told}) > 1:
+        sizes = "; ".join(f"rank {rank}: {r['regions']}" for rank, r in zip(group.ranks, told, strict=True))
+        raise ArenaError(f"group {group.name!r}: ranks ask for arenas of different regions: {sizes}")
+    kinds = {str(record["kind"]) for record in told}
+    if len(kinds) > 1:
+        found = "; ".join(f"rank {rank}: {r['kind']}" for rank, r in zip(group.ranks, told, strict=True))
+        raise ArenaError(f"group {group.name!r}: its GPUs are not alike (compute capability {found})")
+    owners: dict[str, int] = {}
+    for rank, record in zip(group.ranks, told, strict=True):
+        other = owners.setdefault(str(record["device"]), rank)
+        if other != rank:
+            raise ArenaError(
+                f"group {group.name!r}: ranks {other} and {rank} both use GPU {record['device']}; give every rank its "
+                "own, with torch.cuda.set_device(local_rank) before the first call"
+            )
+    peers = [Process(int(record["pid"]), str(record["start"])) for record in told]
+
+    memory: torch.Tensor | None = None
+    native: _native.PeerGroup | None = None
+    handle = None
+    error = ""
+    try:
+        symmetric.catch_up(max(int(record["met"]) for record in told))
+        memory = _allocate(num_bytes, device)
+    except (RuntimeError, ArenaError) as failure:
+        error = _one_line(failure)
+    # Before torch's own exchange, which a rank that could not allocate would never join.
+    _raise_if_any(group, channel.gather({"error": error}, "its memory", timeout_s), num_bytes)
+    assert memory is not None
+    try:
+        handle, bases = _exchange(memory, group)
+        native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, native_regions(need))
+        torch.cuda.synchronize(device)
+    except (RuntimeError, ArenaError) as failure:
+        error = _one_line(failure)
+    # Only now may anyone write to a peer: all have cleared their own.
+    _raise_if_any(group, channel.gather({"error": error}, "the peers' memory", timeout_s), num_bytes)
+    assert native is not None
+    return GpuArena(group, device, need, native, memory, handle, peers)
+
+
+def _announcement(device: int, need: RegionNeed, num_bytes: int) -> Payload:
+    properties = torch.cuda.get_device_properties(device)
+    own = watchdog.this_process()
+    error = ""
+    if torch.cuda.mem_get_info(device)[0] < num_bytes:
+        torch.cuda.empty_cache()  # what torch keeps for later is free as well
+        free = torch.cuda.mem_get_info(device)[0]
+        if free < num_bytes:
+            error = f"{free} bytes are free on cuda:{device}"
+    return {
+        "device": str(getattr(properties, "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{device}")),
+        # Kernels pair their CTAs with those of peers, and there are as many as the GPU has processors.
+        "kind": f"{properties.major}.{properties.minor} with {properties.multi_processor_count} processors",
+        "pid": own.pid,
+        "start": own.start,
+        "met": symmetric.num_met(),
+        "regions": json.dumps(asdict(need)),
+        "error": error,
+    }
+
+
+def _allocate(num_bytes: int, device: int) -> torch.Tensor:
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import get_backend
+
+    backend = get_backend(torch.device("cuda", device))
+    if backend not in (None, "CUDA"):
+        raise ArenaError(
+            f"torch's symmetric memory uses the backend {backend}, expected CUDA: leave symm_mem.set_backend() and "
+            "TORCH_SYMMMEM alone, or disable the rules that need a GPU fabric"
+        )
+    # Not symm_mem.empty(): that takes a piece of a pool, and all ranks' arenas must begin at the same place of theirs.
+    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
+
+
+def _exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+    """Torch's handle, which keeps the peers' memory mapped, and where each rank's is."""
+    handle = symmetric.rendezvous(memory, topologies.process_group(group.name))
+    bases = [int(pointer) for pointer in handle.buffer_ptrs]
+    if bases[group.rank] != memory.data_ptr() or handle.rank != group.rank:
+        raise ArenaError(
+            f"torch's symmetric memory puts rank {handle.rank} at {bases[handle.rank]:#x}, "
+            f"expected rank {group.rank} at {memory.data_ptr():#x}"
+        )
+    return handle, bases
+
+
+def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
+    failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
+    if failed:
+        raise ArenaError(
+            f"group {group.name!r}: cannot share {num_bytes} bytes of GPU memory per rank: {'; '.join(failed)}"
+        )
+
+
+def _one_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines()
+    return lines[0] if lines else type(failure).__name__

@@ -1,0 +1,223 @@
+"""Who the ranks of a process group are, where they run, and which fabric reaches all of them.
+
+`discover` asks the ranks, through the store that the process group was made with; `fake` makes the answer up,
+for captures that run without peers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from weaveopt.errors import AgreementError, WeaveError
+from weaveopt.records.candidate import Fabric, Rejection
+
+Payload = Mapping[str, str | int]
+"""What a rank publishes: plain values that go to JSON."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a process group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    rank: int
+    """This rank's index in `ranks`."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where the ranks of a group run."""
+
+    group: Group
+    hosts: tuple[str, ...]
+    """Host of each rank. Ranks with equal hosts can map each other's memory."""
+    device: str
+    """`cpu` or `cuda`, the same on all ranks."""
+    fake: bool = False
+    """There are no peers; only good for capture."""
+
+    @property
+    def world(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
+
+    def fabrics(self) -> tuple[tuple[Fabric, Rejection | None], ...]:
+        """Every fabric, with the reason why it does not reach all ranks of the group, or None where it does."""
+        return tuple((fabric, self._rejection(fabric)) for fabric in Fabric)
+
+    def _rejection(self, fabric: Fabric) -> Rejection | None:
+        if fabric is Fabric.LIBRARY:
+            return None
+        if fabric is Fabric.SHM:
+            if self.device != "cpu":
+                return Rejection("fabric_needs_cpu", "shm joins CPU ranks", (("device", self.device),))
+            if not self.fake and not native_part_present():
+                return Rejection("native_part_missing", "weaveopt was installed without its native part")
+        elif self.device != "cuda":
+            return Rejection("fabric_needs_cuda", f"{fabric.value} joins GPUs", (("device", self.device),))
+        elif fabric in (Fabric.PEER, Fabric.MULTIMEM) and not self.fake and not cuda_part_present():
+            return Rejection("cuda_part_missing", "weaveopt was installed without its CUDA part")
+        if fabric is Fabric.MULTIMEM and not self.fake:
+            # Creating a multicast object to find out can put the GPUs of a shared host out of service.
+            return Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
+        if fabric is not Fabric.NVSHMEM and self.num_hosts > 1:
+            return Rejection(
+                "fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", self.num_hosts),)
+            )
+        return None
+
+
+def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
+    """The topology of `world` ranks spread evenly over `hosts`, seen by rank 0, without any rank there."""
+    if world < 1 or hosts < 1 or world % hosts:
+        raise WeaveError(f"cannot spread {world} ranks evenly over {hosts} hosts")
+    names = tuple(f"host{rank * hosts // world}" for rank in range(world))
+    return Topology(Group("0", tuple(range(world)), 0), names, device, fake=True)
+
+
+def native_part_present() -> bool:
+    try:
+        import weaveopt._native  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def cuda_part_present() -> bool:
+    """Whether the native part was built where nvcc was found."""
+    try:
+        from weaveopt import _native
+    except ImportError:
+        return False
+    return _native.has_cuda
+
+
+class Exchange:
+    """A bounded all-gather of small records among the ranks of a group, through the default store.
+
+    No collective runs, so a rank that never comes is an error on all others and not a hang. Every exchange
+    has its own keys: nothing that an earlier process group left in the store is ever read.
+    """
+
+    _times_made: ClassVar[dict[tuple[str, tuple[int, ...]], int]] = {}
+
+    def __init__(self, group: Group) -> None:
+        times = self._times_made.get((group.name, group.ranks), 0)
+        self._times_made[group.name, group.ranks] = times + 1
+        ranks = ",".join(map(str, group.ranks))
+        self.group = group
+        self._store = dist.PrefixStore(f"weaveopt/{group.name}/{ranks}/{times}", c10d._get_default_store())
+        self._num_rounds = 0
+
+    def gather(self, payload: Payload, what: str, timeout_s: float) -> tuple[Payload, ...]:
+        """Everyone's `payload`, in group order.
+
+        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`; `what` says in
+        the message what the ranks wanted to agree on.
+        """
+        keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
+        self._num_rounds += 1
+        self._store.set(keys[self.group.rank], json.dumps(dict(payload)))
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except (dist.DistStoreError, RuntimeError) as error:
+            missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self._store.check([key])]
+            if not missing:
+                where = f"group {self.group.name!r}"
+                raise AgreementError(f"{where}: the store failed while ranks met for {what}: {error}") from error
+            raise AgreementError(
+                f"group {self.group.name!r}: rank(s) {', '.join(map(str, missing))} of {self.group.ranks} did not "
+                f"come within {timeout_s:g} s for {what}"
+            ) from None
+        return tuple(json.loads(self._store.get(key)) for key in keys)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A discovered topology, valid as long as the process group is the same object."""
+
+    process_group: weakref.ReferenceType[dist.ProcessGroup]
+    topology: Topology
+    exchange: Exchange | None
+
+
+_known: dict[str, _Known] = {}
+
+
+def discover(group_name: str, timeout_s: float) -> Topology:
+    """Where the ranks of process group `group_name` run; asks them once per process group.
+
+    All ranks of the group call it at the same point. Raises `AgreementError` if one does not come within
+    `timeout_s`, or if ranks use different devices, and `WeaveError` if there is no such group.
+    """
+    return _look_up(group_name, timeout_s).topology
+
+
+def exchange(group_name: str, timeout_s: float) -> Exchange:
+    """The channel among the ranks of a (real) group; see `Exchange`."""
+    known = _look_up(group_name, timeout_s)
+    if known.exchange is None:
+        raise WeaveError(f"group {group_name!r} is fake: it has no peers to exchange anything with")
+    return known.exchange
+
+
+def process_group(group_name: str) -> dist.ProcessGroup:
+    """The process group of that name, or `WeaveError`."""
+    try:
+        return c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise WeaveError(
+            f"there is no process group {group_name!r} (torch.distributed initialized?): {error}"
+        ) from None
+
+
+def _look_up(group_name: str, timeout_s: float) -> _Known:
+    pg = process_group(group_name)
+    known = _known.get(group_name)
+    if known is None or known.process_group() is not pg:
+        known = _known[group_name] = _ask(pg, group_name, timeout_s)
+    return known
+
+
+def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
+    ranks = tuple(dist.get_process_group_ranks(pg))
+    group = Group(group_name, ranks, pg.rank())
+    device = "cuda" if "cuda" in {d.type for d in pg._device_types} and torch.cuda.is_available() else "cpu"
+    if dist.get_backend(pg) == "fake":
+        return _Known(weakref.ref(pg), Topology(group, ("host0",) * len(ranks), device, fake=True), None)
+    channel = Exchange(group)
+    payloads = channel.gather({"host": _host(), "device": device}, "the topology", timeout_s)
+    devices = tuple(str(p["device"]) for p in payloads)
+    if len(set(devices)) > 1:
+        raise AgreementError(f"group {group_name!r}: ranks {ranks} use different devices: {devices}")
+    return _Known(weakref.ref(pg), Topology(group, tuple(str(p["host"]) for p in payloads), device), channel)
+
+
+def _host() -> str:
+    """Equal for two processes if and only if they can map each other's memory by /proc and pid."""
+    words = [socket.gethostname()]
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id.exists():
+        words.append(boot_id.read_text().strip())
+    for path in ("/dev/shm", "/proc/self/ns/pid"):
+        if os.path.exists(path):
+            info = os.stat(path)
+            words.append(f"{info.st_dev}.{info.st_ino}")
+    return "/".join(words)

@@ -1,0 +1,249 @@
+"""Watches what the waiting kernels of this process say, and turns it into one clear error.
+
+A kernel that gives up on a peer writes why into host memory, waits a moment for the host to read it, and ends with a
+trap; from then on every CUDA call of the process fails, whatever it is about. So a thread reads that memory all the
+time: it tells stderr, keeps the error on the group's arena, raises it in the main thread, and only then lets the kernel
+end. The thread also notices a peer of this host that died, and ends the waits for it at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.fabrics.topology import Group
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: nothing is ever watched
+    _native = None  # type: ignore[assignment]
+
+POLL_S = 0.05
+POLLS_PER_LOOK_AT_PEERS = 4
+_TAG_FIELD_BITS = 24
+_TAG_FIELD = (1 << _TAG_FIELD_BITS) - 1
+MAX_TOKENS = _TAG_FIELD
+"""A word that tells peers what a rank runs has room for so many."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process. The start time tells it from a later one with the same number."""
+
+    pid: int
+    start: str
+    """As the kernel counts it; empty where it is not known, or where the process runs on another host."""
+
+    def has_ended(self) -> bool:
+        """False where nothing is known about it."""
+        return bool(self.start) and start_of(self.pid) != self.start
+
+
+@dataclass(frozen=True)
+class NamedSite:
+    """What a tag stands for in messages."""
+
+    op: str
+    site: str
+    timeout_s: float
+
+
+class NativeGroup(Protocol):
+    """What is needed of `_native.PeerGroup`."""
+
+    @property
+    def status(self) -> _native.Status: ...
+    def acknowledge(self) -> None: ...
+    def abort(self, code: _native.Code) -> None: ...
+
+
+class Watched(Protocol):
+    """An arena whose kernels may wait."""
+
+    error: WeaveError | None
+    """Why nothing can run in it any more."""
+
+    @property
+    def group(self) -> Group: ...
+    @property
+    def native(self) -> NativeGroup: ...
+    @property
+    def peers(self) -> Sequence[Process]: ...
+
+
+_sites: dict[int, NamedSite] = {}
+_watched: list[Watched] = []
+_lock = threading.RLock()
+_wake = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def start_of(pid: int) -> str:
+    """When the process started, in ticks since boot; empty where there is none, or only its remains."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # The name, in parentheses, may hold anything.
+    fields = stat.rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def this_process() -> Process:
+    return Process(os.getpid(), start_of(os.getpid()))
+
+
+def tag_of(checksum: int) -> int:
+    """The part of a checksum that fits a tag."""
+    return checksum & _TAG_FIELD
+
+
+def name_site(tag: int, named: NamedSite) -> None:
+    _sites[tag] = named
+
+
+def watch(arena: Watched) -> None:
+    """Has `arena` looked after until `forget`."""
+    global _thread
+    with _lock:
+        _watched.append(arena)
+        if _thread is None or not _thread.is_alive():
+            _wake.clear()
+            _thread = threading.Thread(target=_run, name="weaveopt-watchdog", daemon=True)
+            _thread.start()
+
+
+def forget(arena: Watched) -> None:
+    with _lock:
+        _watched[:] = [other for other in _watched if other is not arena]
+
+
+def fail(arena: Watched, what: str) -> NoReturn:
+    """Raises why a launch in `arena` did not succeed: what its kernels said, else `what`."""
+    with _lock:
+        # The trap of one arena's kernel ends every other's launches too.
+        for other in (arena, *_watched):
+            _look(other, in_main=False)
+        error = arena.error or next((other.error for other in _watched if other.error is not None), None)
+    if error is None:
+        raise WeaveError(what)
+    raise_again(error)
+
+
+def raise_again(error: WeaveError) -> NoReturn:
+    """A later call than the one that failed."""
+    _take_back()
+    text = str(error)
+    poisoned = "the arena is unusable since an earlier call failed. "
+    raise type(error)(text if text.startswith(poisoned) else poisoned + text)
+
+
+def describe(arena: Watched, status: _native.Status) -> WeaveError:
+    """The error that `status` of the arena's group stands for."""
+    codes = _native.Code
+    group = arena.group
+    tokens, named = _named(status.own_tag)
+    peer = group.ranks[status.peer] if 0 <= status.peer < len(group.ranks) else -1
+    where = f"weave::{named.op} at site {named.site} with {tokens} tokens, group {group.name!r}"
+    where = f"{where}, rank {group.ranks[group.rank]}"
+    expected = f"slot {status.slot}, expected {status.expected:#x}, seen {status.seen:#x}"
+    if status.code == codes.SITE_MISMATCH:
+        return AgreementError(
+            f"{where}: runs {_told(status.own_tag)}, but rank {peer} runs {_told(status.peer_tag)} ({expected}): "
+            "ranks of a group must make the same calls in the same order"
+        )
+    if status.code == codes.PEER_EXITED:
+        ended = [group.ranks[rank] for rank, process in enumerate(arena.peers) if process.has_ended()]
+        if ended and peer not in ended:
+            # The peer waited for is alive, and waits itself for the one that is gone.
+            return PeerTimeoutError(f"{where}: peer rank {ended[0]} exited (waited for rank {peer}: {expected})")
+    why = {
+        codes.TIMEOUT: f"did not signal within {named.timeout_s:g} s",
+        codes.PEER_EXITED: "exited",
+        codes.PEER_FAILED: "gave up waiting itself",
+    }.get(status.code, f"failed ({status.code})")
+    return PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected})")
+
+
+def _named(tag: int) -> tuple[int, NamedSite]:
+    """Tokens and site of a tag word; see tag_word() in csrc/fabric/peer.h."""
+    site = tag & _TAG_FIELD
+    unknown = NamedSite("unknown", f"unknown here (tag {site:06x})", float("nan"))
+    return tag >> _TAG_FIELD_BITS & _TAG_FIELD, _sites.get(site, unknown)
+
+
+def _told(tag: int) -> str:
+    tokens, named = _named(tag)
+    return f"site {named.site} with {tokens} tokens"
+
+
+def _run() -> None:
+    polls = 0
+    while not _wake.wait(POLL_S):
+        polls += 1
+        with _lock:
+            for arena in tuple(_watched):
+                _look(arena, in_main=True)
+                if polls % POLLS_PER_LOOK_AT_PEERS == 0:
+                    _look_at_peers(arena)
+
+
+def _look(arena: Watched, in_main: bool) -> None:
+    if arena.error is not None:
+        return
+    native = arena.native
+    status = native.status
+    if status.code == _native.Code.OK:
+        return
+    error = describe(arena, status)
+    arena.error = error
+    # One write, so that lines of several ranks do not mix.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"weaveopt: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+    if in_main:
+        _raise_in_main(error)
+    native.acknowledge()
+
+
+def _look_at_peers(arena: Watched) -> None:
+    if arena.error is None and any(process.has_ended() for process in arena.peers):
+        arena.native.abort(_native.Code.PEER_EXITED)
+
+
+def _raise_in_main(error: WeaveError) -> None:
+    """At the main thread's next step in Python: it may be deep in a wait that has nothing to do with us."""
+    kind = type(error)
+    message = str(error)
+
+    def construct(self: WeaveError) -> None:
+        RuntimeError.__init__(self, message)
+
+    # Python makes the exception itself, without arguments.
+    told = type(kind.__name__, (kind,), {"__init__": construct, "__module__": kind.__module__})
+    ident = threading.main_thread().ident
+    if ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(told))
+
+
+def _take_back() -> None:
+    """The main thread is about to raise the error itself."""
+    ident = threading.get_ident()
+    if ident == threading.main_thread().ident:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
+
+
+@atexit.register
+def _stop() -> None:
+    _wake.set()
+    if _thread is not None:
+        _thread.join(1.0)

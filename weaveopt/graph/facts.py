@@ -1,0 +1,87 @@
+"""Facts on nodes that every rule asks for: module path, process group, token counts, shapes to view as."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+import torch.fx as fx
+from torch.fx.node import Argument
+
+from weaveopt.graph.pattern import is_call, tensor_of
+from weaveopt.graph.splice import call_after
+
+aten = torch.ops.aten
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_NOT_PATH = re.compile(r"^L\['[a-z_]+'\]\.?|\.__closure__.*$|_modules\['|'\]")
+
+
+def group_of(collective: fx.Node) -> str:
+    """Name of the process group that a functional collective runs in (its last text argument)."""
+    words = [argument for argument in collective.args if isinstance(argument, str)]
+    return words[-1] if words else ""
+
+
+def collectives_in(graph: fx.Graph) -> list[fx.Node]:
+    """The functional collectives of a graph, without the waits for them."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
+        and "wait" not in str(node.target)
+    ]
+
+
+def devices_in(graph: fx.Graph) -> dict[str, str]:
+    """Process group -> the kind of device that its first collective runs on; a group of Gloo's may serve several."""
+    devices: dict[str, str] = {}
+    for node in collectives_in(graph):
+        value = tensor_of(node)
+        if value is not None and group_of(node):
+            devices.setdefault(group_of(node), value.device.type)
+    return devices
+
+
+def groups_in(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the process groups that a graph communicates in, sorted."""
+    return tuple(sorted({name for node in collectives_in(graph) if (name := group_of(node))}))
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module that traced `node` or what it reads; empty in hand-written functions."""
+    for candidate in (node, *node.all_input_nodes):
+        stack = candidate.meta.get("nn_module_stack")
+        if stack:
+            path = str(list(stack.values())[-1][0])
+            return _NOT_PATH.sub("", path.replace(".__class__", "")).lstrip(".")
+    return ""
+
+
+def tokens_of(value: torch.Tensor) -> int | torch.SymInt:
+    """Tokens of `[..., hidden]`, symbolic where a size is."""
+    return math.prod(value.shape[:-1])
+
+
+def count_tokens(value: torch.Tensor, bound: int) -> tuple[int, int]:
+    """Tokens of `[..., hidden]`: the count to estimate for, and the largest to plan for (`bound` if dynamic)."""
+    leading = value.shape[:-1]
+    hints = [size if isinstance(size, int) else int(size.node.hint or 1) for size in leading]
+    tokens = math.prod(hints)
+    if all(isinstance(size, int) for size in leading):
+        return tokens, tokens
+    return tokens, max(tokens, bound)
+
+
+def shape_of(graph: fx.Graph, node: fx.Node) -> list[Argument]:
+    """The shape of `node` as arguments of a view: numbers where static, nodes where not."""
+    value = tensor_of(node)
+    assert value is not None, f"{node.name} makes no tensor"
+    if is_call(node, frozenset({aten.view.default})):
+        return list(node.args[1])  # type: ignore[arg-type]
+    sizes: list[Argument] = []
+    for dim, size in enumerate(value.shape):
+        static = isinstance(size, int)
+        sizes.append(size if static else call_after(graph, node, aten.sym_size.int, (node, dim), like=node))
+    return sizes

@@ -1,0 +1,136 @@
+"""Inductor's scheduler: loop nests over the same elements that share memory become one kernel.
+
+A nest joins a kernel that writes what it reads (the value then stays in registers) or that reads the same (it is read
+once), unless something between the two needs the one and is needed by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weaveopt.inductor.loops import Step
+
+# Inductor's own limits (torch 2.13).
+_MAX_STEPS = 64
+_MIN_SHARED_BYTES = 10
+_NUM_NEIGHBOURS = 4
+"""Readers of a value that are tried as partners, latest first."""
+
+
+@dataclass
+class Kernel:
+    """Steps that run as one kernel; a library's call is one on its own."""
+
+    steps: list[int]
+    elements: int
+    reduced: int
+    call: bool
+    parents: set[int] = field(default_factory=set)
+    """Steps that make what it reads."""
+
+
+def fuse(steps: Sequence[Step]) -> list[Kernel]:
+    """Kernels in the order of their last steps."""
+    kernels: list[Kernel] = []
+    kernel_of: list[Kernel] = []
+    writers: dict[int, list[int]] = {}
+    readers: dict[tuple[int, object], list[int]] = {}
+    for index, step in enumerate(steps):
+        parents = {writer for value, _ in step.reads for writer in writers.get(value, ())}
+        mine = Kernel([index], step.elements, step.reduced, step.call, parents)
+        kernel_of.append(mine)
+        kernels.append(mine)
+        if not (step.call or step.scattered):
+            for partner in _partners(step, steps, kernel_of, writers, readers):
+                if partner is not mine and _fits(mine, partner) and not _apart(mine, partner, kernel_of):
+                    mine = _joined(partner, mine, kernel_of)
+        for place in step.reads:
+            readers.setdefault(place, []).append(index)
+        for value in step.writes:
+            writers.setdefault(value, []).append(index)
+    alive = {id(kernel): kernel for kernel in kernel_of}
+    return sorted(alive.values(), key=lambda kernel: max(kernel.steps))
+
+
+def _partners(
+    step: Step,
+    steps: Sequence[Step],
+    kernel_of: Sequence[Kernel],
+    writers: Mapping[int, Sequence[int]],
+    readers: Mapping[tuple[int, object], Sequence[int]],
+) -> list[Kernel]:
+    """Kernels that share memory with a step, those that share most first."""
+    shared: dict[int, int] = {}
+    for place, size in step.reads.items():
+        for other in writers.get(place[0], ()):
+            # Only a value that is read as it was written needs not to be written first.
+            if not (steps[other].call or steps[other].scattered) and size >= steps[other].written_bytes:
+                shared[other] = shared.get(other, 0) + 2 * size
+        for other in readers.get(place, ())[-_NUM_NEIGHBOURS:]:
+            if not (steps[other].call or steps[other].scattered):
+                shared[other] = shared.get(other, 0) + min(size, steps[other].reads[place])
+    enough = [other for other, size in shared.items() if size >= _MIN_SHARED_BYTES]
+    return [kernel_of[other] for other in sorted(enough, key=lambda other: -shared[other])]
+
+
+def _fits(a: Kernel, b: Kernel) -> bool:
+    """Whether two loop nests run over the same elements: a reduction also takes in what makes or reads its rows."""
+    if a.call or b.call or len(a.steps) + len(b.steps) > _MAX_STEPS:
+        return False
+    if a.reduced == b.reduced:
+        return a.elements == b.elements
+    pointwise, reduction = (a, b) if a.reduced == 1 else (b, a)
+    return pointwise.reduced == 1 and pointwise.elements in (reduction.elements, reduction.elements * reduction.reduced)
+
+
+def _apart(a: Kernel, b: Kernel, kernel_of: Sequence[Kernel]) -> bool:
+    """Whether a third kernel has to run between the two."""
+    return _passes(a, b, kernel_of) or _passes(b, a, kernel_of)
+
+
+def _passes(last: Kernel, first: Kernel, kernel_of: Sequence[Kernel]) -> bool:
+    """Whether a way from `first` to `last` leads through another kernel."""
+    earliest = min(first.steps)
+    pending = [kernel_of[step] for step in last.parents if kernel_of[step] is not first and step > earliest]
+    seen: set[int] = set()
+    while pending:
+        kernel = pending.pop()
+        if kernel is first:
+            return True
+        if id(kernel) in seen or kernel is last:
+            continue
+        seen.add(id(kernel))
+        pending.extend(kernel_of[step] for step in kernel.parents if max(kernel_of[step].steps) >= earliest)
+    return False
+
+
+def _joined(into: Kernel, kernel: Kernel, kernel_of: list[Kernel]) -> Kernel:
+    if kernel.reduced > into.reduced:
+        into.elements, into.reduced = kernel.elements, kernel.reduced
+    into.steps = sorted((*into.steps, *kernel.steps))
+    into.parents |= kernel.parents
+    for step in kernel.steps:
+        kernel_of[step] = into
+    return into
+
+
+def traffic_bytes(
+    kernel: Kernel,
+    steps: Sequence[Step],
+    readers: Mapping[int, Sequence[int]],
+    escaping: set[int],
+    sizes: Mapping[int, int],
+) -> int:
+    """What a kernel reads from memory and writes there: no value that it alone makes and reads."""
+    members = set(kernel.steps)
+    made = {value for index in kernel.steps for value in steps[index].writes}
+    reads: dict[int, int] = {}
+    written = 0
+    for index in kernel.steps:
+        for (value, _), size in steps[index].reads.items():
+            if value not in made:
+                reads[value] = reads.get(value, 0) + size
+        if any(v in escaping or not members.issuperset(readers.get(v, ())) for v in steps[index].writes):
+            written += steps[index].written_bytes
+    return written + sum(min(size, sizes[value]) for value, size in reads.items())

@@ -1,0 +1,101 @@
+"""The seams of Inductor that weaveopt uses, and what has to be done around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+import torch.fx as fx
+from torch._functorch import config as functorch_config
+from torch._inductor import list_mode_options, list_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.config import Config
+from weaveopt.ops.all_reduce_norm.call import decode
+
+Compiled = Callable[..., object]
+
+
+def known_options() -> tuple[str, ...]:
+    """Names that Inductor takes in `torch.compile(options=...)`."""
+    return tuple(list_options())
+
+
+def patches_for(mode: str | None, config: Config) -> dict[str, object]:
+    """Inductor's configuration for a mode and the options handed on to it.
+
+    Inductor pads a product whose sizes are not multiples of 8 where that was faster when it tried, on each rank for
+    itself: before this backend sees the graph, so ranks would see different ones. It is off unless asked for.
+    """
+    mode_patches = list_mode_options(mode) if mode else {}
+    patches: dict[str, object] = {"shape_padding": False, **mode_patches, **dict(config.inductor)}
+    if config.cuda_graphs:
+        patches["triton.cudagraphs"] = True
+    return patches
+
+
+def compile_with(
+    inner_compile: Compiled,
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[object],
+    patches: Mapping[str, object] | None = None,
+) -> Compiled:
+    """AOTAutograd and Inductor around `inner_compile`, which sees every graph on every compile.
+
+    AOTAutograd's cache would skip it on a warm run, so it is off; Inductor's own cache lies behind it.
+    """
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(
+            graph_module,
+            example_inputs,  # type: ignore[arg-type]
+            inner_compile=inner_compile,  # type: ignore[arg-type]
+            config_patches=dict(patches) if patches else None,
+        )
+    assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
+    return compiled
+
+
+def compile_graph(module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object]) -> object:
+    """Inductor's compile of one graph."""
+    _forget_mesh_hashes(inputs)
+    _keep_arena_from_reuse()
+    return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
+
+
+def _forget_mesh_hashes(inputs: Sequence[object]) -> None:
+    """Make the key of Inductor's graph cache the same in every process.
+
+    A graph with DTensor parameters takes its DeviceMesh as an input. The mesh keeps its Python hash, which
+    differs between processes and is pickled into the key (torch 2.13), so such graphs would never hit. The hash
+    is made again, with the same value, when it is next asked for.
+    """
+    for value in inputs:
+        mesh = object.__getattribute__(value, "real_obj") if type(value) is FakeScriptObject else value
+        if type(mesh) is DeviceMesh and getattr(mesh, "_hash", None) is not None:
+            mesh._hash = None
+
+
+@cache
+def _keep_arena_from_reuse() -> None:
+    """Have Inductor never put anything of its own into a result that lies in the arena, where peers write later.
+
+    It takes every result of a call for memory that it may use again once the last reader is through (torch 2.13).
+    """
+    from torch._inductor.lowering import lowerings, make_fallback
+    from torch._inductor.virtualized import V
+
+    op = torch.ops.weave.all_reduce_norm.default
+    make_fallback(op)
+    call_op = lowerings[op]
+
+    def lower(*args: object) -> object:
+        results = call_op(*args)
+        if decode(str(args[-1])).normed_lands:
+            V.graph.never_reuse_buffers.add(results[0].get_name())
+        return results
+
+    lowerings[op] = lower

@@ -1,0 +1,1 @@
+"""The frozen records that travel between the steps: plain values, never a graph node or a tensor."""

@@ -1,0 +1,115 @@
+"""Candidates: a way to lower a site, its estimate, and what speaks against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+Scalar = bool | int | float | str
+
+
+Values = tuple[tuple[str, Scalar], ...]
+
+
+LEAVE = "leave"
+"""The choice that changes nothing: a candidate at every site."""
+
+
+class Fabric(StrEnum):
+    """A way for the ranks of a group to reach each other's memory."""
+
+    MULTIMEM = "multimem"
+    PEER = "peer"
+    SHM = "shm"
+    NVSHMEM = "nvshmem"
+    LIBRARY = "library"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named part of an estimate; negative where work is hidden under other work."""
+
+    name: str
+    us: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted time as a sum of named terms, with the model's own relative error."""
+
+    terms: tuple[Term, ...]
+    relative_error: float = 0.0
+
+    @property
+    def us(self) -> float:
+        return sum(term.us for term in self.terms)
+
+    @property
+    def error_us(self) -> float:
+        return abs(self.us) * self.relative_error
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a candidate may not be used: a stable code, one sentence, and the values that decided it."""
+
+    code: str
+    message: str
+    values: Values = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A site with one way to lower it."""
+
+    choice: str
+    """Rule name, or `leave`."""
+    fabric: Fabric
+    algorithm: Algorithm
+    parameters: Values = ()
+    estimate: Estimate | None = None
+    rejections: tuple[Rejection, ...] = ()
+    lowerings: tuple[Lowering, ...] = ()
+    """The run-time table by token count, ascending; more tokens than the last row has go through the library."""
+    whole: Estimate | None = None
+    """Where `estimate` counts on the sum staying sharded: the estimate with the sum handed out whole. A decision has
+    settled which of the two counts, and has that one as its `estimate`."""
+
+    @property
+    def allowed(self) -> bool:
+        return not self.rejections
+
+
+class Algorithm(StrEnum):
+    """How a reduction is divided among ranks."""
+
+    LIBRARY = "library"
+    """NCCL or Gloo decides."""
+    ONE_SHOT = "one_shot"
+    """Every rank reads all partial results and computes every token: one synchronization."""
+    TWO_SHOT = "two_shot"
+    """Every rank computes its share of the tokens and hands the rows out: two synchronizations."""
+
+
+class Form(StrEnum):
+    """How the rows of a fused reduction travel between ranks; which of them a fabric has is the op's to say."""
+
+    SEGMENT = "segment"
+    """CPU ranks read each other's shared segments."""
+    MAIL = "mail"
+    """Words that carry their own arrival, pushed into peers' mailboxes: no barrier, no flag."""
+    BULK = "bulk"
+    """Bulk copies (TMA) through a staging region with a signal behind each: few CTAs fill the link."""
+    DIRECT = "direct"
+    """Loads that reduce and stores that broadcast, in place, between two barriers."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One row of a site's run-time table: how calls of up to `max_tokens` tokens run. Equal on all ranks."""
+
+    max_tokens: int
+    algorithm: Algorithm
+    form: Form
+    num_ctas: int = 0
+    """CTAs of the kernel; 0: as many as are co-resident."""

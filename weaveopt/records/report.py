@@ -1,0 +1,159 @@
+"""What was decided for a graph and for a model: the only thing that `explain` and `weaveopt.report` print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Values
+from weaveopt.records.memory import BufferPlan
+from weaveopt.records.site import Site
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The candidate chosen for a site, and all the others with what spoke against them."""
+
+    site: Site
+    chosen: Candidate
+    alternatives: tuple[Candidate, ...]
+    unfused: Estimate | None
+
+    @property
+    def rewritten(self) -> bool:
+        return self.chosen.choice != LEAVE
+
+    @property
+    def saving_us(self) -> float:
+        if self.unfused is None or self.chosen.estimate is None:
+            return 0.0
+        return self.unfused.us - self.chosen.estimate.us
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A graph that runs unrewritten because a step failed (or because `strict` is off and it could not agree)."""
+
+    graph: str
+    step: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Predicted time of one kernel that a graph runs outside its sites, the same before and after rewriting."""
+
+    module: str
+    """Path of the module that it belongs to; empty where the graph does not tell."""
+    kind: str
+    """`product`, `attention`, `memory` (point-wise operations and reductions fused into one kernel) or `collective`."""
+    us: float
+    after: int
+    """Sites that come before it in the order of the graph."""
+    count: int = 1
+    """How many places of the whole model this one stands for (layers of the same kind)."""
+
+
+@dataclass(frozen=True)
+class WorkFailure:
+    """Why the work outside the sites of a graph has no predicted time. What the graph runs does not rest on it."""
+
+    exception: str
+    """Name of the exception's class."""
+    message: str
+    """The first line of what it says; empty where it says nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.exception}: {self.message or 'no message'}"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Token counts from `tokens` on, up to the next stretch, at which the same choice wins."""
+
+    tokens: int
+    choice: str
+    """`leave`, or rule, fabric, algorithm and form."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What would change the decision at sites of one kind, everything else held."""
+
+    sites: tuple[str, ...]
+    tokens: int
+    """The token count that was decided for."""
+    choice: str
+    stretches: tuple[Stretch, ...]
+    """The choice at every token count, ascending from 1."""
+    constants: Values = ()
+    """Change of a constant of the machine -> the choice that wins then; every change that was tried."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """The token counts that one compiled graph serves; with other counts the function is compiled again."""
+
+    min_tokens: int
+    max_tokens: int | None
+    """None: no end."""
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One captured graph: every site with its decision, the arena, and what changed rounding."""
+
+    name: str
+    phase: str
+    """`prefill`, `decode`, `forward`, `backward` or `inference`."""
+    tokens: int
+    decisions: tuple[Decision, ...] = ()
+    plans: tuple[BufferPlan, ...] = ()
+    rounding: tuple[str, ...] = ()
+    """One line per kind of change: which intermediate is no longer rounded, or rounded elsewhere."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """The step that failed, where the graph runs unrewritten."""
+    steps_us: Values = ()
+    """Time that each step of weaveopt took in this compile."""
+    work: tuple[Work, ...] = ()
+    """What the graph runs outside its sites, in its order."""
+    work_failure: WorkFailure | None = None
+    """Set where `work` is empty because estimating it failed."""
+    sensitivity: tuple[Sensitivity, ...] = ()
+    """Of the sites whose choice rests on their own price; only `weaveopt explain` asks for it."""
+    regime: Regime | None = None
+    """The token counts that it was compiled for; None where its sizes are numbers."""
+
+    @property
+    def num_rewritten(self) -> int:
+        return sum(decision.rewritten for decision in self.decisions)
+
+    @property
+    def unfused_us(self) -> float:
+        return sum(d.unfused.us * d.site.count for d in self.decisions if d.unfused is not None)
+
+    @property
+    def predicted_us(self) -> float:
+        return sum(d.chosen.estimate.us * d.site.count for d in self.decisions if d.chosen.estimate is not None)
+
+
+@dataclass(frozen=True)
+class MachineSummary:
+    """Which profile the decisions rest on, and where its constants come from."""
+
+    name: str
+    measured: bool
+    """True if every constant used was measured on such a machine."""
+    origins: Values = ()
+    """Constant -> `measured 2026-11-20 h200x4` or `datasheet ...`."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was decided for one model: the only thing that `explain` and `weaveopt.report` print."""
+
+    model: str
+    world: int
+    machine: MachineSummary | None
+    graphs: tuple[GraphReport, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,149 @@
+"""The report as JSON, and back. Every field of the records is there; sums are added for readers without our code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from weaveopt.records.candidate import Candidate, Estimate, Rejection
+from weaveopt.records.memory import BufferPlan
+from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
+from weaveopt.reporting.document_reader import SCHEMA, from_json
+from weaveopt.reporting.json_reader import Json
+from weaveopt.reporting.memory import slot_names
+from weaveopt.reporting.parts import Part, parts
+from weaveopt.reporting.timeline import Times, exposed_us, total
+
+__all__ = ["SCHEMA", "from_json", "to_json"]
+
+
+def to_json(report: Report) -> str:
+    """The report as indented JSON text. `predicted_us` and `unfused_us` are null where nothing was estimated."""
+    machine = report.machine
+    document: Json = {
+        "schema": SCHEMA,
+        "model": report.model,
+        "group": {"world": report.world},
+        "machine": None
+        if machine is None
+        else {"name": machine.name, "measured": machine.measured, "origins": dict(machine.origins)},
+        "graphs": [_graph(graph) for graph in report.graphs],
+        "fallbacks": [asdict(fallback) for fallback in report.fallbacks],
+        "notes": list(report.notes),
+    }
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _graph(graph: GraphReport) -> Json:
+    before, after = total(graph, fused=False), total(graph, fused=True)
+    return {
+        "name": graph.name,
+        "phase": graph.phase,
+        "tokens": graph.tokens,
+        "regime": None if graph.regime is None else asdict(graph.regime),
+        "num_collectives": sum(d.site.count * len(d.site.collectives) for d in graph.decisions),
+        "sites": [_decision(decision) for decision in graph.decisions],
+        "arena": {
+            "bytes": sum(plan.bytes for plan in graph.plans),
+            "slots": [slot for plan in graph.plans for slot in _slots(plan)],
+            "groups": [
+                {
+                    "group": plan.group,
+                    "fabric": plan.fabric.value,
+                    "bytes": plan.bytes,
+                    "regions": None if plan.regions is None else asdict(plan.regions),
+                    "placements": [asdict(p) for p in plan.placements],
+                }
+                for plan in graph.plans
+            ],
+        },
+        "rounding": list(graph.rounding),
+        "fallbacks": [asdict(fallback) for fallback in graph.fallbacks],
+        "steps_us": dict(graph.steps_us),
+        "unfused_us": graph.unfused_us,
+        "predicted_us": graph.predicted_us,
+        "exposed_us": {"before": before.exposed_us, "after": after.exposed_us},
+        "work": [asdict(work) for work in graph.work],
+        "work_failure": None if graph.work_failure is None else asdict(graph.work_failure),
+        "layers": [_part(part) for part in parts(graph)] if graph.work else [],
+        "whole": _before_and_after(before, after) if graph.work else None,
+        "sensitivity": [_sensitivity(found) for found in graph.sensitivity],
+    }
+
+
+def _slots(plan: BufferPlan) -> list[Json]:
+    return [
+        {"group": plan.group, "name": name, "offset": slot.offset, "bytes": slot.bytes, "owners": list(slot.owners)}
+        for name, slot in zip(slot_names(plan), plan.slots, strict=True)
+    ]
+
+
+def _part(part: Part) -> Json:
+    times = _before_and_after(part.before, part.after)
+    return {"name": part.name, "layers": list(part.layers), "count": part.count, **times}
+
+
+def _before_and_after(before: Times, after: Times) -> dict[str, Json]:
+    return {
+        "before_us": before.us,
+        "after_us": after.us,
+        "exposed_before_us": before.exposed_us,
+        "exposed_after_us": after.exposed_us,
+    }
+
+
+def _sensitivity(found: Sensitivity) -> Json:
+    return {
+        "sites": list(found.sites),
+        "tokens": found.tokens,
+        "choice": found.choice,
+        "stretches": [asdict(stretch) for stretch in found.stretches],
+        "constants": dict(found.constants),
+    }
+
+
+def _decision(decision: Decision) -> Json:
+    site, chosen = decision.site, decision.chosen
+    return {
+        "id": site.id,
+        "count": site.count,
+        "module": site.module,
+        "rule": site.rule,
+        "form": site.form,
+        "group": site.group,
+        "collectives": list(site.collectives),
+        "workload": None if site.workload is None else asdict(site.workload),
+        "rejected": _rejections(site.rejections),
+        **_candidate(chosen, rejected_key="choice_rejected"),
+        "saving_us": decision.saving_us,
+        "unfused_us": None if decision.unfused is None else decision.unfused.us,
+        "unfused_exposed_us": None if decision.unfused is None else exposed_us(decision.unfused),
+        "unfused_terms": None if decision.unfused is None else _terms(decision.unfused),
+        "unfused_relative_error": None if decision.unfused is None else decision.unfused.relative_error,
+        "alternatives": [_candidate(candidate) for candidate in decision.alternatives],
+    }
+
+
+def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str, Json]:
+    estimate = candidate.estimate
+    return {
+        "choice": candidate.choice,
+        "fabric": candidate.fabric.value,
+        "algorithm": candidate.algorithm.value,
+        "parameters": dict(candidate.parameters),
+        "lowerings": [asdict(lowering) for lowering in candidate.lowerings],
+        "predicted_us": None if estimate is None else estimate.us,
+        "exposed_us": None if estimate is None else exposed_us(estimate),
+        "relative_error": None if estimate is None else estimate.relative_error,
+        "terms": None if estimate is None else _terms(estimate),
+        rejected_key: _rejections(candidate.rejections),
+    }
+
+
+def _terms(estimate: Estimate) -> Json:
+    return [{"name": term.name, "us": term.us} for term in estimate.terms]
+
+
+def _rejections(rejections: Iterable[Rejection]) -> Json:
+    return [{"code": r.code, "message": r.message, "values": dict(r.values)} for r in rejections]

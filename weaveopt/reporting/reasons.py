@@ -1,0 +1,101 @@
+"""Why things were not done, in short: each reason once, with where it holds and the range of what decided it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from weaveopt.records.candidate import LEAVE, Candidate, Rejection, Scalar, Values
+from weaveopt.records.report import Decision
+
+
+@dataclass
+class Reason:
+    """One rejection as met at many sites and candidates."""
+
+    rule: str
+    code: str
+    message: str
+    sites: dict[str, int] = field(default_factory=dict)
+    """Site id -> places of the model it stands for."""
+    candidates: dict[str, list[str]] = field(default_factory=dict)
+    """Fabric -> kernels; empty where the reason holds for the site as such."""
+    values: list[Values] = field(default_factory=list)
+
+    @property
+    def num_places(self) -> int:
+        return sum(self.sites.values())
+
+    def where(self, tried: dict[str, list[str]]) -> str:
+        """`peer, shm one_shot`: kernels only where not all that were tried on the fabric are meant."""
+        if not self.candidates:
+            return "every fabric"
+        words = []
+        for fabric, kernels in self.candidates.items():
+            whole = set(kernels) == set(tried.get(fabric, ()))
+            words.append(fabric if whole else f"{fabric} {' and '.join(kernels)}")
+        return ", ".join(words)
+
+    def sentence(self) -> str:
+        names = dict.fromkeys(name for values in self.values for name, _ in values)
+        parts = [f"{name}={_range([dict(v)[name] for v in self.values if name in dict(v)])}" for name in names]
+        return f"{self.message} ({', '.join(parts)})" if parts else self.message
+
+
+def collect(decisions: Sequence[Decision]) -> list[Reason]:
+    """All reasons of all candidates, in the order in which they are first met."""
+    found: dict[tuple[str, str, str], Reason] = {}
+    for decision in decisions:
+        for rule, candidate, rejection in _rejections(decision):
+            key = (rule, rejection.code, rejection.message)
+            reason = found.setdefault(key, Reason(*key))
+            reason.sites[decision.site.id] = decision.site.count
+            reason.values.append(rejection.values)
+            if candidate is not None:
+                kernels = reason.candidates.setdefault(candidate.fabric.value, [])
+                if kernel_of(candidate) not in kernels:
+                    kernels.append(kernel_of(candidate))
+    return list(found.values())
+
+
+def tried(decisions: Iterable[Decision]) -> dict[str, list[str]]:
+    """Fabric -> every kernel that some candidate uses on it, left places aside."""
+    fabrics: dict[str, list[str]] = {}
+    for decision in decisions:
+        for candidate in (decision.chosen, *decision.alternatives):
+            kernels = fabrics.setdefault(candidate.fabric.value, [])
+            if candidate.choice != LEAVE and kernel_of(candidate) not in kernels:
+                kernels.append(kernel_of(candidate))
+    return fabrics
+
+
+def kernel_of(candidate: Candidate) -> str:
+    """`two_shot`, or `two_shot bulk` where the fabric has several forms."""
+    form = dict(candidate.parameters).get("form")
+    return candidate.algorithm.value if form is None else f"{candidate.algorithm.value} {form}"
+
+
+def collapse(module: str) -> str:
+    """`model.layers.17.mlp.down_proj` as `model.layers.*.mlp.down_proj`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", module)
+
+
+def _rejections(decision: Decision) -> Iterable[tuple[str, Candidate | None, Rejection]]:
+    for rejection in decision.site.rejections:
+        yield decision.site.rule, None, rejection
+    for candidate in (decision.chosen, *decision.alternatives):
+        for rejection in candidate.rejections:
+            yield candidate.choice, candidate, rejection
+
+
+def _range(values: Sequence[Scalar]) -> str:
+    """One value, `least…greatest` of numbers, or every text that occurs."""
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(values) and len(set(numbers)) > 1:
+        return f"{_number(min(numbers))}…{_number(max(numbers))}"
+    return "|".join(dict.fromkeys(_number(v) for v in values))
+
+
+def _number(value: Scalar) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) and abs(value) >= 0.1 else str(value)

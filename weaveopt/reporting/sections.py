@@ -1,0 +1,145 @@
+"""What the text report says below the sites: the whole model by part, the arena, what would change a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from weaveopt.records.candidate import LEAVE
+from weaveopt.records.report import GraphReport, Sensitivity, Stretch
+from weaveopt.reporting.memory import arena_line, arena_rows
+from weaveopt.reporting.parts import parts
+from weaveopt.reporting.reasons import collapse
+from weaveopt.reporting.timeline import Times, total
+
+SHOWN_AROUND = 2
+"""Stretches shown on each side of the one decided for; the JSON report has them all."""
+
+
+def whole(graph: GraphReport) -> list[RenderableType]:
+    """Before and after by part of the model, with the communication that nothing hides; or that sites are all."""
+    before, after = total(graph, fused=False), total(graph, fused=True)
+    if not graph.work:
+        failed = [Text(line, style="red") for line in work_failure_line(graph)]
+        if not graph.decisions:
+            return [*failed]
+        exposed = f"communication exposed {_us(before.exposed_us)} -> {_us(after.exposed_us)} us"
+        return [Text(f"sites only ({exposed}): kernels outside them were not predicted"), *failed]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("part, each", overflow="fold")
+    for name in ("×", "before us", "after us", "saved", "exposed before us", "exposed after us"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for part in parts(graph):
+        table.add_row(part.name, str(part.count), *_cells(part.before, part.after))
+    table.add_row("whole model", "", *_cells(before, after), style="bold")
+    kinds: dict[str, float] = {}
+    for work in graph.work:
+        kinds[work.kind] = kinds.get(work.kind, 0.0) + work.us * work.count
+    outside = ", ".join(f"{kind} {_us(us)}" for kind, us in kinds.items())
+    return [Text(""), table, Text(f"{whole_line(before, after)}; outside the sites: {outside} us"), Text("")]
+
+
+def work_failure_line(graph: GraphReport) -> tuple[str, ...]:
+    """Why the whole model has no prediction, where that is a failure; decisions do not rest on it."""
+    if graph.work_failure is None:
+        return ()
+    return (f"the work outside the sites of {graph.name} could not be estimated: {graph.work_failure}",)
+
+
+def whole_line(before: Times, after: Times) -> str:
+    faster = f", {before.us / after.us:.2f} times as fast" if after.us else ""
+    exposed = f"{_exposed(before)} -> {_exposed(after)}"
+    return f"whole model: {_us(before.us)} -> {_us(after.us)} us{faster}; communication exposed {exposed}"
+
+
+def _exposed(times: Times) -> str:
+    return f"{_us(times.exposed_us)} us ({times.exposed_share:.0%})"
+
+
+def _cells(before: Times, after: Times) -> tuple[str, ...]:
+    saved = f"{1 - after.us / before.us:.0%}" if before.us else ""
+    exposed = (f"{_us(times.exposed_us)} {f'({times.exposed_share:.0%})':>6}" for times in (before, after))
+    return (_us(before.us), _us(after.us), saved, *exposed)
+
+
+def arena(graph: GraphReport) -> list[RenderableType]:
+    """Each group's symmetric memory, slot by slot."""
+    found: list[RenderableType] = []
+    for plan in graph.plans:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(overflow="fold", max_width=30)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(overflow="fold", ratio=1)
+        for what, offset, num_bytes, owners in arena_rows(plan, graph.decisions):
+            table.add_row(what, f"at {offset}", f"{num_bytes} bytes", owners)
+        found += [Text(arena_line(plan)), Padding(table, (0, 0, 0, 2))]
+    return found
+
+
+def sensitivity(graph: GraphReport) -> list[RenderableType]:
+    """At which token counts and with which constants another choice would win; equal answers once."""
+    sites = {decision.site.id: decision.site for decision in graph.decisions}
+    alike: dict[Sensitivity, dict[str, int]] = {}
+    for found in graph.sensitivity:
+        names = alike.setdefault(replace(found, sites=()), {})
+        for site in found.sites:
+            module = collapse(sites[site].module or site) if site in sites else site
+            names[module] = names.get(module, 0) + (sites[site].count if site in sites else 1)
+    lines: list[RenderableType] = [Text("what would change the choice, all else held:")] if alike else []
+    for found, names in alike.items():
+        lines.append(_line(", ".join(f"{name} ×{count}" for name, count in names.items()), 2))
+        lines.extend(_line(line, 4) for line in sensitivity_lines(found))
+    return lines
+
+
+def sensitivity_lines(found: Sensitivity) -> tuple[str, str]:
+    """The choice by token count around the one decided for, and the constants that turn it."""
+    choices = {stretch.choice for stretch in found.stretches} | {str(choice) for _, choice in found.constants}
+    rules = {choice.split()[0] for choice in choices | {found.choice} if choice != LEAVE}
+    # With one rule about, only its ways are told apart.
+    rule = f"{rules.pop()} " if len(rules) == 1 else ""
+    short = replace(
+        found,
+        choice=found.choice.removeprefix(rule),
+        stretches=tuple(replace(each, choice=each.choice.removeprefix(rule)) for each in found.stretches),
+        constants=tuple((change, str(choice).removeprefix(rule)) for change, choice in found.constants),
+    )
+    return f"tokens: {_stretches(short.stretches, found.tokens)}", f"constants: {_constants(short)}"
+
+
+def _stretches(stretches: Sequence[Stretch], tokens: int) -> str:
+    here = max(index for index, stretch in enumerate(stretches) if index == 0 or stretch.tokens <= tokens)
+    first, last = max(here - SHOWN_AROUND, 0), min(here + SHOWN_AROUND, len(stretches) - 1)
+    words = []
+    for index in range(first, last + 1):
+        start = f"from {stretches[index].tokens:,} " if index else ""
+        end = f"up to {stretches[index + 1].tokens - 1:,} " if index == 0 and len(stretches) > 1 else ""
+        chosen = f" (here: {tokens:,})" if index == here else ""
+        words.append(f"{start or end or 'at every count '}{stretches[index].choice}{chosen}")
+    return f"{'… ' if first else ''}{'; '.join(words)}{' …' if last + 1 < len(stretches) else ''}"
+
+
+def _constants(found: Sensitivity) -> str:
+    turned: dict[str, list[str]] = {}
+    for change, choice in found.constants:
+        if choice != found.choice:
+            turned.setdefault(str(choice), []).append(change)
+    tried, num_turned = len(found.constants), sum(map(len, turned.values()))
+    if not turned:
+        return f"none of {tried} changes turns it (the JSON report lists them)"
+    words = (f"{choice} with {', '.join(changes)}" for choice, changes in turned.items())
+    return f"{'; '.join(words)} ({num_turned} of {tried} changes turn it)"
+
+
+def _line(line: str, indent: int) -> RenderableType:
+    return Padding(Text(line), (0, 0, 0, indent))
+
+
+def _us(us: float) -> str:
+    return f"{us:,.1f}"

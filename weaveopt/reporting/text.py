@@ -1,0 +1,194 @@
+"""The report as text: one row a kind of site, then every reason, then what it costs in memory and rounding."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from weaveopt.records.candidate import LEAVE, Candidate, Fabric
+from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
+from weaveopt.reporting import sections
+from weaveopt.reporting.memory import gather_line, landing_line, table_lines, unmeasured_line
+from weaveopt.reporting.reasons import collapse, collect, kernel_of, tried
+
+DEFAULT_WIDTH = 120
+MINIMUM_WIDTH = 100
+"""Below this the words of the table do not fit side by side; a narrower terminal folds the lines."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sites that differ only in their layer: same form, same choice, same times."""
+
+    module: str
+    decisions: tuple[Decision, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(decision.site.count for decision in self.decisions)
+
+
+def text(report: Report, width: int | None = None, color: bool = False) -> str:
+    """The whole report as text of `width` columns (at least 100); nothing is cut, long lines are folded."""
+    width = max(width or DEFAULT_WIDTH, MINIMUM_WIDTH)
+    return to_text(Group(*_report(report, width)), width, color)
+
+
+def to_text(renderable: RenderableType, width: int | None = None, color: bool = False) -> str:
+    console = Console(
+        file=io.StringIO(),
+        width=width or DEFAULT_WIDTH,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _report(report: Report, width: int) -> list[RenderableType]:
+    parts: list[RenderableType] = [Text(f"{report.model} on {report.world} ranks", style="bold")]
+    parts.append(Text(_machine_line(report.machine)))
+    parts.extend(Text(note) for note in report.notes)
+    if not report.graphs:
+        parts.append(Text("no graph was compiled yet"))
+    for graph in report.graphs:
+        parts.append(Text(""))
+        parts.extend(_graph(graph, width))
+    for fallback in dict.fromkeys((*report.fallbacks, *(f for graph in report.graphs for f in graph.fallbacks))):
+        parts.append(
+            Text(
+                f"fallback: graph {fallback.graph} runs unrewritten, step {fallback.step}: {fallback.error}",
+                style="red",
+            )
+        )
+    return parts
+
+
+def _machine_line(machine: MachineSummary | None) -> str:
+    if machine is None:
+        return "machine: none (nothing was estimated)"
+    if machine.measured:
+        return f"machine: {machine.name} (every constant measured)"
+    kinds: dict[str, dict[str, None]] = {}
+    for constant, origin in machine.origins:
+        words = str(origin).split()
+        block = ".".join(constant.split(".")[:2])  # the JSON report has each constant
+        kinds.setdefault(words[0].rstrip(":,;") if words else "unknown", {})[block] = None
+    found = "; ".join(f"{kind}: {', '.join(constants)}" for kind, constants in sorted(kinds.items()))
+    return f"machine: {machine.name} (not all measured) {found}".rstrip()
+
+
+def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
+    rows = rows_of(graph)
+    parts: list[RenderableType] = [Text(f"{graph.phase}, {graph.tokens} tokens ({graph.name})", style="bold")]
+    parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
+    parts.append(Text(_total_line(graph)))
+    parts.extend(sections.whole(graph))
+    parts.extend(Text(line) for line in (*table_lines(graph), *unmeasured_line(graph)))
+    parts.extend(_reasons(graph))
+    parts.extend(sections.sensitivity(graph))
+    parts.extend(sections.arena(graph))
+    parts.extend(Text(line) for line in gather_line(graph))
+    parts.extend(Text(line) for line in landing_line(graph))
+    parts.extend(Text(f"rounding: {line}") for line in graph.rounding)
+    if graph.steps_us:
+        steps = ", ".join(f"{name} {float(us) / 1e3:.1f} ms" for name, us in graph.steps_us)
+        parts.append(Text(f"time of the steps: {steps}"))
+    return parts
+
+
+def _table(rows: tuple[Row, ...], width: int) -> Table:
+    """The rows in columns whose widths are set here: rich drops columns where it runs out of width."""
+    cells = [_cells(row) for row in rows]
+    numbers = {"×": 3, "unfused us": 12, "predicted us": 12, "saved": 5}
+    fabric = max(len(name.value) for name in Fabric)
+    rest = width - sum(numbers.values()) - fabric - 7
+    choice = min(max(len(word) for row in cells for word in ("choice", *str(row[3]).split())), rest // 3)
+    site = min(max(len(row.module) for row in rows), (rest - choice) * 3 // 5)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("site", overflow="fold", width=site)
+    table.add_column("×", justify="right", width=numbers["×"])
+    table.add_column("form", overflow="fold", width=rest - choice - site)
+    table.add_column("choice", overflow="fold", width=choice)
+    table.add_column("fabric", overflow="fold", width=fabric)
+    for name in ("unfused us", "predicted us", "saved"):
+        table.add_column(name, justify="right", overflow="fold", width=numbers[name])
+    for row_cells in cells:
+        table.add_row(*row_cells)
+    return table
+
+
+def rows_of(graph: GraphReport) -> tuple[Row, ...]:
+    """Decisions that are alike but for the layer, in the order of the first of them."""
+    alike: dict[object, list[Decision]] = {}
+    for decision in graph.decisions:
+        module = collapse(decision.site.module)
+        anonymous = replace(decision.site, id="", module=module, collectives=(), count=1)
+        key = (replace(decision, site=anonymous), len(decision.site.collectives))
+        alike.setdefault(key, []).append(decision)
+    return tuple(Row(collapse(decisions[0].site.module), tuple(decisions)) for decisions in alike.values())
+
+
+def _cells(row: Row) -> tuple[str | Text, ...]:
+    first = row.decisions[0]
+    unfused = first.unfused.us if first.unfused else None
+    predicted = first.chosen.estimate.us if first.chosen.estimate else None
+    saved = "" if not unfused or predicted is None else f"{first.saving_us / unfused:.0%}"
+    choice = Text(choice_words(first.chosen), style="" if first.chosen.choice == LEAVE else "green")
+    return (
+        row.module,
+        str(row.count),
+        first.site.form or "not recognized",
+        choice,
+        first.chosen.fabric.value,
+        _us(unfused),
+        _us(predicted),
+        saved,
+    )
+
+
+def choice_words(candidate: Candidate) -> str:
+    if candidate.choice == LEAVE:
+        return LEAVE
+    ctas = dict(candidate.parameters).get("num_ctas")
+    return f"{candidate.choice} {kernel_of(candidate)}{f' {ctas}' if ctas else ''}"
+
+
+def _us(us: float | None) -> str:
+    return "-" if us is None else f"{us:,.1f}"
+
+
+def _total_line(graph: GraphReport) -> str:
+    weights = [(d, d.site.count * len(d.site.collectives)) for d in graph.decisions]
+    total = sum(n for _, n in weights)
+    rewritten = sum(n for d, n in weights if d.rewritten)
+    unfused, predicted = graph.unfused_us, graph.predicted_us
+    saved = f" ({1 - predicted / unfused:.0%} saved)" if unfused else ""
+    times = f"all sites {_us(unfused)} -> {_us(predicted)} us{saved}"
+    return f"{total} collectives: {rewritten} rewritten, {total - rewritten} left; {times}"
+
+
+def _reasons(graph: GraphReport) -> list[RenderableType]:
+    """Each reason once, with the number of places of the model that it holds for."""
+    found = collect(graph.decisions)
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold", max_width=30)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", ratio=1)
+    tried_here = tried(graph.decisions)
+    for reason in found:
+        table.add_row(f"×{reason.num_places}", reason.where(tried_here), reason.code, reason.sentence())
+    return [Text("why not (more with --why SITE):"), Padding(table, (0, 0, 0, 2))]

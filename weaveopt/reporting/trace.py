@@ -1,0 +1,68 @@
+"""The predicted timeline as a Chrome trace (open it in Perfetto or chrome://tracing).
+
+Two processes a graph, the unfused graph and the chosen one; one track a stream. Kernels outside the sites are drawn
+where the report has them; otherwise the sites alone, which the metadata says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from weaveopt.records.report import GraphReport, Report, Work
+from weaveopt.reporting.json_reader import Json
+from weaveopt.reporting.timeline import STREAMS, Block, laid_out, module_of, total, unrolled
+
+
+def to_trace(report: Report) -> str:
+    """JSON text in the Trace Event Format; times in microseconds."""
+    events: list[Json] = []
+    for number, graph in enumerate(report.graphs):
+        for fused in (False, True):
+            process = 2 * number + int(fused)
+            times = total(graph, fused)
+            title = f"{graph.phase}, {graph.tokens} tokens: {'weaveopt' if fused else 'unfused'}"
+            exposed = f"{times.exposed_us:,.1f} us of communication exposed ({times.exposed_share:.0%})"
+            events.append(_metadata("process_name", process, 0, "name", title))
+            events.append(_metadata("process_labels", process, 0, "labels", exposed))
+            events.extend(_metadata("thread_name", process, i, "name", stream) for i, stream in enumerate(STREAMS))
+            events.extend(_events(process, graph, fused))
+    other: Json = {"model": report.model, "graphs": [_graph(graph) for graph in report.graphs]}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}) + "\n"
+
+
+def _metadata(kind: str, process: int, track: int, key: str, value: str) -> Json:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {key: value}}
+
+
+def _graph(graph: GraphReport) -> Json:
+    before, after = total(graph, fused=False), total(graph, fused=True)
+    return {
+        "name": graph.name,
+        "covers": "the whole model" if graph.work else "the sites alone",
+        "before_us": before.us,
+        "after_us": after.us,
+        "exposed_before_us": before.exposed_us,
+        "exposed_after_us": after.exposed_us,
+    }
+
+
+def _events(process: int, graph: GraphReport, fused: bool) -> Iterator[Json]:
+    for block, repetition, span in laid_out(unrolled(graph), fused):
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.stream,
+            "pid": process,
+            "tid": STREAMS.index(span.stream),
+            "ts": span.start_us,
+            "dur": span.duration_us,
+            "args": {**_arguments(block, fused), "repetition": repetition},
+        }
+
+
+def _arguments(block: Block, fused: bool) -> dict[str, Json]:
+    if isinstance(block, Work):
+        return {"module": module_of(block), "kind": block.kind}
+    choice = block.chosen.choice if fused else "unfused"
+    return {"site": block.site.id, "module": module_of(block), "choice": choice}

@@ -1,0 +1,108 @@
+"""Everything on one site: what it computes, every candidate with its terms, every reason."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from weaveopt.errors import OptionError, closest
+from weaveopt.records.candidate import Candidate, Estimate, Rejection
+from weaveopt.records.report import Decision, GraphReport, Report
+from weaveopt.records.site import Workload
+from weaveopt.reporting.memory import table_text
+from weaveopt.reporting.reasons import collapse
+from weaveopt.reporting.sections import sensitivity_lines
+from weaveopt.reporting.text import to_text
+from weaveopt.reporting.timeline import exposed_us
+
+
+def find(report: Report, wanted: str) -> tuple[tuple[GraphReport, Decision], ...]:
+    """Sites whose id or module is `wanted`, or whose collapsed module is; then those whose module holds it.
+
+    Raises `OptionError` that names the nearest site where there is none.
+    """
+    every = tuple((graph, decision) for graph in report.graphs for decision in graph.decisions)
+    exact = tuple(pair for pair in every if wanted in (pair[1].site.id, pair[1].site.module))
+    alike = tuple(pair for pair in every if collapse(pair[1].site.module) == wanted)
+    holding = tuple(pair for pair in every if wanted in pair[1].site.module)
+    found = exact or alike or (holding if wanted else ())
+    if not found:
+        known = tuple(dict.fromkeys(name for _, d in every for name in (d.site.id, d.site.module)))
+        raise OptionError(
+            f"--why {wanted}: no such site: {closest(wanted, known)}" if known else "--why: the graph has no site"
+        )
+    return found
+
+
+def text(report: Report, wanted: str, width: int | None = None, color: bool = False) -> str:
+    """All that is known of the sites that `wanted` names."""
+    parts: list[RenderableType] = []
+    for graph, decision in find(report, wanted):
+        parts.extend(_site(graph, decision))
+    return to_text(Group(*parts), width, color)
+
+
+def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
+    site = decision.site
+    parts: list[RenderableType] = [
+        Text(f"site {site.id}: {site.module}", style="bold"),
+        _line(
+            f"graph {graph.name}: {graph.phase}, {graph.tokens} tokens; stands for {site.count} place(s) of the model"
+        ),
+        _line(f"rule {site.rule}, group {site.group}, collectives {', '.join(site.collectives) or 'none'}"),
+        _line(f"form: {site.form or 'not recognized'}"),
+    ]
+    if site.workload is not None:
+        parts.append(_line(_workload(site.workload)))
+    parts.extend(_line(f"every fabric: {_reason(rejection)}") for rejection in site.rejections)
+    parts.append(_line(f"unfused: {_estimate(decision.unfused)}"))
+    parts.extend(_candidate("chosen", decision.chosen))
+    if decision.chosen.lowerings and site.workload is not None:
+        parts.append(_line(f"run-time table: {table_text(decision.chosen.lowerings, site.workload.max_tokens)}"))
+    for candidate in decision.alternatives:
+        parts.extend(_candidate("allowed" if candidate.allowed else "rejected", candidate))
+    parts.append(_line(f"saved: {decision.saving_us:,.2f} us each"))
+    for found in graph.sensitivity:
+        if site.id in found.sites:
+            parts.append(_line("what would change the choice, all else held:"))
+            parts.extend(_line(line, 4) for line in sensitivity_lines(found))
+    return parts
+
+
+def _candidate(status: str, candidate: Candidate) -> list[RenderableType]:
+    parameters = "".join(f" {name}={value}" for name, value in candidate.parameters)
+    head = f"{status}: {candidate.choice} on {candidate.fabric.value}, {candidate.algorithm.value}{parameters}: "
+    lines: list[RenderableType] = [_line(head + _estimate(candidate.estimate))]
+    lines.extend(_line(_reason(rejection), 4) for rejection in candidate.rejections)
+    return lines
+
+
+def _estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "not estimated"
+    terms = "".join(f" {'-' if term.us < 0 else '+'} {term.name} {abs(term.us):,.2f}" for term in estimate.terms)
+    exposed = f", communication exposed {exposed_us(estimate):,.2f}"
+    return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}{exposed}"
+
+
+def _reason(rejection: Rejection) -> str:
+    values = ", ".join(f"{name}={value}" for name, value in rejection.values)
+    return f"{rejection.code}: {rejection.message}" + (f" ({values})" if values else "")
+
+
+def _workload(workload: Workload) -> str:
+    product = workload.product
+    words = [
+        f"{workload.tokens} tokens (at most {workload.max_tokens}) × {workload.hidden} {workload.dtype}",
+        f"{workload.message_bytes:,} bytes over {workload.world} ranks on {workload.hosts} host(s)",
+        f"product [{product.m}, {product.k}] × [{product.k}, {product.n}]" if product else "no product in front",
+        f"{workload.num_partials} all-reduce(s), {workload.num_norms} norm(s)",
+        "with residual" if workload.has_residual else "no residual",
+        "sum used again" if workload.sum_is_used else "sum not used again",
+    ]
+    return "; ".join(words)
+
+
+def _line(line: str, indent: int = 2) -> RenderableType:
+    return Padding(Text(line), (0, 0, 0, indent))

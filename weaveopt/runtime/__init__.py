@@ -1,1 +1,0 @@
-"""Who the ranks are and the memory they share: `topology` and `arena`."""

@@ -1,0 +1,1 @@
+"""What there is to rewrite: one matcher a kind of site, and what matchers share."""

@@ -1,0 +1,1 @@
+"""Exact selection of candidates, and regimes of token counts."""

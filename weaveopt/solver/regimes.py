@@ -1,0 +1,135 @@
+"""Where, by token count, the decision for a graph changes; and at most four regimes that lose least by not changing.
+
+The structure of a decision is which sites are rewritten, on which fabric, and whose sums stay sharded. Which kernel
+serves a count is no part of it: run-time tables choose that inside one compiled graph, at no cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import inf
+
+from weaveopt.pipeline.price import Choices, Problem
+from weaveopt.records.candidate import Fabric
+
+MAX_REGIMES = 4
+"""Compiled graphs for one graph of symbolic size."""
+
+Structure = tuple[tuple[Fabric, bool] | None, ...]
+"""For each site the fabric, and whether its sum stays sharded; None where it is left."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """All token counts from `first` to `last`, both included, are decided alike."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """Token counts that one compiled graph serves, decided as those of one stretch among them are."""
+
+    first: int
+    last: int
+    decided_as: Stretch
+
+
+def regimes(
+    problem_at: Callable[[int], Problem], grid: Sequence[int], max_regimes: int = MAX_REGIMES, narrowest: int = 1
+) -> tuple[Served, ...]:
+    """Regimes from the first to the last count of `grid` (ascending).
+
+    `problem_at(tokens)` is what the graph costs if only so many tokens come. Between two counts of the grid that are
+    decided alike nothing else is looked for. Where there are more stretches than regimes, or one has fewer counts than
+    `narrowest`, neighbours go together such that least is lost: of the best time at each count of the grid, counts
+    being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
+    """
+    problems = cache(problem_at)
+    choices = cache(lambda tokens: problems(tokens).best())
+    structures = cache(lambda tokens: structure_of(problems(tokens), choices(tokens)))
+
+    @cache
+    def lost(stretch: Stretch, tokens: int) -> float:
+        """Share of the time at `tokens` that deciding as in `stretch` adds."""
+        problem = problems(tokens)
+        best_us = problem.us(choices(tokens))
+        us = problem.us(_choices_like(structures(stretch.first), problem))
+        return max(us - best_us, 0.0) / max(problem.unfused_us + best_us, 1e-9)
+
+    found = stretches(structures, grid)
+    if len(found) <= max_regimes and all(each.last - each.first + 1 >= narrowest for each in found):
+        return tuple(Served(each.first, each.last, each) for each in found)
+    samples = sorted({*grid, *(end for each in found for end in (each.first, each.last))})
+    return _merged(found, samples, lost, max_regimes, narrowest)
+
+
+def stretches(structure_at: Callable[[int], object], grid: Sequence[int]) -> tuple[Stretch, ...]:
+    """Maximal runs of counts with equal structure, as far as the counts of `grid` tell of a change."""
+    firsts = [grid[0]]
+    for low, high in pairwise(grid):
+        while structure_at(low) != structure_at(high):
+            there = structure_at(low)
+            changed = bisect_left(range(low + 1, high), True, key=lambda at, there=there: structure_at(at) != there)  # type: ignore[misc]
+            low += 1 + changed
+            firsts.append(low)
+    lasts = [*(first - 1 for first in firsts[1:]), grid[-1]]
+    return tuple(Stretch(first, last) for first, last in zip(firsts, lasts, strict=True))
+
+
+def structure_of(problem: Problem, choices: Choices) -> Structure:
+    parts: list[tuple[Fabric, bool] | None] = []
+    for index, (site, choice) in enumerate(zip(problem.sites, choices, strict=True)):
+        chosen = site.candidate(choice)
+        parts.append(None if chosen is None else (chosen.fabric, problem.stays_sharded(index, choices)))
+    return tuple(parts)
+
+
+def _choices_like(structure: Structure, problem: Problem) -> Choices:
+    """What a graph of this structure does at another count: where its fabric has no kernel then, the library serves."""
+    choices = []
+    for part, site in zip(structure, problem.sites, strict=True):
+        costs_us = site.costs_us
+        able = [
+            (costs_us[choice], choice)
+            for choice in range(len(site.choices))
+            if part is not None and site.candidates[site.choices[choice]].fabric is part[0]
+        ]
+        choices.append(min(able)[1] if able else len(site.choices))
+    return tuple(choices)
+
+
+def _merged(
+    found: Sequence[Stretch],
+    samples: Sequence[int],
+    lost: Callable[[Stretch, int], float],
+    max_regimes: int,
+    narrowest: int,
+) -> tuple[Served, ...]:
+    """The cheapest way to cut the stretches into runs, each decided as one of its stretches."""
+
+    @cache
+    def run(first: int, end: int) -> tuple[float, Served]:
+        """What is lost if stretches `first` to `end - 1` go together."""
+        inside = [tokens for tokens in samples if found[first].first <= tokens <= found[end - 1].last]
+        losses = {each: sum(lost(each, tokens) for tokens in inside) for each in found[first:end]}
+        best = min(losses, key=losses.__getitem__)
+        served = Served(found[first].first, found[end - 1].last, best)
+        return (losses[best] if served.last - served.first + 1 >= narrowest else inf), served
+
+    @cache
+    def cut(first: int, left: int) -> tuple[float, tuple[Served, ...]]:
+        """The best runs from stretch `first` on, at most `left` of them."""
+        ways = []
+        for end in range(len(found), first, -1) if left > 1 else (len(found),):
+            loss, served = run(first, end)
+            rest_loss, rest = cut(end, left - 1) if end < len(found) else (0.0, ())
+            ways.append((loss + rest_loss, (served, *rest)))
+        return min(ways, key=lambda way: (way[0], len(way[1])))
+
+    return cut(0, max_regimes)[1]
