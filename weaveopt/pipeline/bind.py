@@ -1,4 +1,4 @@
-"""Step 6: ranks compare what they are about to run, and the arena is allocated, exchanged and warmed once.
+"""Bind: ranks compare what they are about to run; the arena is allocated, exchanged and warmed once.
 
 The comparison goes through the group's store with a timeout, not through a collective, so a rank that never
 comes is an error too. What legitimately differs by rank (its own number) is no part of it.
@@ -9,27 +9,27 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
 from weaveopt.errors import AgreementError
-from weaveopt.fabrics import peer as arena_gpu
-from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics import topology
+from weaveopt.fabrics import peer, shm, topology
+from weaveopt.records.memory import MemoryPlan, RegionNeed
 from weaveopt.records.report import GraphReport
-from weaveopt.rule import CapturedGraph, Context
+from weaveopt.rule import Context
 
 Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
 
 
-def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None:
+def bind(groups: Sequence[str], report: GraphReport, context: Context) -> None:
     """Agree in every group that the graph communicates in, then reserve its arena.
 
     Raises `AgreementError` naming the rank and the first thing that differs, before any kernel runs.
     """
-    for group in captured.groups:
+    for group in groups:
         known = context.topologies[group]
         if known.fake or known.world < 2:
             continue
@@ -37,25 +37,35 @@ def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None
         _compare(group, document, context.config.compile_timeout_s)
     for plan in report.plans:
         known = context.topologies[plan.group]
-        if known.fake:
-            continue
-        if plan.regions is not None:
-            arena_gpu.reserve(known, plan.regions, context.config.compile_timeout_s)
-        else:
-            num_bytes = max(plan.bytes, context.config.arena_bytes)
-            arena.reserve(known, num_bytes, context.config.compile_timeout_s)
+        if not known.fake:
+            _reserve(plan, context)
 
 
-def await_peers(captured: CapturedGraph, context: Context) -> None:
+def _reserve(plan: MemoryPlan, context: Context) -> None:
+    known = context.topologies[plan.group]
+    sizes = {buffer.name: buffer.num_bytes for buffer in plan.buffers}
+    if known.device == "cuda":
+        names = ("mailboxes", "staging", "output", "partial")
+        mailboxes, *others = (sizes.get(name, 0) for name in names)
+        peer.reserve(known, RegionNeed(mailboxes // 2, *others), context.config.compile_timeout_s)
+    else:
+        num_bytes = max(plan.num_bytes, context.config.arena_bytes)
+        shm.reserve(known, num_bytes, context.config.compile_timeout_s)
+
+
+def await_peers(groups: Sequence[str], context: Context) -> None:
     """Wait until all ranks have compiled, so that a slow compiler on one is no timeout on the others."""
-    for group in captured.groups:
+    for group in groups:
         known = context.topologies[group]
         if not known.fake and known.world > 1:
             _gather(group, {}, "the end of compilation", context.config.compile_timeout_s)
 
 
 def describe(group: str, report: GraphReport, context: Context) -> Document:
-    """Everything that must be the same on all ranks of `group`, in the order in which differences are told."""
+    """Everything that must be the same on all ranks of `group`, in the order in which differences are told.
+
+    Local sites communicate in no group: every group that the graph has compares them.
+    """
     import weaveopt
 
     document: Document = {f"option {name}": value for name, value in context.config.agreed().items()}
@@ -66,15 +76,18 @@ def describe(group: str, report: GraphReport, context: Context) -> Document:
     document["constants of the machine profile"] = _digest(context.machine)
     document["phase of the graph"] = report.phase
     document["fallback"] = "; ".join(f"{f.step}: {f.error}" for f in report.fallbacks)
+    document["variant of the graph"] = report.variant
     if context.config.strict:  # else nothing that runs rests on it
         document["failure to estimate the work outside the sites"] = str(report.work_failure or "")
     for decision in report.decisions:
-        if decision.site.group == group:
-            where = f"site {decision.site.id} ({decision.site.module or 'no module'})"
-            document[f"{where}: form"] = decision.site.form
-            workload = decision.site.workload
-            for name, value in ({} if workload is None else asdict(workload)).items():
-                document[f"{where}: workload's {name}"] = json.dumps(value)
+        site = decision.site
+        if group in site.groups or not site.groups:
+            where = f"site {site.id} ({site.module or 'no module'})"
+            document[f"{where}: computation"] = site.description
+            for name, value in site.facts:
+                document[f"{where}: {name}"] = json.dumps(value)
+            for name, value in asdict(site.tokens).items():
+                document[f"{where}: token count, {name}"] = json.dumps(value)
             document[f"{where}: choice"] = _text(decision.chosen)
     for plan in report.plans:
         if plan.group == group:
