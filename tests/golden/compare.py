@@ -101,10 +101,16 @@ def _case(name: str, old: Record, new: Record, result: Differences) -> None:
         for part, kind in OF_GRAPH.items():
             say(kind, f"{where} {part}", graph[part], other[part])
         for group in sorted({*graph["arena"], *other["arena"]}):
-            say(Kind.MEMORY, f"{where} arena {group}", graph["arena"].get(group), other["arena"].get(group))
+            say(Kind.MEMORY, f"{where} arena {group}", _memory(graph, group), _memory(other, group))
         _times(name, where, graph, other, result)
         for site, match in _pairs(graph["sites"], other["sites"]):
             _site(name, f"{where} {_name(site or match)}", site, match, result)
+
+
+def _memory(graph: Record, group: str) -> Json:
+    """Fabric and bytes of a group's arena; how it is divided is the kernels' affair."""
+    found = graph["arena"].get(group) or {}
+    return [found.get("fabric"), found.get("bytes")]
 
 
 def _pairs(old: list[Record], new: list[Record]) -> Iterator[tuple[Record | None, Record | None]]:
