@@ -20,8 +20,8 @@ Block = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 def record(block: Block, inputs: tuple[Tensor, Tensor], machine: str, *, dynamic: bool, forced: bool) -> Record:
     """The JSON report of one block on `WORLD` ranks. `dynamic`: token counts are symbols, other sizes numbers."""
-    from weaveopt.reporting.document import to_json
     from weaveopt.records.report import Report
+    from weaveopt.reporting.document import to_json
 
     device = "cpu" if machine == "cpu" else "cuda"
     graph = previewed(
