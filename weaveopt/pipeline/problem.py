@@ -265,9 +265,9 @@ class Frame:
             self._kernels[key] = within(nodes, self._order, machine.device, self._context.topologies, tokens)
         return self._kernels[key]
 
-    def kernels(self, index: int) -> tuple[Kernel, ...]:
-        """What a site runs as it is."""
-        return self._within(index, self.sites[index].nodes)
+    def kernels(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
+        """What these nodes of a site run as they are."""
+        return self._within(index, nodes)
 
     def _interactions(self, sites: Sequence[PricedSite], context: Context) -> tuple[PricedInteraction, ...]:
         known: dict[object, Mapping[tuple[int, ...], float]] = {}
