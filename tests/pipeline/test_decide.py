@@ -216,3 +216,12 @@ def test_the_best_candidate_is_charged_its_error() -> None:
         estimate = Estimate((Term("all", 0.9 * NODE_US),), error)
         offered = decision.chosen if rewritten else decision.alternatives[0]
         assert offered.estimate is not None and offered.estimate.us_with_margin == pytest.approx(estimate.us_with_margin)
+
+
+def test_sites_with_equal_facts_and_other_kernels_have_prices_of_their_own() -> None:
+    """Facts need not tell all that a site costs as it is: whether the graph reads something of it, say."""
+    graph = toys.Graph()
+    graph.site([Offer(5.0)], kind="alike")
+    graph.site([Offer(5.0)], [graph.node(), graph.node()], kind="alike")
+    baselines = [decision.baseline.us for decision in decided(graph) if decision.baseline is not None]
+    assert baselines == pytest.approx([NODE_US, 2 * NODE_US])
