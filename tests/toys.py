@@ -243,5 +243,3 @@ def chose(graph: Graph, rule: SiteRule, known: Context) -> DecidedGraph:
     nowhere = PricedGraph(captured, frame, frame.problem(), WorkFailure("Toy", ""), Surroundings(known.machine))
     chosen = tuple(Chosen(each, rule.propose(each, each.site.tokens, known)[0]) for each in graph.sites)
     return DecidedGraph(nowhere, (), chosen, None)
-
-

@@ -142,7 +142,11 @@ def _recompiled(rank: int, training: bool) -> list[tuple[str, str, bool]]:
     reports: list[GraphReport] = []
     block = Block()
     _calls(block, torch.compile(block, backend=executing(FORCED, reports), dynamic=True), rank, training)
-    return [(r.phase, r.decisions[0].site.description.split("eps=")[-1], r.num_rewritten > 0) for r in reports if r.decisions]
+    return [
+        (r.phase, r.decisions[0].site.description.split("eps=")[-1], r.num_rewritten > 0)
+        for r in reports
+        if r.decisions
+    ]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

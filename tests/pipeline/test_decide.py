@@ -215,7 +215,9 @@ def test_the_best_candidate_is_charged_its_error() -> None:
         assert decision.rewritten is rewritten
         estimate = Estimate((Term("all", 0.9 * NODE_US),), error)
         offered = decision.chosen if rewritten else decision.alternatives[0]
-        assert offered.estimate is not None and offered.estimate.us_with_margin == pytest.approx(estimate.us_with_margin)
+        assert offered.estimate is not None and offered.estimate.us_with_margin == pytest.approx(
+            estimate.us_with_margin
+        )
 
 
 def test_sites_with_equal_facts_and_other_kernels_have_prices_of_their_own() -> None:

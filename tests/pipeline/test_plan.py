@@ -142,7 +142,9 @@ def test_a_buffer_that_is_read_later_keeps_its_bytes() -> None:
     graph.sites.insert(0, toys.Graph().site([Offer(1.0)], [first], name="made", memory=Memory((later,))))
     graph.site([Offer(1.0)], [last], name="behind", memory=memory(Buffer("call", 4096)))
     placements = planned(graph).placements
-    rows, *calls = (placements[site].buffers[name] for site, name in (("made", "rows"), ("s0", "call"), ("behind", "call")))
+    rows, *calls = (
+        placements[site].buffers[name] for site, name in (("made", "rows"), ("s0", "call"), ("behind", "call"))
+    )
     assert (rows.first, rows.last) == (0, 1)
     assert calls[0].offset != rows.offset, "lives together with it"
     assert calls[1].offset == rows.offset

@@ -72,7 +72,9 @@ class PricedGraph:
             return None
         order = self._order
         items: list[tuple[int, Kernel | float]] = [(order[kernel.node], kernel) for kernel in self.kernels]
-        rewritten = {index for index, decision in enumerate(decisions) if decision.rewritten and decision.chosen.estimate}
+        rewritten = {
+            index for index, decision in enumerate(decisions) if decision.rewritten and decision.chosen.estimate
+        }
         counted: set[fx.Node] = set()
         # Sites may share nodes: those of rewritten ones first, since their estimates are of all their nodes.
         for index in sorted(range(len(self.problem.sites)), key=lambda index: index not in rewritten):
