@@ -1,4 +1,4 @@
-"""A backend for tests: the six steps for real, then the rewritten graph as it is, without Inductor's code generation.
+"""A backend for tests: all steps for real, then the rewritten graph as it is, without Inductor's code generation.
 
 It shows what the rewrite and the kernels compute at a tenth of the compile time; a few tests go through Inductor.
 """
@@ -27,8 +27,8 @@ def executing(config: Config, reports: list[GraphReport]) -> Callable[..., objec
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        captured, _, report = optimize(module, inputs, config, entry, is_backward=backward, is_inference=inference)
-        guard(captured, report.regime)
+        done = optimize(module, inputs, config, entry, is_backward=backward, is_inference=inference)
+        guard(done.captured, done.report.regime, done.numbers)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)
 

@@ -120,8 +120,6 @@ def _target_splits(target: object, asked: frozenset[str]) -> bool:
 
 def _value_splits(node: fx.Node, device: str | None) -> bool:
     """Whether Inductor splits a graph at a node for what it reads or makes: another device, sizes known late."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
     if node.meta.get("unbacked_bindings"):
         return True
     return any(value is not None and value.device.type != device for value in map(tensor_of, _seen(node)))

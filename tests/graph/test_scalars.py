@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.report import GraphReport
-from weaveopt.sites.reduction import follow
+from weaveopt.sites.reduced import follow
 
 c10d = torch.ops._c10d_functional
 
@@ -67,7 +67,7 @@ def _inputs(rank: int, tokens: int) -> tuple[Tensor, Tensor]:
 def test_floats_of_the_program_are_numbers(norm: type[Norm], eps: str) -> None:
     (decision,) = previewed(Block(norm), _inputs(0, 5), dynamic=True).decisions
     assert decision.rewritten
-    assert decision.site.form == f"(all_reduce(partial)) * scale + residual -> rms_norm(eps={eps})"
+    assert decision.site.description == f"(all_reduce(partial)) * scale + residual -> rms_norm(eps={eps})"
 
 
 def _tensor_eps(w: forms.Weights, x: Tensor, r: Tensor, eps: Tensor) -> Tensor:
@@ -142,7 +142,11 @@ def _recompiled(rank: int, training: bool) -> list[tuple[str, str, bool]]:
     reports: list[GraphReport] = []
     block = Block()
     _calls(block, torch.compile(block, backend=executing(FORCED, reports), dynamic=True), rank, training)
-    return [(r.phase, r.decisions[0].site.form.split("eps=")[-1], r.num_rewritten > 0) for r in reports if r.decisions]
+    return [
+        (r.phase, r.decisions[0].site.description.split("eps=")[-1], r.num_rewritten > 0)
+        for r in reports
+        if r.decisions
+    ]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

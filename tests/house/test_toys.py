@@ -188,8 +188,6 @@ def _on_ranks(rank: int, name: str, forced: str, sizes: tuple[tuple[int, ...], .
         ("summed", "two_halves", ((6, 48), (48, 64)), ["leave"] * 2, "two_halves"),
     ],
 )
-def test_on_ranks(
-    name: str, forced: str, sizes: tuple[tuple[int, ...], ...], choices: list[str], variant: str
-) -> None:
+def test_on_ranks(name: str, forced: str, sizes: tuple[tuple[int, ...], ...], choices: list[str], variant: str) -> None:
     for found in run_ranks(_on_ranks, 2, name, forced, sizes, timeout_s=300):
         assert (sorted(found[0]), found[1]) == (sorted(choices), variant)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-import torch.fx as fx
 
-from weaveopt import cost_model
-from weaveopt.config import Config
-from weaveopt.fabrics import topology
-from weaveopt.pipeline.decide import decide
-from weaveopt.records.candidate import LEAVE, Algorithm, Candidate, Estimate, Fabric, Rejection, Term
+from tests import toys
+from tests.toys import Offer
+from weaveopt.pipeline.decide import DecidedGraph
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Term
 from weaveopt.records.report import Decision
+<<<<<<< HEAD
 from weaveopt.records.site import Site, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_unfused
 from weaveopt.rule import ArenaNeed, Context, Finding, Match
@@ -22,105 +21,219 @@ from weaveopt.rule import ArenaNeed, Context, Finding, Match
 MACHINE = cost_model.load("cpu")
 WORKLOAD = Workload(tokens=64, max_tokens=64, hidden=1024, dtype="bfloat16", world=2)
 UNFUSED_US = estimate_unfused(MACHINE, WORKLOAD).us
+=======
+from weaveopt.rule import FoundSite, SiteRule
+
+NODE_US = toys.node_us()
+RULE = toys.Toy()
+REFUSED = Offer(5.0, rejections=(Rejection("no_kernel", "none"),))
+>>>>>>> te
 
 
-@dataclass(frozen=True)
-class Priced:
-    """A rule whose candidates cost what a test says."""
-
-    cost_us: dict[str, float]
-    name: str = "priced"
-
-    def find(self, graph: fx.Graph, context: Context) -> list[Finding]:
-        raise NotImplementedError
-
-    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
-        estimate = Estimate((Term("all", self.cost_us[site.id]),), relative_error=0.0)
-        refused = Candidate(self.name, Fabric.PEER, Algorithm.TWO_SHOT, rejections=(Rejection("no_kernel", "none"),))
-        return (Candidate(self.name, Fabric.SHM, Algorithm.ONE_SHOT, estimate=estimate), refused)
-
-    def need(self, decision: Decision) -> ArenaNeed:
-        raise NotImplementedError
-
-    def replace(self, *_: object) -> tuple[str, ...]:
-        raise NotImplementedError
+def decided(graph: toys.Graph, *others: SiteRule, **settings: object) -> tuple[Decision, ...]:
+    known = toys.context(toys.exact(), **settings)
+    return toys.decided(graph, toys.rules(RULE, *others), known).decisions
 
 
-def make_nodes(count: int) -> list[fx.Node]:
-    graph = fx.Graph()
-    return [graph.placeholder(f"x{i}") for i in range(count)]
-
-
-_counts = itertools.count(65)
-
-
-def finding(name: str, nodes: list[fx.Node]) -> Finding:
-    """A site unlike all others: sites alike have the same candidates."""
-    workload = replace(WORKLOAD, max_tokens=next(_counts))
-    site = Site(id=name, rule="priced", group="0", module="", collectives=(name,), workload=workload)
-    return Finding(site, Match(frozenset(nodes)))
-
-
-def context(**settings: tuple[str, ...]) -> Context:
-    return Context(Config(**settings), MACHINE, {"0": topology.fake(2)})  # type: ignore[arg-type]
+def codes(decision: Decision) -> list[list[str]]:
+    return [[reason.code for reason in candidate.rejections] for candidate in decision.alternatives]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_set_is_the_best_one(seed: int) -> None:
     """Against brute force over all subsets of up to nine sites that share nodes at random."""
     rng = random.Random(seed)
-    nodes = make_nodes(8)
-    names = [f"s{i}" for i in range(rng.randint(1, 9))]
-    findings = [finding(name, rng.sample(nodes, rng.randint(1, 3))) for name in names]
-    rule = Priced({name: UNFUSED_US * rng.uniform(0.1, 0.9) for name in names})
-    decisions = decide(findings, [rule], context())
+    graph = toys.Graph()
+    nodes = [graph.node() for _ in range(8)]
+    for _ in range(rng.randint(1, 9)):
+        graph.site([Offer(rng.uniform(1.0, 0.9 * NODE_US))], rng.sample(nodes, rng.randint(1, 3)))
+    decisions = decided(graph)
 
     def saving(chosen: tuple[int, ...]) -> float:
-        sets = [findings[i].match.interior for i in chosen]  # type: ignore[union-attr]
+        sets = [graph.sites[i].nodes for i in chosen]
         if any(a & b for a, b in itertools.combinations(sets, 2)):
             return -1.0
-        return sum(UNFUSED_US - rule.cost_us[names[i]] for i in chosen)
+        return sum(RULE.propose(graph.sites[i], graph.sites[i].site.tokens, known)[0].plan.saves_us for i in chosen)  # type: ignore[attr-defined]
 
-    indices = range(len(names))
-    best = max(saving(s) for size in range(len(names) + 1) for s in itertools.combinations(indices, size))
+    known = toys.context()
+    indices = range(len(graph.sites))
+    best = max(saving(s) for size in range(len(indices) + 1) for s in itertools.combinations(indices, size))
     got = tuple(i for i in indices if decisions[i].rewritten)
     assert saving(got) == pytest.approx(best)
     for decision in decisions:
         if not decision.rewritten:
-            assert any(r.code == "overlaps" for c in decision.alternatives for r in c.rejections)
+            assert codes(decision) == [["overlaps"]]
 
 
 def test_a_rewrite_needs_a_saving_and_says_so() -> None:
-    (nodes,) = [make_nodes(1)]
-    (decision,) = decide([finding("a", nodes)], [Priced({"a": UNFUSED_US * 1.01})], context())
-    assert decision.chosen.choice == LEAVE and decision.unfused is not None
+    graph = toys.Graph()
+    graph.site([Offer(-0.01 * NODE_US)])
+    (decision,) = decided(graph)
+    assert decision.chosen.choice == LEAVE and decision.baseline is not None
+    assert decision.baseline.us == pytest.approx(NODE_US) and decision.chosen.estimate == decision.baseline
     (reason,) = decision.alternatives[0].rejections
-    assert reason.code == "no_saving" and dict(reason.values)["unfused_us"] == round(UNFUSED_US, 2)
+    assert reason.code == "no_saving" and dict(reason.values)["unfused_us"] == round(NODE_US, 2)
+
+
+def test_leaving_is_a_candidate_where_a_site_is_rewritten() -> None:
+    graph = toys.Graph()
+    graph.site([Offer(5.0)])
+    (decision,) = decided(graph)
+    assert decision.rewritten and decision.alternatives[0] == Candidate(LEAVE, estimate=decision.baseline)
 
 
 def test_force_overrides_the_model_and_disable_overrides_force() -> None:
-    nodes = make_nodes(1)
-    rule = Priced({"a": UNFUSED_US * 2})
-    (forced,) = decide([finding("a", nodes)], [rule], context(force=("priced",)))
-    (disabled,) = decide([finding("a", nodes)], [rule], context(force=("priced",), disable=("priced",)))
+    graph = toys.Graph()
+    graph.site([Offer(-NODE_US)])
+    (forced,) = decided(graph, force=("toy",))
+    (disabled,) = decided(graph, force=("toy",), disable=("toy",))
     assert forced.rewritten and forced.saving_us < 0
     assert not disabled.rewritten and disabled.alternatives[0].rejections[0].code == "disabled"
 
 
 def test_all_reasons_of_all_candidates_are_kept() -> None:
-    (decision,) = decide([finding("a", make_nodes(1))], [Priced({"a": 1.0})], context(disable=("priced",)))
-    codes = [[r.code for r in c.rejections] for c in decision.alternatives]
-    assert codes == [["disabled"], ["no_kernel", "disabled"]]
+    graph = toys.Graph()
+    graph.site([Offer(5.0), REFUSED])
+    (decision,) = decided(graph, disable=("toy",))
+    assert codes(decision) == [["disabled"], ["no_kernel", "disabled"]]
 
 
 def test_a_site_that_was_not_matched_keeps_its_reasons() -> None:
-    reason = Rejection("no_norm_follows", "nothing", (("node", "add"),))
-    site = Site("a", "priced", "0", "", ("a",), None, rejections=(reason,))
-    (decision,) = decide([Finding(site, None)], [Priced({})], context())
-    assert decision.chosen.choice == LEAVE and decision.alternatives[0].rejections == (reason,)
+    """No rule is asked; the reasons stand at the site itself."""
+    graph, reason = toys.Graph(), Rejection("no_norm_follows", "nothing", (("node", "add"),))
+    found = graph.site([Offer(5.0)])
+    graph.sites = [FoundSite(replace(found.site, rejections=(reason,)), found.nodes)]
+    RULE.asked.clear()
+    (decision,) = decided(graph)
+    assert decision.chosen.choice == LEAVE and decision.alternatives == () and decision.site.rejections == (reason,)
+    assert decision.baseline is not None and decision.baseline.us == pytest.approx(NODE_US)
+    assert RULE.asked == []
 
 
 def test_ties_go_to_the_earlier_site() -> None:
-    nodes = make_nodes(1)
-    rows = decide([finding("a", nodes), finding("b", nodes)], [Priced({"a": 1.0, "b": 1.0})], context())
-    assert [row.rewritten for row in rows] == [True, False]
+    graph = toys.Graph()
+    node = graph.node()
+    graph.site([Offer(5.0)], [node])
+    graph.site([Offer(5.0)], [node])
+    assert [row.rewritten for row in decided(graph)] == [True, False]
+
+
+def test_two_rules_at_one_place_are_two_candidates_of_one_site() -> None:
+    """The cheaper one wins, whichever is registered first; of equal ones the first."""
+    other = toys.Toy("other", error=0.5)
+    for rule_set in (toys.rules(RULE, other), toys.rules(other, RULE)):
+        graph = toys.Graph()
+        graph.site([Offer(0.8 * NODE_US)])
+        (decision,) = toys.decided(graph, rule_set, toys.context(toys.exact())).decisions
+        assert decision.chosen.choice == "toy", "the other one is charged its error"
+        assert [c.choice for c in decision.alternatives] == [LEAVE, "other"]
+        assert codes(decision)[1] == ["slower_candidate"]
+
+
+def test_rules_are_asked_only_about_kinds_that_they_know() -> None:
+    graph, other = toys.Graph(), toys.Toy("other", kinds=frozenset({"mixture"}))
+    graph.site([Offer(5.0)])
+    (decision,) = decided(graph, other)
+    assert decision.chosen.choice == "toy" and [c.choice for c in decision.alternatives] == [LEAVE]
+    assert other.asked == []
+
+
+def test_what_a_candidate_leaves_in_place_is_part_of_its_estimate() -> None:
+    graph = toys.Graph()
+    first, second = graph.node(), graph.node()
+    graph.site([Offer(5.0, consumes=frozenset([first]))], [first, second])
+    (decision,) = decided(graph)
+    assert decision.baseline is not None and decision.baseline.us == pytest.approx(2 * NODE_US)
+    assert decision.rewritten and decision.saving_us == pytest.approx(5.0)
+    assert decision.chosen.estimate is not None
+    assert [term.name for term in decision.chosen.estimate.terms] == ["memory", "all"]
+    assert decision.chosen.estimate.us == pytest.approx(2 * NODE_US - 5.0)
+
+
+def test_a_candidate_may_not_take_other_nodes() -> None:
+    graph = toys.Graph()
+    graph.site([Offer(5.0, consumes=frozenset([graph.node()]))], [graph.node()])
+    with pytest.raises(AssertionError, match="takes other nodes"):
+        decided(graph)
+
+
+def test_candidates_that_take_different_nodes_of_two_sites_go_together() -> None:
+    """Sites may share a node; only what would replace it twice excludes each other."""
+    graph = toys.Graph()
+    a, b, c = graph.node(), graph.node(), graph.node()
+    graph.site([Offer(9.0), Offer(5.0, variant="narrow", consumes=frozenset([a]))], [a, b])
+    graph.site([Offer(8.0)], [b, c])
+    first, second = decided(graph)
+    assert (first.chosen.variant, second.rewritten) == ("narrow", True)
+    assert codes(first)[1] == ["overlaps"]
+
+
+def test_a_graph_takes_what_its_kernels_and_decisions_take() -> None:
+    graph = toys.Graph()
+    graph.site([Offer(5.0)])
+    graph.node()
+    graph.site([Offer(-5.0)])
+    found = toys.decided(graph, toys.rules(RULE), toys.context(toys.exact()))
+    assert found.priced.baseline_us == pytest.approx(3 * NODE_US)
+    assert found.predicted_us == pytest.approx(3 * NODE_US - 5.0)
+    assert [each.found.site.id for each in found.chosen] == ["s0"]
+    variant = found.variant
+    assert (variant.name, variant.baseline_us, variant.predicted_us) == (
+        "captured", found.priced.baseline_us, found.predicted_us
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("saves_us", [-5.0, 5.0])
+def test_nodes_of_two_sites_are_counted_once(saves_us: float) -> None:
+    graph = toys.Graph()
+    a, b, c = graph.node(), graph.node(), graph.node()
+    graph.site([Offer(saves_us)], [a, b])
+    graph.site([], [b, c])
+    found = toys.decided(graph, toys.rules(RULE), toys.context(toys.exact()))
+    assert found.priced.baseline_us == pytest.approx(3 * NODE_US)
+    assert found.predicted_us == pytest.approx(3 * NODE_US - max(saves_us, 0.0))
+
+
+class Settling(toys.Toy):
+    """Says of every site of its own how many are rewritten."""
+
+    def settle(self, chosen: object, context: object) -> object:
+        rows = [each for each in chosen if each.proposal.candidate.choice == self.name]  # type: ignore[attr-defined]
+        return {
+            each.found.site.id: replace(
+                each.proposal, candidate=replace(each.proposal.candidate, notes=(f"of {len(rows)}",))
+            )
+            for each in rows
+        }
+
+
+def test_a_rule_settles_its_own_sites_after_the_decision() -> None:
+    graph = toys.Graph()
+    for saves_us in (5.0, -5.0, 5.0):
+        graph.site([Offer(saves_us)])
+    found: DecidedGraph = toys.decided(graph, toys.rules(Settling()), toys.context(toys.exact()))  # type: ignore[arg-type]
+    assert [d.chosen.notes for d in found.decisions] == [("of 2",), (), ("of 2",)]
+    assert [each.proposal.candidate.notes for each in found.chosen] == [("of 2",)] * 2
+
+
+def test_the_best_candidate_is_charged_its_error() -> None:
+    graph = toys.Graph()
+    graph.site([Offer(0.1 * NODE_US)])
+    known = toys.context(toys.exact())
+    for error, rewritten in ((0.11, True), (0.12, False)):
+        (decision,) = toys.decided(graph, toys.rules(toys.Toy(error=error)), known).decisions
+        assert decision.rewritten is rewritten
+        estimate = Estimate((Term("all", 0.9 * NODE_US),), error)
+        offered = decision.chosen if rewritten else decision.alternatives[0]
+        assert offered.estimate is not None and offered.estimate.us_with_margin == pytest.approx(
+            estimate.us_with_margin
+        )
+
+
+def test_sites_with_equal_facts_and_other_kernels_have_prices_of_their_own() -> None:
+    """Facts need not tell all that a site costs as it is: whether the graph reads something of it, say."""
+    graph = toys.Graph()
+    graph.site([Offer(5.0)], kind="alike")
+    graph.site([Offer(5.0)], [graph.node(), graph.node()], kind="alike")
+    baselines = [decision.baseline.us for decision in decided(graph) if decision.baseline is not None]
+    assert baselines == pytest.approx([NODE_US, 2 * NODE_US])

@@ -1,167 +1,187 @@
-"""Arena plans: bytes known ahead, no overlap of what is live together, sharded values only where that is right."""
+"""Arena plans: bytes known ahead, no overlap of what is live together, one plan a group, channels by name."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
-import torch.fx as fx
 
-from tests.pipeline.test_decide import Priced
-from weaveopt.pipeline.plan import _Interval, _place, plan
-from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
-from weaveopt.records.memory import BufferPlan, RegionNeed
-from weaveopt.records.report import Decision
-from weaveopt.records.site import Site, Workload
-from weaveopt.rule import ArenaNeed, Finding, Match
+from tests import toys
+from tests.toys import Offer
+from weaveopt.pipeline.plan import Planned, plan
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
+from weaveopt.rule import BufferRequest, Memory
 
-
-class Needing(Priced):
-    def need(self, decision: Decision) -> ArenaNeed:
-        workload = decision.site.workload
-        assert workload is not None
-        return ArenaNeed(workload.max_tokens * 10, workload.max_tokens * 6)
+HEADER_BYTES = 64 << 10
+"""Of the arena of a GPU group: csrc/fabric/peer.h."""
 
 
-def row(name: str, tokens: int, match: Match, group: str = "0", threshold: int = 4) -> tuple[Finding, Decision]:
-    workload = Workload(tokens=tokens, max_tokens=tokens, hidden=8, dtype="float32", world=2)
-    site = Site(name, "priced", group, "", (name,), workload)
-    chosen = Candidate("priced", Fabric.SHM, Algorithm.TWO_SHOT, (("one_shot_max_tokens", threshold),))
-    return Finding(site, match), Decision(site, chosen, (), None)
+def memory(*buffers: Buffer, channel: str = "main") -> Memory:
+    return Memory(tuple(BufferRequest(buffer) for buffer in buffers), channel)
 
 
-def planned(*rows: tuple[Finding, Decision]) -> dict[str, object]:
-    findings, decisions = zip(*rows, strict=True)
-    return {p.group: p for p in plan(findings, decisions, [Needing({})])}
+def needing(graph: toys.Graph, *buffers: Buffer, fabric: Fabric = Fabric.SHM, group: str = "0") -> None:
+    graph.site([Offer(1.0, fabric)], memory=memory(*buffers), group=group)
 
 
-def chain_graph() -> list[fx.Node]:
-    """x -> total -> total2, where only the second site's addition reads `total`."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    total = graph.call_function(abs, (x,))
-    total2 = graph.call_function(abs, (total,))
-    graph.output(total2)
-    return [x, total, total2]
+def planned(graph: toys.Graph, *groups: str) -> Planned:
+    rule = toys.Toy()
+    known = toys.context(groups=groups or ("0",))
+    return plan(toys.chose(graph, rule, known), toys.rules(rule), known)
 
 
-def test_bytes_cover_the_largest_site_and_slots_do_not_overlap() -> None:
-    _, total, total2 = chain_graph()
-    plans = planned(row("a", 100, Match(frozenset([total]))), row("b", 3000, Match(frozenset([total2]))))
-    (only,) = plans.values()
-    assert only.bytes >= 2 * 3000 * 10 + 3000 * 6  # type: ignore[attr-defined]
-    spans = sorted((s.offset, s.offset + s.bytes) for s in only.slots)  # type: ignore[attr-defined]
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert spans[-1][1] == only.bytes  # type: ignore[attr-defined]
-    assert {p.site: p.max_tokens for p in only.placements} == {"a": 100, "b": 3000}  # type: ignore[attr-defined]
+def only(found: Planned) -> MemoryPlan:
+    (plan_of_group,) = found.plans
+    return plan_of_group
+
+
+def spans(buffers: Sequence[PlacedBuffer]) -> list[tuple[int, int]]:
+    return sorted({(b.offset, b.offset + b.num_bytes) for b in buffers if b.num_bytes})
+
+
+def shm_need(tokens: int) -> tuple[Buffer, Buffer]:
+    return (
+        Buffer("partial", 2 * tokens * 10, Lifetime.ARENA, alignment=4096),
+        Buffer("output", tokens * 6, Lifetime.CALL, alignment=4096),
+    )
+
+
+def test_bytes_cover_the_largest_site_and_buffers_do_not_overlap() -> None:
+    graph = toys.Graph()
+    needing(graph, *shm_need(100))
+    needing(graph, *shm_need(3000))
+    found = planned(graph)
+    arena = only(found)
+    assert arena.num_bytes >= 2 * 3000 * 10 + 3000 * 6
+    a, b = found.placements["s0"].buffers, found.placements["s1"].buffers
+    assert a["partial"] == b["partial"], "one place for all sites"
+    assert (a["partial"].num_bytes, a["partial"].owners) == (60000, ("s0", "s1"))
+    assert (a["output"].num_bytes, b["output"].num_bytes) == (600, 18000)
+    assert a["output"].offset == b["output"].offset, "the first call is over when the second begins"
+    for site in (a, b):
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans(list(site.values()))))
+    assert spans(arena.buffers)[-1][1] <= arena.num_bytes < spans(arena.buffers)[-1][1] + 4096
+
+
+def test_a_site_without_memory_has_no_place_and_no_plan() -> None:
+    graph = toys.Graph()
+    graph.site([Offer(1.0)])
+    found = planned(graph)
+    assert (found.plans, found.placements) == ((), {})
 
 
 def test_groups_have_arenas_of_their_own() -> None:
-    _, total, total2 = chain_graph()
-    plans = planned(row("a", 10, Match(frozenset([total])), "0"), row("b", 10, Match(frozenset([total2])), "1"))
-    assert sorted(plans) == ["0", "1"]
+    graph = toys.Graph()
+    needing(graph, *shm_need(10), group="1")
+    needing(graph, *shm_need(20), group="0")
+    found = planned(graph, "0", "1")
+    assert [each.group for each in found.plans] == ["0", "1"]
+    assert [each.of_site("s0") != {} for each in found.plans] == [False, True]
+    assert [found.placements[site].buffers["partial"].num_bytes for site in ("s0", "s1")] == [200, 400]
 
 
-@pytest.mark.parametrize(
-    ("second", "sharded"),
-    [({}, True), ({"tokens": 11}, False), ({"group": "1"}, False), ({"threshold": 5}, False)],
-)
-def test_a_sum_is_sharded_only_between_sites_that_divide_alike(second: dict[str, object], sharded: bool) -> None:
-    _, total, total2 = chain_graph()
-    settings = {"tokens": 10, **second}
-    a = row("a", 10, Match(frozenset([total]), sharded_output=total))
-    b = row("b", match=Match(frozenset([total2]), sharded_input=total), **settings)  # type: ignore[arg-type]
-    placements = {p.site: p for each in planned(a, b).values() for p in each.placements}  # type: ignore[attr-defined]
-    assert placements["a"].sum_sharded is sharded and placements["b"].residual_sharded is sharded
-
-
-def test_a_sum_that_anything_else_reads_is_whole() -> None:
-    _, total, total2 = chain_graph()
-    with total.graph.inserting_before(total2):
-        total.graph.call_function(len, (total,))
-    a = row("a", 10, Match(frozenset([total]), sharded_output=total))
-    b = row("b", 10, Match(frozenset([total2]), sharded_input=total))
-    placements = [p for each in planned(a, b).values() for p in each.placements]  # type: ignore[attr-defined]
-    assert not any(p.sum_sharded or p.residual_sharded for p in placements)
-
-
-class Sharing(Priced):
-    """Sites on GPUs: what they need differs by site."""
-
-    def need(self, decision: Decision) -> RegionNeed:
-        tokens = decision.chosen.lowerings[-1].max_tokens
-        return RegionNeed(256 * tokens, 512 * (200 - tokens), 1024 * tokens, 256 if tokens == 30 else 0)
-
-
-def gpu_row(name: str, tokens: int, match: Match, fabric: Fabric = Fabric.PEER) -> tuple[Finding, Decision]:
-    found, decision = row(name, tokens, match)
-    table = (Lowering(tokens // 2, Algorithm.ONE_SHOT, Form.MAIL), Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK, 64))
-    return found, replace(decision, chosen=replace(decision.chosen, fabric=fabric, lowerings=table))
-
-
-def shared(*rows: tuple[Finding, Decision]) -> BufferPlan:
-    findings, decisions = zip(*rows, strict=True)
-    (only,) = plan(findings, decisions, [Sharing({})])
-    return only
+def regions(mailboxes: int, staging: int, output: int, partial: int = 0) -> tuple[Buffer, ...]:
+    sizes = {"mailboxes": mailboxes, "staging": staging, "output": output, "partial": partial}
+    fills = {"mailboxes": 0x80000000}
+    return tuple(Buffer(name, size, Lifetime.ARENA, fills.get(name)) for name, size in sizes.items() if size)
 
 
 def test_sites_of_a_gpu_group_share_the_regions() -> None:
-    _, total, total2 = chain_graph()
-    found = shared(gpu_row("a", 100, Match(frozenset([total]))), gpu_row("b", 40, Match(frozenset([total2]))))
-    assert (found.fabric, found.regions) == (Fabric.PEER, RegionNeed(25600, 81920, 102400))
-    # csrc/fabric/peer.h: header, two mailboxes, staging, output
-    assert [(s.offset, s.bytes) for s in found.slots] == [(65536, 51200), (116736, 81920), (198656, 102400)]
-    assert found.bytes == 301056
-    assert all(slot.owners == ("a", "b") for slot in found.slots)
-    placed = [(p.site, p.max_tokens, p.partial_offset, p.partial_bytes, p.output_offset) for p in found.placements]
-    assert placed == [("a", 100, 0, 0, 0), ("b", 40, 0, 0, 0)]
+    graph = toys.Graph()
+    needing(graph, *regions(2 * 25600, 51200, 102400), fabric=Fabric.PEER)
+    needing(graph, *regions(2 * 10240, 81920, 40960), fabric=Fabric.PEER)
+    found = only(planned(graph))
+    assert found.fabric is Fabric.PEER
+    sizes = {buffer.name: (buffer.num_bytes, buffer.fill) for buffer in found.buffers}
+    assert sizes == {"mailboxes": (51200, 0x80000000), "output": (102400, None), "staging": (81920, None)}
+    assert all(buffer.owners == ("s0", "s1") for buffer in found.buffers)
+    assert [buffer.offset for buffer in found.buffers] == [0, 51200, 153600], "by name, one behind the other"
+    assert found.num_bytes == HEADER_BYTES + 51200 + 102400 + 81920
 
 
 def test_the_plan_counts_as_the_native_part_does() -> None:
     native = pytest.importorskip("weaveopt._native")
     if not getattr(native, "has_cuda", False):
         pytest.skip("the native part was built without CUDA")
-    _, total, _ = chain_graph()
-    found = shared(gpu_row("a", 100, Match(frozenset([total]))))
-    assert found.regions is not None
-    regions = native.Regions(found.regions.mailbox_bytes, found.regions.staging_bytes, found.regions.output_bytes)
-    assert regions.total_bytes == found.bytes
+    graph = toys.Graph()
+    needing(graph, *regions(2 * 25600, 81920, 102400), fabric=Fabric.PEER)
+    assert native.Regions(25600, 81920, 102400).total_bytes == only(planned(graph)).num_bytes
 
 
-def test_a_product_that_writes_into_the_arena_has_the_last_region() -> None:
-    _, total, total2 = chain_graph()
-    rows = gpu_row("a", 30, Match(frozenset([total])), Fabric.MULTIMEM), gpu_row("b", 40, Match(frozenset([total2])))
-    found = shared(*rows)
-    assert found.fabric is Fabric.MULTIMEM, "what maps it by multicast too"
-    last = found.slots[-1]
-    assert last.bytes == 256 and last.offset + 256 == found.bytes
+def test_a_fabric_that_maps_more_stands_for_the_arena() -> None:
+    """The buffer of a product that writes into the arena is there for the site that asks for it."""
+    graph = toys.Graph()
+    needing(graph, *regions(0, 0, 30720, 256), fabric=Fabric.MULTIMEM)
+    needing(graph, *regions(20480, 81920, 40960), fabric=Fabric.PEER)
+    found = planned(graph)
+    assert only(found).fabric is Fabric.MULTIMEM, "what maps it by multicast too"
+    assert sorted(found.placements["s0"].buffers) == ["output", "partial"]
+    assert sorted(found.placements["s1"].buffers) == ["mailboxes", "output", "staging"]
 
 
-@pytest.mark.parametrize(("tokens", "ctas", "sharded"), [(40, 64, True), (40, 32, False), (42, 64, False)])
-def test_a_sum_is_sharded_only_between_equal_tables(tokens: int, ctas: int, sharded: bool) -> None:
-    _, total, total2 = chain_graph()
-    a = gpu_row("a", 40, Match(frozenset([total]), sharded_output=total))
-    found, decision = gpu_row("b", 40, Match(frozenset([total2]), sharded_input=total))
-    first, last = decision.chosen.lowerings
-    table = (first, replace(last, max_tokens=tokens, num_ctas=ctas))
-    placements = shared(a, (found, replace(decision, chosen=replace(decision.chosen, lowerings=table)))).placements
-    assert [p.sum_sharded for p in placements] == [sharded, False]
-    assert [p.residual_sharded for p in placements] == [False, sharded]
+def test_channels_are_numbered_by_their_first_site() -> None:
+    graph = toys.Graph()
+    for channel in ("rows", "experts", "rows"):
+        graph.site([Offer(1.0)], memory=memory(channel=channel))
+    found = planned(graph)
+    assert [(channel.name, channel.index) for channel in only(found).channels] == [("rows", 0), ("experts", 1)]
+    assert [found.placements[f"s{index}"].channel for index in range(3)] == [0, 1, 0]
+
+
+def test_a_buffer_that_is_read_later_keeps_its_bytes() -> None:
+    """Until the site behind its last reader is through: that one may begin before the reader is."""
+    graph = toys.Graph()
+    first = graph.node()
+    reader = graph.node()
+    needing(graph, Buffer("call", 4096))
+    last = graph.node()
+    later = BufferRequest(Buffer("rows", 4096, Lifetime.UNTIL_READ), reader)
+    graph.sites.insert(0, toys.Graph().site([Offer(1.0)], [first], name="made", memory=Memory((later,))))
+    graph.site([Offer(1.0)], [last], name="behind", memory=memory(Buffer("call", 4096)))
+    placements = planned(graph).placements
+    rows, *calls = (
+        placements[site].buffers[name] for site, name in (("made", "rows"), ("s0", "call"), ("behind", "call"))
+    )
+    assert (rows.first, rows.last) == (0, 1)
+    assert calls[0].offset != rows.offset, "lives together with it"
+    assert calls[1].offset == rows.offset
+
+
+def test_who_reads_a_buffer_last_has_to_be_told() -> None:
+    graph = toys.Graph()
+    needing(graph, Buffer("rows", 4096, Lifetime.UNTIL_READ))
+    with pytest.raises(AssertionError, match="who reads rows last"):
+        planned(graph)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_live_intervals_never_overlap(seed: int) -> None:
+def test_live_buffers_never_overlap(seed: int) -> None:
+    """Sites with buffers of calls, of the arena, and some that nodes further down read."""
     rng = random.Random(seed)
-    intervals = []
-    for index in range(rng.randint(1, 12)):
-        start = rng.randint(0, 8)
-        intervals.append(_Interval(str(index), rng.randint(1, 30000), start, start + rng.randint(0, 4)))
-    offsets = {owner: slot.offset for slot in _place(intervals, base=4096) for owner in slot.owners}
-    for a in intervals:
-        assert offsets[a.owner] >= 4096 and offsets[a.owner] % 4096 == 0
-        for b in intervals:
-            together = a.owner != b.owner and a.start <= b.end and b.start <= a.end
-            apart = offsets[a.owner] + a.bytes <= offsets[b.owner] or offsets[b.owner] + b.bytes <= offsets[a.owner]
-            assert not together or apart
+    graph = toys.Graph()
+    nodes = [graph.node() for _ in range(30)]
+    starts = sorted(rng.sample(range(20), rng.randint(1, 12)))
+    read_at: dict[tuple[str, str], int] = {}
+    for index, start in enumerate(starts):
+        requests = []
+        for number in range(rng.randint(1, 3)):
+            name, num_bytes = f"b{number}", rng.randint(0, 30000)
+            lifetime = rng.choice((Lifetime.CALL, Lifetime.UNTIL_READ))
+            read_at[f"s{index}", name] = start if lifetime is Lifetime.CALL else rng.randint(start, 29)
+            reader = nodes[read_at[f"s{index}", name]] if lifetime is Lifetime.UNTIL_READ else None
+            requests.append(BufferRequest(Buffer(name, num_bytes, lifetime), reader))
+        requests.append(BufferRequest(Buffer("kept", rng.randint(1, 9000), Lifetime.ARENA)))
+        graph.site([Offer(1.0)], [nodes[start]], memory=Memory(tuple(requests)))
+    arena = only(planned(graph))
+    for a, b in itertools.combinations(arena.buffers, 2):
+        apart = a.offset + a.num_bytes <= b.offset or b.offset + b.num_bytes <= a.offset
+        assert apart or not (a.num_bytes and b.num_bytes) or (a.first > b.last or b.first > a.last)
+        assert Lifetime.ARENA not in (a.lifetime, b.lifetime) or apart
+    for buffer in arena.buffers:
+        if buffer.lifetime is Lifetime.UNTIL_READ:
+            begun = [at for at, start in enumerate(starts) if start <= read_at[buffer.owners[0], buffer.name]]
+            assert buffer.last >= max(begun), "every site that begins before its last reader finds it alive"
+        assert buffer.offset + buffer.num_bytes <= arena.num_bytes

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Rejection, Term
-from weaveopt.records.memory import BufferPlan, Placement, Slot
-from weaveopt.records.report import Decision, Fallback, GraphReport, MachineSummary, Report, Work
-from weaveopt.records.site import Product, Site, Workload
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric, Rejection, Term
+from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
+from weaveopt.records.report import Decision, Fallback, GraphReport, MachineSummary, Report, Variant, Work
+from weaveopt.records.site import Site, TokenCounts
 
 RULE = "all_reduce_rms_norm"
 
@@ -17,51 +17,51 @@ RULE = "all_reduce_rms_norm"
 def _site(layer: int, module: str, count: int) -> Site:
     return Site(
         id=f"{RULE}.{layer}.{module}",
-        rule=RULE,
-        group="0",
+        kind="reduction",
+        groups=("0",),
         module=f"model.layers.{layer}.{module}",
         collectives=(f"all_reduce_{layer}_{module}",),
-        workload=Workload(512, 512, 1024, "bfloat16", 2, product=Product(512, 512, 1024)),
-        form="all_reduce(mm) + residual -> rms_norm(eps=1e-05)",
+        description="all_reduce(mm) + residual -> rms_norm(eps=1e-05)",
+        tokens=TokenCounts(512),
+        facts=(("world", 2), ("hidden", 1024), ("dtype", "bfloat16"), ("out_dtype", ""), ("has_residual", True)),
         count=count,
     )
 
 
 def _rewritten(layer: int, module: str, count: int) -> Decision:
-    unfused = Estimate((Term("gemm", 100.0), Term("all_reduce", 300.0), Term("add_norm", 50.5)), 0.1)
+    baseline = Estimate((Term("gemm", 100.0), Term("all_reduce", 300.0), Term("memory", 50.5)), 0.1)
     fused = Estimate((Term("gemm", 100.0), Term("reduce", 80.0), Term("overlapped", -20.0)), 0.1)
     slow = Estimate((Term("gemm", 100.0), Term("reduce", 140.0)), 0.1)
     return Decision(
         site=_site(layer, module, count),
-        chosen=Candidate(RULE, Fabric.SHM, Algorithm.TWO_SHOT, (("one_shot_max_tokens", 64),), fused),
+        chosen=Candidate(RULE, Fabric.SHM, "two_shot", (("one_shot_max_tokens", 64),), fused),
         alternatives=(
-            Candidate("leave", Fabric.LIBRARY, Algorithm.LIBRARY, (), unfused),
-            Candidate(RULE, Fabric.SHM, Algorithm.ONE_SHOT, (("one_shot_max_tokens", 512),), slow),
+            Candidate(LEAVE, estimate=baseline),
+            Candidate(RULE, Fabric.SHM, "one_shot", (("one_shot_max_tokens", 512),), slow),
             Candidate(
                 RULE,
                 Fabric.PEER,
-                Algorithm.TWO_SHOT,
+                "two_shot",
                 rejections=(
                     Rejection("fabric_needs_cuda", "peer joins GPUs", (("device", "cpu"),)),
                     Rejection("no_kernel", "this version has no peer kernel"),
                 ),
             ),
         ),
-        unfused=unfused,
+        baseline=baseline,
     )
 
 
 def _left() -> Decision:
     site = Site(
         id="left.0",
-        rule=RULE,
-        group="0",
+        kind="reduction",
+        groups=("0",),
         module="model.embed_tokens",
         collectives=("all_reduce",),
-        workload=None,
         rejections=(Rejection("no_norm", "the sum is read by 2 nodes and none is a norm", (("readers", 2),)),),
     )
-    return Decision(site, Candidate("leave", Fabric.LIBRARY, Algorithm.LIBRARY), (), None)
+    return Decision(site, Candidate(LEAVE), (), None)
 
 
 @pytest.fixture
@@ -73,12 +73,14 @@ def report() -> Report:
         _rewritten(1, "self_attn.o_proj", 7),
         _rewritten(1, "mlp.down_proj", 7),
     )
-    plan = BufferPlan(
-        group="0",
-        bytes=4 << 20,
-        slots=(Slot(0, 2 << 20, (decisions[1].site.id, decisions[3].site.id)), Slot(2 << 20, 2 << 20, ())),
-        placements=(Placement(decisions[1].site.id, 0, 1 << 20, 2 << 20, 512, residual_sharded=True),),
+    gathering = replace(decisions[1], chosen=replace(decisions[1].chosen, notes=("gather: the whole sum",)))
+    decisions = (decisions[0], gathering, *decisions[2:])
+    owners = tuple(d.site.id for d in decisions if d.rewritten)
+    buffers = (
+        PlacedBuffer("partial", 0, 2 << 20, Lifetime.ARENA, owners, 0, 3, None, 4096),
+        PlacedBuffer("output", 2 << 20, 2 << 20, Lifetime.CALL, owners[:1], 0, 0, None, 4096, 2 << 20),
     )
+    plan = MemoryPlan("0", Fabric.SHM, 4 << 20, buffers, (Channel("main", 0),))
     graph = GraphReport(
         name="graph_0",
         phase="prefill",
@@ -87,6 +89,7 @@ def report() -> Report:
         plans=(plan,),
         rounding=("all_reduce_rms_norm: the sum is rounded once, not at each step",),
         steps_us=(("recognize", 1200.0), ("decide", 300)),
+        variants=(Variant("captured", "", 9000.0, 4000.0),),
     )
     return Report(
         model="tiny",
@@ -102,9 +105,9 @@ def _layer_work(layer: int, after: int, count: int) -> tuple[Work, ...]:
     """What a layer runs beside its two sites: the first projection and attention, then the wide products."""
     path = f"model.layers.{layer}"
     return (
-        Work(f"{path}.self_attn.qkv_proj", "product", 40.0, after, count),
+        Work(f"{path}.self_attn.qkv_proj", "gemm", 40.0, after, count),
         Work(f"{path}.self_attn", "attention", 25.0, after, count),
-        Work(f"{path}.mlp.gate_proj", "product", 90.0, after + 1, count),
+        Work(f"{path}.mlp.gate_proj", "gemm", 90.0, after + 1, count),
         Work("", "memory", 5.0, after + 1, count),
     )
 
@@ -116,7 +119,7 @@ def whole(report: Report) -> Report:
         Work("model.embed_tokens", "memory", 3.0, 0),
         *_layer_work(0, 1, 1),
         *_layer_work(1, 3, 7),
-        Work("lm_head", "product", 200.0, 5),
+        Work("lm_head", "gemm", 200.0, 5),
         Work("lm_head", "collective", 60.0, 5),
     )
     return replace(report, graphs=(replace(report.graphs[0], work=work),))

@@ -80,7 +80,7 @@ def test_sites_and_graphs_of_one_side_only(report: Report, tmp_path: Path) -> No
 
 def test_kinds_of_one_module_are_paired_in_order(report: Report) -> None:
     graph = report.graphs[0]
-    last = replace(graph.decisions[4], unfused=None)
+    last = replace(graph.decisions[4], baseline=None)
     two_kinds = replace(graph, decisions=(*graph.decisions[:4], last))
     pairs = compare.pairs(two_kinds, graph)
     assert [(pair.module, pair.left is None, pair.right is None) for pair in pairs] == [
@@ -132,8 +132,9 @@ def _error(left: Path, right: Path, capsys: pytest.CaptureFixture[str]) -> str:
         (b"3", "$: found 3, expected an object"),
         (b"{}", "$: no field 'schema'"),
         (b'{"schema": 99}', "schema 99"),
+        (b'{"schema": 1}', "report has schema 1; this weaveopt reads schema 2"),
         (b'{"schema": "1"}', "$.schema: found"),
-        (b'{"schema": 1}', "$: no field"),
+        (b'{"schema": 2}', "$: no field"),
     ],
 )
 def test_files_that_are_no_report(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from weaveopt.errors import OptionError
-from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering, Rejection
-from weaveopt.records.memory import RegionNeed, Slot
-from weaveopt.records.report import Decision, MachineSummary, Report, Sensitivity, Stretch, WorkFailure
+from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow
+from weaveopt.records.memory import Lifetime, PlacedBuffer
+from weaveopt.records.report import Decision, MachineSummary, Report, Sensitivity, Stretch, Variant, WorkFailure
 from weaveopt.reporting import memory, parts, reasons, timeline, why
 from weaveopt.reporting import text as render
 
@@ -51,35 +51,39 @@ def test_no_column_and_no_reason_is_lost(report: Report, width: int) -> None:
 
 
 def _on_gpus(report: Report) -> Report:
-    """The same with its sites on peer: two run by a table, whose regions all sites share."""
+    """The same with its sites on peer: they run by a table, and share the buffers."""
     table = (
-        Lowering(24, Algorithm.ONE_SHOT, Form.MAIL),
-        Lowering(512, Algorithm.TWO_SHOT, Form.MAIL),
-        Lowering(4096, Algorithm.TWO_SHOT, Form.BULK, 64),
+        TableRow(24, "one_shot mail"),
+        TableRow(512, "two_shot mail"),
+        TableRow(4096, "two_shot bulk", (("num_ctas", 64),)),
     )
     parameters = (("form", "bulk"), ("num_ctas", 64), ("max_tokens", 4096), ("measured", True))
 
     def moved(decision: Decision) -> Decision:
-        if not decision.rewritten or decision.site.workload is None:
+        if not decision.rewritten:
             return decision
-        workload = replace(decision.site.workload, max_tokens=8192)
-        chosen = replace(decision.chosen, fabric=Fabric.PEER, parameters=parameters, lowerings=table)
+        site = replace(decision.site, tokens=replace(decision.site.tokens, most=8192))
+        chosen = replace(
+            decision.chosen, fabric=Fabric.PEER, variant="two_shot bulk", parameters=parameters, table=table
+        )
         slower = Rejection("slower_algorithm", "two_shot bulk is predicted faster at this size", (("tokens", 512),))
-        mail = replace(chosen, parameters=(("form", "mail"), ("num_ctas", 0)), rejections=(slower,))
-        switch = replace(
-            chosen, fabric=Fabric.MULTIMEM, parameters=(("form", "direct"), ("measured", False)), rejections=()
+        mail = replace(
+            chosen, variant="two_shot mail", parameters=(("form", "mail"), ("num_ctas", 0)), rejections=(slower,)
         )
-        alternatives = (decision.alternatives[0], replace(mail, algorithm=Algorithm.ONE_SHOT), mail, switch)
-        return replace(
-            decision, site=replace(decision.site, workload=workload), chosen=chosen, alternatives=alternatives
-        )
+        direct = (("form", "direct"), ("measured", False))
+        switch = replace(chosen, fabric=Fabric.MULTIMEM, variant="two_shot direct", parameters=direct, rejections=())
+        alternatives = (decision.alternatives[0], replace(mail, variant="one_shot mail"), mail, switch)
+        return replace(decision, site=site, chosen=chosen, alternatives=alternatives)
 
     graph = report.graphs[0]
-    regions = RegionNeed(mailbox_bytes=1 << 20, staging_bytes=2 << 20, output_bytes=3 << 20)
     owners = tuple(d.site.id for d in graph.decisions if d.rewritten)
-    sizes = (2 << 20, 2 << 20, 3 << 20)
-    slots = tuple(Slot(65536 + sum(sizes[:i]), size, owners) for i, size in enumerate(sizes))
-    plan = replace(graph.plans[0], fabric=Fabric.PEER, regions=regions, bytes=(7 << 20) + 65536, slots=slots)
+    sizes = {"mailboxes": 2 << 20, "output": 3 << 20, "staging": 2 << 20}
+    starts = [sum(list(sizes.values())[:at]) for at in range(len(sizes))]
+    buffers = tuple(
+        PlacedBuffer(name, start, size, Lifetime.ARENA, owners)
+        for (name, size), start in zip(sizes.items(), starts, strict=True)
+    )
+    plan = replace(graph.plans[0], fabric=Fabric.PEER, num_bytes=(7 << 20) + 65536, buffers=buffers)
     moved_graph = replace(graph, decisions=tuple(map(moved, graph.decisions)), plans=(plan,))
     return replace(report, graphs=(moved_graph,))
 
@@ -94,12 +98,11 @@ def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
     assert "two_shot bulk 64" in squeezed
     assert "unmeasured: multimem two_shot direct (predicted from a paper or a model)" in squeezed
     owners = "model.layers.*.self_attn.o_proj ×8, model.layers.*.mlp.down_proj ×8"
-    assert "arena of group 0 on peer: 7,405,568 bytes in 3 slot(s)" in squeezed
-    assert "header at 0 65,536 bytes signals and counters of all sites" in squeezed
-    assert f"2 mailboxes at 65,536 2,097,152 bytes {owners}" in squeezed
-    assert f"staging at 2,162,688 2,097,152 bytes {owners}" in squeezed
-    assert f"output at 4,259,840 3,145,728 bytes {owners}" in squeezed
-    assert "gather: two-shot hands out the whole sum at 1 place(s)" in squeezed
+    assert "arena of group 0 on peer: 7,405,568 bytes in 3 buffer(s)" in squeezed
+    assert f"mailboxes at 0 2,097,152 bytes {owners}" in squeezed
+    assert f"output at 2,097,152 3,145,728 bytes {owners}" in squeezed
+    assert f"staging at 5,242,880 2,097,152 bytes {owners}" in squeezed
+    assert "gather: the whole sum: 1 place(s): model.layers.*.self_attn.o_proj" in squeezed
 
 
 def test_a_reason_names_the_kernels_that_it_holds_for(report: Report) -> None:
@@ -111,30 +114,53 @@ def test_a_reason_names_the_kernels_that_it_holds_for(report: Report) -> None:
 
 def test_why_tells_the_table_of_a_site(report: Report) -> None:
     squeezed = " ".join(why.text(_on_gpus(report), "model.layers.1.mlp.down_proj").split())
-    assert "chosen: all_reduce_rms_norm on peer, two_shot form=bulk num_ctas=64" in squeezed
+    assert "chosen: all_reduce_rms_norm on peer, two_shot bulk form=bulk num_ctas=64" in squeezed
     assert "run-time table: up to 24 tokens one_shot mail, up to 512 two_shot mail" in squeezed
 
 
-def test_a_sharded_or_unread_sum_is_not_gathered(report: Report) -> None:
+def test_what_a_rule_says_is_told_once_with_its_places(report: Report) -> None:
     graph = report.graphs[0]
-    placement = replace(graph.plans[0].placements[0], sum_sharded=True)
-    sharded = replace(graph, plans=(replace(graph.plans[0], placements=(placement,)),))
-    assert list(memory.gather_line(sharded)) == []
-    decision = graph.decisions[1]
-    assert decision.site.workload is not None
-    unread = replace(decision, site=replace(decision.site, workload=replace(decision.site.workload, sum_is_used=False)))
-    assert list(memory.gather_line(replace(graph, decisions=(unread,)))) == []
-    assert len(list(memory.gather_line(graph))) == 1
+    noted = {1: ("no copy: a",), 2: ("no copy: a", "gather: b"), 3: ("no copy: a",)}
+    decisions = tuple(
+        replace(d, chosen=replace(d.chosen, notes=noted.get(index, ()))) for index, d in enumerate(graph.decisions)
+    )
+    assert list(memory.note_lines(replace(graph, decisions=decisions))) == [
+        "no copy: a: 9 place(s): model.layers.*.self_attn.o_proj, model.layers.*.mlp.down_proj",
+        "gather: b: 1 place(s): model.layers.*.mlp.down_proj",
+    ]
+    silent = tuple(replace(d, chosen=replace(d.chosen, notes=())) for d in decisions)
+    assert list(memory.note_lines(replace(graph, decisions=silent))) == []
 
 
-def test_places_whose_rows_lie_in_the_arena_are_counted(report: Report) -> None:
+def test_a_buffer_says_how_long_it_lives(report: Report) -> None:
     graph = report.graphs[0]
-    assert list(memory.landing_line(graph)) == []
-    placement = replace(graph.plans[0].placements[0], normed_lands=True)
-    landed = replace(graph, plans=(replace(graph.plans[0], placements=(placement,)),))
-    count = next(d.site.count for d in graph.decisions if d.site.id == placement.site)
-    (line,) = memory.landing_line(landed)
-    assert line.endswith(f": {count} place(s)")
+    (plan,) = graph.plans
+    later = replace(plan, buffers=(replace(plan.buffers[1], lifetime=Lifetime.UNTIL_READ, owners=("who",)),))
+    assert [row[0] for row in memory.arena_rows(plan, graph.decisions)] == ["partial", "output (call)"]
+    assert list(memory.arena_rows(later, graph.decisions)) == [
+        ("output (until read)", "2,097,152", "2,097,152", "who ×1")
+    ]
+
+
+def test_buffers_that_sites_have_one_after_the_other_are_one_row(report: Report) -> None:
+    graph = report.graphs[0]
+    (plan,) = graph.plans
+    output, owners = plan.buffers[1], [d.site.id for d in graph.decisions if d.rewritten]
+    many = tuple(replace(output, owners=(owner,), first=at, last=at) for at, owner in enumerate(owners))
+    elsewhere = replace(output, offset=8 << 20)
+    rows = list(memory.arena_rows(replace(plan, buffers=(*many, elsewhere)), graph.decisions))
+    every = "model.layers.*.self_attn.o_proj ×8, model.layers.*.mlp.down_proj ×8"
+    assert [row[3] for row in rows] == [every, "model.layers.*.self_attn.o_proj ×1"]
+
+
+def test_variants_are_told_where_there_are_several(report: Report) -> None:
+    graph = report.graphs[0]
+    assert "variant" not in render.text(report)
+    slower = Rejection("no_saving", "the predicted saving does not exceed the model's own error")
+    several = (Variant("captured", "", 9000.0, 4000.0), Variant("halves", "split", 8000.0, 3990.0, (slower,)))
+    lines = render.text(replace(report, graphs=(replace(graph, variants=several),))).splitlines()
+    assert "variant captured: 9,000.0 -> 4,000.0 us; runs" in lines
+    assert f"variant halves (split): 8,000.0 -> 3,990.0 us; no_saving: {slower.message}" in lines
 
 
 def test_layers_of_a_kind_are_one_row_with_their_places_added_up(report: Report) -> None:

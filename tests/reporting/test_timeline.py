@@ -45,7 +45,7 @@ def test_kernels_are_counted_like_sites(whole: Report) -> None:
 @pytest.mark.parametrize(
     ("terms", "exposed_us"),
     [
-        ((("gemm", 30.0), ("all_reduce", 22.0), ("add_norm", 5.0)), 22.0),
+        ((("gemm", 30.0), ("all_reduce", 22.0), ("memory", 5.0)), 22.0),
         ((("gemm", 30.0), ("reduce", 22.0), ("overlapped", -10.0)), 12.0),
         ((("gemm", 30.0), ("reduce", 6.0), ("gather", 4.0), ("overlapped", -12.0)), 0.0),
         ((("gemm", 30.0), ("copy", 3.0), ("norm", 2.0)), 0.0),
@@ -56,7 +56,7 @@ def test_exposed_is_what_nothing_hides(terms: tuple[tuple[str, float], ...], exp
 
 
 def test_kinds_of_kernels_run_on_their_streams() -> None:
-    kinds = ("product", "attention", "memory", "collective")
+    kinds = ("gemm", "attention", "memory", "collective")
     assert [timeline.stream_of(kind) for kind in kinds] == ["compute", "compute", "compute", "communication"]
     assert timeline.stream_of("broadcast") == "communication", "words count, not letters: no `add` in it"
 
@@ -111,6 +111,6 @@ def test_layers_of_unequal_kernels_stay_apart(whole: Report) -> None:
 
 
 def test_a_graph_without_layers_is_one_part(whole: Report) -> None:
-    graph = replace(whole.graphs[0], decisions=(), work=(Work("", "product", 7.0, 0), Work("mlp", "memory", 1.0, 0)))
+    graph = replace(whole.graphs[0], decisions=(), work=(Work("", "gemm", 7.0, 0), Work("mlp", "memory", 1.0, 0)))
     (part,) = parts.parts(graph)
     assert (part.name, part.before, part.after) == ("whole", Times(8.0), Times(8.0))

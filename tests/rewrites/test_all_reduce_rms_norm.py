@@ -60,7 +60,9 @@ def test_form_is_found(form: object, dtype: torch.dtype) -> None:
     weights = forms.make_weights(dtype)
     report = previewed(lambda x, r: form(weights, x, r), inputs(dtype))
     assert report.fallbacks == ()
-    assert [d.site.form for d in report.decisions] == [EXPECTED[form.__name__]] * (3 if form is forms.chain else 1)
+    assert [d.site.description for d in report.decisions] == [EXPECTED[form.__name__]] * (
+        3 if form is forms.chain else 1
+    )
     assert all(d.rewritten for d in report.decisions)
 
 

@@ -82,7 +82,9 @@ def test_every_form_is_rewritten_and_keeps_its_products(
 ) -> None:
     report = on_gpus(form, dtype, force=FORCED)
     assert report.fallbacks == ()
-    assert [d.site.form for d in report.decisions] == [EXPECTED[form.__name__]] * (3 if form is forms.chain else 1)
+    assert [d.site.description for d in report.decisions] == [EXPECTED[form.__name__]] * (
+        3 if form is forms.chain else 1
+    )
     assert {d.chosen.fabric for d in report.decisions} == {Fabric.PEER}
     found = targets(graphs[-1])
     assert found.count("weave.all_reduce_norm.default") == len(report.decisions)

@@ -100,7 +100,7 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
     report = on_gpus(block(case.quantize), static=static)
     (decision,) = report.decisions
     assert decision.rewritten and decision.chosen.fabric is Fabric.PEER
-    assert decision.site.form == "all_reduce(partial) + residual -> rms_norm(eps=1e-06)" + TEXT[case.quant]
+    assert decision.site.description == "all_reduce(partial) + residual -> rms_norm(eps=1e-06)" + TEXT[case.quant]
     assert decision.site.workload is not None and decision.site.workload.out_dtype == "float8_e4m3fn"
     (call,) = quant_calls(graphs[-1])
     assert (call.quant, call.out_dtype, call.dtype) == (case.quant, "float8_e4m3fn", "bfloat16")
@@ -173,7 +173,7 @@ def test_left_in_the_graph_with_its_reason(form: Form, reason: str, graphs: list
     (decision,) = report.decisions
     assert decision.rewritten and quant_calls(graphs[-1]) == []
     assert targets(graphs[-1]).count("weave.all_reduce_norm.default") == 1
-    assert " -> e4m3 left as it is: " in decision.site.form and reason in decision.site.form
+    assert " -> e4m3 left as it is: " in decision.site.description and reason in decision.site.description
     assert decision.site.workload is not None and decision.site.workload.out_dtype == ""
     assert not any("normed rows are rounded" in line for line in report.rounding)
 
@@ -191,13 +191,13 @@ def test_rows_that_bulk_copies_do_not_take(graphs: list[fx.Graph]) -> None:
     report = on_gpus(form, weights=w, given=(x, residual[..., :56].contiguous()))
     (decision,) = report.decisions
     assert decision.rewritten and quant_calls(graphs[-1]) == []
-    assert "rows of a multiple of 16 elements (hidden 56)" in decision.site.form
+    assert "rows of a multiple of 16 elements (hidden 56)" in decision.site.description
 
 
 def test_cpu_ranks_keep_it_in_the_graph(graphs: list[fx.Graph]) -> None:
     report = on_gpus(block(inverse), machine="cpu", device="cpu")
     (decision,) = report.decisions
-    assert decision.rewritten and decision.chosen.fabric is Fabric.SHM and "e4m3" not in decision.site.form
+    assert decision.rewritten and decision.chosen.fabric is Fabric.SHM and "e4m3" not in decision.site.description
     assert quant_calls(graphs[-1]) == [] and "aten.max.dim" in targets(graphs[-1])
 
 

@@ -4,51 +4,39 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 
 import pytest
-import torch.fx as fx
 
+from tests import toys
 from tests.machines import Times, made_up
+from tests.reductions import Reductions, total_of
+from tests.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
-from weaveopt.config import Config
 from weaveopt.cost_model.machine import Machine
-from weaveopt.fabrics import topology
-from weaveopt.pipeline.price import Choices, PricedSite, Problem, frame, price
-from weaveopt.records.candidate import LEAVE, Algorithm, Candidate, Estimate, Fabric, Term
+from weaveopt.pipeline.problem import Choices, Frame, Problem
 from weaveopt.records.report import GraphReport, Regime, Report
-from weaveopt.records.site import Product, Site, Workload
+from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import document as report_json
 from weaveopt.rewrites import RULES
-from weaveopt.rule import Context, Finding, Match, Rule
+from weaveopt.rule import Context, FoundSite, Proposal, RuleSet
 from weaveopt.solver.regimes import MAX_REGIMES, Served, Stretch, regimes, stretches, structure_of
 from weaveopt.solver.selection import EXCLUDED
 
 HIDDEN, LAST = 1024, 300
+(RULE,) = RULES.site_rules
 
 
 def problems(machine: Machine, num_sites: int = 3, world: int = 2) -> Callable[[int], Problem]:
     """A chain, priced as if only so many tokens came."""
-    context = Context(Config(), machine, {"0": topology.fake(world, device=machine.device)})
+    captured = traced_chain([512] * num_sites, 64, HIDDEN, world)
+    frame = framed(captured, context_of(captured, machine, world))
 
     @cache
     def at(tokens: int) -> Problem:
-        graph, total, found = fx.Graph(), None, []
-        for index in range(num_sites):
-            reduced = graph.placeholder(f"x{index}")
-            made = graph.call_function(max, (reduced,) if total is None else (reduced, total))
-            last = index == num_sites - 1
-            workload = Workload(
-                tokens, tokens, HIDDEN, "bfloat16", world, product=Product(tokens, 512, HIDDEN),
-                has_residual=total is not None, sum_is_used=not last, sum_may_shard=not last, min_tokens=tokens,
-            )  # fmt: skip
-            site = Site(f"s{index}", RULES[0].name, "0", "", (reduced.name,), workload)
-            found.append(Finding(site, Match(frozenset({made}), total, made)))
-            total = made
-        return price(found, RULES, context)
+        return frame.problem(dict.fromkeys(range(num_sites), TokenCounts(tokens, tokens, tokens)), usable_only=True)
 
     return at
 
@@ -102,15 +90,7 @@ def test_boundaries_on_shipped_profiles(name: str, world: int) -> None:
 
 def one_site(saved_us: Callable[[int], float]) -> Callable[[int], Problem]:
     """100 us as it is, and so much less rewritten."""
-
-    def at(tokens: int) -> Problem:
-        leave = Candidate(LEAVE, Fabric.LIBRARY, Algorithm.LIBRARY, estimate=Estimate((Term("all", 100.0),)))
-        estimate = Estimate((Term("all", 100.0 - saved_us(tokens)),))
-        rewrite = Candidate("rule", Fabric.SHM, Algorithm.TWO_SHOT, estimate=estimate)
-        site = PricedSite(Site("s", "rule", "0", "", ("s",), None), leave, (rewrite,), (0,))
-        return Problem((site,), {}, ())
-
-    return at
+    return lambda tokens: toys.lone_problem(100.0, saved_us(tokens))
 
 
 def test_what_matters_least_goes_together() -> None:
@@ -161,35 +141,27 @@ def test_the_regime_is_told_in_json(regime: Regime | None) -> None:
     assert report_json.from_json(report_json.to_json(report)) == report
 
 
-def tangled(rng: random.Random, machine: Machine, world: int) -> tuple[list[Finding], frozenset[str]]:
+def tangled(rng: random.Random, machine: Machine, world: int) -> tuple[Reductions, list[int]]:
     """A few sites whose residuals are sums of earlier ones: some read twice or elsewhere, some overlap, some are not
-    matched, some have a fixed count; and those whose count varies."""
-    graph, sums, found, interiors = fx.Graph(), [], [], []
-    hidden = HIDDEN if machine.device == "cpu" else 8192
+    matched, some have a fixed count; and the positions of those whose count varies."""
+    made = Reductions(64, HIDDEN if machine.device == "cpu" else 8192, world)
+    sums, varying = [], []
     for index in range(rng.randint(2, 5)):
-        reduced = graph.placeholder(f"x{index}")
-        residual = rng.choice(sums[-2:]) if sums and rng.random() < 0.8 else None
-        made = graph.call_function(max, (reduced,) if residual is None else (reduced, residual))
+        found = made.site(
+            rng.choice(sums[-2:]) if sums and rng.random() < 0.8 else None,
+            rng.choice((512, 4096)),
+            num_norms=rng.choice((1, 1, 2)),
+            sum_read_by_reductions=rng.random() < 0.8,
+            tokens=TokenCounts(64, most=4096),
+            sharing=rng.choice(made.sites).nodes if made.sites and rng.random() < 0.2 else (),
+            refused=rng.random() < 0.1,
+        )
         if rng.random() < 0.2:
-            graph.call_function(len, (made,))
-        interior = {made} | (rng.choice(interiors) if interiors and rng.random() < 0.2 else set())
-        interiors.append(interior)
-        workload = Workload(
-            64, 4096, hidden, "bfloat16", world, product=Product(64, rng.choice((512, 4096)), hidden),
-            num_norms=rng.choice((1, 1, 2)), has_residual=residual is not None, sum_may_shard=rng.random() < 0.8,
-        )  # fmt: skip
-        match = None if rng.random() < 0.1 else Match(frozenset(interior), residual, made)
-        found.append(Finding(Site(f"s{index}", RULES[0].name, "0", "", (reduced.name,), workload), match))
-        sums.append(made)
-    return found, frozenset(f.site.id for f in found if f.match is not None and rng.random() < 0.9)
-
-
-def workload_at(finding: Finding, tokens: int, varying: frozenset[str]) -> Workload | None:
-    workload = finding.site.workload
-    if workload is None or workload.product is None or finding.site.id not in varying:
-        return workload
-    product = replace(workload.product, m=tokens)
-    return replace(workload, tokens=tokens, max_tokens=tokens, min_tokens=tokens, product=product)
+            made.call(len, total_of(found))
+        sums.append(total_of(found))
+        if not made.sites[-1].site.rejections and rng.random() < 0.9:
+            varying.append(index)
+    return made, varying
 
 
 class Exhaustive(Problem):
@@ -198,101 +170,96 @@ class Exhaustive(Problem):
     def best(self) -> Choices:
         unchanged = tuple(len(site.choices) for site in self.sites)
         must = [index for index, site in enumerate(self.sites) if site.forced and site.choices]
+        terms = [*(each.with_margin(self.sites) for each in self.interactions), *self.exclusions]
 
         def key(choices: Choices) -> tuple[int, Fraction, int, Choices]:
-            terms = [each.us(choices) for each in self.interactions]
-            own = [site.costs_us[choice] for site, choice in zip(self.sites, choices, strict=True)]
+            together = [each.us(choices) for each in terms]
+            own = [row[choice] for row, choice in zip(self.costs_us, choices, strict=True)]
             changed = sum(a != b for a, b in zip(choices, unchanged, strict=True))
             left = sum(choices[index] == unchanged[index] for index in must)
-            return left, sum(map(Fraction, own + terms), Fraction()), changed, choices
+            return left, sum(map(Fraction, own + together), Fraction()), changed, choices
 
         every = itertools.product(*(range(count + 1) for count in unchanged))
-        return min((c for c in every if all(each.us(c) != EXCLUDED for each in self.interactions)), key=key)
+        return min((c for c in every if all(each.us(c) != EXCLUDED for each in terms)), key=key)
 
 
-@pytest.mark.parametrize("force", [(), (RULES[0].name,)], ids=["free", "forced"])
+@pytest.mark.parametrize("force", [(), (RULE.name,)], ids=["free", "forced"])
 @pytest.mark.parametrize("seed", range(25))
 def test_kinds_priced_once_are_decided_as_every_site_by_itself(seed: int, force: tuple[str, ...]) -> None:
     """Against asking for every candidate of every site at every count, and trying every set of choices."""
     rng = random.Random(seed)
     machine, world = (wavy(rng), 2) if seed % 2 else (cost_model.load(rng.choice(("h200x4", "h100x8"))), 4)
-    context = Context(Config(force=force), machine, {"0": topology.fake(world, device=machine.device)})
-    findings, varying = tangled(rng, machine, world)
-    framed = frame(findings, lambda finding: (finding.site.workload, finding.site.id in varying))
+    made, varying = tangled(rng, machine, world)
+    context = context_of(made.captured(), machine, world, force=force)
+    frame, apart = (Frame(made.captured(), made.sites, RULES, context) for _ in range(2))
+    apart.kinds = tuple(range(len(made.sites)))
+    # Sites are of one kind only where their counts vary alike.
+    steady = [index for index in range(len(made.sites)) if index not in varying]
+    frame.kinds = tuple(index if index in steady or kind in steady else kind for index, kind in enumerate(frame.kinds))
+
+    def counts_at(tokens: int) -> dict[int, TokenCounts]:
+        return dict.fromkeys(varying, TokenCounts(tokens, tokens, tokens))
 
     @cache
     def at(tokens: int) -> Problem:
-        return framed.price(lambda finding: workload_at(finding, tokens, varying), RULES, context)
+        return frame.problem(counts_at(tokens), usable_only=True)
 
     @cache
     def plainly_at(tokens: int) -> Problem:
-        those = [replace(f, site=replace(f.site, workload=workload_at(f, tokens, varying))) for f in findings]
-        problem = price(those, RULES, context)
-        return Exhaustive(problem.sites, problem.sums, problem.exclusions)
+        problem = apart.problem(counts_at(tokens))
+        return Exhaustive(problem.sites, problem.interactions, problem.exclusions)
 
     counts = range(1, 41)
     for tokens in (*counts, 300, 4096):
         quick, plain = at(tokens), plainly_at(tokens)
         choices, wanted = quick.best(), plain.best()
         assert structure_of(quick, choices) == structure_of(plain, wanted)
-        assert (quick.unfused_us, quick.us(choices)) == (plain.unfused_us, plain.us(wanted))
-        assert (quick.sums, quick.exclusions) == (plain.sums, plain.exclusions)
+        assert (quick.baseline_us, quick.us(choices)) == (plain.baseline_us, plain.us(wanted))
+        assert (quick.interactions, quick.exclusions) == (plain.interactions, plain.exclusions)
     grid = (*counts[::8], 300, 700, 4096)
     assert regimes(at, grid) == regimes(plainly_at, grid)
 
 
-def test_a_kind_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """160 sites of two products: four kinds with the first and the last one, and no estimate of what is rejected."""
+def test_a_kind_is_asked_for_once() -> None:
+    """160 sites of two GEMMs: three kinds with the last one, and no estimate of what is rejected."""
     machine = cost_model.load("h200x4")
-    context = Context(Config(), machine, {"0": topology.fake(4, device="cuda")})
-    asked: list[tuple[Workload | None, int]] = []
+    asked: list[tuple[object, int]] = []
 
     class Asked:
-        name = RULES[0].name
+        name, kinds = RULE.name, RULE.kinds
+        interactions = RULE.interactions  # type: ignore[attr-defined]
 
-        def candidates(self, site: Site, context: Context, usable_only: bool = False) -> Sequence[Candidate]:
-            found = RULES[0].candidates(site, context, usable_only)
-            asked.append((site.workload, sum(not candidate.allowed for candidate in found)))
-            return found
+        def propose(
+            self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
+        ) -> tuple[Proposal, ...]:
+            proposed = tuple(RULE.propose(found, tokens, context, usable_only))
+            asked.append((found.facts, sum(not each.candidate.allowed for each in proposed)))
+            return proposed
 
-    graph, total, found = fx.Graph(), None, []
-    for index in range(160):
-        reduced = graph.placeholder(f"x{index}")
-        made = graph.call_function(max, (reduced,) if total is None else (reduced, total))
-        workload = Workload(
-            64, 64, 8192, "bfloat16", 4, product=Product(64, (2048, 7168)[index % 2], 8192),
-            has_residual=total is not None, sum_is_used=index < 159, sum_may_shard=index < 159,
-        )  # fmt: skip
-        found.append(
-            Finding(Site(f"s{index}", Asked.name, "0", "", (), workload), Match(frozenset({made}), total, made))
-        )
-        total = made
-    rule: Rule = Asked()  # type: ignore[assignment]
-    problem = frame(found, lambda finding: finding.site.workload).price(lambda f: f.site.workload, [rule], context)
-    assert len(problem.sites) == 160 and len(problem.sums) == 159
-    assert len(asked) == len(set(asked)) == 4 and {rejected for _, rejected in asked} == {0}
-    plain = price(found, RULES, context)
+    captured = traced_chain([(2048, 7168)[index % 2] for index in range(160)], 64, 8192, 4)
+    context = context_of(captured, machine, 4)
+    found = framed(captured, context).sites
+    rules: RuleSet = toys.rules(Asked())  # type: ignore[arg-type]
+    frame = Frame(captured, found, rules, context)
+    problem = frame.problem(usable_only=True)
+    assert len(problem.sites) == 160 and len(problem.interactions) == 159
+    assert len(asked) == len(set(asked)) == 3 and {rejected for _, rejected in asked} == {0}
+    plain = frame.problem()
     assert structure_of(problem, problem.best()) == structure_of(plain, plain.best())
 
 
 def test_sums_of_equal_kinds_may_be_covered_by_others() -> None:
     """Two sums, each with two readers: one of the second's covers all that reads it, so that it is enough by itself."""
-    context = Context(Config(), cost_model.load("cpu"), {"0": topology.fake(2)})
-    workload = Workload(64, 64, HIDDEN, "bfloat16", 2, product=Product(64, 512, HIDDEN), sum_may_shard=True)
-    graph, found = fx.Graph(), []
-    for number in range(2):
-        made = graph.call_function(max, (graph.placeholder(f"x{number}"),))
-        readers = [graph.call_function(max, (graph.placeholder(f"r{number}_{each}"), made)) for each in range(2)]
-        interiors = [frozenset({made}), frozenset(readers if number else readers[:1]), frozenset(readers[1:])]
-        matches = [
-            Match(interiors[0], None, made),
-            *(Match(interiors[1 + each], made, readers[each]) for each in (0, 1)),
-        ]
-        found += [
-            Finding(Site(f"s{number}_{index}", RULES[0].name, "0", "", (), workload), match)
-            for index, match in enumerate(matches)
-        ]
-    quick = frame(found, lambda finding: None).price(lambda finding: workload, RULES, context)
-    plain = price(found, RULES, context)
-    assert (quick.sums, quick.exclusions) == (plain.sums, plain.exclusions)
-    assert [len(quick.sums[maker].terms) for maker in (0, 3)] == [1, 2]
+    made = Reductions(hidden=HIDDEN)
+    for covers_both in (False, True):
+        total = total_of(made.site())
+        reader = made.site(total)
+        made.site(total, sharing=[total_of(reader)] if covers_both else ())
+    captured = made.captured()
+    context = context_of(captured, cost_model.load("cpu"))
+    frame, apart = (Frame(captured, made.sites, RULES, context) for _ in range(2))
+    apart.kinds = tuple(range(len(made.sites)))
+    quick, plain = frame.problem(usable_only=True), apart.problem()
+    assert (quick.interactions, quick.exclusions) == (plain.interactions, plain.exclusions)
+    assert [each.sites for each in quick.interactions] == [(0, 1, 2), (3, 4, 5)]
+    assert [len(each.terms) for each in quick.interactions] == [1, 2]

@@ -72,12 +72,20 @@ class PricedGraph:
             return None
         order = self._order
         items: list[tuple[int, Kernel | float]] = [(order[kernel.node], kernel) for kernel in self.kernels]
-        for index, site in enumerate(self.problem.sites):
-            chosen = decisions[index].chosen if decisions else None
-            if chosen is None or not decisions[index].rewritten or chosen.estimate is None:
-                items.extend((order[kernel.node], kernel) for kernel in self.frame.kernels(index))
+        rewritten = {
+            index for index, decision in enumerate(decisions) if decision.rewritten and decision.chosen.estimate
+        }
+        counted: set[fx.Node] = set()
+        # Sites may share nodes: those of rewritten ones first, since their estimates are of all their nodes.
+        for index in sorted(range(len(self.problem.sites)), key=lambda index: index not in rewritten):
+            nodes = self.problem.sites[index].found.nodes
+            estimate = decisions[index].chosen.estimate if index in rewritten else None
+            if estimate is None:
+                items.extend((order[kernel.node], kernel) for kernel in self.frame.kernels(index, nodes - counted))
             else:
-                items.append((max(order[node] for node in site.found.nodes), chosen.estimate.us))
+                shared = self.surroundings.estimate(self.frame.kernels(index, nodes & counted))
+                items.append((max(order[node] for node in nodes), max(estimate.us - shared.us, 0.0)))
+            counted |= nodes
         tasks = self._tasks(sorted(items, key=lambda item: item[0]))
         return schedule_streams(tasks, *stream_contention(self.surroundings.machine)).us
 

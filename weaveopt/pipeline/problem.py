@@ -188,19 +188,19 @@ def _sum_of_sizes(values: Iterable[float]) -> float:
 class Frame:
     """What of a graph's problem is the same at every token count: kinds of sites, and which depend on each other.
 
-    Two sites are of one kind where their facts, groups and token counts are equal; a kind is priced once.
+    Two sites are of one kind where their facts, groups, token counts and kernels are equal; a kind is priced once.
     """
 
     def __init__(self, captured: CapturedGraph, sites: Sequence[FoundSite], rules: RuleSet, context: Context) -> None:
         self.sites = tuple(sites)
         self._rules, self._context = rules, context
         self._order = {node: index for index, node in enumerate(captured.graph.nodes)}
+        self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[Kernel, ...]] = {}
         self._overlapping = _overlapping(self.sites)
         apart = {site for pair in self._overlapping for site in pair}
         firsts: dict[Hashable, int] = {}
         self.kinds = tuple(
-            firsts.setdefault(index if index in apart else _kind(found, index), index)
-            for index, found in enumerate(self.sites)
+            firsts.setdefault(index if index in apart else self._kind(index), index) for index in range(len(self.sites))
         )
         self.interactions = tuple(
             interaction
@@ -209,7 +209,6 @@ class Frame:
             for interaction in rule.interactions(self.sites)
         )
         self._steps = steps_of(len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping])
-        self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[Kernel, ...]] = {}
 
     def problem(
         self,
@@ -278,6 +277,15 @@ class Frame:
         proposals = tuple(replace(each, candidate=known.candidate) for each, known in pairs)
         return replace(first, found=found, proposals=proposals)
 
+    def _kind(self, index: int) -> Hashable:
+        """Equal for two sites that have the same baseline and the same candidates; those not recognized stand alone."""
+        found = self.sites[index]
+        site = found.site
+        if site.rejections or found.facts is None:
+            return index
+        works = tuple((kernel.name, kernel.work) for kernel in self._within(index, found.nodes))
+        return (site.kind, site.groups, found.facts, site.tokens, site.description, is_symbolic(found), works)
+
     def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
         key = (index, nodes)
         if key not in self._kernels:
@@ -285,15 +293,9 @@ class Frame:
             self._kernels[key] = within(nodes, self._order, machine.device, self._context.topologies, tokens)
         return self._kernels[key]
 
-    def kernels(self, index: int) -> tuple[Kernel, ...]:
-        """What a site runs as it is: what the first of its kind does, at its own nodes."""
-        kind = self.kinds[index]
-        first = self._within(kind, self.sites[kind].nodes)
-        if index == kind or len(self.sites[index].nodes) != len(self.sites[kind].nodes):
-            return first if index == kind else self._within(index, self.sites[index].nodes)
-        theirs, own = (sorted(self.sites[site].nodes, key=self._order.__getitem__) for site in (kind, index))
-        stands_for = dict(zip(theirs, own, strict=True))
-        return tuple(replace(kernel, node=stands_for[kernel.node]) for kernel in first)
+    def kernels(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
+        """What these nodes of a site run as they are."""
+        return self._within(index, nodes)
 
     def _interactions(self, sites: Sequence[PricedSite], context: Context) -> tuple[PricedInteraction, ...]:
         known: dict[object, Mapping[tuple[int, ...], float]] = {}
@@ -304,14 +306,6 @@ class Frame:
                 known[key] = each.terms([sites[site] for site in each.sites])
             found.append(PricedInteraction(each.sites, each.term, known[key], context.machine.relative_error))
         return tuple(found)
-
-
-def _kind(found: FoundSite, index: int) -> Hashable:
-    """Equal for two sites that have the same baseline and the same candidates; those not recognized stand alone."""
-    site = found.site
-    if site.rejections or found.facts is None:
-        return index
-    return (site.kind, site.groups, found.facts, site.tokens, site.description, is_symbolic(found))
 
 
 def is_symbolic(found: FoundSite) -> bool:

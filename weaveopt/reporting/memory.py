@@ -53,16 +53,21 @@ def arena_line(plan: MemoryPlan) -> str:
 
 
 def arena_rows(plan: MemoryPlan, decisions: Sequence[Decision]) -> Iterator[tuple[str, str, str, str]]:
-    """(what, offset, bytes, owners) of every buffer, behind the header; owners in the order in which they use it."""
+    """(what, offset, bytes, owners) of every buffer, behind the header; owners in the order in which they use it.
+
+    Buffers of one name at one place, which sites have one after the other, are one row.
+    """
     modules = {d.site.id: (collapse(d.site.module or d.site.id), d.site.count) for d in decisions}
+    rows: dict[tuple[str, int, int], dict[str, int]] = {}
     for buffer in plan.buffers:
-        places: dict[str, int] = {}
+        lifetime = "" if buffer.lifetime is Lifetime.ARENA else f" ({buffer.lifetime.value.replace('_', ' ')})"
+        places = rows.setdefault((f"{buffer.name}{lifetime}", buffer.offset, buffer.num_bytes), {})
         for owner in buffer.owners:
             module, count = modules.get(owner, (owner, 1))
             places[module] = places.get(module, 0) + count
+    for (what, offset, num_bytes), places in rows.items():
         owners = ", ".join(f"{module} ×{count}" for module, count in places.items())
-        lifetime = "" if buffer.lifetime is Lifetime.ARENA else f" ({buffer.lifetime.value.replace('_', ' ')})"
-        yield f"{buffer.name}{lifetime}", f"{buffer.offset:,}", f"{buffer.num_bytes:,}", owners or "no site"
+        yield what, f"{offset:,}", f"{num_bytes:,}", owners or "no site"
 
 
 def note_lines(graph: GraphReport) -> Iterator[str]:

@@ -139,12 +139,13 @@ def _table(rows: tuple[Row, ...], width: int) -> Table:
 
 
 def rows_of(graph: GraphReport) -> tuple[Row, ...]:
-    """Decisions that are alike but for the layer, in the order of the first of them."""
+    """Decisions that are alike but for the layer and what rules say of it, in the order of the first of them."""
     alike: dict[object, list[Decision]] = {}
     for decision in graph.decisions:
         module = collapse(decision.site.module)
         anonymous = replace(decision.site, id="", module=module, collectives=(), count=1)
-        key = (replace(decision, site=anonymous), len(decision.site.collectives))
+        silent = replace(decision.chosen, notes=())
+        key = (replace(decision, site=anonymous, chosen=silent), len(decision.site.collectives))
         alike.setdefault(key, []).append(decision)
     return tuple(Row(collapse(decisions[0].site.module), tuple(decisions)) for decisions in alike.values())
 

@@ -6,20 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from tests import toys
+from tests.reductions import Reductions
+from tests.toys import Offer
+from tests.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
-from weaveopt.config import resolve
-from weaveopt.fabrics import topology
-from weaveopt.pipeline.decide import decide
-from weaveopt.records.candidate import Rejection
-from weaveopt.records.report import Decision, GraphReport, Sensitivity, Stretch
-from weaveopt.records.site import Product, Site, Workload
+from weaveopt.pipeline.decide import DecidedGraph, decide
+from weaveopt.pipeline.machine_changes import changes
+from weaveopt.pipeline.price import price
+from weaveopt.pipeline.problem import Frame
+from weaveopt.pipeline.sensitivity import sensitivities, stretches, words
+from weaveopt.records.report import Decision, Sensitivity, Stretch
+from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import sections
-from weaveopt.reporting.constants import changes
-from weaveopt.reporting.sensitivity import in_a_chain, sensitivities, stretches, words
-from weaveopt.rewrites import RULES, names
+from weaveopt.rewrites import RULES
 from weaveopt.rule import Context
 
 RULE = "all_reduce_rms_norm"
+MIDDLE = 1
+"""Of three sites in a row: the one that takes a sharded residual and may hand its sum on sharded."""
 
 
 def _winner(tokens: int) -> str:
@@ -43,53 +48,63 @@ def test_a_stretch_inside_one_step_is_seen_from_within() -> None:
 
 def _context(machine: str, world: int, **options: tuple[str, ...]) -> Context:
     known = cost_model.load(machine)
-    return Context(resolve(options, rules=names()), known, {"0": topology.fake(world, device=known.device)})
+    return context_of(traced_chain([1024], world=world), known, world, **options)
 
 
-def _site(tokens: int, world: int) -> Site:
-    product = Product(tokens, 1024, 8192)
-    workload = Workload(tokens, tokens, 8192, "bfloat16", world, product=product, sum_may_shard=True)
-    return Site("site", RULE, "0", "model.layers.0.mlp.down_proj", ("all_reduce",), workload)
+def _decided(tokens: int, world: int, context: Context, asked: int = 0) -> DecidedGraph:
+    """A chain of three sites, captured with `tokens` and decided for `asked`."""
+    captured = traced_chain([1024] * 3, tokens, 8192, world)
+    frame = framed(captured, context)
+    counts = dict.fromkeys(range(3), TokenCounts(asked)) if asked else {}
+    return decide(price(captured, frame, frame.problem(counts), context), RULES, context)
 
 
-def _decided(site: Site, context: Context) -> Decision:
-    return decide(in_a_chain(site), RULES, context)[0]
+def _middle(decided: DecidedGraph) -> Decision:
+    return decided.decisions[MIDDLE]
 
 
-def _found(tokens: int, world: int, context: Context) -> tuple[Sensitivity, Context]:
-    graph = GraphReport("g", "prefill", tokens, (_decided(_site(tokens, world), context),))
-    (found,) = sensitivities(graph, RULES, context)
-    return found, context
+def _found(tokens: int, world: int, context: Context) -> Sensitivity:
+    decided = _decided(tokens, world, context)
+    (found,) = (each for each in sensitivities(decided, context) if _middle(decided).site.id in each.sites)
+    return found
 
 
 @pytest.mark.parametrize(("machine", "world"), [("h100x8", 8), ("h200x4", 4), ("cpu", 2)])
 def test_every_stretch_is_what_the_step_decides(machine: str, world: int) -> None:
-    found, context = _found(2048, world, _context(machine, world))
+    context = _context(machine, world)
+    decided = _decided(2048, world, context)
+    assert len(sensitivities(decided, context)) == 2, "the last one's sum is not read"
+    found = _found(2048, world, context)
+
+    def choice_at(tokens: int) -> str:
+        return words(_middle(_decided(2048, world, context, tokens)).chosen)
+
     assert found.stretches[0].tokens == 1
     for before, stretch in zip((None, *found.stretches), found.stretches, strict=False):
-        assert words(_decided(_site(stretch.tokens, world), context).chosen) == stretch.choice
+        assert choice_at(stretch.tokens) == stretch.choice
         if before is not None:
             assert before.choice != stretch.choice
-            assert words(_decided(_site(stretch.tokens - 1, world), context).chosen) == before.choice
+            assert choice_at(stretch.tokens - 1) == before.choice
     holding = [stretch for stretch in found.stretches if stretch.tokens <= 2048]
-    assert holding[-1].choice == found.choice == words(_decided(_site(2048, world), context).chosen)
+    assert holding[-1].choice == found.choice == words(_middle(decided).chosen)
 
 
 def test_gpus_have_several_stretches() -> None:
-    found, _ = _found(2048, 4, _context("h200x4", 4))
+    found = _found(2048, 4, _context("h200x4", 4))
     assert len(found.stretches) >= 3
     assert found.stretches[0].choice == f"{RULE} peer one_shot mail"
 
 
 def test_a_constant_that_turns_the_choice_is_named() -> None:
-    found, context = _found(2048, 8, _context("h100x8", 8))
+    context = _context("h100x8", 8)
+    found = _found(2048, 8, context)
     assert found.choice == f"{RULE} multimem two_shot direct"
     constants = dict(found.constants)
     assert constants["relative_error ×2"] == "leave"
     assert constants["fabrics.multimem bandwidth -20 %"] == "leave"
     assert constants["fabrics.multimem bandwidth +25 %"] == found.choice
     doubtful = replace(context.machine, relative_error=2 * context.machine.relative_error)
-    assert words(_decided(_site(2048, 8), replace(context, machine=doubtful)).chosen) == "leave"
+    assert words(_middle(_decided(2048, 8, replace(context, machine=doubtful))).chosen) == "leave"
 
 
 def test_each_change_changes_one_constant() -> None:
@@ -120,28 +135,41 @@ def test_a_measured_curve_is_slowed_as_the_model_reads_it() -> None:
     assert curve("bandwidth -20 %") == pytest.approx([us[0] + (each - us[0]) / 0.8 for each in us])
 
 
-def test_sites_of_one_workload_are_asked_once_and_refused_ones_never() -> None:
-    context = _context("h200x4", 4)
-    decision = _decided(_site(512, 4), context)
-    twin = replace(decision, site=replace(decision.site, id="twin", count=9))
-    refused = replace(
-        decision, site=replace(decision.site, id="no", rejections=(Rejection("dtype_changes", "not supported"),))
-    )
-    unread = replace(decision, site=replace(decision.site, id="unread", workload=None))
-    (found,) = sensitivities(GraphReport("g", "prefill", 512, (decision, refused, twin, unread)), RULES, context)
-    assert found.sites == ("site", "twin")
+def test_sites_of_one_kind_are_asked_once_and_refused_ones_never() -> None:
+    made = Reductions(512, 8192, 4)
+    for refused in (False, False, True):
+        made.site(made.input(512, 8192), 1024, refused=refused)
+    context = context_of(made.captured(), cost_model.load("h200x4"), 4)
+    frame = Frame(made.captured(), made.sites, RULES, context)
+    decided = decide(price(made.captured(), frame, frame.problem(), context), RULES, context)
+    (found,) = sensitivities(decided, context)
+    assert found.sites == ("s0", "s1")
 
 
-def test_a_choice_that_rests_on_another_site_is_left_out() -> None:
+def test_a_choice_that_the_count_alone_does_not_give_is_left_out() -> None:
+    """The decision told is another one than the step makes for that count: nothing is said of it."""
     context = _context("h200x4", 4)
-    decision = _decided(_site(512, 4), context)
-    assert decision.rewritten
-    overlapped = replace(decision, chosen=decision.alternatives[0])
-    assert sensitivities(GraphReport("g", "prefill", 512, (overlapped,)), RULES, context) == ()
+    decided = _decided(512, 4, context)
+    assert _middle(decided).rewritten
+    left = tuple(replace(each, chosen=each.alternatives[0]) for each in decided.decisions)
+    assert sensitivities(replace(decided, decisions=left), context) == ()
+
+
+def test_sites_with_as_many_tokens_change_together() -> None:
+    """Two sites that only pay together are both asked about at every count."""
+    graph = toys.chain([[Offer(-5.0, shared_us=10.0)], [Offer(-1.0)]])
+    context = toys.context(toys.exact())
+    decided = toys.decided(graph, toys.rules(toys.Chained()), context)
+    assert [d.rewritten for d in decided.decisions] == [True, True]
+    found = sensitivities(decided, context)
+    assert [each.sites for each in found] == [("s0",), ("s1",)]
+    assert {each.choice for each in found} == {"chained shm"}
+    assert all(stretch.choice in ("chained shm", "leave") for each in found for stretch in each.stretches)
+    assert found[0].stretches == found[1].stretches
 
 
 def test_disabled_rules_stay_disabled() -> None:
-    found, _ = _found(512, 4, _context("h200x4", 4, disable=(RULE,)))
+    found = _found(512, 4, _context("h200x4", 4, disable=(RULE,)))
     assert found.stretches == (Stretch(1, "leave"),)
     assert set(dict(found.constants).values()) == {"leave"}
 
