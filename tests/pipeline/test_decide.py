@@ -13,21 +13,11 @@ from tests.toys import Offer
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Term
 from weaveopt.records.report import Decision
-<<<<<<< HEAD
-from weaveopt.records.site import Site, Workload
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_unfused
-from weaveopt.rule import ArenaNeed, Context, Finding, Match
-
-MACHINE = cost_model.load("cpu")
-WORKLOAD = Workload(tokens=64, max_tokens=64, hidden=1024, dtype="bfloat16", world=2)
-UNFUSED_US = estimate_unfused(MACHINE, WORKLOAD).us
-=======
 from weaveopt.rule import FoundSite, SiteRule
 
 NODE_US = toys.node_us()
 RULE = toys.Toy()
 REFUSED = Offer(5.0, rejections=(Rejection("no_kernel", "none"),))
->>>>>>> te
 
 
 def decided(graph: toys.Graph, *others: SiteRule, **settings: object) -> tuple[Decision, ...]:

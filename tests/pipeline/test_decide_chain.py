@@ -22,81 +22,6 @@ from weaveopt.pipeline.price import PricedGraph, price
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision
 from weaveopt.rewrites import RULES
-<<<<<<< HEAD
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_unfused
-from weaveopt.rule import ArenaNeed, Context, Finding, Match, Rule
-
-MACHINE = cost_model.load("cpu")
-UNFUSED_US = estimate_unfused(MACHINE, Workload(64, 64, 1024, "bfloat16", 2)).us
-Offer = tuple[Fabric, float, float]
-"""A fabric, the time with the sum sharded, and what it takes longer to hand it out whole."""
-
-
-@dataclass(frozen=True)
-class Chained:
-    """A rule whose candidates cost what a test says, site by site."""
-
-    offers: list[list[Offer]]
-    error: float = 0.0
-    name: str = "chained"
-    asked: list[str] = field(default_factory=list)
-
-    def find(self, graph: fx.Graph, context: Context) -> list[Finding]:
-        raise NotImplementedError
-
-    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
-        self.asked.append(site.id)
-        return tuple(
-            Candidate(
-                self.name,
-                fabric,
-                Algorithm.TWO_SHOT,
-                estimate=Estimate((Term("all", us),), self.error),
-                whole=Estimate((Term("all", us), Term("gather", gather_us)), self.error),
-            )
-            for fabric, us, gather_us in self.offers[int(site.id[1:])]
-        )
-
-    def need(self, decision: Decision) -> ArenaNeed:
-        return ArenaNeed(4096, 4096)
-
-    def replace(self, *_: object) -> tuple[str, ...]:
-        raise NotImplementedError
-
-
-def chain(num_sites: int, break_after: int | None = None) -> list[Finding]:
-    """x -> s0 -> s1 -> ..., each the residual of the next; something else reads the sum of `break_after` too."""
-    graph = fx.Graph()
-    total: fx.Node | None = None
-    found = []
-    for index in range(num_sites):
-        reduced = graph.placeholder(f"x{index}")
-        made = graph.call_function(max, (reduced,) if total is None else (reduced, total))
-        normed = graph.call_function(abs, (made,))
-        if index == break_after:
-            graph.call_function(len, (made,))
-        # The tables of a chain are alike, the products are not.
-        workload = Workload(64, 64, 1024, "bfloat16", 2, product=Product(64, index + 1, 1))
-        site = Site(f"s{index}", "chained", "0", "", (reduced.name,), workload)
-        found.append(Finding(site, Match(frozenset({made, normed}), total, made)))
-        total = made
-    return found
-
-
-def decided(
-    offers: list[list[Offer]], findings: list[Finding], error: float = 0.0, **settings: object
-) -> list[Decision]:
-    """Times are relative to what the site takes unfused; `plan` shards the sums that were priced as sharded."""
-    unfused = [estimate_unfused(MACHINE, f.site.workload).us for f in findings]  # type: ignore[arg-type]
-    rule = Chained(
-        [[(f, base + us, more) for f, us, more in row] for base, row in zip(unfused, offers, strict=True)], error
-    )
-    context = Context(Config(**settings), MACHINE, {"0": topology.fake(2)})  # type: ignore[arg-type]
-    decisions = decide(findings, [rule], context)
-    placed = {p.site: p for each in plan(findings, decisions, [rule]) for p in each.placements}
-    for decision in decisions:
-        assert all(c.whole is None for c in (decision.chosen, *decision.alternatives)), "settled"
-=======
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
 from weaveopt.rule import Chosen, Context, Proposal, RuleSet
 
@@ -110,7 +35,6 @@ def decided(graph: toys.Graph, error: float = 0.0, **settings: object) -> tuple[
     decisions = toys.decided(graph, toys.rules(toys.Chained(error=error)), known).decisions
     following = [*decisions[1:], None]
     for index, (decision, after) in enumerate(zip(decisions, following, strict=True)):
->>>>>>> te
         if decision.rewritten:
             assert decision.chosen.estimate is not None
             terms = {term.name: term.us for term in decision.chosen.estimate.terms}
@@ -175,19 +99,11 @@ def test_different_candidates_break_the_sharing() -> None:
 
 
 def test_a_rewrite_saves_more_than_the_models_error() -> None:
-<<<<<<< HEAD
-    """Unfused u, fused f with an error of 10 % of f: rewritten if u - f > f / 10."""
-    u = estimate_unfused(MACHINE, chain(1)[0].site.workload).us  # type: ignore[arg-type]
-    assert chosen(decided([[(SHM, -u / 11 - 0.01, 0.0)]], chain(1), error=0.1)) == ["shm"]
-    assert chosen(decided([[(SHM, -u / 11 + 0.01, 0.0)]], chain(1), error=0.1)) == [LEAVE]
-    assert chosen(decided([[(SHM, u, 0.0)]], chain(1), error=0.1, force=("chained",))) == ["shm"]
-=======
     """As it is u, rewritten f with an error of 10 % of f: rewritten if u - f > f / 10."""
     enough = NODE_US / 11
     assert chosen(decided(toys.chain([[Offer(enough + 0.01)]]), error=0.1)) == ["shm"]
     assert chosen(decided(toys.chain([[Offer(enough - 0.01)]]), error=0.1)) == [LEAVE]
     assert chosen(decided(toys.chain([[Offer(-NODE_US)]]), error=0.1, force=("chained",))) == ["shm"]
->>>>>>> te
 
 
 def test_sites_of_one_kind_are_priced_once() -> None:
