@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,23 +22,22 @@ from weaveopt.records.memory import BufferPlan, RegionNeed
 
 NEED = RegionNeed(mailbox_bytes=512, staging_bytes=256, output_bytes=1024)
 TIMEOUT_S = 20.0
-
-
-@dataclass
-class MadeUpRegions:
-    mailbox_bytes: int
-    staging_bytes: int
-    output_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return (64 << 10) + 2 * self.mailbox_bytes + self.staging_bytes + self.output_bytes
+HEADER_BYTES = _native.HEADER_BYTES
+Fill = tuple[int, int, int]
 
 
 class MadeUpGroup:
-    def __init__(self, bases: list[int], multicast: int, rank: int, device: int, regions: MadeUpRegions) -> None:
+    def __init__(
+        self,
+        bases: list[int],
+        multicast: int,
+        rank: int,
+        device: int,
+        num_bytes: int,
+        fills: list[tuple[int, int, int]],
+    ) -> None:
         assert multicast == 0, "no arena is ever mapped for multicast"
-        self.arguments = (bases, rank, device, regions)
+        assert all(offset >= HEADER_BYTES and offset + size <= num_bytes for offset, size, _ in fills)
         self.status = SimpleNamespace(code=_native.Code.OK)
 
     def acknowledge(self) -> None: ...
@@ -63,7 +62,9 @@ def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40
     for name, function in made_up.items():
         setattr(cuda, name, function)
     module: object = arena_gpu
-    native = SimpleNamespace(has_cuda=True, Regions=MadeUpRegions, PeerGroup=MadeUpGroup)
+    native = SimpleNamespace(
+        has_cuda=True, HEADER_BYTES=HEADER_BYTES, NUM_MAILBOXES=_native.NUM_MAILBOXES, PeerGroup=MadeUpGroup
+    )
     for name, value in {
         "_native": native,
         "_allocate": lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8),
@@ -96,7 +97,7 @@ def run_lifetimes(rank: int) -> None:
         arena_gpu.of("0")
     small = reserve()
     assert reserve() is small is arena_gpu.of("0") and reserve(RegionNeed(output_bytes=256)) is small
-    assert small.num_bytes == (64 << 10) + 2 * 512 + 256 + 1024 and small.partial_offset == small.num_bytes
+    assert small.num_bytes == HEADER_BYTES + 2 * 512 + 256 + 1024 and small.partial_offset == small.num_bytes
     assert [process.has_ended() for process in small.peers] == [False, False]
     assert small.tensor(256, (2, 3), torch.float32).shape == (2, 3)
     with pytest.raises(ArenaError, match="outside the arena"):
@@ -136,7 +137,9 @@ def run_refusals(rank: int) -> None:
     with pytest.raises(ArenaError, match="ranks 0 and 1 both use GPU GPU-3"):
         reserve()
     make_up_gpus(rank, free_bytes=100 if rank == 1 else 1 << 40)
-    with pytest.raises(ArenaError, match="cannot share 67840 bytes of GPU memory per rank: rank 1: 100 bytes are free"):
+    with pytest.raises(
+        ArenaError, match=f"share {HEADER_BYTES + 2304} bytes of GPU memory per rank: rank 1: 100 bytes are free"
+    ):
         reserve()
 
     make_up_gpus(rank)

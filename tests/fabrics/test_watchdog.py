@@ -35,7 +35,7 @@ class SaidByKernels:
 
     code: _native.Code = CODES.OK
     peer: int = 1
-    slot: str = "mail"
+    slot: str = "ll_packet"
     expected: int = 8
     seen: int = 7
     own_tag: int = word(8, 5, TAG)
@@ -98,7 +98,7 @@ def test_a_wait_that_ended_names_all_that_is_known(arena: MadeUpArena, code: _na
     assert isinstance(error, PeerTimeoutError)
     text = str(error)
     assert text.startswith("weave::all_reduce_norm at site layers.3 with 5 tokens, group 'tp', rank 4: ")
-    assert words in text and "(slot mail, expected 0x8, seen 0x7)" in text and "\n" not in text
+    assert words in text and "(slot ll_packet, expected 0x8, seen 0x7)" in text and "\n" not in text
 
 
 def test_ranks_that_differ_are_named_with_what_they_run(arena: MadeUpArena) -> None:

@@ -129,10 +129,11 @@ class Ranks:
 
     def __init__(self, gpu: Gpu, world: int, need: RegionNeed) -> None:
         self.gpu, self.world = gpu, world
-        self.regions = arena_gpu.native_regions(need)
-        self.bases = [gpu.memory(self.regions.total_bytes + need.partial_bytes) for _ in range(world)]
+        self.need, self.at = need, arena_gpu.offsets(need)
+        self.bases = [gpu.memory(self.at.end) for _ in range(world)]
         self.streams = [gpu.stream() for _ in range(world)]
-        self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, self.regions) for rank in range(world)]
+        fills = arena_gpu.fills(need)
+        self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, self.at.end, fills) for rank in range(world)]
 
     def run(self, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int, like: Results) -> list[Results]:
         """What each rank gets, of the shapes and dtypes of `like`."""
@@ -142,26 +143,26 @@ class Ranks:
         parameters = (reduced_bias, post_weight, post_bias, weight, bias, scale, inputs.quant_scale)
         fp32 = sum(1 << i for i, x in enumerate(parameters) if x is not None and x.dtype is torch.float32)
         pointers = [gpu.copy(x) for x in parameters]
-        in_place = form is _native.GpuForm.direct
+        in_place = form is _native.GpuKernel.direct
         results = []
         for rank in range(self.world):
             source = gpu.copy(inputs.partials[rank])
             if in_place:
                 source_bytes = inputs.partials[rank].nbytes
-                into = self.bases[rank] + self.regions.total_bytes
+                into = self.bases[rank] + self.at.partial
                 gpu.call("cudaMemcpy", ctypes.c_void_p(into), ctypes.c_void_p(source), ctypes.c_size_t(source_bytes), 3)
             outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in like]
-            gpu.poison(self.bases[rank] + self.regions.output_offset, self.regions.output_bytes)
+            gpu.poison(self.bases[rank] + self.at.output, self.need.output_bytes)
             if call.normed_lands:
-                outputs[0] = self.bases[rank] + self.regions.output_offset
+                outputs[0] = self.bases[rank] + self.at.output
             results.append((source, gpu.copy(residual), outputs))
         gpu.finish()
         graphs = []
         for rank, (source, own_residual, outputs) in enumerate(results):
-            site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7))
+            site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7, regions=self.need))
             arguments = [
                 tokens, int(form), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
-                self.regions.total_bytes if in_place else 0, own_residual, *pointers, fp32, *outputs,
+                self.at.partial if in_place else 0, own_residual, *pointers, fp32, *outputs,
             ]  # fmt: skip
             launch = partial(site.run, *arguments)
             graphs.append(gpu.captured(self.streams[rank], launch))
@@ -190,7 +191,7 @@ def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, toke
     owned = gpu.num_owned
     ranks = Ranks(gpu, world, need_of([call]))
     calls = [call]
-    if form is _native.GpuForm.bulk and call.norm is not None and case.quant is not Quant.PER_TOKEN:
+    if form is _native.GpuKernel.bulk and call.norm is not None and case.quant is not Quant.PER_TOKEN:
         calls.append(replace(call, normed_lands=True))
     for each in calls:
         what = f"{kernel.name}, {world} ranks, {tokens} tokens of {hidden} {dtype}, {case}"

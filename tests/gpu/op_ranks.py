@@ -46,7 +46,6 @@ from weaveopt.fabrics import topology
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, SumOut, region_need
 from weaveopt.records.memory import RegionNeed
 
-HEADER_BYTES = 64 << 10
 WORLD_GROUP = "0"
 REPLAYS = 10_000
 
@@ -59,8 +58,7 @@ def fill_regions(memory: arena_gpu.GpuArena) -> None:
     """NaN in all that kernels write before they read it. Mailboxes are not touched: they hold what is to come."""
     torch.cuda.synchronize()
     dist.barrier()
-    mailboxes = 2 * memory.regions.mailbox_bytes
-    begin = HEADER_BYTES + mailboxes
+    begin = arena_gpu.offsets(memory.regions).staging
     memory.tensor(begin, (memory.num_bytes - begin,), torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
@@ -218,7 +216,7 @@ def growing(quick: bool) -> str:
     after = reserve(more)
     assert after is not before and after.regions == more and not before.closed
     assert reserve(RegionNeed(mailbox_bytes=256)).regions == more, "regions never shrink"
-    before.tensor(HEADER_BYTES, (16,), torch.uint8).clone()
+    before.tensor(arena_gpu.offsets(before.regions).mailboxes, (16,), torch.uint8).clone()
     try:
         reserve(RegionNeed(output_bytes=more.output_bytes + 256 * (1 + rank)))
     except ArenaError as error:

@@ -63,12 +63,12 @@ class Launches:
     why_not: str = ""
 
     def module(self) -> SimpleNamespace:
-        forms = ("mail_one_shot", "mail_two_shot", "bulk", "direct")
+        kernels = ("ll_packet_one_shot", "ll_packet_two_shot", "bulk", "direct")
         return SimpleNamespace(
-            GpuForm=SimpleNamespace(**{name: index for index, name in enumerate(forms)}),
+            GpuKernel=SimpleNamespace(**{name: index for index, name in enumerate(kernels)}),
             OutKind=SimpleNamespace(same="same", float32="float32", float8_e4m3fn="float8_e4m3fn"),
             QuantKind=SimpleNamespace(none="none", static="static", per_token="per_token"),
-            DType=_native.DType, NormForm=_native.NormForm, NormKind=_native.NormKind,
+            DType=_native.DType, NormSpec=_native.NormSpec, NormKind=_native.NormKind,
             GpuSite=SimpleNamespace, GpuAllReduceNorm=self.bind,
             unsupported=lambda *of: self.why_not, cuda_error_text=lambda code: f"error {code}",
         )  # fmt: skip
@@ -262,7 +262,7 @@ def test_only_kernels_that_exist_are_asked_for() -> None:
 
 
 def test_regions_hold_what_the_kernels_lay_out() -> None:
-    """The layouts of csrc/all_reduce_norm/mail.cu and bulk.cu, for rows whose e4m3 form is no multiple of 16 bytes."""
+    """The layouts of csrc/all_reduce_norm/layout.cpp, for rows whose e4m3 form is no multiple of 16 bytes."""
     world, tokens, share = 4, 6, 2
     one = region_need(Lowering(tokens, Algorithm.ONE_SHOT, Form.MAIL), 8, "bfloat16", "bfloat16", world)
     assert one == RegionNeed(mailbox_bytes=512) and one.mailbox_bytes >= 3 * tokens * 16

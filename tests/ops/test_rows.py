@@ -20,8 +20,8 @@ LAYER = NormForm(NormKind.LAYER, 1e-5)
 GUARD = 7.0
 
 
-def native_form(form: NormForm | None) -> _native.NormForm:
-    out = _native.NormForm()
+def native_form(form: NormForm | None) -> _native.NormSpec:
+    out = _native.NormSpec()
     if form is not None:
         out.kind = getattr(_native.NormKind, form.kind.value)
         out.eps, out.weight_offset, out.cast_before_weight = form.eps, form.weight_offset, form.cast_before_weight

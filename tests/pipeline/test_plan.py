@@ -119,17 +119,6 @@ def test_sites_of_a_gpu_group_share_the_regions() -> None:
     assert placed == [("a", 100, 0, 0, 0), ("b", 40, 0, 0, 0)]
 
 
-def test_the_plan_counts_as_the_native_part_does() -> None:
-    native = pytest.importorskip("weaveopt._native")
-    if not getattr(native, "has_cuda", False):
-        pytest.skip("the native part was built without CUDA")
-    _, total, _ = chain_graph()
-    found = shared(gpu_row("a", 100, Match(frozenset([total]))))
-    assert found.regions is not None
-    regions = native.Regions(found.regions.mailbox_bytes, found.regions.staging_bytes, found.regions.output_bytes)
-    assert regions.total_bytes == found.bytes
-
-
 def test_a_product_that_writes_into_the_arena_has_the_last_region() -> None:
     _, total, total2 = chain_graph()
     rows = gpu_row("a", 30, Match(frozenset([total])), Fabric.MULTIMEM), gpu_row("b", 40, Match(frozenset([total2])))

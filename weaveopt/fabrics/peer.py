@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ except ImportError:  # built without it: reserve() says so
 MAX_WORLD = 8
 """Ranks that the kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
 _NO_MULTICAST = 0
+_EMPTY_WORD = 0x80000000
+"""What a mailbox is filled with; `BufferNeed.fill` of `_native.gpu_buffers`."""
 
 
 class GpuArena:
@@ -64,12 +67,12 @@ class GpuArena:
     @property
     def output_offset(self) -> int:
         """Where the region begins into which peers hand out rows."""
-        return native_regions(self.regions).output_offset
+        return offsets(self.regions).output
 
     @property
     def partial_offset(self) -> int:
         """Where the region begins that products are written to; behind all that native code knows of."""
-        return native_regions(self.regions).total_bytes
+        return offsets(self.regions).partial
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Has `callback` run when the arena is given back or replaced: calls that are bound to it bind again."""
@@ -131,13 +134,33 @@ def _close(arenas: list[GpuArena]) -> None:
     arenas.clear()
 
 
-def native_regions(need: RegionNeed) -> _native.Regions:
-    return _native.Regions(need.mailbox_bytes, need.staging_bytes, need.output_bytes)
+class Offsets(NamedTuple):
+    """Where regions begin in an arena, and where it ends."""
+
+    mailboxes: int
+    staging: int
+    output: int
+    partial: int
+    end: int
+
+
+def offsets(need: RegionNeed) -> Offsets:
+    mailboxes: int = _native.HEADER_BYTES
+    staging = mailboxes + _native.NUM_MAILBOXES * need.mailbox_bytes
+    output = staging + need.staging_bytes
+    partial = output + need.output_bytes
+    return Offsets(mailboxes, staging, output, partial, partial + need.partial_bytes)
 
 
 def total_bytes(need: RegionNeed) -> int:
     """Of a rank's arena: the header and all regions."""
-    return native_regions(need).total_bytes + need.partial_bytes
+    return offsets(need).end
+
+
+def fills(need: RegionNeed) -> list[tuple[int, int, int]]:
+    """What the arena holds before the first call: mailboxes are empty."""
+    at = offsets(need)
+    return [(at.mailboxes, at.staging - at.mailboxes, _EMPTY_WORD)] if need.mailbox_bytes else []
 
 
 def holds(regions: RegionNeed, need: RegionNeed) -> bool:
@@ -254,7 +277,7 @@ def _make(topology: Topology, need: RegionNeed, channel: Exchange, timeout_s: fl
     assert memory is not None
     try:
         handle, bases = _exchange(memory, group)
-        native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, native_regions(need))
+        native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, num_bytes, fills(need))
         torch.cuda.synchronize(device)
     except (RuntimeError, ArenaError) as failure:
         error = _one_line(failure)

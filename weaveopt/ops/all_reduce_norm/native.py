@@ -10,9 +10,9 @@ except ImportError:  # built without it: no site is bound then
     _native = None  # type: ignore[assignment]
 
 
-def native_form(form: NormForm | None) -> _native.NormForm:
+def native_form(form: NormForm | None) -> _native.NormSpec:
     """`form`, or the one of no norm."""
-    out = _native.NormForm()
+    out = _native.NormSpec()
     if form is not None:
         out.kind = getattr(_native.NormKind, form.kind.value)
         out.eps = form.eps

@@ -23,6 +23,7 @@ from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, SumOut, 
 from weaveopt.ops.all_reduce_norm.native import native_form
 from weaveopt.ops.all_reduce_norm.reference import QuantResults, row_scale_shape
 from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.records.memory import RegionNeed
 
 try:
     from weaveopt import _native
@@ -45,7 +46,7 @@ class Row:
 
     max_tokens: int
     form: int
-    """A `_native.GpuForm` as a number."""
+    """A `_native.GpuKernel` as a number."""
     num_ctas: int
     in_place: bool
     """The kernel reads the partial result from the arena."""
@@ -112,7 +113,7 @@ class PeerSite:
             if not arena_gpu.holds(memory.regions, need):
                 raise ArenaError(f"site {call.site}: needs {need}, but group {call.group!r} has {memory.regions}")
         # Of the whole call: ranks whose plans differ in anything notice it at the first meeting.
-        site = native_site(call, watchdog.tag_of(zlib.crc32(text.encode())))
+        site = native_site(call, watchdog.tag_of(zlib.crc32(text.encode())), memory.regions)
         try:
             native = _native.GpuAllReduceNorm(memory.native, site)
         except ValueError as error:
@@ -322,13 +323,13 @@ def _row(call: AllReduceNormCall, lowering: Lowering, device: int) -> Row:
         lowering.max_tokens,
         int(form),
         lowering.num_ctas,
-        in_place=form is _native.GpuForm.direct,
-        lands=call.normed_lands and form is _native.GpuForm.bulk,
+        in_place=form is _native.GpuKernel.direct,
+        lands=call.normed_lands and form is _native.GpuKernel.bulk,
         unsupported=why,
     )
 
 
-def native_site(call: AllReduceNormCall, tag: int) -> _native.GpuSite:
+def native_site(call: AllReduceNormCall, tag: int, regions: RegionNeed) -> _native.GpuSite:
     """All of a call that native code asks for. `tag` is equal on all ranks if they run the same."""
     site = _native.GpuSite()
     site.tag = tag
@@ -341,19 +342,23 @@ def native_site(call: AllReduceNormCall, tag: int) -> _native.GpuSite:
     site.sum_whole = call.sum_out is SumOut.WHOLE
     site.scale = call.scale
     site.timeout_s = call.timeout_s
+    at = arena_gpu.offsets(regions)
+    site.mailbox_offset, site.mailbox_bytes = at.mailboxes, regions.mailbox_bytes
+    site.staging_offset, site.staging_bytes = at.staging, regions.staging_bytes
+    site.output_offset, site.output_bytes = at.output, regions.output_bytes
     return site
 
 
-def native_form_of(lowering: Lowering) -> _native.GpuForm:
+def native_form_of(lowering: Lowering) -> _native.GpuKernel:
     """The kernel that runs a row of the table. Raises `WeaveError` where there is none."""
     forms = {
-        (Form.MAIL, Algorithm.ONE_SHOT): "mail_one_shot",
-        (Form.MAIL, Algorithm.TWO_SHOT): "mail_two_shot",
+        (Form.MAIL, Algorithm.ONE_SHOT): "ll_packet_one_shot",
+        (Form.MAIL, Algorithm.TWO_SHOT): "ll_packet_two_shot",
         (Form.BULK, Algorithm.TWO_SHOT): "bulk",
         (Form.DIRECT, Algorithm.TWO_SHOT): "direct",
     }
     name = forms.get((lowering.form, lowering.algorithm))
     if name is None:
         raise WeaveError(f"no GPU kernel for {lowering.algorithm.value} in the form {lowering.form.value}")
-    form: _native.GpuForm = getattr(_native.GpuForm, name)
+    form: _native.GpuKernel = getattr(_native.GpuKernel, name)
     return form
