@@ -36,7 +36,6 @@ from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
 from weaveopt.measure.exchanges import TIMEOUT_S
 from weaveopt.measure.suite import BULK_BYTES
-from weaveopt.ops.all_reduce_norm.call import RegionNeed
 from weaveopt.records.candidate import Fabric, Lowering
 from weaveopt.records.site import Workload
 
@@ -102,18 +101,16 @@ class Bench:
         import torch._inductor.config as inductor_config
 
         import weaveopt.ops  # noqa: F401
-        from weaveopt.fabrics import peer as arena_gpu
-        from weaveopt.fabrics import topology
+        from weaveopt.fabrics import peer, topology
+        from weaveopt.ops.all_reduce_norm.buffers import memory_plan
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
         jobs = {suite: self.jobs(suite) for suite in self.asked.suites}
         every = [job for each in jobs.values() for job in each]
-        need = RegionNeed()
-        for job in every:
-            for variant in job.variants:
-                need = need.union(variant.need(job.case, self.place.world))
+        calls = [variant.call(job.case, self.place) for job in every for variant in job.variants]
         # All of it before the first capture: graphs hold the arena's addresses.
-        arena_gpu.reserve(topology.discover(self.place.group, TIMEOUT_S), need, TIMEOUT_S)
+        plan = memory_plan(self.place.group, calls)
+        peer.reserve(topology.discover(self.place.group, TIMEOUT_S), plan, 0, TIMEOUT_S)
         symmetric = SymmetricBuffers(self.place, max(job.case.bytes for job in every))
         with torch.no_grad():
             for suite, each in jobs.items():

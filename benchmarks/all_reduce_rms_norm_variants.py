@@ -20,7 +20,6 @@ from weaveopt.measure import exchanges, kernels, suite
 from weaveopt.measure.exchanges import EPS, Fused
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
 from weaveopt.records.candidate import Algorithm, Form, Lowering
-from weaveopt.records.memory import RegionNeed
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -80,9 +79,6 @@ class Variant:
 
     def is_supported(self, case: Case, place: Place) -> bool:
         return exchanges.is_supported(self._fused(case), place.world, place.device)
-
-    def need(self, case: Case, world: int) -> RegionNeed:
-        return self._fused(case).need(world)
 
     def _fused(self, case: Case) -> Fused:
         return Fused(self.lowering, case.hidden, case.tokens)

@@ -7,11 +7,11 @@ that hand a token-sharded residual to each other always agree on who holds which
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from weaveopt import cost_model
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.all_reduce_norm import call as op
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
 from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Lowering, Rejection, Scalar, Values
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import Decision
@@ -211,12 +211,15 @@ def arena_need(decision: Decision) -> ArenaNeed | RegionNeed:
     """What the chosen candidate needs: slots of its own, or regions that all sites of a GPU group share."""
     workload, chosen = decision.site.workload, decision.chosen
     assert workload is not None
-    if chosen.fabric in op.GPU_FABRICS:
-        out_dtype = workload.out_dtype or workload.dtype
-        needs = (
-            op.region_need(row, workload.hidden, workload.dtype, out_dtype, workload.world) for row in chosen.lowerings
+    tabled = op.FEATURES[chosen.fabric].tabled
+    # On shm the normalized rows may be wider than the activations (fp32 weights): reserve for the widest.
+    out_dtype = (workload.out_dtype or workload.dtype) if tabled else "float32"
+    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world)
+    table = [op.row_of(row) for row in chosen.lowerings]
+    sizes = {b.name: b.num_bytes for b in buffers_of(chosen.fabric, rows, workload.max_tokens, table)}
+    if tabled:
+        mailboxes, staging, output, partial = (
+            sizes.get(name, 0) for name in ("mailboxes", "staging", "output", "partial")
         )
-        return reduce(RegionNeed.union, needs, RegionNeed())
-    # The normed rows may be wider than the activations (fp32 weights): reserve for the widest.
-    need = op.arena_bytes(workload.max_tokens, workload.hidden, workload.dtype, "float32", workload.world)
-    return ArenaNeed(need.partial_bytes, need.output_bytes)
+        return RegionNeed(mailboxes // 2, staging, output, partial)
+    return ArenaNeed(sizes["partial"] // 2, sizes["output"])

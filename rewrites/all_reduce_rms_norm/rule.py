@@ -336,9 +336,8 @@ def _call(
         hidden=workload.hidden,
         dtype=workload.dtype,
         out_dtype=workload.out_dtype or workload.dtype,
-        partial_offset=placement.partial_offset,
-        output_offset=placement.output_offset,
-        partial_bytes=placement.partial_bytes,
+        # Behind the partial buffers, which live as long as the arena.
+        output_offset=max(0, placement.output_offset - 2 * placement.partial_bytes),
         max_tokens=placement.max_tokens,
         one_shot_max_tokens=int(parameters.get("one_shot_max_tokens", 0)),
         scale=reduced.scale,
@@ -347,9 +346,9 @@ def _call(
         residual_sharded=placement.residual_sharded,
         sum_out=sharded if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
-        normed_lands=placement.normed_lands,
+        normalized_aliases_arena=placement.normed_lands,
         quant=op.Quant.NONE if match.quantized is None else match.quantized.quant,
-        lowerings=decision.chosen.lowerings,
+        table=tuple(op.row_of(row) for row in decision.chosen.lowerings),
         in_pieces=decision.chosen.fabric in op.GPU_FABRICS and placement.max_tokens >= workload.max_tokens,
     )
 

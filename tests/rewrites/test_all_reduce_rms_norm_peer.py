@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, region_need
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, row_of
 from weaveopt.pipeline.rewrite import rewrite
-from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form
+from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import Site, Workload
@@ -89,8 +90,8 @@ def test_every_form_is_rewritten_and_keeps_its_products(
         if node.target is torch.ops.weave.all_reduce_norm.default:
             assert node.args[0].meta["val"].dtype is dtype
     for call, decision in zip(calls(graphs[-1]), report.decisions, strict=True):
-        assert call.lowerings == decision.chosen.lowerings
-        assert call.max_tokens == call.lowerings[-1].max_tokens
+        assert call.table == tuple(map(row_of, decision.chosen.lowerings))
+        assert call.max_tokens == call.table[-1].max_tokens
 
 
 def test_products_that_meet_are_added_first(graphs: list[fx.Graph]) -> None:
@@ -113,9 +114,7 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
     assert table[-1].max_tokens == max_tokens
     (plan,) = report.plans
     assert plan.fabric is Fabric.PEER and plan.regions is not None
-    for row in table:
-        need = region_need(row, forms.HIDDEN, "bfloat16", "bfloat16", 4)
-        assert plan.regions.union(need) == plan.regions
+    assert plan.regions.union(needed(table, "bfloat16")) == plan.regions
     assert [p.max_tokens for p in plan.placements] == [max_tokens] * 3
     assert [p.sum_sharded for p in plan.placements] == [True, True, False]
     assert [(c.residual_sharded, c.sum_out.value) for c in calls(graphs[-1])] == [
@@ -123,8 +122,16 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
         (True, "sharded"),
         (True, "none"),
     ]
-    words = {(c.partial_offset, c.output_offset, c.partial_bytes, c.one_shot_max_tokens) for c in calls(graphs[-1])}
-    assert words == {(0, 0, 0, 0)}, "the runtime places the regions"
+    words = {(c.partial_offset, c.output_offset, c.one_shot_max_tokens) for c in calls(graphs[-1])}
+    assert words == {(0, 0, 0)}, "the runtime places the buffers"
+
+
+def needed(table: Sequence[Lowering], out_dtype: str) -> RegionNeed:
+    rows = RowFormat(forms.HIDDEN, "bfloat16", out_dtype, 4)
+    found = {b.name: b.num_bytes for b in buffers_of(Fabric.PEER, rows, table[-1].max_tokens, [*map(row_of, table)])}
+    return RegionNeed(
+        found.get("mailboxes", 0) // 2, *(found.get(name, 0) for name in ("staging", "output", "partial"))
+    )
 
 
 def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
@@ -133,10 +140,7 @@ def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
     (decision,), (plan,) = report.decisions, report.plans
     assert decision.site.workload is not None and decision.site.workload.out_dtype == "float32"
     assert calls(graphs[-1])[0].out_dtype == "float32"
-    wide = RegionNeed()
-    for row in decision.chosen.lowerings:
-        wide = wide.union(region_need(row, forms.HIDDEN, "bfloat16", "float32", 4))
-    assert plan.regions == wide
+    assert plan.regions == needed(decision.chosen.lowerings, "float32")
 
 
 def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:

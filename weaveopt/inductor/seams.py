@@ -94,7 +94,7 @@ def _keep_arena_from_reuse() -> None:
 
     def lower(*args: object) -> object:
         results = call_op(*args)
-        if decode(str(args[-1])).normed_lands:
+        if decode(str(args[-1])).normalized_aliases_arena:
             V.graph.never_reuse_buffers.add(results[0].get_name())
         return results
 

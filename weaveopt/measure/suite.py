@@ -297,11 +297,11 @@ class Suite:
 
     def fused_shm(self, ranks: Ranks) -> None:
         tokens = SHM_TOKENS[::3] if self.quick else SHM_TOKENS
-        output = exchanges.reserve_shm(ranks, CPU_HIDDEN, tokens[-1])
+        exchanges.reserve_shm(ranks, CPU_HIDDEN, tokens[-1])
         copies_us = [exchanges.copy_us(self.clock, ranks, count, CPU_HIDDEN) for count in tokens]
 
         def timed(fused: Fused, copy_us: float, sharded: bool = True) -> Sample:
-            launch = exchanges.fused_shm(ranks, fused, output, tokens[-1], sharded)
+            launch = exchanges.fused_shm(ranks, fused, tokens[-1], sharded)
             sample = self.clock.together(launch, 100.0, ranks.process_group)
             return Sample(max(sample.us - copy_us, sample.us / 2), sample.spread)
 

@@ -14,11 +14,12 @@ from dataclasses import asdict
 import torch
 
 from weaveopt.errors import AgreementError
-from weaveopt.fabrics import peer as arena_gpu
-from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics import topology
+from weaveopt.fabrics.arena import transport
+from weaveopt.records.memory import Buffer, BufferPlan, Lifetime, MemoryPlan
 from weaveopt.records.report import GraphReport
 from weaveopt.rule import CapturedGraph, Context
+from weaveopt.solver.placement import Request, place
 
 Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
@@ -39,11 +40,28 @@ def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None
         known = context.topologies[plan.group]
         if known.fake:
             continue
-        if plan.regions is not None:
-            arena_gpu.reserve(known, plan.regions, context.config.compile_timeout_s)
-        else:
-            num_bytes = max(plan.bytes, context.config.arena_bytes)
-            arena.reserve(known, num_bytes, context.config.compile_timeout_s)
+        config = context.config
+        transport(plan.fabric).reserve(known, _memory_plan(plan), config.arena_bytes, config.compile_timeout_s)
+
+
+def _memory_plan(plan: BufferPlan) -> MemoryPlan:
+    """The plan's slots or regions as named buffers."""
+    if plan.regions is not None:
+        named = [
+            Buffer("mailboxes", 2 * plan.regions.mailbox_bytes, Lifetime.ARENA, fill=0x80000000),
+            Buffer("staging", plan.regions.staging_bytes, Lifetime.ARENA),
+            Buffer("output", plan.regions.output_bytes, Lifetime.ARENA),
+            Buffer("partial", plan.regions.partial_bytes),
+        ]
+    else:
+        partial, *outputs = plan.slots
+        end = max((slot.offset + slot.bytes for slot in outputs), default=partial.bytes)
+        named = [
+            Buffer("partial", partial.bytes, Lifetime.ARENA, alignment=4096),
+            Buffer("output", end - partial.bytes, alignment=4096),
+        ]
+    placed = place([Request(plan.group, buffer, 0, 0) for buffer in named if buffer.num_bytes])
+    return MemoryPlan(plan.group, plan.fabric, plan.bytes, placed)
 
 
 def await_peers(captured: CapturedGraph, context: Context) -> None:
