@@ -28,16 +28,19 @@ from benchmarks.all_reduce_rms_norm_variants import (
     SymmetricBuffers,
     Variant,
     bulk_variants,
-    mail_variants,
+    ll_packet_variants,
     measure,
 )
 from benchmarks.gpu_ranks import Place, table
 from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
-from weaveopt.measure.exchanges import TIMEOUT_S
-from weaveopt.measure.suite import BULK_BYTES
-from weaveopt.records.candidate import Fabric, Lowering
+from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
+from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
+from weaveopt.ops.all_reduce_norm.variant import KernelRow
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
+from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 TOKENS = tuple(1 << power for power in range(16))
@@ -130,28 +133,28 @@ class Bench:
         if suite == CTAS:
             variants = bulk_variants(case, CTA_COUNTS)
         elif suite == MAIN:
-            variants = mail_variants(case)
+            variants = ll_packet_variants(case)
             if case.bytes >= BULK_BYTES:
                 variants += bulk_variants(case, MAIN_CTAS)
         variants = [each for each in variants if each.is_supported(case, self.place)]
         if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:
             variants.append(chosen)
         if suite == MAIN and case.tokens in WHOLE_TOKENS:
-            variants += [Variant(each.lowering, whole=True) for each in variants]
+            variants += [Variant(each.row, whole=True) for each in variants]
         return Job(case, tuple(variants), chosen)
 
     def choice(self, case: Case) -> Variant | None:
         """What the profile's table picks for graphs of this one size; None where it leaves them to the library."""
-        rows = cost_model.lowerings(
+        rows = lowerings(
             self.machine, Fabric.PEER, case.hidden, "bfloat16", self.place.world, 1, case.tokens, case.tokens
         )
         row = next((row for row in rows if case.tokens <= row.max_tokens), None)
-        return None if row is None else Variant(Lowering(case.tokens, row.algorithm, row.form, row.num_ctas))
+        return None if row is None else Variant(KernelRow(case.tokens, row.algorithm, row.transfer, row.num_ctas))
 
-    def predicted_us(self, case: Case, lowering: Lowering, whole: bool) -> float:
+    def predicted_us(self, case: Case, lowering: KernelRow, whole: bool) -> float:
         workload = Workload(case.tokens, case.tokens, case.hidden, "bfloat16", self.place.world)
-        estimate = cost_model.estimate_all_reduce_norm(
-            self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.form, lowering.num_ctas
+        estimate = estimate_all_reduce_norm(
+            self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.transfer, lowering.num_ctas
         )
         return estimate.us
 
@@ -187,7 +190,7 @@ class Bench:
             best = min(us[variant.name] for variant in job.variants)
             return [
                 self.row(
-                    {**case, "ctas": variant.lowering.num_ctas}, us, variant, baselines, job.case,
+                    {**case, "ctas": variant.row.num_ctas}, us, variant, baselines, job.case,
                     {"over_best": round(us[variant.name] / best, 3)},
                 )
                 for variant in job.variants
@@ -196,7 +199,7 @@ class Bench:
         for whole in (False, True) if any(variant.whole for variant in job.variants) else (False,):
             sum_out = {"sum": "whole" if whole else "sharded"}
             candidates = [variant for variant in job.variants if variant.whole == whole]
-            chosen = None if job.chosen is None else Variant(job.chosen.lowering, whole)
+            chosen = None if job.chosen is None else Variant(job.chosen.row, whole)
             fastest = min(candidates, key=lambda variant: us[variant.name], default=None)
             extra: dict[str, record.Scalar] = dict(measured)
             if fastest is not None:
@@ -215,7 +218,7 @@ class Bench:
             case=case,
             weave_us=baselines[NCCL] if variant is None else us[variant.name],
             baselines=baselines,
-            predicted_us=None if variant is None else self.predicted_us(shape, variant.lowering, variant.whole),
+            predicted_us=None if variant is None else self.predicted_us(shape, variant.row, variant.whole),
             bound_us=shape.floor_us(self.place.world),
             parameters={"runs": "leave" if variant is None else variant.name, **extra},
         )

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.measure import exchanges, kernels, suite
-from weaveopt.measure.exchanges import EPS, Fused
+from weaveopt.measure.cases.all_reduce_norm import calls, peer
+from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
+from weaveopt.measure.cases.memory import add_norm
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
-from weaveopt.records.candidate import Algorithm, Form, Lowering
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -61,27 +62,27 @@ class Case:
 class Variant:
     """A way to run the op. `whole`: residual and sum are whole on every rank; else sharded by tokens."""
 
-    lowering: Lowering
+    row: KernelRow
     whole: bool = False
 
     @property
     def name(self) -> str:
-        words = [self.lowering.algorithm.value, self.lowering.form.value]
-        if self.lowering.num_ctas:
-            words.append(str(self.lowering.num_ctas))
+        words = [self.row.algorithm.value, self.row.transfer.value]
+        if self.row.num_ctas:
+            words.append(str(self.row.num_ctas))
         if self.whole:
             words.append("whole")
         return " ".join(words)
 
     def call(self, case: Case, place: Place) -> AllReduceNormCall:
         site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
-        return exchanges.peer_call(site, place.group, place.world, self._fused(case), sharded=not self.whole)
+        return calls.peer_call(site, place.group, place.world, self._fused(case), sharded=not self.whole)
 
     def is_supported(self, case: Case, place: Place) -> bool:
-        return exchanges.is_supported(self._fused(case), place.world, place.device)
+        return calls.is_supported(self._fused(case), place.world, place.device)
 
     def _fused(self, case: Case) -> Fused:
-        return Fused(self.lowering, case.hidden, case.tokens)
+        return Fused(self.row, case.hidden, case.tokens)
 
 
 class SymmetricBuffers:
@@ -124,7 +125,7 @@ class Shape:
         self.symmetric = symmetric.of(case)
         self.residual = random(same)
         self.weight = torch.rand(case.hidden, generator=same, device=place.device).to(DTYPE)
-        self.add_norm = torch.compile(kernels.add_norm, dynamic=False, fullgraph=True)
+        self.add_norm = torch.compile(add_norm, dynamic=False, fullgraph=True)
         self.restore()
 
     def restore(self) -> None:
@@ -190,7 +191,7 @@ class Shape:
                 # Or the next one could pass by leaving this memory as it finds it.
                 for result in (normed, total):
                     result.fill_(float("nan"))
-                gpu_ranks.meet()
+                gpu_ranks.barrier()
         self.restore()
 
 
@@ -231,7 +232,7 @@ def measure(
     calls: dict[str, Call] = usable(shape, shape.baselines()) if with_baselines else {}
     calls |= {variant.name: shape.ours(variant) for variant in variants}
     two_shot = Algorithm.TWO_SHOT
-    sharded = {each.name for each in variants if not each.whole and each.lowering.algorithm is two_shot}
+    sharded = {each.name for each in variants if not each.whole and each.row.algorithm is two_shot}
     shape.check(calls, frozenset(sharded))
     num_calls = effort.num_calls or case.num_calls(place.world)
 
@@ -249,7 +250,7 @@ def measure(
     replays = {name: graph.replay for name, graph in graphs.items()}
     settle = torch.zeros(1, device=place.device)
     us = gpu_ranks.median_us(replays, shape.restore, effort.num_rounds, effort.num_replays, settle)
-    gpu_ranks.meet()
+    gpu_ranks.barrier()
     for graph in graphs.values():
         graph.reset()
     if case.bytes > ROTATION[-1][0]:
@@ -257,15 +258,15 @@ def measure(
     return {name: found / num_calls for name, found in us.items()}
 
 
-def mail_variants(case: Case) -> list[Variant]:
-    """The mail forms where they may pay: their mailboxes grow with the tokens."""
+def ll_packet_variants(case: Case) -> list[Variant]:
+    """LL packets where they may pay: their mailboxes grow with the tokens."""
     found = []
-    if case.bytes <= suite.MAIL_ONE_SHOT_BYTES:
-        found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
-    if case.bytes <= suite.MAIL_TWO_SHOT_BYTES:
-        found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
+    if case.bytes <= peer.LL_ONE_SHOT_BYTES:
+        found.append(Variant(KernelRow(case.tokens, Algorithm.ONE_SHOT, Transfer.LL_PACKET)))
+    if case.bytes <= peer.LL_TWO_SHOT_BYTES:
+        found.append(Variant(KernelRow(case.tokens, Algorithm.TWO_SHOT, Transfer.LL_PACKET)))
     return found
 
 
 def bulk_variants(case: Case, ctas: Sequence[int]) -> list[Variant]:
-    return [Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.BULK, count)) for count in ctas]
+    return [Variant(KernelRow(case.tokens, Algorithm.TWO_SHOT, Transfer.BULK, count)) for count in ctas]

@@ -1,12 +1,15 @@
-"""The rules, one file each. A new rule is one file, one line here, and one test."""
+"""The rules, one file or folder each. A new rule is one file, one line here, and its tests."""
 
 from __future__ import annotations
 
-from weaveopt.rewrites.all_reduce_rms_norm.rule import AllReduceRMSNorm
-from weaveopt.rule import Rule
+from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
+from weaveopt.rule import GraphRule, RuleSet, SiteRule
+from weaveopt.sites import MATCHERS
 
-RULES: tuple[Rule, ...] = (AllReduceRMSNorm(),)
+SITE_RULES: tuple[SiteRule, ...] = (AllReduceRMSNorm(),)
+GRAPH_RULES: tuple[GraphRule, ...] = ()
+RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)
 
 
 def names() -> tuple[str, ...]:
-    return tuple(rule.name for rule in RULES)
+    return RULES.names

@@ -1,6 +1,6 @@
-"""`torch.compile(model, backend="weave")`: the six steps in order, and then Inductor.
+"""`torch.compile(model, backend="weave")`: the steps in order, and then Inductor.
 
-    capture -> recognize -> decide -> plan -> rewrite -> bind
+    capture -> variants -> [ recognize -> regime -> price -> decide ] for each -> plan -> rewrite -> bind
 
 The steps sit where Inductor's own compile of one graph begins (`inner_compile`), so they see inference,
 forward and backward graphs after AOTAutograd, on every compile. AOTAutograd's cache would skip them on a warm
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -24,21 +24,23 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in
-from weaveopt.inductor import seams as inductor
+from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.inductor.work import work_of
 from weaveopt.pipeline.bind import await_peers, bind
 from weaveopt.pipeline.capture import capture
-from weaveopt.pipeline.decide import decide
+from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
+from weaveopt.pipeline.price import price
+from weaveopt.pipeline.problem import Frame
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
+from weaveopt.pipeline.sensitivity import sensitivities
 from weaveopt.pipeline.specialize import guard, specialize
-from weaveopt.records.memory import BufferPlan
-from weaveopt.records.report import Decision, Fallback, GraphReport, Regime, Work, WorkFailure
+from weaveopt.pipeline.variants import variants
+from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, WorkFailure
 from weaveopt.reporting import registry
-from weaveopt.rewrites import RULES, names
-from weaveopt.rule import CapturedGraph, Context, Finding
+from weaveopt.rewrites import RULES
+from weaveopt.rule import CapturedGraph, Context, HooksInductor, RuleSet
 
 _graph_numbers = count()
 
@@ -49,6 +51,7 @@ def weave(
     *,
     mode: str | None = None,
     options: Mapping[str, OptionValue] | None = None,
+    rules: RuleSet = RULES,
 ) -> Compiled:
     """The backend. `mode` is Inductor's; `options` holds weaveopt's (see `weaveopt.config`) and Inductor's.
 
@@ -56,24 +59,36 @@ def weave(
     the compiled function, before any of its kernels runs, so that it reaches the caller as it is.
     """
     try:
-        config = resolve(options, inductor.known_options(), names())
+        config = resolve(options, seams.known_options(), rules.names)
         entry = registry.open_entry(example_inputs)
+        hooks = [hook for rule in rules.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
 
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-            captured, context, report = optimize(
-                module, inputs, config, entry, is_backward=is_backward, is_inference=is_inference
+            optimized = optimize(
+                module, inputs, config, entry, rules, is_backward=is_backward, is_inference=is_inference
             )
-            compiled = inductor.compile_graph(module, inputs, arguments)
-            guard(captured, report.regime)
-            await_peers(captured, context)
+            compiled = seams.compile_graph(module, inputs, arguments, hooks)
+            guard(optimized.captured, optimized.report.regime, optimized.numbers)
+            await_peers(optimized.captured.groups, optimized.context)
             return compiled
 
-        patches = inductor.patches_for(mode, config)
-        return inductor.compile_with(optimize_and_compile, graph_module, example_inputs, patches)
+        patches = seams.patches_for(mode, config)
+        return seams.compile_with(optimize_and_compile, graph_module, example_inputs, patches)
     except WeaveError as error:
         return _raiser(error)
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """One graph after all steps."""
+
+    captured: CapturedGraph
+    context: Context
+    report: GraphReport
+    numbers: tuple[torch.SymFloat, ...] = ()
+    """Python floats that rewrites took as the numbers they are in this call."""
 
 
 def optimize(
@@ -81,29 +96,31 @@ def optimize(
     inputs: Sequence[object],
     config: Config,
     entry: registry.Entry,
+    rules: RuleSet = RULES,
     *,
     is_backward: bool,
     is_inference: bool,
-) -> tuple[CapturedGraph, Context, GraphReport]:
-    """All six steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
+) -> Optimized:
+    """All steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
     clock = _Clock()
     captured, failure = _capture(module, inputs, is_backward, is_inference)
     clock.lap("capture")
     topologies = _topologies(captured, config)
     context = Context(config, _machine_for(config, topologies), topologies)
-    report, numbers = _steps(captured, context, clock, failure)
-    registry.add(entry, report, context)
+    steps = _steps(captured, context, rules, clock, failure)
+    report = steps.report
+    registry.add(entry, report, context.machine, topologies)
     # Ranks agree even where a step failed on this one: the others must not go on without it.
-    bind(captured, report, context)
+    bind(captured.groups, report, context)
     if report.fallbacks and config.strict:
         failed = report.fallbacks[0]
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
     if report.work_failure is not None and config.strict:
         raise WeaveError(f"the work outside the sites of {report.name} could not be estimated: {report.work_failure}")
-    if report.num_rewritten:
-        module.graph = captured.graph
-        captured = replace(captured, numbers=numbers)
-    return captured, context, report
+    if report.num_rewritten or report.variant != captured.variant:
+        module.graph = steps.graph
+        return Optimized(captured, context, report, steps.numbers)
+    return Optimized(captured, context, report)
 
 
 def _capture(
@@ -117,70 +134,91 @@ def _capture(
         return plain, Fallback(name, "capture", _first_line(error))
 
 
-def _steps(
-    captured: CapturedGraph, context: Context, clock: _Clock, failure: Fallback | None
-) -> tuple[GraphReport, tuple[torch.SymFloat, ...]]:
-    """Recognize, decide, plan, rewrite; and the floats that were taken as numbers.
+@dataclass(frozen=True)
+class _Steps:
+    """What the steps between capture and bind made of a graph."""
 
-    A failure is a fallback that the report holds: the graph runs unrewritten.
-    """
+    report: GraphReport
+    graph: fx.Graph
+    numbers: tuple[torch.SymFloat, ...] = ()
+
+
+def _steps(
+    captured: CapturedGraph,
+    context: Context,
+    rules: RuleSet,
+    clock: _Clock,
+    failure: Fallback | None,
+    ask_sensitivity: bool = False,
+) -> _Steps:
+    """Variants to rewrite. A failure is a fallback that the report holds: the graph runs unrewritten."""
     clock.restart()  # ranks may have waited for each other since
-    step = "recognize"
-    decisions: tuple[Decision, ...] = ()
-    plans: tuple[BufferPlan, ...] = ()
-    rounding: tuple[str, ...] = ()
-    regime: Regime | None = None
-    work: tuple[Work, ...] | WorkFailure = ()
-    numbers: dict[str, torch.SymFloat] = {}
-    if failure is None:
-        try:
-            findings = recognize(captured, RULES, context)
+    plain = GraphReport(name=captured.name, phase=captured.phase, tokens=captured.tokens)
+    if failure is not None:
+        return _Steps(replace(plain, fallbacks=(failure,), steps_us=clock.laps), captured.graph)
+    step = "variants"
+    try:
+        regime: Regime | None = None
+        every: list[DecidedGraph] = []
+        found_variants = variants(captured, rules, context)
+        clock.lap(step)
+        for variant in found_variants:
+            step = "recognize"
+            frame = Frame(variant, recognize(variant, rules, context), rules, context)
+            clock.lap(step)
+            step = "regime"
+            regime_here, tokens = specialize(variant, frame, context)
+            regime = regime if every else regime_here
+            clock.lap(step)
+            step = "price"
+            priced = price(variant, frame, frame.problem(tokens), context)
             clock.lap(step)
             step = "decide"
-            regime, findings = specialize(captured, findings, RULES, context)
-            decisions = decide(findings, RULES, context)
+            every.append(decide(priced, rules, context))
             clock.lap(step)
-            work = _work(captured, findings, context)
-            clock.lap("work")
-            step = "plan"
-            plans = plan(findings, decisions, RULES)
-            clock.lap(step)
-            step = "rewrite"
-            rounding = rewrite(captured, findings, decisions, plans, RULES, context)
-            rewritten = [f.match for f, d in zip(findings, decisions, strict=True) if d.rewritten and f.match]
-            numbers = {str(number): number for match in rewritten for number in match.numbers}
-            clock.lap(step)
-        except Exception as error:  # whatever went wrong, the unrewritten graph is still right
-            failure = Fallback(captured.name, step, _first_line(error))
-    report = GraphReport(
-        name=captured.name,
-        phase=captured.phase,
-        tokens=captured.tokens,
-        decisions=decisions if failure is None else (),
-        plans=plans if failure is None else (),
+        best, compared = cheapest(every, context)
+        sensitivity: tuple[Sensitivity, ...] = sensitivities(best, context) if ask_sensitivity else ()
+        clock.restart()
+        step = "plan"
+        planned = plan(best, rules, context)
+        clock.lap(step)
+        step = "rewrite"
+        rounding = rewrite(best, planned, rules, context)
+        clock.lap(step)
+    except Exception as error:  # whatever went wrong, the unrewritten graph is still right
+        failed = Fallback(captured.name, step, _first_line(error))
+        return _Steps(replace(plain, fallbacks=(failed,), steps_us=clock.laps), captured.graph)
+    work = best.priced.work
+    report = replace(
+        plain,
+        decisions=best.decisions,
+        plans=planned.plans,
         rounding=rounding,
-        fallbacks=() if failure is None else (failure,),
         steps_us=clock.laps,
-        regime=regime if failure is None else None,
+        regime=regime,
         work=() if isinstance(work, WorkFailure) else work,
         work_failure=work if isinstance(work, WorkFailure) else None,
+        sensitivity=sensitivity,
+        variants=compared,
+        variant=best.priced.captured.variant,
     )
-    return report, tuple(numbers.values())
+    numbers = {str(number): number for chosen in best.chosen for number in chosen.found.numbers}
+    return _Steps(report, best.priced.captured.graph, tuple(numbers.values()))
 
 
-def _work(captured: CapturedGraph, findings: Sequence[Finding], context: Context) -> tuple[Work, ...] | WorkFailure:
-    """Predicted time outside the sites, for the report alone: no graph stays unrewritten for want of it."""
-    try:
-        return work_of(captured.graph, findings, context)
-    except Exception as error:  # a graph of a form never seen: what it runs outside its sites is not known
-        return WorkFailure(type(error).__name__, _message(error))
-
-
-def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[GraphReport], None]) -> Compiled:
+def preview(
+    config: Config,
+    known: Topology,
+    machine: Machine,
+    sink: Callable[[GraphReport], None],
+    rules: RuleSet = RULES,
+    ask_sensitivity: bool = False,
+) -> Compiled:
     """A backend that captures, decides and rewrites as `weave` does, for `weaveopt explain`: no peers, no kernels.
 
     Every process group of the graph is taken to have the topology `known`. What it returns only makes outputs
-    of the right shapes, so it is good for fake inputs alone.
+    of the right shapes, so it is good for fake inputs alone. With `ask_sensitivity` the reports say what would change
+    the choices.
     """
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
@@ -189,7 +227,7 @@ def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[G
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
         context = Context(config, machine, dict.fromkeys(captured.groups, known))
-        sink(_steps(captured, context, clock, failure)[0])
+        sink(_steps(captured, context, rules, clock, failure, ask_sensitivity).report)
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 
@@ -201,7 +239,7 @@ def preview(config: Config, known: Topology, machine: Machine, sink: Callable[[G
         return returns_fakes
 
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> Compiled:
-        return inductor.compile_with(inner_compile, graph_module, example_inputs)
+        return seams.compile_with(inner_compile, graph_module, example_inputs)
 
     return backend
 

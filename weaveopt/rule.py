@@ -1,15 +1,16 @@
-"""What a rule is: a pattern, its conditions, its cost and its replacement.
+"""What matchers and rules are, and what the steps hand to them.
 
-A rule is one file in `rewrites/`. It finds sites in a captured graph, names the candidates of a site with
-their estimates, says how much symmetric memory a chosen candidate needs, and splices its replacement in.
-It never looks at another rule, and holds no threshold: those come from the cost model.
+A matcher finds the sites of one kind. A site rule proposes candidates at sites of the kinds that it knows, asks for
+memory and splices its replacement in. A graph rule proposes variants of a whole graph. None of them looks at another
+one, and none holds a threshold: those come from the cost model. What a rule has to say beyond this it says by three
+optional hooks: `SettlesSites`, `RelatesSites` and `HooksInductor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.fx as fx
@@ -17,15 +18,14 @@ import torch.fx as fx
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
-from weaveopt.records.candidate import Candidate
-from weaveopt.records.memory import Placement, RegionNeed
-from weaveopt.records.report import Decision
-from weaveopt.records.site import Site
+from weaveopt.records.candidate import Candidate, Estimate, Rejection, Values
+from weaveopt.records.memory import Buffer, PlacedBuffer
+from weaveopt.records.site import Site, TokenCounts
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every step and rule may ask, alike on all ranks but for `topologies[...].group.rank`."""
+    """What every step and rule may ask; the same on all ranks but for `topologies[...].group.rank`."""
 
     config: Config
     machine: Machine
@@ -46,68 +46,235 @@ class CapturedGraph:
     graph: fx.Graph
     symbolic_tokens: torch.SymInt | None = None
     """The token count that most all-reduces have, if that is no number."""
-    numbers: tuple[torch.SymFloat, ...] = ()
-    """Those that the rewrites in it take as the numbers they are in this call, once it is rewritten."""
+    variant: str = "captured"
+    rule: str = ""
+    """The graph rule that made this variant; empty for the graph as it was captured."""
+    rejections: tuple[Rejection, ...] = ()
+    """Why the variant may not be used."""
+
+
+class Facts(Protocol):
+    """What a kind of site knows of one, whatever its token count: frozen, hashable, without graph nodes."""
+
+    def values(self) -> Values:
+        """For the report, and for the comparison between ranks."""
+        ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
-class Match:
-    """Where a site lies in the graph. Rules extend it with the nodes that their replacement reads."""
-
-    interior: frozenset[fx.Node]
-    """Nodes that disappear with the rewrite; two sites that share one cannot both be rewritten."""
-    sharded_input: fx.Node | None = None
-    """A value of which this site reads only its own token rows."""
-    sharded_output: fx.Node | None = None
-    """A value that this site can produce for its own token rows only."""
-    landing_output: fx.Node | None = None
-    """A value whose rows peers can write straight to the memory in which its readers find them."""
-    numbers: tuple[torch.SymFloat, ...] = ()
-    """Python floats that the rewrite takes as the numbers they are in this call; with others it is compiled again."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A site and, if the rule may rewrite it, where it lies."""
+class FoundSite:
+    """A site in its graph."""
 
     site: Site
-    match: Match | None
+    nodes: frozenset[fx.Node]
+    """The nodes that a rewrite may replace. What they cost as they are is the site's baseline."""
+    facts: Facts | None = None
+    """None where the matcher did not recognize the place; `site.rejections` says why."""
+    structure: object = None
+    """The nodes by their role, as the rules of this kind know them."""
+    numbers: tuple[torch.SymFloat, ...] = ()
+    """Python floats that a rewrite takes as the numbers they are in this call; with others it is compiled again."""
+    token_value: fx.Node | None = None
+    """A node whose value `[..., hidden]` has the site's token count; None where the count is no part of its shape."""
 
 
 @dataclass(frozen=True)
-class ArenaNeed:
-    """Symmetric memory of one site: twice the partial result (used in turn) and the rows handed out."""
+class Proposal:
+    """A candidate, the nodes that it replaces, and what its rule has to remember of it."""
 
-    partial_bytes: int
-    output_bytes: int
+    candidate: Candidate
+    consumes: frozenset[fx.Node] = frozenset()
+    """Nodes that disappear. Proposals of two sites that share one exclude each other."""
+    plan: object = None
+    """The rule's own frozen record; no other code reads it."""
 
 
-class Rule(Protocol):
-    """One way to rewrite. All methods are pure but `replace`, which edits the graph."""
+@dataclass(frozen=True)
+class Chosen:
+    """A site that is rewritten, and how."""
+
+    found: FoundSite
+    proposal: Proposal
+
+
+@dataclass(frozen=True)
+class BufferRequest:
+    """A buffer that a rewritten site needs."""
+
+    buffer: Buffer
+    last_reader: fx.Node | None = None
+    """Of a buffer that lives until it is read: the node that reads it last."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rewritten site needs of the arena of its group."""
+
+    buffers: tuple[BufferRequest, ...] = ()
+    channel: str = "main"
+    """Sites whose calls follow one another on one stream share a channel."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rewritten site works in the arena of its group."""
+
+    buffers: Mapping[str, PlacedBuffer]
+    channel: int = 0
+
+
+@dataclass(frozen=True)
+class PricedSite:
+    """A site with its baseline and all proposals, and those of them that may be chosen."""
+
+    found: FoundSite
+    baseline: Estimate
+    proposals: tuple[Proposal, ...]
+    """Their estimates are of the whole site: what they put in place of nodes, and the nodes that stay."""
+    choices: tuple[int, ...]
+    """Positions of the allowed proposals: choice `i` of the site; after them the choice to leave it."""
+    forced: frozenset[str] = frozenset()
+    """Rules that are not charged the model's own error."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.choices) + 1
+
+    def proposal(self, choice: int) -> Proposal | None:
+        """None: the site is left."""
+        return self.proposals[self.choices[choice]] if choice < len(self.choices) else None
+
+
+class Interaction(Protocol):
+    """What some choices at a few sites change together; a property of the graph, priced at any token count."""
+
+    @property
+    def sites(self) -> tuple[int, ...]:
+        """Positions of the sites. The first one's estimate is what changes."""
+        ...
+
+    @property
+    def term(self) -> str:
+        """Name of the term of that estimate which changes."""
+        ...
+
+    @property
+    def key(self) -> Hashable:
+        """Interactions with equal keys, whose sites have pairwise equal facts, have equal terms."""
+        ...
+
+    def terms(self, members: Sequence[PricedSite]) -> Mapping[tuple[int, ...], float]:
+        """Choices of the members, in their order -> microseconds, negative where they help; not listed: 0."""
+        ...
+
+
+class Matcher(Protocol):
+    """Finds the sites of one kind. Pure."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def find(self, graph: fx.Graph, context: Context) -> Sequence[FoundSite]:
+        """Every site in graph order; those that no rule may rewrite carry their rejections and no facts."""
+        ...
+
+
+class SiteRule(Protocol):
+    """One way to rewrite sites. All methods are pure but `replace`, which edits the graph."""
 
     @property
     def name(self) -> str:
         """File stem, and the word that users write in `disable`."""
         ...
 
-    def find(self, graph: fx.Graph, context: Context) -> list[Finding]:
-        """Every site, in graph order; those that may not be rewritten carry their rejections and no match."""
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of sites that the rule knows."""
         ...
 
-    def candidates(self, site: Site, context: Context, usable_only: bool = False) -> tuple[Candidate, ...]:
-        """All lowerings of a matched site, allowed or rejected, each with its estimate where one can be made.
+    def propose(
+        self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
+    ) -> Sequence[Proposal]:
+        """All ways to lower a site for these token counts, allowed or rejected, each with the estimate of what it
+        puts in place of the nodes that it consumes, where one can be made.
 
         With `usable_only` rejected ones may be missing; the others are the same, and in the same order.
-        A function of the site's group and workload: sites that have those alike are asked for once.
         """
         ...
 
-    def need(self, decision: Decision) -> ArenaNeed | RegionNeed:
-        """What the chosen candidate needs of the arena of its group; regions, where its fabric joins GPUs."""
+    def memory(self, chosen: Chosen, context: Context) -> Memory | None:
+        """What a chosen proposal needs of the arena of its group; None: nothing."""
         ...
 
-    def replace(
-        self, graph: fx.Graph, match: Match, decision: Decision, placement: Placement, context: Context
-    ) -> tuple[str, ...]:
+    def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         """Splice the replacement in; the graph is valid after it. Returns a line for each change of rounding."""
         ...
+
+
+@runtime_checkable
+class RelatesSites(Protocol):
+    """A rule whose choices at several sites cost or save something together."""
+
+    def interactions(self, sites: Sequence[FoundSite]) -> Sequence[Interaction]: ...
+
+
+@runtime_checkable
+class SettlesSites(Protocol):
+    """A rule whose calls have flags that depend on what was chosen around them."""
+
+    def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
+        """`chosen` are all rewritten sites of the graph. Site id -> the proposal in its final form, of its own ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReuseHook:
+    """Results of an operator that Inductor must not take for memory that it may use again."""
+
+    op: torch._ops.OpOverload
+    keeps: ReusePredicate
+
+
+class ReusePredicate(Protocol):
+    def __call__(self, arguments: Sequence[object]) -> Sequence[int]:
+        """Of a call's arguments: positions of the results that Inductor has to leave alone."""
+        ...
+
+
+@runtime_checkable
+class HooksInductor(Protocol):
+    """A rule whose operators Inductor has to treat in a way of their own."""
+
+    def inductor_hooks(self) -> Sequence[ReuseHook]: ...
+
+
+class GraphRule(Protocol):
+    """One way to rewrite a whole graph before its sites are looked for. Pure: the captured graph is not touched."""
+
+    @property
+    def name(self) -> str: ...
+
+    def variants(self, captured: CapturedGraph, context: Context) -> Sequence[CapturedGraph]:
+        """Graphs that compute the same, each a copy of its own; those that may not be used carry rejections."""
+        ...
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """The matchers and rules of one compile."""
+
+    matchers: tuple[Matcher, ...]
+    site_rules: tuple[SiteRule, ...]
+    graph_rules: tuple[GraphRule, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(rule.name for rule in (*self.site_rules, *self.graph_rules))
+
+    def of_kind(self, kind: str) -> tuple[SiteRule, ...]:
+        return tuple(rule for rule in self.site_rules if kind in rule.kinds)
+
+    def named(self, name: str) -> SiteRule:
+        return next(rule for rule in self.site_rules if rule.name == name)

@@ -1,11 +1,11 @@
-"""Which normed rows may lie in the arena, where peers write them: no copy, and no memory of their own.
+"""Which normalized rows may lie in the arena, where peers write them: no copy, and no memory of their own.
 
 All sites of a group hand rows out into one region, each overwriting what the one before left there. A peer writes
 once this rank's partial result has come to it: after all that this rank's stream did before the site. So a value may
 lie there if whatever reads it runs before every later site of its group. That must hold in any order that respects the
-data, since Inductor chooses one, and so only products may read it: they run as one call where they stand, while an
-element-wise op can end up inside a kernel far behind, and so can a product of very short rows, which Inductor makes
-one. Opaque operations of the graph are taken to run no site of the group.
+data, since Inductor chooses one, and so only GEMMs may read it: they run as one call where they stand, while an
+element-wise op can end up inside a kernel far behind, and so can a GEMM of very short rows, which Inductor makes one.
+Opaque operations of the graph are taken to run no site of the group.
 """
 
 from __future__ import annotations
@@ -17,49 +17,52 @@ import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
-from weaveopt.records.candidate import Candidate, Fabric, Form
-from weaveopt.rule import Finding, Match
+from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
+from weaveopt.rule import Chosen
+from weaveopt.sites.reduction import Reduction
 
 aten = torch.ops.aten
 _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
-"""Products, and which of their arguments has the rows that are multiplied."""
+"""GEMMs, and which of their arguments has the rows that are multiplied."""
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's nodes
 counts in what it lowers to element-wise work, such as the masked write of an embedding that is spread over ranks."""
 _SHORTEST_ROW = 64
-"""Elements. Inductor (torch 2.13) may turn products of rows of up to 32 into element-wise work."""
+"""Elements. Inductor (torch 2.13) may turn GEMMs of rows of up to 32 into element-wise work."""
 
 
-def landed_values(sites: Sequence[tuple[Finding, Candidate]]) -> frozenset[fx.Node]:
-    """The values that may lie in the arena; `sites`: all rewritten ones of a group, and how."""
-    matches = [finding.match for finding, _ in sites if finding.match is not None]
-    wanted = [
-        (index, match.landing_output)
-        for index, ((finding, chosen), match) in enumerate(zip(sites, matches, strict=True))
-        if match.landing_output is not None
-        and chosen.fabric is Fabric.PEER
-        and any(row.form is Form.BULK for row in chosen.lowerings)
-    ]
+def aliasing_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
+    """The normalized rows that may lie in the arena; `chosen`: all rewritten sites of one group, of any rule."""
+    interiors = [each.proposal.consumes for each in chosen]
+    wanted = [(index, value) for index, each in enumerate(chosen) if (value := _output(each)) is not None]
     if not wanted or _may_be_split(wanted[0][1]):
         return frozenset()
-    ahead = _sites_ahead(wanted[0][1].graph, matches)
-    reached = [_union(ahead[node] for node in match.interior) for match in matches]
-    every = (1 << len(matches)) - 1
+    ahead = _sites_ahead(wanted[0][1].graph, interiors)
+    reached = [_union(ahead[node] for node in interior) for interior in interiors]
+    every = (1 << len(interiors)) - 1
     found = set()
     for index, value in wanted:
         before = sum(1 << other for other, bits in enumerate(reached) if bits >> index & 1 and other != index)
         later = every & ~before & ~(1 << index)
         readers = list(_readers(value))
-        if all(_is_product(reader, node) and ahead[reader] & later == later for reader, node in readers):
+        if all(_is_gemm(reader, node) and ahead[reader] & later == later for reader, node in readers):
             found.add(value)
     return frozenset(found)
 
 
-def _sites_ahead(graph: fx.Graph, matches: Sequence[Match]) -> dict[fx.Node, int]:
+def _output(chosen: Chosen) -> fx.Node | None:
+    """The normalized rows of a site whose kernel can have peers write them where they are read."""
+    lowered, structure = chosen.proposal.plan, chosen.found.structure
+    if not isinstance(lowered, Lowered) or not isinstance(structure, Reduction) or not lowered.may_alias_arena:
+        return None
+    return None if structure.reduced.norm is None else structure.reduced.norm.output
+
+
+def _sites_ahead(graph: fx.Graph, interiors: Sequence[frozenset[fx.Node]]) -> dict[fx.Node, int]:
     """Of every node, as bits: the sites that cannot begin before it is through."""
     own: dict[fx.Node, int] = {}
-    for index, match in enumerate(matches):
-        for node in match.interior:
+    for index, interior in enumerate(interiors):
+        for node in interior:
             own[node] = own.get(node, 0) | 1 << index
     ahead: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
@@ -83,7 +86,7 @@ def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield user, value
 
 
-def _is_product(reader: fx.Node, node: fx.Node) -> bool:
+def _is_gemm(reader: fx.Node, node: fx.Node) -> bool:
     rows = _ROWS.get(reader.target) if reader.op == "call_function" else None
     read = [index for index, argument in enumerate(reader.args) if argument is node]
     value = tensor_of(node)

@@ -1,128 +1,206 @@
 """The ways to lower a fused all-reduce + norm on each fabric: their estimates, and what speaks against them.
 
-Which of them runs is a function of what all sites of a chain share (see `weaveopt.cost_model.lowerings`), so sites
+Which of them runs is a function of what all sites of a chain share (see `table.lowerings`), so sites
 that hand a token-sharded residual to each other always agree on who holds which rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from weaveopt import cost_model
+from weaveopt.cost_model import Machine, host_us
 from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_reduce_norm import call as op
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
-from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Lowering, Rejection, Scalar, Values
-from weaveopt.records.memory import RegionNeed
-from weaveopt.records.report import Decision
-from weaveopt.records.site import Workload
-from weaveopt.rule import ArenaNeed, Context
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
+from weaveopt.records.site import TokenCounts, Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
+from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
+from weaveopt.rewrites.all_reduce_rms_norm.variants import KernelVariant, kernel_variants
+from weaveopt.rewrites.all_reduce_rms_norm.workload import workload_of
+from weaveopt.sites.reduction import ReductionFacts
 
+RULE = "all_reduce_rms_norm"
 ROW_ALIGNMENT = 8
 """Elements: GPU kernels move rows in pieces of 16 bytes."""
 FP8_ROW_ALIGNMENT = 16
-"""Elements of a row in e4m3: bulk copies move 16 bytes, and any form may stand in the run-time table."""
-MAX_WORLD = 8
-"""Ranks that the GPU kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
+"""Elements of a row in e4m3: bulk copies move 16 bytes, and any transfer may stand in the run-time table."""
+GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.MULTIMEM})
+"""Fabrics whose operation makes the partial result too, in the arena; on `peer` rows are sent from wherever they are,
+and the GEMM stays in the graph, where Inductor picks its kernel."""
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """What the rule remembers of a candidate."""
+
+    workload: Workload
+    fabric: Fabric
+    division: tuple[object, ...]
+    """All that says which rank holds which token rows, at every token count."""
+    algorithm: Algorithm = Algorithm.TWO_SHOT
+    """Of the kernel that serves the token count that was decided for."""
+    rows: tuple[KernelRow, ...] = ()
+    """The run-time table."""
+    one_shot_max_tokens: int = 0
+    gather_us: float = 0.0
+    """What handing out the rows of the sum to every rank costs."""
+    takes_gemm: bool = False
+    quantizes: bool = False
+    residual_sharded: bool = False
+    """The residual that comes in holds only this rank's token rows."""
+    sum_sharded: bool = False
+    """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
+    aliases_arena: bool = False
+    """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
+
+    @property
+    def may_alias_arena(self) -> bool:
+        """Whether peers can write normalized rows where they are read; rows with scales of their own come singly."""
+        return (
+            self.fabric is Fabric.PEER
+            and not self.quantizes
+            and any(row.transfer is Transfer.BULK for row in self.rows)
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest count that fits; more go through the library at run time."""
+        return max((row.max_tokens for row in self.rows), default=self.workload.max_tokens)
+
+
+Found = tuple[Candidate, Lowered]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What candidates depend on beside a site: equal for all sites of a group in one compile."""
+
+    topology: Topology
+    machine: Machine
+    against_library: bool
+    """False where the rule is forced: then its kernels are not compared with the library's."""
+
+
+@lru_cache(maxsize=4096)
 def candidates(
-    rule: str, workload: Workload, topology: Topology, context: Context, usable_only: bool = False
-) -> tuple[Candidate, ...]:
+    facts: ReductionFacts, tokens: TokenCounts, known: Terms, usable_only: bool = False
+) -> tuple[Found, ...]:
     """Every kernel on every fabric, allowed or rejected, with its estimate at the hint where one can be made.
 
-    With `usable_only` only those that may be chosen.
+    With `usable_only` only those that may be chosen. Sites with equal facts get the same objects.
     """
-    found: list[Candidate] = []
-    for fabric, unreachable in topology.fabrics():
+    found: list[Found] = []
+    machine = known.machine
+    for fabric, unreachable in known.topology.fabrics():
         if fabric is Fabric.LIBRARY:
             continue
         reasons = [] if unreachable is None else [unreachable]
-        if fabric not in context.machine.fabrics:
-            values = (("machine", context.machine.name), ("fabric", fabric.value))
+        if fabric not in machine.fabrics:
+            values = (("machine", machine.name), ("fabric", fabric.value))
             reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
-        if fabric not in op.KERNEL_FABRICS:
+        features = op.FEATURES.get(fabric)
+        if features is None:
             message = "this version has no kernel of the rule for the fabric"
             reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
         if reasons and usable_only:
             continue
-        known = cost_model.ways(context.machine, fabric, workload.hidden, workload.world, workload.hosts)
-        if fabric in op.GPU_FABRICS and known:
-            reasons.extend(_shape_rejections(workload))
-            found.extend(_from_table(rule, workload, fabric, known, reasons, context, usable_only))
+        can_quantize_here = features is not None and features.quantizes and can_quantize(facts.hidden)
+        quantizes = can_quantize_here and facts.quantization != "none"
+        # The op that quantizes takes a partial result: its GEMM stays in the graph on every fabric.
+        takes_gemm = fabric in GEMM_IN_ARENA and facts.gemm_depth > 0 and not quantizes
+        workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
+        base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
+        variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+        if features is not None and features.tabled and variants:
+            reasons.extend(_shape_rejections(workload, TRAITS[fabric].max_world))
+            found.extend(_from_table(base, variants, reasons, known, usable_only))
         else:
-            found.extend(_by_threshold(rule, workload, fabric, reasons, context, usable_only))
+            found.extend(_by_threshold(base, reasons, machine, usable_only))
     return tuple(found)
 
 
-def quantizes(topology: Topology) -> bool:
-    """Whether the kernels between these ranks, if there are any, can hand out e4m3 rows."""
-    return topology.device == "cuda"
+def can_quantize(hidden: int) -> bool:
+    """Whether the kernels that quantize take such rows."""
+    return hidden % FP8_ROW_ALIGNMENT == 0
 
 
-def against_quantization(hidden: int) -> Rejection | None:
-    """Why kernels that could quantize do not take such rows."""
-    if hidden % FP8_ROW_ALIGNMENT == 0:
-        return None
-    message = f"the kernels quantize rows of a multiple of {FP8_ROW_ALIGNMENT} elements"
-    return Rejection("row_not_supported", message, (("hidden", hidden),))
-
-
-def _shape_rejections(workload: Workload) -> list[Rejection]:
+def _shape_rejections(workload: Workload, max_world: int | None) -> list[Rejection]:
     reasons = []
     if workload.hidden % ROW_ALIGNMENT:
         message = f"the kernels take rows of a multiple of {ROW_ALIGNMENT} elements"
         reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
-    if workload.world > MAX_WORLD:
-        message = f"the kernels join at most {MAX_WORLD} ranks"
+    if max_world is not None and workload.world > max_world:
+        message = f"the kernels join at most {max_world} ranks"
         reasons.append(Rejection("world_not_supported", message, (("world", workload.world),)))
     return reasons
 
 
 def _from_table(
-    rule: str,
-    workload: Workload,
-    fabric: Fabric,
-    known: tuple[cost_model.Way, ...],
-    reasons: list[Rejection],
-    context: Context,
-    usable_only: bool,
-) -> list[Candidate]:
-    """One candidate for each form and algorithm; the run-time table says which of them runs at the hint."""
-    table = _table(rule, workload, fabric, context)
+    base: Lowered, variants: tuple[KernelVariant, ...], reasons: list[Rejection], known: Terms, usable_only: bool
+) -> list[Found]:
+    """One candidate for each transfer and algorithm; the run-time table says which of them runs at the hint."""
+    workload = base.workload
+    table = _table(workload, base.fabric, known)
     row = next((row for row in table if workload.tokens <= row.max_tokens), None)
     end = table[-1].max_tokens if table else 0
-    found: list[Candidate] = []
-    for algorithm, form in dict.fromkeys((way.algorithm, way.form) for way in known):
-        alike = [way for way in known if (way.algorithm, way.form) == (algorithm, form)]
-        able = [way for way in alike if way.reaches(workload.message_bytes)]
-        is_chosen = row is not None and (row.algorithm, row.form) == (algorithm, form)
+    found: list[Found] = []
+    for algorithm, transfer in dict.fromkeys((kernel.algorithm, kernel.transfer) for kernel in variants):
+        alike = [kernel for kernel in variants if (kernel.algorithm, kernel.transfer) == (algorithm, transfer)]
+        able = [kernel for kernel in alike if kernel.covers(workload.message_bytes)]
+        is_chosen = row is not None and (row.algorithm, row.transfer) == (algorithm, transfer)
         why = [*reasons, *_against(workload, row, end, is_chosen, able)]
         if why and usable_only:
             continue
-        if not able:
-            parameters: Values = (("form", form.value),)
-            found.append(Candidate(rule, fabric, algorithm, parameters, None, tuple(why), table))
-            continue
-        if is_chosen and row is not None:
-            able = [way for way in able if way.num_ctas == row.num_ctas]
-        estimates = [(_estimates(workload, fabric, algorithm, context, way), way) for way in able]
-        estimate, best = min(estimates, key=lambda pair: pair[0].best.us)
-        parameters = (
-            ("form", form.value),
-            ("num_ctas", best.num_ctas),
-            ("max_tokens", end),
-            ("measured", best.measured),
+        parameters: Values = (("form", transfer.value),)
+        estimate, gather_us = None, 0.0
+        if able:
+            if is_chosen and row is not None:
+                able = [kernel for kernel in able if kernel.num_ctas == row.num_ctas]
+            estimates = [
+                (_estimates(workload, base.fabric, algorithm, known.machine, kernel), kernel) for kernel in able
+            ]
+            (estimate, gather_us), best = min(estimates, key=lambda pair: pair[0][0].us - pair[0][1])
+            parameters = (
+                ("form", transfer.value),
+                ("num_ctas", best.num_ctas),
+                ("max_tokens", end),
+                ("measured", best.measured),
+            )
+        variant = f"{algorithm.value} {transfer.value}"
+        rows = tuple(_table_row(each) for each in table)
+        candidate = Candidate(RULE, base.fabric, variant, parameters, estimate, tuple(why), rows)
+        lowered = replace(
+            base,
+            algorithm=algorithm,
+            division=_division(base, algorithm, parameters, table),
+            rows=table,
+            gather_us=gather_us,
         )
-        found.append(Candidate(rule, fabric, algorithm, parameters, estimate.best, tuple(why), table, estimate.whole))
+        found.append((candidate, lowered))
     return found
 
 
-def _table(rule: str, workload: Workload, fabric: Fabric, context: Context) -> tuple[Lowering, ...]:
+def _table_row(row: KernelRow) -> TableRow:
+    ctas = (("num_ctas", row.num_ctas),) if row.num_ctas else ()
+    return TableRow(row.max_tokens, f"{row.algorithm.value} {row.transfer.value}", ctas)
+
+
+def _division(
+    base: Lowered, algorithm: Algorithm, parameters: Values, table: tuple[KernelRow, ...]
+) -> tuple[object, ...]:
+    workload = base.workload
+    shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
+    return (*base.division, algorithm, *shape, parameters, table)
+
+
+def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[KernelRow, ...]:
     """A graph of one size has one row, and reserves memory for that alone."""
     static = workload.is_static
-    table = cost_model.lowerings(
-        context.machine,
+    table = lowerings(
+        known.machine,
         fabric,
         workload.hidden,
         workload.dtype,
@@ -130,69 +208,56 @@ def _table(rule: str, workload: Workload, fabric: Fabric, context: Context) -> t
         workload.hosts,
         workload.max_tokens,
         min_tokens=workload.tokens if static else max(workload.min_tokens, 1),
-        against_library=rule not in context.config.force,
+        against_library=known.against_library,
     )
     fitting = [row for row in table if row.max_tokens >= workload.tokens] if static else []
     return (replace(fitting[0], max_tokens=workload.tokens),) if fitting else table
 
 
 def _against(
-    workload: Workload, row: Lowering | None, end: int, is_chosen: bool, able: list[cost_model.Way]
+    workload: Workload, row: KernelRow | None, end: int, is_chosen: bool, able: list[KernelVariant]
 ) -> list[Rejection]:
     """Why the table has something else at the hint."""
     reasons = []
     if not able:
         values: tuple[tuple[str, Scalar], ...] = (("bytes", workload.message_bytes),)
-        message = "the form was not measured at this size, and is not used there"
+        message = "the kernel was not measured at this size, and is not used there"
         reasons.append(Rejection("beyond_measured", message, values))
     if row is None:
         values = (("tokens", workload.tokens), ("table_ends_at", end))
         message = "the library's all-reduce, then one kernel for addition and norm, is predicted faster at this size"
         reasons.append(Rejection("library_faster", message, values))
     elif not is_chosen:
-        message = f"{row.algorithm.value} {row.form.value} is predicted faster at this size"
+        message = f"{row.algorithm.value} {row.transfer.value} is predicted faster at this size"
         reasons.append(Rejection("slower_algorithm", message, (("tokens", workload.tokens),)))
     return reasons
 
 
-@dataclass(frozen=True)
-class _Estimates:
-    """Of one candidate: with the sum sharded where it may be; and with the sum whole, where that differs."""
-
-    best: Estimate
-    whole: Estimate | None
-
-
 def _estimates(
-    workload: Workload, fabric: Fabric, algorithm: Algorithm, context: Context, way: cost_model.Way | None = None
-) -> _Estimates:
-    form, num_ctas = (None, None) if way is None else (way.form, way.num_ctas)
-
-    def estimate(sum_sharded: bool) -> Estimate:
-        return cost_model.estimate_all_reduce_norm(
-            context.machine, workload, fabric, algorithm, sum_sharded, form, num_ctas
-        )
-
-    whole = estimate(sum_sharded=False)
-    if not workload.sum_may_shard:
-        return _Estimates(whole, None)
-    best = estimate(sum_sharded=True)
-    return _Estimates(best, whole if whole != best else None)
+    workload: Workload, fabric: Fabric, algorithm: Algorithm, machine: Machine, kernel: KernelVariant | None = None
+) -> tuple[Estimate, float]:
+    """With the sum handed out whole; and what that takes, where the sum may stay sharded. The host's part included."""
+    transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
+    estimate = estimate_all_reduce_norm(
+        machine, workload, fabric, algorithm, sum_sharded=False, transfer=transfer, num_ctas=num_ctas
+    )
+    gather_us = sum(term.us for term in estimate.terms if term.name == "gather")
+    waited_us = host_us(machine) * machine.oversubscription(workload.world, workload.hosts)
+    estimate = estimate.plus(Estimate((Term("host", waited_us),)))
+    return estimate, gather_us if workload.sum_may_shard else 0.0
 
 
-def _by_threshold(
-    rule: str, workload: Workload, fabric: Fabric, reasons: list[Rejection], context: Context, usable_only: bool
-) -> list[Candidate]:
+def _by_threshold(base: Lowered, reasons: list[Rejection], machine: Machine, usable_only: bool) -> list[Found]:
     """One-shot up to a token count, two-shot above: `shm`, and fabrics without kernels of ours."""
-    machine = context.machine
+    workload, fabric = base.workload, base.fabric
     known = fabric in machine.fabrics
     threshold = 0
     if known:
-        threshold = cost_model.one_shot_max_tokens(
+        threshold = one_shot_max_tokens(
             machine, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
         )
     chosen = Algorithm.ONE_SHOT if workload.tokens <= threshold else Algorithm.TWO_SHOT
-    found: list[Candidate] = []
+    found: list[Found] = []
     for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
         why = list(reasons)
         if known and algorithm is not chosen:
@@ -200,26 +265,12 @@ def _by_threshold(
             why.append(Rejection("slower_algorithm", f"{chosen.value} is predicted faster at this size", values))
         if why and usable_only:
             continue
-        estimates = _estimates(workload, fabric, algorithm, context) if known else None
-        best, whole = (None, None) if estimates is None else (estimates.best, estimates.whole)
+        estimate, gather_us = _estimates(workload, fabric, algorithm, machine) if known else (None, 0.0)
         parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
-        found.append(Candidate(rule, fabric, algorithm, parameters, best, tuple(why), whole=whole))
-    return found
-
-
-def arena_need(decision: Decision) -> ArenaNeed | RegionNeed:
-    """What the chosen candidate needs: slots of its own, or regions that all sites of a GPU group share."""
-    workload, chosen = decision.site.workload, decision.chosen
-    assert workload is not None
-    tabled = op.FEATURES[chosen.fabric].tabled
-    # On shm the normalized rows may be wider than the activations (fp32 weights): reserve for the widest.
-    out_dtype = (workload.out_dtype or workload.dtype) if tabled else "float32"
-    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world)
-    table = [op.row_of(row) for row in chosen.lowerings]
-    sizes = {b.name: b.num_bytes for b in buffers_of(chosen.fabric, rows, workload.max_tokens, table)}
-    if tabled:
-        mailboxes, staging, output, partial = (
-            sizes.get(name, 0) for name in ("mailboxes", "staging", "output", "partial")
+        candidate = Candidate(RULE, fabric, algorithm.value, parameters, estimate, tuple(why))
+        division = _division(base, algorithm, parameters, ())
+        lowered = replace(
+            base, algorithm=algorithm, division=division, one_shot_max_tokens=threshold, gather_us=gather_us
         )
-        return RegionNeed(mailboxes // 2, staging, output, partial)
-    return ArenaNeed(sizes["partial"] // 2, sizes["output"])
+        found.append((candidate, lowered))
+    return found

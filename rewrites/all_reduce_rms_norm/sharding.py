@@ -1,91 +1,130 @@
 """Which sums may stay sharded by tokens between sites: one answer, for what it saves and for what is laid out.
 
-A rewritten site makes the sum, and all its readers vanish into rewritten sites that read just their own rows of
-it: the residual of consecutive sites. Both ends must divide the tokens alike and switch between algorithms at the
-same token count, or one would read rows that the other never wrote. Else every rank needs the sum whole.
+A rewritten site makes the sum, and all its readers vanish into rewritten sites that read just their own rows of it:
+the residual of consecutive sites. Both ends must divide the tokens in the same way and switch between algorithms at
+the same token count, or one would read rows that the other never wrote. Else every rank needs the whole sum, and a
+two-shot exchange hands its rows out too: the term `gather` of an estimate (TokenWeave, section 4.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch.fx as fx
 
-from weaveopt.records.candidate import Candidate
-from weaveopt.rule import Finding, Match
+from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
+from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
+from weaveopt.sites.reduction import Reduction
 
-Rewritten = tuple[Finding, Candidate]
-"""A site that is rewritten, and how."""
+GATHER = "gather"
+"""The term of an estimate for the rows of a sum that every rank needs whole."""
 
 
 @dataclass(frozen=True)
 class SharedSum:
-    """A sum that may stay sharded if enough of the sites around it are rewritten; positions among the findings."""
+    """A sum that may stay sharded if enough of the sites around it are rewritten; positions among the sites."""
 
     maker: int
     readers: tuple[int, ...]
     """At least one."""
-    covered: tuple[bool, ...] = ()
+    covered: tuple[bool, ...]
     """Whether all that reads the sum vanishes, for every set of rewritten readers: set `n` has those of `n`'s bits."""
 
+    @property
+    def sites(self) -> tuple[int, ...]:
+        return (self.maker, *self.readers)
 
-def shared_sums(findings: Sequence[Finding]) -> tuple[SharedSum, ...]:
+    @property
+    def term(self) -> str:
+        return GATHER
+
+    @property
+    def key(self) -> Hashable:
+        return (GATHER, self.covered)
+
+    def terms(self, members: Sequence[PricedSite]) -> Mapping[tuple[int, ...], float]:
+        """What the maker saves, for all choices under which its sum stays sharded."""
+        found: dict[tuple[int, ...], float] = {}
+        for choices in product(*(range(member.num_choices) for member in members)):
+            made, *read = (_lowered(member.proposal(at)) for member, at in zip(members, choices, strict=True))
+            rewritten = sum(1 << bit for bit, each in enumerate(read) if each is not None)
+            readers = [each for each in read if each is not None]
+            if made is not None and self.covered[rewritten] and _divide_alike(made, readers):
+                found[choices] = -made.gather_us
+        return found
+
+
+def shared_sums(sites: Sequence[FoundSite]) -> tuple[SharedSum, ...]:
     """Every sum that nothing but its maker and the sites of which it is the residual reads."""
     readers: dict[fx.Node, list[int]] = {}
-    for index, finding in enumerate(findings):
-        if finding.match is not None and finding.match.sharded_input is not None:
-            readers.setdefault(finding.match.sharded_input, []).append(index)
-    found: list[SharedSum] = []
-    for maker, finding in enumerate(findings):
-        value = None if finding.match is None else finding.match.sharded_output
-        if finding.match is None or value is None:
+    for index, found in enumerate(sites):
+        residual = residual_of(found)
+        if residual is not None:
+            readers.setdefault(residual, []).append(index)
+    sums: list[SharedSum] = []
+    for maker, found in enumerate(sites):
+        total = total_of(found)
+        if total is None:
             continue
-        those = tuple(index for index in readers.get(value, ()) if index != maker)
-        matches = [match for index in those if (match := findings[index].match) is not None]
-        if those and _covered(value, finding.match, matches):
-            found.append(SharedSum(maker, those, _by_readers(value, finding.match, matches)))
-    return tuple(found)
+        those = tuple(index for index in readers.get(total, ()) if index != maker)
+        if those and _is_covered(total, found, [sites[index] for index in those]):
+            sets = ([sites[each] for bit, each in enumerate(those) if n >> bit & 1] for n in range(1 << len(those)))
+            sums.append(SharedSum(maker, those, tuple(bool(n) and _is_covered(total, found, n) for n in sets)))
+    return tuple(sums)
 
 
-def stays_sharded(maker: Rewritten, readers: Sequence[Rewritten]) -> bool:
-    """Whether the sum that `maker` makes may stay sharded; `readers`: all rewritten sites with it as their residual."""
-    match = maker[0].match
-    if not readers or match is None or match.sharded_output is None:
-        return False
-    matches = [reader.match for reader, _ in readers if reader.match is not None]
-    return all(division(*reader) == division(*maker) for reader in readers) and _covered(
-        match.sharded_output, match, matches
-    )
+def sharded_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
+    """The sums of which every rank holds its own token rows only; `chosen`: all rewritten sites."""
+    own = [each for each in chosen if _lowered(each.proposal) is not None]
+    readers: dict[fx.Node, list[Chosen]] = {}
+    for each in own:
+        residual = residual_of(each.found)
+        if residual is not None:
+            readers.setdefault(residual, []).append(each)
+    sharded: set[fx.Node] = set()
+    for each in own:
+        total, made = total_of(each.found), _lowered(each.proposal)
+        if total is None or made is None:
+            continue
+        those = [other for other in readers.get(total, ()) if other is not each]
+        read = [lowered for other in those if (lowered := _lowered(other.proposal)) is not None]
+        if those and _divide_alike(made, read) and _is_covered(total, each.found, [other.found for other in those]):
+            sharded.add(total)
+    return frozenset(sharded)
 
 
-def sharded_values(rewritten: Sequence[Rewritten]) -> frozenset[fx.Node]:
-    """The values of which every rank holds its own token rows only; `rewritten`: all sites that are."""
-    found: set[fx.Node] = set()
-    readers: dict[fx.Node, list[Rewritten]] = {}
-    for each in rewritten:
-        if each[0].match is not None and each[0].match.sharded_input is not None:
-            readers.setdefault(each[0].match.sharded_input, []).append(each)
-    for each in rewritten:
-        value = None if each[0].match is None else each[0].match.sharded_output
-        if value is not None and stays_sharded(each, [other for other in readers.get(value, ()) if other is not each]):
-            found.add(value)
-    return frozenset(found)
+def residual_of(found: FoundSite) -> fx.Node | None:
+    """The value of which a rewritten site reads only its own token rows."""
+    structure = found.structure
+    if not isinstance(structure, Reduction) or len(structure.reduced.residuals) != 1:
+        return None
+    return structure.reduced.residuals[0]
 
 
-def division(finding: Finding, chosen: Candidate) -> tuple[object, ...]:
-    """All that says which rank holds which token rows, at every token count."""
-    workload = finding.site.workload
-    assert workload is not None, f"{finding.site.id} was not matched"
-    shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
-    return (finding.site.group, chosen.fabric, chosen.algorithm, *shape, chosen.parameters, chosen.lowerings)
+def total_of(found: FoundSite) -> fx.Node | None:
+    """The value that a rewritten site can produce for its own token rows only."""
+    return found.structure.reduced.total if isinstance(found.structure, Reduction) else None
 
 
-def _by_readers(value: fx.Node, maker: Match, readers: Sequence[Match]) -> tuple[bool, ...]:
-    sets = ([match for bit, match in enumerate(readers) if number >> bit & 1] for number in range(1 << len(readers)))
-    return tuple(_covered(value, maker, each) for each in sets)
+def _lowered(proposal: Proposal | None) -> Lowered | None:
+    return proposal.plan if proposal is not None and isinstance(proposal.plan, Lowered) else None
 
 
-def _covered(value: fx.Node, maker: Match, readers: Sequence[Match]) -> bool:
+def _divide_alike(made: Lowered, readers: Sequence[Lowered]) -> bool:
+    return bool(readers) and all(reader.division == made.division for reader in readers)
+
+
+def _is_covered(value: fx.Node, maker: FoundSite, readers: Sequence[FoundSite]) -> bool:
     """Whether all that reads `value` vanishes into these sites."""
-    return all(user in maker.interior or any(user in reader.interior for reader in readers) for user in value.users)
+    inside = [vanishing(each) for each in (maker, *readers)]
+    return all(any(user in nodes for nodes in inside) for user in value.users)
+
+
+def vanishing(found: FoundSite) -> frozenset[fx.Node]:
+    """What disappears with any rewrite of a site by this rule, and the quantization behind it."""
+    structure = found.structure
+    assert isinstance(structure, Reduction), f"{found.site.id} was not matched"
+    quantized = frozenset() if structure.quantized is None else structure.quantized.nodes
+    return structure.interior | quantized

@@ -18,7 +18,7 @@ from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.topology import Group
 from weaveopt.pipeline.bind import bind
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import Buffer, BufferPlan, Lifetime, MemoryPlan, RegionNeed, Slot
+from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.solver.placement import Request, place
 
 EMPTY = 0x80000000
@@ -230,21 +230,14 @@ def test_layouts_are_compared_buffer_by_buffer() -> None:
 
 
 def test_binding_a_plan_reserves_on_its_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = (
-        BufferPlan("tp", 8192, (Slot(0, 4096, ("a",)), Slot(4096, 4096, ("a",)))),
-        BufferPlan("ep", 70000, fabric=Fabric.PEER, regions=RegionNeed(512, 256, 1024)),
-    )
+    plans = (MemoryPlan("tp", Fabric.SHM, 8192), MemoryPlan("ep", Fabric.PEER, 70000, NEED.buffers))
     known = {name: replace(topology.fake(2), fake=False) for name in ("tp", "ep")}
     context = SimpleNamespace(topologies=known, config=SimpleNamespace(compile_timeout_s=7.0, arena_bytes=9999))
-    asked: list[tuple[topology.Topology, Layout, int, float]] = []
+    asked: list[tuple[object, ...]] = []
     for module in (shm, peer):
-        monkeypatch.setattr(module, "reserve", lambda known, plan, *of: asked.append((known, Layout.of(plan), *of)))
-    bind(SimpleNamespace(groups=()), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
-    on_shm = Layout.of(MemoryPlan("tp", Fabric.SHM, 0, place([
-        Request("a", Buffer("partial", 4096, Lifetime.ARENA, alignment=4096), 0, 0),
-        Request("a", Buffer("output", 4096, alignment=4096), 0, 0),
-    ])))  # fmt: skip
-    assert asked == [(known["tp"], on_shm, 9999, 7.0), (known["ep"], Layout.of(NEED), 9999, 7.0)]
+        monkeypatch.setattr(module, "reserve", lambda *of: asked.append(of))
+    bind((), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
+    assert asked == [(known["tp"], plans[0], 9999, 7.0), (known["ep"], plans[1], 9999, 7.0)]
 
 
 def run_unequal_groups(rank: int) -> None:

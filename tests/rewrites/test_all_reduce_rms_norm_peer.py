@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +17,15 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, row_of
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, region_need
+from weaveopt.ops.all_reduce_norm.variant import variant_name
 from weaveopt.pipeline.rewrite import rewrite
-from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
+from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import Site, Workload
 from weaveopt.rewrites.all_reduce_rms_norm import candidates as lowering
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rule import CapturedGraph, Context
 
 RULE = "all_reduce_rms_norm"
@@ -90,8 +91,8 @@ def test_every_form_is_rewritten_and_keeps_its_products(
         if node.target is torch.ops.weave.all_reduce_norm.default:
             assert node.args[0].meta["val"].dtype is dtype
     for call, decision in zip(calls(graphs[-1]), report.decisions, strict=True):
-        assert call.table == tuple(map(row_of, decision.chosen.lowerings))
-        assert call.max_tokens == call.table[-1].max_tokens
+        assert call.lowerings == decision.chosen.lowerings
+        assert call.max_tokens == call.lowerings[-1].max_tokens
 
 
 def test_products_that_meet_are_added_first(graphs: list[fx.Graph]) -> None:
@@ -114,7 +115,9 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
     assert table[-1].max_tokens == max_tokens
     (plan,) = report.plans
     assert plan.fabric is Fabric.PEER and plan.regions is not None
-    assert plan.regions.union(needed(table, "bfloat16")) == plan.regions
+    for row in table:
+        need = region_need(row, forms.HIDDEN, "bfloat16", "bfloat16", 4)
+        assert plan.regions.union(need) == plan.regions
     assert [p.max_tokens for p in plan.placements] == [max_tokens] * 3
     assert [p.sum_sharded for p in plan.placements] == [True, True, False]
     assert [(c.residual_sharded, c.sum_out.value) for c in calls(graphs[-1])] == [
@@ -122,16 +125,8 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
         (True, "sharded"),
         (True, "none"),
     ]
-    words = {(c.partial_offset, c.output_offset, c.one_shot_max_tokens) for c in calls(graphs[-1])}
-    assert words == {(0, 0, 0)}, "the runtime places the buffers"
-
-
-def needed(table: Sequence[Lowering], out_dtype: str) -> RegionNeed:
-    rows = RowFormat(forms.HIDDEN, "bfloat16", out_dtype, 4)
-    found = {b.name: b.num_bytes for b in buffers_of(Fabric.PEER, rows, table[-1].max_tokens, [*map(row_of, table)])}
-    return RegionNeed(
-        found.get("mailboxes", 0) // 2, *(found.get(name, 0) for name in ("staging", "output", "partial"))
-    )
+    words = {(c.partial_offset, c.output_offset, c.partial_bytes, c.one_shot_max_tokens) for c in calls(graphs[-1])}
+    assert words == {(0, 0, 0, 0)}, "the runtime places the regions"
 
 
 def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
@@ -140,7 +135,10 @@ def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
     (decision,), (plan,) = report.decisions, report.plans
     assert decision.site.workload is not None and decision.site.workload.out_dtype == "float32"
     assert calls(graphs[-1])[0].out_dtype == "float32"
-    assert plan.regions == needed(decision.chosen.lowerings, "float32")
+    wide = RegionNeed()
+    for row in decision.chosen.lowerings:
+        wide = wide.union(region_need(row, forms.HIDDEN, "bfloat16", "float32", 4))
+    assert plan.regions == wide
 
 
 def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
@@ -148,16 +146,18 @@ def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
     every = []
     for costs in H200.fabric_costs:
         if costs.fabric is Fabric.PEER:
-            costs = replace(costs, all_reduce_norm=curves)
+            costs = replace(costs, curves=curves)
         elif library_us is not None:
             points = (Point(1, library_us), Point(1 << 40, library_us))
-            costs = replace(costs, all_reduce=(Curve("nccl", Algorithm.LIBRARY, 4, points),))
+            costs = replace(costs, curves=(Curve("nccl", "all_reduce", "library", 4, points),))
         every.append(costs)
     return replace(H200, fabric_costs=tuple(every))
 
 
 def kernel(algorithm: Algorithm, form: Form, *points: tuple[int, float], ctas: int = 0) -> Curve:
-    return Curve("fused", algorithm, 4, tuple(Point(*point) for point in points), form, ctas)
+    last_bytes = points[-1][0] if form is Form.MAIL else None
+    name = variant_name(algorithm, form, ctas)
+    return Curve("fused", "all_reduce_norm", name, 4, tuple(Point(*each) for each in points), last_bytes=last_bytes)
 
 
 ROW = 16384
@@ -214,13 +214,13 @@ def test_the_candidate_at_the_hint_is_the_tables_row(tokens: int, chosen: object
     best = next(c for c in found.values() if c.allowed)
     row = next(row for row in best.lowerings if tokens <= row.max_tokens)
     assert dict(best.parameters)["num_ctas"] == row.num_ctas
-    assert best.estimate is not None and best.estimate == cost_model.estimate_all_reduce_norm(
+    assert best.estimate is not None and best.estimate == estimate_all_reduce_norm(
         with_kernels(*KERNELS),
         Workload(tokens, tokens, 8192, "bfloat16", 4),
         Fabric.PEER,
         row.algorithm,
         sum_sharded=False,
-        form=row.form,
+        transfer=row.form,
         num_ctas=row.num_ctas,
     )
 

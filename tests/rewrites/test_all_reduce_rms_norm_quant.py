@@ -33,8 +33,7 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, decode, row_of
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, decode, region_need
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
@@ -113,12 +112,10 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
     if case.quant is Quant.PER_TOKEN:
         scale = product.args[2].meta["val"]
         assert scale.dtype is torch.float32 and scale.ndim == 2 and scale.shape[1] == 1
-    table = [*map(row_of, decision.chosen.lowerings)]
-    fp8 = RowFormat(H, "bfloat16", "float8_e4m3fn", 4)
-    found = {b.name: b.num_bytes for b in buffers_of(Fabric.PEER, fp8, table[-1].max_tokens, table)}
-    assert report.plans[0].regions == RegionNeed(
-        found.get("mailboxes", 0) // 2, *(found.get(name, 0) for name in ("staging", "output", "partial"))
-    )
+    need = RegionNeed()
+    for row in decision.chosen.lowerings:
+        need = need.union(region_need(row, H, "bfloat16", "float8_e4m3fn", 4))
+    assert report.plans[0].regions == need
     lines = [line for line in report.rounding if "normed rows are rounded" in line]
     assert len(lines) == 1
     assert any("not rounded to 16 bits" in line for line in report.rounding) is case.narrow

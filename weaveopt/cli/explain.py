@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weaveopt.cli.model_source import Request, Source
     from weaveopt.cost_model import Machine
 
-NUM_STEPS = 6
+NUM_STEPS = 5
 
 
 def run(asked: Question) -> int:
@@ -68,20 +68,15 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
 
     import weaveopt.backend
     from weaveopt.fabrics import topology
-    from weaveopt.reporting.sensitivity import sensitivities
-    from weaveopt.rule import Context
 
     plan = preview.plan_layers(source, request)
     graphs: list[GraphReport] = []
     group = topology.fake(request.world, hosts=request.nodes, device=machine.device)
-    preview.capture(source, request, plan, weaveopt.backend.preview(config, group, machine, graphs.append), on_step)
+    seen = weaveopt.backend.preview(config, group, machine, graphs.append, ask_sensitivity=True)
+    preview.capture(source, request, plan, seen, on_step)
     if not graphs:
         raise CaptureError(f"{source.name}: no graph was captured")
     graphs = [replace(layers.scale(g, plan), phase=request.phase, tokens=request.tokens) for g in graphs]
-    on_step("asking what would change the choices")
-    known = {decision.site.group: group for graph in graphs for decision in graph.decisions}
-    context = Context(config, machine, known)
-    graphs = [replace(g, sensitivity=sensitivities(g, rewrites.RULES, context)) for g in graphs]
     notes = (f"{sharding} on {request.nodes} host(s); {_batch(request)}", plan.describe())
     fallbacks = tuple(fallback for graph in graphs for fallback in graph.fallbacks)
     used = machine.summary((request.dtype,), request.nodes)

@@ -157,6 +157,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     cookie = secrets.randbits(63)
     try:
         own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH)
+        _fill(own, layout)
         error = ""
     except RuntimeError as failure:
         error = str(failure)
@@ -183,6 +184,13 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         own.close_fd()
     _raise_if_any(group, mapped, num_bytes)
     return ShmArena(group, segments, _num_local_processes(), layout)
+
+
+def _fill(segment: _native.Segment, layout: Layout) -> None:
+    """What buffers hold before the first call; peers map the segment later."""
+    words = torch.frombuffer(segment, dtype=torch.int32)
+    for offset, num_bytes, word in layout.fills():
+        words[offset // 4 : (offset + num_bytes) // 4] = word if word < 1 << 31 else word - (1 << 32)
 
 
 def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.fx as fx
 
 from weaveopt import cost_model
-from weaveopt.cost_model import Attention, Machine
+from weaveopt.cost_model import Attention, Gemm, Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import group_of
 from weaveopt.inductor.values import (
     argument,
     bytes_of,
     dtype_name,
+    has_rows,
     hint,
     num_elements,
     shape_of,
@@ -24,14 +27,13 @@ from weaveopt.inductor.values import (
     tensor_inputs,
     tensors_of,
 )
-from weaveopt.records.site import Product
 
-PRODUCT = "product"
+GEMM = "gemm"
 ATTENTION = "attention"
 COLLECTIVE = "collective"
 MEMORY = "memory"
 
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"})
+_GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"})
 _LINEARS = frozenset({"linear", "_mkl_linear", "mkldnn_linear", "_linear_pointwise"})
 _ORDERING = frozenset(
     {
@@ -62,42 +64,116 @@ def kind_of(target: object) -> str | None:
         return COLLECTIVE
     if name.startswith("_scaled_dot_product_") or name in ("flex_attention", "flex_attention_backward"):
         return ATTENTION
-    if name in _PRODUCTS or name in _LINEARS:
-        return PRODUCT
+    if name in _GEMMS or name in _LINEARS:
+        return GEMM
     if name in _ORDERING or namespace not in ("aten", "prims"):
         return MEMORY
     return None
 
 
-def call_us(node: fx.Node, machine: Machine, topologies: Mapping[str, Topology]) -> float:
-    """Microseconds of a node whose `kind_of` is not None, without the crowding of processors but for collectives."""
+class Call(Protocol):
+    """What a call of a library's kernel computes, and what that takes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        """Microseconds with `ratio` times the tokens; CPU ranks have a core each but for collectives."""
+        ...
+
+
+@dataclass(frozen=True)
+class GemmCall:
+    """`batch` GEMMs of `[m, k] @ [k, n]`; or one grouped by rows among `groups` experts."""
+
+    gemm: Gemm
+    dtype: str
+    batch: int = 1
+    groups: int = 0
+    grows: bool = False
+    """Whether `m` grows with the token count."""
+    name: str = GEMM
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        gemm = replace(self.gemm, m=max(round(self.gemm.m * ratio), 1)) if self.grows else self.gemm
+        if self.groups:
+            return cost_model.grouped_gemm_us(machine, self.groups, gemm, self.dtype)
+        return cost_model.batched_gemm_us(machine, self.batch, gemm, self.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Attention, forward or backward."""
+
+    attention: Attention
+    factor: float = 1.0
+    name: str = ATTENTION
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        return self.factor * cost_model.attention_us(machine, self._with(ratio))
+
+    def _with(self, ratio: float) -> Attention:
+        """Longer sequences in prefill, more of them in decode."""
+        now = self.attention
+        if ratio == 1.0:
+            return now
+        if now.q_len == 1:
+            return replace(now, batch=max(round(now.batch * ratio), 1))
+        q_len = max(round(now.q_len * ratio), 1)
+        return replace(now, q_len=q_len, kv_len=max(now.kv_len + q_len - now.q_len, 1))
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """The library's collective, by the larger side of the call."""
+
+    name: str
+    num_bytes: int
+    world: int
+    hosts: int
+    grows: bool = False
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        num_bytes = self.num_bytes * ratio if self.grows else self.num_bytes
+        return cost_model.collective_us(machine, self.name, num_bytes, self.world, self.hosts)
+
+
+@dataclass(frozen=True)
+class MemoryCall:
+    """A library's kernel that is bound by memory: a sort, a histogram, a custom operator."""
+
+    num_bytes: int
+    grows: bool = False
+    name: str = MEMORY
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        return cost_model.memory_us(machine, self.num_bytes * ratio if self.grows else self.num_bytes)
+
+
+def call_of(node: fx.Node, topologies: Mapping[str, Topology], tokens: int = 0) -> Call:
+    """The call that a node whose `kind_of` is not None makes; what has `tokens` rows grows with the token count."""
     kind = kind_of(node.target)
     if kind == COLLECTIVE:
-        return _collective_us(node, machine, topologies)
-    if kind == PRODUCT:
-        return _product_us(node, machine)
+        return _collective(node, topologies, tokens)
+    if kind == GEMM and (gemm := _gemm(node, tokens)) is not None:
+        return gemm
     if kind == ATTENTION and (attention := attention_of(node)) is not None:
-        factor = BACKWARD_FACTOR if "backward" in name_of(node.target)[1] else 1.0
-        return factor * cost_model.attention_us(machine, attention)
-    return cost_model.memory_us(machine, _traffic(node))
+        return AttentionCall(attention, BACKWARD_FACTOR if "backward" in name_of(node.target)[1] else 1.0)
+    values = [*tensors_of(node), *(value for _, value in tensor_inputs(node))]
+    return MemoryCall(sum(map(bytes_of, values)), any(has_rows(value, tokens) for value in values))
 
 
-def _traffic(node: fx.Node) -> int:
-    read = sum(bytes_of(value) for _, value in tensor_inputs(node))
-    return read + sum(bytes_of(value) for value in tensors_of(node))
-
-
-def _product_us(node: fx.Node, machine: Machine) -> float:
+def _gemm(node: fx.Node, tokens: int) -> GemmCall | None:
     a, b, out = _operand(node, "a"), _operand(node, "b"), tensors_of(node)
     if a is None or b is None or not out:
-        return cost_model.memory_us(machine, _traffic(node))
+        return None
     name, dtype = name_of(node.target)[1], dtype_name(a)
     k, n = shape_of(a)[-1], shape_of(out[0])[-1]
-    rows = num_elements(a) // max(k, 1)
+    rows, grows = num_elements(a) // max(k, 1), has_rows(a, tokens)
     if "grouped" in name:
-        return cost_model.grouped_product_us(machine, shape_of(b)[0] if b.ndim == 3 else 1, Product(rows, k, n), dtype)
+        return GemmCall(Gemm(rows, k, n), dtype, groups=shape_of(b)[0] if b.ndim == 3 else 1, grows=grows)
     batch = shape_of(a)[0] if name in ("bmm", "baddbmm") else 1
-    return cost_model.batched_product_us(machine, batch, Product(rows // max(batch, 1), k, n), dtype)
+    return GemmCall(Gemm(rows // max(batch, 1), k, n), dtype, batch, grows=grows)
 
 
 def _operand(node: fx.Node, which: str) -> torch.Tensor | None:
@@ -142,14 +218,14 @@ def _stored_bytes(value: torch.Tensor) -> int:
     return math.prod(sizes) * value.dtype.itemsize
 
 
-def _collective_us(node: fx.Node, machine: Machine, topologies: Mapping[str, Topology]) -> float:
-    """The library's, by the larger side of the call."""
+def _collective(node: fx.Node, topologies: Mapping[str, Topology], tokens: int) -> CollectiveCall:
     name, known = name_of(node.target)[1], topologies.get(group_of(node))
-    if name == "wait_tensor" or known is None:
-        return 0.0
-    moved = sum(bytes_of(value) for value in tensors_of(node))
-    if name.startswith("reduce_scatter"):
-        moved = sum(bytes_of(value) for _, value in tensor_inputs(node))
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     kind = next((kind for kind in kinds if name.startswith(kind)), "all_gather")
-    return cost_model.collective_us(machine, kind, moved, known.world, known.num_hosts)
+    values = list(tensors_of(node))
+    if kind == "reduce_scatter":
+        values = [value for _, value in tensor_inputs(node)]
+    if name == "wait_tensor" or known is None:
+        return CollectiveCall(kind, 0, 1, 1)
+    grows = any(has_rows(value, tokens) for value in values)
+    return CollectiveCall(kind, sum(map(bytes_of, values)), known.world, known.num_hosts, grows)

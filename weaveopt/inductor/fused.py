@@ -6,7 +6,7 @@ once), unless something between the two needs the one and is needed by the other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weaveopt.inductor.loops import Step
@@ -19,7 +19,7 @@ _NUM_NEIGHBOURS = 4
 
 
 @dataclass
-class Kernel:
+class LoopKernel:
     """Steps that run as one kernel; a library's call is one on its own."""
 
     steps: list[int]
@@ -30,15 +30,15 @@ class Kernel:
     """Steps that make what it reads."""
 
 
-def fuse(steps: Sequence[Step]) -> list[Kernel]:
+def fuse(steps: Sequence[Step]) -> list[LoopKernel]:
     """Kernels in the order of their last steps."""
-    kernels: list[Kernel] = []
-    kernel_of: list[Kernel] = []
+    kernels: list[LoopKernel] = []
+    kernel_of: list[LoopKernel] = []
     writers: dict[int, list[int]] = {}
     readers: dict[tuple[int, object], list[int]] = {}
     for index, step in enumerate(steps):
         parents = {writer for value, _ in step.reads for writer in writers.get(value, ())}
-        mine = Kernel([index], step.elements, step.reduced, step.call, parents)
+        mine = LoopKernel([index], step.elements, step.reduced, step.call, parents)
         kernel_of.append(mine)
         kernels.append(mine)
         if not (step.call or step.scattered):
@@ -56,10 +56,10 @@ def fuse(steps: Sequence[Step]) -> list[Kernel]:
 def _partners(
     step: Step,
     steps: Sequence[Step],
-    kernel_of: Sequence[Kernel],
+    kernel_of: Sequence[LoopKernel],
     writers: Mapping[int, Sequence[int]],
     readers: Mapping[tuple[int, object], Sequence[int]],
-) -> list[Kernel]:
+) -> list[LoopKernel]:
     """Kernels that share memory with a step, those that share most first."""
     shared: dict[int, int] = {}
     for place, size in step.reads.items():
@@ -74,7 +74,7 @@ def _partners(
     return [kernel_of[other] for other in sorted(enough, key=lambda other: -shared[other])]
 
 
-def _fits(a: Kernel, b: Kernel) -> bool:
+def _fits(a: LoopKernel, b: LoopKernel) -> bool:
     """Whether two loop nests run over the same elements: a reduction also takes in what makes or reads its rows."""
     if a.call or b.call or len(a.steps) + len(b.steps) > _MAX_STEPS:
         return False
@@ -84,12 +84,12 @@ def _fits(a: Kernel, b: Kernel) -> bool:
     return pointwise.reduced == 1 and pointwise.elements in (reduction.elements, reduction.elements * reduction.reduced)
 
 
-def _apart(a: Kernel, b: Kernel, kernel_of: Sequence[Kernel]) -> bool:
+def _apart(a: LoopKernel, b: LoopKernel, kernel_of: Sequence[LoopKernel]) -> bool:
     """Whether a third kernel has to run between the two."""
     return _passes(a, b, kernel_of) or _passes(b, a, kernel_of)
 
 
-def _passes(last: Kernel, first: Kernel, kernel_of: Sequence[Kernel]) -> bool:
+def _passes(last: LoopKernel, first: LoopKernel, kernel_of: Sequence[LoopKernel]) -> bool:
     """Whether a way from `first` to `last` leads through another kernel."""
     earliest = min(first.steps)
     pending = [kernel_of[step] for step in last.parents if kernel_of[step] is not first and step > earliest]
@@ -105,7 +105,7 @@ def _passes(last: Kernel, first: Kernel, kernel_of: Sequence[Kernel]) -> bool:
     return False
 
 
-def _joined(into: Kernel, kernel: Kernel, kernel_of: list[Kernel]) -> Kernel:
+def _joined(into: LoopKernel, kernel: LoopKernel, kernel_of: list[LoopKernel]) -> LoopKernel:
     if kernel.reduced > into.reduced:
         into.elements, into.reduced = kernel.elements, kernel.reduced
     into.steps = sorted((*into.steps, *kernel.steps))
@@ -115,22 +115,29 @@ def _joined(into: Kernel, kernel: Kernel, kernel_of: list[Kernel]) -> Kernel:
     return into
 
 
-def traffic_bytes(
-    kernel: Kernel,
+def traffic_of(
+    kernel: LoopKernel,
     steps: Sequence[Step],
     readers: Mapping[int, Sequence[int]],
     escaping: set[int],
     sizes: Mapping[int, int],
-) -> int:
-    """What a kernel reads from memory and writes there: no value that it alone makes and reads."""
+    scaling: Collection[int] = (),
+) -> tuple[int, int]:
+    """Bytes that a kernel reads from memory and writes there, without values that it alone makes and reads.
+
+    Of values that are in `scaling`, and of all others.
+    """
     members = set(kernel.steps)
     made = {value for index in kernel.steps for value in steps[index].writes}
     reads: dict[int, int] = {}
-    written = 0
+    moved = [0, 0]
     for index in kernel.steps:
-        for (value, _), size in steps[index].reads.items():
+        step = steps[index]
+        for (value, _), size in step.reads.items():
             if value not in made:
                 reads[value] = reads.get(value, 0) + size
-        if any(v in escaping or not members.issuperset(readers.get(v, ())) for v in steps[index].writes):
-            written += steps[index].written_bytes
-    return written + sum(min(size, sizes[value]) for value, size in reads.items())
+        if any(value in escaping or not members.issuperset(readers.get(value, ())) for value in step.writes):
+            moved[all(value not in scaling for value in step.writes)] += step.written_bytes
+    for value, size in reads.items():
+        moved[value not in scaling] += min(size, sizes[value])
+    return moved[0], moved[1]

@@ -35,6 +35,7 @@ from weaveopt.inductor.loops import (
 from weaveopt.inductor.values import (
     argument,
     bytes_of,
+    has_rows,
     layout_of,
     num_elements,
     tensor_inputs,
@@ -55,13 +56,26 @@ class Lowering:
         self._device = device
         self._views: dict[fx.Node, View] = {}
         self._num_values = 0
+        self._made_by: dict[int, fx.Node] = {}
+
+    def scaling(self, tokens: int) -> frozenset[int]:
+        """Values that grow with the token count, which is `tokens` in this graph."""
+        return frozenset(
+            number
+            for number, node in self._made_by.items()
+            if any(has_rows(value, tokens) for value in tensors_of(node))
+        )
+
+    def keep(self, node: fx.Node) -> None:
+        """A value that is read later, by whoever: it has to be in memory."""
+        if node in self._views:
+            self.escaping.add(self._store(self._views[node].value))
 
     def lower(self, node: fx.Node) -> None:
         """One node that belongs to no site."""
         if node.op == "output":
             for each in node.all_input_nodes:
-                if each in self._views:
-                    self.escaping.add(self._store(self._views[each].value))
+                self.keep(each)
         elif node.op != "call_function":
             self.hold(node)
         elif is_alias(node.target):
@@ -113,6 +127,7 @@ class Lowering:
 
     def _new(self, node: fx.Node, stored: bool) -> Value:
         self._num_values += 1
+        self._made_by[self._num_values] = node
         values = tensors_of(node)
         num_bytes = self.sizes[self._num_values] = sum(bytes_of(value) for value in values)
         return Value(self._num_values, num_bytes, max(map(num_elements, values), default=0), node, stored)

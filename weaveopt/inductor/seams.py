@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 
 import torch
 import torch.fx as fx
@@ -13,9 +12,8 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
-import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.config import Config
-from weaveopt.ops.all_reduce_norm.call import decode
+from weaveopt.rule import ReuseHook, ReusePredicate
 
 Compiled = Callable[..., object]
 
@@ -59,10 +57,13 @@ def compile_with(
     return compiled
 
 
-def compile_graph(module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object]) -> object:
-    """Inductor's compile of one graph."""
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object], hooks: Sequence[ReuseHook] = ()
+) -> object:
+    """Inductor's compile of one graph; `hooks` say which results of operators it must leave alone."""
     _forget_mesh_hashes(inputs)
-    _keep_arena_from_reuse()
+    for hook in hooks:
+        _keep_from_reuse(hook.op, hook.keeps)
     return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
 
 
@@ -79,23 +80,27 @@ def _forget_mesh_hashes(inputs: Sequence[object]) -> None:
             mesh._hash = None
 
 
-@cache
-def _keep_arena_from_reuse() -> None:
-    """Have Inductor never put anything of its own into a result that lies in the arena, where peers write later.
+_kept_from_reuse: set[object] = set()
+
+
+def _keep_from_reuse(op: torch._ops.OpOverload, keeps: ReusePredicate) -> None:
+    """Have Inductor never put anything of its own into these results of an operator.
 
     It takes every result of a call for memory that it may use again once the last reader is through (torch 2.13).
     """
+    if op in _kept_from_reuse:
+        return
+    _kept_from_reuse.add(op)
     from torch._inductor.lowering import lowerings, make_fallback
     from torch._inductor.virtualized import V
 
-    op = torch.ops.weave.all_reduce_norm.default
     make_fallback(op)
     call_op = lowerings[op]
 
     def lower(*args: object) -> object:
         results = call_op(*args)
-        if decode(str(args[-1])).normalized_aliases_arena:
-            V.graph.never_reuse_buffers.add(results[0].get_name())
+        for index in keeps(args):
+            V.graph.never_reuse_buffers.add(results[index].get_name())
         return results
 
     lowerings[op] = lower

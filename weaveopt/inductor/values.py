@@ -42,6 +42,14 @@ def bytes_of(value: torch.Tensor) -> int:
     return num_elements(value) * value.dtype.itemsize
 
 
+def has_rows(value: torch.Tensor, tokens: int) -> bool:
+    """Whether a value has `tokens` rows, or so many for each of several heads or choices: then it grows with them."""
+    if tokens < 1 or value.ndim < 2:
+        return False
+    rows = math.prod(shape_of(value)[:-1])
+    return rows > 0 and rows % tokens == 0
+
+
 def layout_of(value: torch.Tensor) -> Layout:
     kept = [(size, hint(step)) for size, step in zip(shape_of(value), value.stride(), strict=True) if size != 1]
     return hint(value.storage_offset()), tuple(size for size, _ in kept), tuple(step for _, step in kept)

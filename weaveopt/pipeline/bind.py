@@ -1,4 +1,4 @@
-"""Step 6: ranks compare what they are about to run, and the arena is allocated, exchanged and warmed once.
+"""Bind: ranks compare what they are about to run; the arena is allocated, exchanged and warmed once.
 
 The comparison goes through the group's store with a timeout, not through a collective, so a rank that never
 comes is an error too. What legitimately differs by rank (its own number) is no part of it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -16,21 +17,19 @@ import torch
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
-from weaveopt.records.memory import Buffer, BufferPlan, Lifetime, MemoryPlan
 from weaveopt.records.report import GraphReport
-from weaveopt.rule import CapturedGraph, Context
-from weaveopt.solver.placement import Request, place
+from weaveopt.rule import Context
 
 Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
 
 
-def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None:
+def bind(groups: Sequence[str], report: GraphReport, context: Context) -> None:
     """Agree in every group that the graph communicates in, then reserve its arena.
 
     Raises `AgreementError` naming the rank and the first thing that differs, before any kernel runs.
     """
-    for group in captured.groups:
+    for group in groups:
         known = context.topologies[group]
         if known.fake or known.world < 2:
             continue
@@ -38,42 +37,24 @@ def bind(captured: CapturedGraph, report: GraphReport, context: Context) -> None
         _compare(group, document, context.config.compile_timeout_s)
     for plan in report.plans:
         known = context.topologies[plan.group]
-        if known.fake:
-            continue
-        config = context.config
-        transport(plan.fabric).reserve(known, _memory_plan(plan), config.arena_bytes, config.compile_timeout_s)
+        if not known.fake:
+            config = context.config
+            transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
 
 
-def _memory_plan(plan: BufferPlan) -> MemoryPlan:
-    """The plan's slots or regions as named buffers."""
-    if plan.regions is not None:
-        named = [
-            Buffer("mailboxes", 2 * plan.regions.mailbox_bytes, Lifetime.ARENA, fill=0x80000000),
-            Buffer("staging", plan.regions.staging_bytes, Lifetime.ARENA),
-            Buffer("output", plan.regions.output_bytes, Lifetime.ARENA),
-            Buffer("partial", plan.regions.partial_bytes),
-        ]
-    else:
-        partial, *outputs = plan.slots
-        end = max((slot.offset + slot.bytes for slot in outputs), default=partial.bytes)
-        named = [
-            Buffer("partial", partial.bytes, Lifetime.ARENA, alignment=4096),
-            Buffer("output", end - partial.bytes, alignment=4096),
-        ]
-    placed = place([Request(plan.group, buffer, 0, 0) for buffer in named if buffer.num_bytes])
-    return MemoryPlan(plan.group, plan.fabric, plan.bytes, placed)
-
-
-def await_peers(captured: CapturedGraph, context: Context) -> None:
+def await_peers(groups: Sequence[str], context: Context) -> None:
     """Wait until all ranks have compiled, so that a slow compiler on one is no timeout on the others."""
-    for group in captured.groups:
+    for group in groups:
         known = context.topologies[group]
         if not known.fake and known.world > 1:
             _gather(group, {}, "the end of compilation", context.config.compile_timeout_s)
 
 
 def describe(group: str, report: GraphReport, context: Context) -> Document:
-    """Everything that must be the same on all ranks of `group`, in the order in which differences are told."""
+    """Everything that must be the same on all ranks of `group`, in the order in which differences are told.
+
+    Local sites communicate in no group: every group that the graph has compares them.
+    """
     import weaveopt
 
     document: Document = {f"option {name}": value for name, value in context.config.agreed().items()}
@@ -84,15 +65,18 @@ def describe(group: str, report: GraphReport, context: Context) -> Document:
     document["constants of the machine profile"] = _digest(context.machine)
     document["phase of the graph"] = report.phase
     document["fallback"] = "; ".join(f"{f.step}: {f.error}" for f in report.fallbacks)
+    document["variant of the graph"] = report.variant
     if context.config.strict:  # else nothing that runs rests on it
         document["failure to estimate the work outside the sites"] = str(report.work_failure or "")
     for decision in report.decisions:
-        if decision.site.group == group:
-            where = f"site {decision.site.id} ({decision.site.module or 'no module'})"
-            document[f"{where}: form"] = decision.site.form
-            workload = decision.site.workload
-            for name, value in ({} if workload is None else asdict(workload)).items():
-                document[f"{where}: workload's {name}"] = json.dumps(value)
+        site = decision.site
+        if group in site.groups or not site.groups:
+            where = f"site {site.id} ({site.module or 'no module'})"
+            document[f"{where}: computation"] = site.description
+            for name, value in site.facts:
+                document[f"{where}: {name}"] = json.dumps(value)
+            for name, value in asdict(site.tokens).items():
+                document[f"{where}: token count, {name}"] = json.dumps(value)
             document[f"{where}: choice"] = _text(decision.chosen)
     for plan in report.plans:
         if plan.group == group:

@@ -1,9 +1,8 @@
-"""Step 3: choose a candidate for every site, or leave it, such that the whole graph is predicted fastest.
+"""Decide: exactly the cheapest choices at the sites of each variant, then the cheapest variant.
 
-What a set of choices costs is said in `pipeline.price`: sites that hand a sharded sum to each other are priced
-together, and a rewrite has to save more than the model's own error. The best set is found exactly
-(`solver.selection`). Of equally good ones that with the fewest rewrites is taken, then by graph order and order
-of the candidates, so all ranks take the same.
+The best choices are found exactly (`solver.selection`). Of equally good ones those with the fewest rewrites are taken,
+then by graph order and order of the proposals, so all ranks take the same. A variant has to be predicted faster than
+the captured graph by more than the model's own error.
 """
 
 from __future__ import annotations
@@ -11,24 +10,106 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weaveopt.pipeline.price import Choices, Problem, price, whole
-from weaveopt.records.candidate import Candidate, Rejection, Scalar
-from weaveopt.records.report import Decision
-from weaveopt.rule import Context, Finding, Rule
+from weaveopt.pipeline.price import PricedGraph
+from weaveopt.pipeline.problem import Choices, Problem
+from weaveopt.records.candidate import LEAVE, Candidate, Rejection, Scalar
+from weaveopt.records.report import Decision, Variant
+from weaveopt.rule import Chosen, Context, RuleSet, SettlesSites
 from weaveopt.solver.selection import EXCLUDED
 
 
-def decide(findings: Sequence[Finding], rules: Sequence[Rule], context: Context) -> tuple[Decision, ...]:
-    """One decision for every finding, in order. Uses only what is identical on all ranks of a group.
+@dataclass(frozen=True)
+class DecidedGraph:
+    """What is done at every site of one graph."""
 
-    Estimates are those that count: with the sum sharded exactly where `plan` will shard it. An allowed candidate that
-    was not taken says why, judged with all other sites as they were decided: `overlaps` if one of them uses the same
-    nodes, `no_saving` if rewriting this site too would save no more than the model's error, `slower_candidate` if the
-    site is rewritten in another way. Of a candidate that was never allowed the best case is told.
+    priced: PricedGraph
+    decisions: tuple[Decision, ...]
+    """One for every site, in order."""
+    chosen: tuple[Chosen, ...]
+    """The sites that are rewritten, in graph order, as their rules settled them."""
+    predicted_us: float | None
+    """Of the whole graph; None where its kernels could not all be priced."""
+
+    @property
+    def variant(self) -> Variant:
+        captured = self.priced.captured
+        return Variant(captured.variant, captured.rule, self.priced.baseline_us, self.predicted_us, captured.rejections)
+
+
+def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGraph:
+    """One decision for every site. Uses only what is identical on all ranks of a group.
+
+    Estimates are those that count among the other sites' choices. An allowed candidate that was not taken says why,
+    judged with all other sites as they were decided: `overlaps` if one of them uses the same nodes, `no_saving` if
+    rewriting this site too would save no more than the model's error, `slower_candidate` if the site is rewritten in
+    another way.
     """
-    problem = price(findings, rules, context)
-    outcome = _Outcome(problem, problem.best())
-    return tuple(outcome.decision(index) for index in range(len(findings)))
+    problem = priced.problem
+    choices = problem.best()
+    outcome = _Outcome(problem, choices)
+    decisions = tuple(outcome.decision(index) for index in range(len(problem.sites)))
+    chosen = []
+    for index, site in enumerate(problem.sites):
+        proposal = problem.settled(index, choices)
+        if proposal is not None:
+            chosen.append(Chosen(site.found, proposal))
+    settled = _settled(tuple(chosen), rules, context)
+    final = {each.found.site.id: each.proposal.candidate for each in settled}
+    decisions = tuple(replace(each, chosen=final.get(each.site.id, each.chosen)) for each in decisions)
+    return DecidedGraph(priced, decisions, settled, priced.predicted_us(decisions))
+
+
+def cheapest(decided: Sequence[DecidedGraph], context: Context) -> tuple[DecidedGraph, tuple[Variant, ...]]:
+    """The graph that is predicted fastest, the captured one unless another saves more than the model's own error.
+
+    And all of them, each of those not taken with the reason.
+    """
+    captured, best = decided[0], decided[0]
+    variants = [captured.variant]
+    for each in decided[1:]:
+        forced = each.priced.captured.rule in context.config.force
+        against = _against_variant(captured, each, forced, context)
+        variants.append(replace(each.variant, rejections=(*each.variant.rejections, *against)))
+        if not variants[-1].rejections and (
+            best is captured or forced or (each.predicted_us or 0.0) < (best.predicted_us or 0.0)
+        ):
+            best = each
+    for index, each in enumerate(decided[1:], start=1):
+        if each is not best and not variants[index].rejections:
+            slower = Rejection("slower_variant", "the variant that was chosen is predicted faster")
+            variants[index] = replace(variants[index], rejections=(slower,))
+    return best, tuple(variants)
+
+
+def _against_variant(
+    captured: DecidedGraph, variant: DecidedGraph, forced: bool, context: Context
+) -> tuple[Rejection, ...]:
+    rule = variant.priced.captured.rule
+    if rule in context.config.disable:
+        return (Rejection("disabled", "the rule is switched off by an option", (("rule", rule),)),)
+    if forced:
+        return ()
+    before_us, after_us = captured.predicted_us, variant.predicted_us
+    if before_us is None or after_us is None:
+        return (Rejection("not_priced", "what the graph runs could not be priced"),)
+    error_us = context.machine.relative_error * after_us
+    if before_us - after_us > error_us:
+        return ()
+    values = (("captured_us", round(before_us, 2)), ("predicted_us", round(after_us, 2)))
+    message = "the predicted saving does not exceed the model's own error"
+    return (Rejection("no_saving", message, (*values, ("error_us", round(error_us, 2)))),)
+
+
+def _settled(chosen: tuple[Chosen, ...], rules: RuleSet, context: Context) -> tuple[Chosen, ...]:
+    """Every proposal in its final form: rules set the flags that depend on what was chosen around them."""
+    final: dict[str, Chosen] = {each.found.site.id: each for each in chosen}
+    for rule in rules.site_rules:
+        own = any(each.proposal.candidate.choice == rule.name for each in chosen)
+        if own and isinstance(rule, SettlesSites):
+            for site, proposal in rule.settle(chosen, context).items():
+                assert final[site].proposal.candidate.choice == rule.name, f"{rule.name} settles {site} of another rule"
+                final[site] = replace(final[site], proposal=proposal)
+    return tuple(final[each.found.site.id] for each in chosen)
 
 
 @dataclass(frozen=True)
@@ -41,31 +122,27 @@ class _Outcome:
     def decision(self, index: int) -> Decision:
         site, taken = self.problem.sites[index], self.choices[index]
         choice_of = {position: choice for choice, position in enumerate(site.choices)}
-        chosen, others = site.leave, []
-        for position, candidate in enumerate(site.candidates):
+        leave = Candidate(LEAVE, estimate=site.baseline)
+        chosen, others = leave, []
+        for position, proposal in enumerate(site.proposals):
             choice = choice_of.get(position)
-            settled = self._settled(index, choice, candidate)
             if choice is None:
-                others.append(settled)
-            elif choice == taken:
-                chosen = settled
+                others.append(proposal.candidate)
+                continue
+            settled = self.problem.settled(index, self._instead(index, choice))
+            assert settled is not None, f"choice {choice} of {site.found.site.id} is to leave it"
+            if choice == taken:
+                chosen = settled.candidate
             else:
-                others.append(replace(settled, rejections=(self._against(index, choice, settled),)))
-        if chosen is not site.leave:
-            others.insert(0, site.leave)
-        return Decision(site.site, chosen, tuple(others), site.leave.estimate)
+                why = self._against(index, choice, settled.candidate)
+                others.append(replace(settled.candidate, rejections=(why,)))
+        if chosen is not leave:
+            others.insert(0, leave)
+        return Decision(site.found.site, chosen, tuple(others), site.baseline)
 
     def _instead(self, index: int, choice: int) -> tuple[int, ...]:
         """All choices as they were selected, but for one."""
         return (*self.choices[:index], choice, *self.choices[index + 1 :])
-
-    def _settled(self, index: int, choice: int | None, candidate: Candidate) -> Candidate:
-        """With the estimate that counts among the other sites' choices; the best one where it is not allowed at all."""
-        if choice is None:
-            sharded = index in self.problem.sums
-        else:
-            sharded = self.problem.stays_sharded(index, self._instead(index, choice))
-        return replace(candidate, estimate=candidate.estimate if sharded else whole(candidate), whole=None)
 
     def _against(self, index: int, choice: int, candidate: Candidate) -> Rejection:
         """Why an allowed candidate is not the choice of its site."""
@@ -73,21 +150,19 @@ class _Outcome:
         if any(index in each.sites and each.us(instead) == EXCLUDED for each in self.problem.exclusions):
             return Rejection("overlaps", "another rewrite that saves more uses the same nodes")
         values: list[tuple[str, Scalar]] = []
-        chosen = self.problem.sites[index].candidate(self.choices[index])
+        chosen = self.problem.sites[index].proposal(self.choices[index])
         if candidate.estimate is not None:
             values.append(("predicted_us", round(candidate.estimate.us, 2)))
         gained_us = sum(
             each.us(self.choices) - each.us(instead)
-            for maker, each in self.problem.sums.items()
-            if maker != index and index in each.sites
+            for each in self.problem.interactions
+            if each.sites[0] != index and index in each.sites
         )
         if gained_us:
             values.append(("neighbours_gain_us", round(gained_us, 2)))
         if chosen is not None:
             return Rejection("slower_candidate", "the candidate that was chosen is predicted faster", tuple(values))
-        unfused = self.problem.sites[index].leave.estimate
-        if unfused is not None:
-            values.insert(0, ("unfused_us", round(unfused.us, 2)))
+        values.insert(0, ("unfused_us", round(self.problem.sites[index].baseline.us, 2)))
         if candidate.estimate is not None:
             values.append(("error_us", round(candidate.estimate.error_us, 2)))
         message = "the predicted saving does not exceed the model's own error"

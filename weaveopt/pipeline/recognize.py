@@ -1,12 +1,12 @@
-"""Step 2: look for every rule's sites. Mutates nothing."""
+"""Recognize: every matcher's sites. Mutates nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from weaveopt.rule import CapturedGraph, Context, Finding, Rule
+from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
 
-def recognize(captured: CapturedGraph, rules: Sequence[Rule], context: Context) -> tuple[Finding, ...]:
-    """All sites of all rules, those that may not be rewritten among them, with their reasons."""
-    return tuple(finding for rule in rules for finding in rule.find(captured.graph, context))
+def recognize(captured: CapturedGraph, rules: RuleSet, context: Context) -> tuple[FoundSite, ...]:
+    """All sites of all kinds in graph order, those that no rule may rewrite among them, with their reasons."""
+    order = {node: index for index, node in enumerate(captured.graph.nodes)}
+    found = [each for matcher in rules.matchers for each in matcher.find(captured.graph, context)]
+    return tuple(sorted(found, key=lambda each: min((order[node] for node in each.nodes), default=0)))

@@ -48,6 +48,21 @@ class Estimate:
     def error_us(self) -> float:
         return abs(self.us) * self.relative_error
 
+    @property
+    def us_with_margin(self) -> float:
+        """What a rewrite is charged: its time, and the model's own error on top."""
+        return self.us + self.error_us
+
+    def plus(self, other: Estimate) -> Estimate:
+        """Both, one after the other: terms of one name added up, those that come to 0 left out, errors added."""
+        summed: dict[str, float] = {}
+        for term in (*self.terms, *other.terms):
+            summed[term.name] = summed.get(term.name, 0.0) + term.us
+        found = tuple(Term(name, us) for name, us in summed.items() if us != 0.0)
+        total_us = sum(term.us for term in found)
+        error_us = self.relative_error * self.us + other.relative_error * other.us
+        return Estimate(found, max(error_us / total_us, 0.0) if total_us else 0.0)
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -59,21 +74,31 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class TableRow:
+    """One row of a run-time table: which kernel variant serves calls of up to `max_tokens` tokens."""
+
+    max_tokens: int
+    variant: str
+    values: Values = ()
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A site with one way to lower it."""
+    """One way to lower a site: by which rule, on which fabric, with which kernel variant."""
 
     choice: str
     """Rule name, or `leave`."""
-    fabric: Fabric
-    algorithm: Algorithm
+    fabric: Fabric = Fabric.LIBRARY
+    variant: str = ""
+    """The kernel that serves the token count that was decided for: `two_shot bulk`."""
     parameters: Values = ()
     estimate: Estimate | None = None
+    """Of everything at the site: what the rule puts in place of nodes, and the nodes of the site that stay."""
     rejections: tuple[Rejection, ...] = ()
-    lowerings: tuple[Lowering, ...] = ()
+    table: tuple[TableRow, ...] = ()
     """The run-time table by token count, ascending; more tokens than the last row has go through the library."""
-    whole: Estimate | None = None
-    """Where `estimate` counts on the sum staying sharded: the estimate with the sum handed out whole. A decision has
-    settled which of the two counts, and has that one as its `estimate`."""
+    notes: tuple[str, ...] = ()
+    """What the rule has to say of this candidate among the others' choices, a line each."""
 
     @property
     def allowed(self) -> bool:

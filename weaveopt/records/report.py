@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Values
-from weaveopt.records.memory import BufferPlan
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Values
+from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.site import Site
 
 
@@ -16,7 +16,8 @@ class Decision:
     site: Site
     chosen: Candidate
     alternatives: tuple[Candidate, ...]
-    unfused: Estimate | None
+    baseline: Estimate | None
+    """What the nodes of the site cost as they are; None where they could not be priced."""
 
     @property
     def rewritten(self) -> bool:
@@ -24,9 +25,9 @@ class Decision:
 
     @property
     def saving_us(self) -> float:
-        if self.unfused is None or self.chosen.estimate is None:
+        if self.baseline is None or self.chosen.estimate is None:
             return 0.0
-        return self.unfused.us - self.chosen.estimate.us
+        return self.baseline.us - self.chosen.estimate.us
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Work:
     module: str
     """Path of the module that it belongs to; empty where the graph does not tell."""
     kind: str
-    """`product`, `attention`, `memory` (point-wise operations and reductions fused into one kernel) or `collective`."""
+    """`gemm`, `attention`, `memory` (point-wise operations and reductions fused into one kernel) or `collective`."""
     us: float
     after: int
     """Sites that come before it in the order of the graph."""
@@ -99,6 +100,21 @@ class Regime:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A graph that could stand in place of the captured one: what it is predicted to take, and why it may not."""
+
+    name: str
+    """`captured`, or what the graph rule calls it."""
+    rule: str = ""
+    """The graph rule that made it; empty for the captured graph."""
+    baseline_us: float | None = None
+    """With every site of it left as it is."""
+    predicted_us: float | None = None
+    """With its own decisions carried out."""
+    rejections: tuple[Rejection, ...] = ()
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: every site with its decision, the arena, and what changed rounding."""
 
@@ -107,7 +123,7 @@ class GraphReport:
     """`prefill`, `decode`, `forward`, `backward` or `inference`."""
     tokens: int
     decisions: tuple[Decision, ...] = ()
-    plans: tuple[BufferPlan, ...] = ()
+    plans: tuple[MemoryPlan, ...] = ()
     rounding: tuple[str, ...] = ()
     """One line per kind of change: which intermediate is no longer rounded, or rounded elsewhere."""
     fallbacks: tuple[Fallback, ...] = ()
@@ -122,6 +138,10 @@ class GraphReport:
     """Of the sites whose choice rests on their own price; only `weaveopt explain` asks for it."""
     regime: Regime | None = None
     """The token counts that it was compiled for; None where its sizes are numbers."""
+    variants: tuple[Variant, ...] = ()
+    """The graphs that were compared; the first is the captured one."""
+    variant: str = "captured"
+    """The one that runs."""
 
     @property
     def num_rewritten(self) -> int:
@@ -129,7 +149,7 @@ class GraphReport:
 
     @property
     def unfused_us(self) -> float:
-        return sum(d.unfused.us * d.site.count for d in self.decisions if d.unfused is not None)
+        return sum(d.baseline.us * d.site.count for d in self.decisions if d.baseline is not None)
 
     @property
     def predicted_us(self) -> float:

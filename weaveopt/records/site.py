@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weaveopt.records.candidate import Rejection
+from weaveopt.records.candidate import Rejection, Values
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,44 @@ DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float
 
 
 @dataclass(frozen=True)
+class TokenCounts:
+    """Token counts of a site: the one that estimates are made for, and those that the compiled graph may see."""
+
+    hint: int
+    least: int = 0
+    """0: nothing is known."""
+    most: int = 0
+    """0: `hint`."""
+
+    def __post_init__(self) -> None:
+        if not self.most:
+            object.__setattr__(self, "most", self.hint)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the compiled graph sees this one count only."""
+        return self.most == self.hint and self.least in (0, self.hint)
+
+
+@dataclass(frozen=True)
 class Site:
-    """A place in a captured graph that a rule looked at."""
+    """A place in a captured graph that could be rewritten. It belongs to no rule."""
 
     id: str
-    rule: str
-    group: str
-    """Name of the process group whose ranks meet here."""
+    kind: str
+    """Which matcher found it: `reduction`, `mixture`, `attention`."""
+    groups: tuple[str, ...]
+    """Names of the process groups that it communicates in; empty for a local site."""
     module: str
-    """Path of the module that makes the partial result, for people; no decision rests on it."""
-    collectives: tuple[str, ...]
+    """Path of the module that it lies in, for people; no decision rests on it."""
+    collectives: tuple[str, ...] = ()
     """Names of the graph nodes whose communication this site stands for."""
-    workload: Workload | None
-    """None where the form was not recognized: then `rejections` says why and the site is left."""
-    form: str = ""
+    description: str = ""
     """The computation in words of torch: `all_reduce(mm) + residual -> rms_norm(eps=1e-05)`."""
+    tokens: TokenCounts = TokenCounts(0)
+    facts: Values = ()
+    """What the matcher found, for the report and for the comparison between ranks."""
     rejections: tuple[Rejection, ...] = ()
-    """Reasons that hold for every fabric and parameter; empty if the rule may rewrite the site."""
+    """Reasons that hold for every rule: the matcher did not recognize the place."""
     count: int = 1
     """How many places of the whole model this one stands for (layers of the same kind)."""

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from weaveopt.records.candidate import Candidate, Estimate, Rejection
-from weaveopt.records.memory import BufferPlan
+from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
 from weaveopt.reporting.document_reader import SCHEMA, from_json
 from weaveopt.reporting.json_reader import Json
-from weaveopt.reporting.memory import slot_names
 from weaveopt.reporting.parts import Part, parts
 from weaveopt.reporting.timeline import Times, exposed_us, total
 
@@ -42,18 +41,28 @@ def _graph(graph: GraphReport) -> Json:
         "phase": graph.phase,
         "tokens": graph.tokens,
         "regime": None if graph.regime is None else asdict(graph.regime),
+        "variant": graph.variant,
+        "variants": [
+            {
+                "name": variant.name,
+                "rule": variant.rule,
+                "unfused_us": variant.baseline_us,
+                "predicted_us": variant.predicted_us,
+                "rejected": _rejections(variant.rejections),
+            }
+            for variant in graph.variants
+        ],
         "num_collectives": sum(d.site.count * len(d.site.collectives) for d in graph.decisions),
         "sites": [_decision(decision) for decision in graph.decisions],
         "arena": {
-            "bytes": sum(plan.bytes for plan in graph.plans),
+            "bytes": sum(plan.num_bytes for plan in graph.plans),
             "slots": [slot for plan in graph.plans for slot in _slots(plan)],
             "groups": [
                 {
                     "group": plan.group,
                     "fabric": plan.fabric.value,
-                    "bytes": plan.bytes,
-                    "regions": None if plan.regions is None else asdict(plan.regions),
-                    "placements": [asdict(p) for p in plan.placements],
+                    "bytes": plan.num_bytes,
+                    "channels": [asdict(channel) for channel in plan.channels],
                 }
                 for plan in graph.plans
             ],
@@ -72,10 +81,22 @@ def _graph(graph: GraphReport) -> Json:
     }
 
 
-def _slots(plan: BufferPlan) -> list[Json]:
+def _slots(plan: MemoryPlan) -> list[Json]:
     return [
-        {"group": plan.group, "name": name, "offset": slot.offset, "bytes": slot.bytes, "owners": list(slot.owners)}
-        for name, slot in zip(slot_names(plan), plan.slots, strict=True)
+        {
+            "group": plan.group,
+            "name": buffer.name,
+            "offset": buffer.offset,
+            "bytes": buffer.num_bytes,
+            "owners": list(buffer.owners),
+            "lifetime": buffer.lifetime.value,
+            "first": buffer.first,
+            "last": buffer.last,
+            "fill": buffer.fill,
+            "alignment": buffer.alignment,
+            "zone_begin": buffer.zone_begin,
+        }
+        for buffer in plan.buffers
     ]
 
 
@@ -109,18 +130,20 @@ def _decision(decision: Decision) -> Json:
         "id": site.id,
         "count": site.count,
         "module": site.module,
-        "rule": site.rule,
-        "form": site.form,
-        "group": site.group,
+        "kind": site.kind,
+        "rule": chosen.choice if decision.rewritten else None,
+        "form": site.description,
+        "groups": list(site.groups),
         "collectives": list(site.collectives),
-        "workload": None if site.workload is None else asdict(site.workload),
+        "tokens": asdict(site.tokens),
+        "facts": dict(site.facts),
         "rejected": _rejections(site.rejections),
         **_candidate(chosen, rejected_key="choice_rejected"),
         "saving_us": decision.saving_us,
-        "unfused_us": None if decision.unfused is None else decision.unfused.us,
-        "unfused_exposed_us": None if decision.unfused is None else exposed_us(decision.unfused),
-        "unfused_terms": None if decision.unfused is None else _terms(decision.unfused),
-        "unfused_relative_error": None if decision.unfused is None else decision.unfused.relative_error,
+        "unfused_us": None if decision.baseline is None else decision.baseline.us,
+        "unfused_exposed_us": None if decision.baseline is None else exposed_us(decision.baseline),
+        "unfused_terms": None if decision.baseline is None else _terms(decision.baseline),
+        "unfused_relative_error": None if decision.baseline is None else decision.baseline.relative_error,
         "alternatives": [_candidate(candidate) for candidate in decision.alternatives],
     }
 
@@ -130,9 +153,13 @@ def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str
     return {
         "choice": candidate.choice,
         "fabric": candidate.fabric.value,
-        "algorithm": candidate.algorithm.value,
+        "variant": candidate.variant,
         "parameters": dict(candidate.parameters),
-        "lowerings": [asdict(lowering) for lowering in candidate.lowerings],
+        "table": [
+            {"max_tokens": row.max_tokens, "variant": row.variant, "values": dict(row.values)}
+            for row in candidate.table
+        ],
+        "notes": list(candidate.notes),
         "predicted_us": None if estimate is None else estimate.us,
         "exposed_us": None if estimate is None else exposed_us(estimate),
         "relative_error": None if estimate is None else estimate.relative_error,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from weaveopt.errors import WeaveError
-from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Form, Lowering, Rejection, Term
-from weaveopt.records.memory import BufferPlan, Placement, RegionNeed, Slot
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
+from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import (
     Decision,
     Fallback,
@@ -16,13 +16,14 @@ from weaveopt.records.report import (
     Report,
     Sensitivity,
     Stretch,
+    Variant,
     Work,
     WorkFailure,
 )
-from weaveopt.records.site import Product, Site, Workload
+from weaveopt.records.site import Site, TokenCounts
 from weaveopt.reporting.json_reader import Reader
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a field changes its meaning or goes away; a new field does not raise it."""
 
 
@@ -53,17 +54,14 @@ def _read_graph(graph: Reader) -> GraphReport:
         tokens=graph["tokens"].integer(),
         decisions=tuple(_read_decision(site) for site in graph["sites"]),
         plans=tuple(
-            BufferPlan(
+            MemoryPlan(
                 group=group["group"].text(),
-                bytes=group["bytes"].integer(),
-                slots=tuple(
-                    Slot(slot["offset"].integer(), slot["bytes"].integer(), slot["owners"].texts())
-                    for slot in arena["slots"]
-                    if slot["group"].text() == group["group"].text()
+                fabric=_member(Fabric, group["fabric"]),
+                num_bytes=group["bytes"].integer(),
+                buffers=tuple(
+                    _read_buffer(slot) for slot in arena["slots"] if slot["group"].text() == group["group"].text()
                 ),
-                placements=tuple(_read_placement(placement) for placement in group["placements"]),
-                fabric=Fabric.SHM if group.optional("fabric").missing else _member(Fabric, group["fabric"]),
-                regions=_read_regions(group.optional("regions")),
+                channels=tuple(Channel(each["name"].text(), each["index"].integer()) for each in group["channels"]),
             )
             for group in arena["groups"]
         ),
@@ -74,6 +72,8 @@ def _read_graph(graph: Reader) -> GraphReport:
         work_failure=_read_work_failure(graph.optional("work_failure")),
         sensitivity=tuple(map(_read_sensitivity, graph.optional_list("sensitivity"))),
         regime=_read_regime(graph.optional("regime")),
+        variants=tuple(map(_read_variant, graph["variants"])),
+        variant=graph["variant"].text(),
     )
 
 
@@ -112,79 +112,57 @@ def _read_fallbacks(fallbacks: Reader) -> tuple[Fallback, ...]:
     return tuple(Fallback(f["graph"].text(), f["step"].text(), f["error"].text()) for f in fallbacks)
 
 
-def _read_regions(regions: Reader) -> RegionNeed | None:
-    if regions.missing:
-        return None
-    return RegionNeed(
-        mailbox_bytes=regions["mailbox_bytes"].integer(),
-        staging_bytes=regions["staging_bytes"].integer(),
-        output_bytes=regions["output_bytes"].integer(),
-        partial_bytes=regions["partial_bytes"].integer(),
+def _read_buffer(slot: Reader) -> PlacedBuffer:
+    return PlacedBuffer(
+        name=slot["name"].text(),
+        offset=slot["offset"].integer(),
+        num_bytes=slot["bytes"].integer(),
+        lifetime=_member(Lifetime, slot["lifetime"]),
+        owners=slot["owners"].texts(),
+        first=slot["first"].integer(),
+        last=slot["last"].integer(),
+        fill=None if slot["fill"].missing else slot["fill"].integer(),
+        alignment=slot["alignment"].integer(),
+        zone_begin=slot["zone_begin"].integer(),
     )
 
 
-def _read_lowering(row: Reader) -> Lowering:
-    return Lowering(
-        max_tokens=row["max_tokens"].integer(),
-        algorithm=_member(Algorithm, row["algorithm"]),
-        form=_member(Form, row["form"]),
-        num_ctas=row["num_ctas"].integer(),
+def _read_variant(variant: Reader) -> Variant:
+    before, after = variant["unfused_us"], variant["predicted_us"]
+    return Variant(
+        name=variant["name"].text(),
+        rule=variant["rule"].text(),
+        baseline_us=None if before.missing else before.number(),
+        predicted_us=None if after.missing else after.number(),
+        rejections=_read_rejections(variant["rejected"]),
     )
 
 
-def _read_placement(placement: Reader) -> Placement:
-    return Placement(
-        site=placement["site"].text(),
-        partial_offset=placement["partial_offset"].integer(),
-        output_offset=placement["output_offset"].integer(),
-        partial_bytes=placement["partial_bytes"].integer(),
-        max_tokens=placement["max_tokens"].integer(),
-        residual_sharded=placement["residual_sharded"].flag(),
-        sum_sharded=placement["sum_sharded"].flag(),
-        normed_lands=not (lands := placement.optional("normed_lands")).missing and lands.flag(),
-    )
+def _read_table_row(row: Reader) -> TableRow:
+    return TableRow(row["max_tokens"].integer(), row["variant"].text(), row["values"].values())
 
 
 def _read_decision(site: Reader) -> Decision:
     return Decision(
         site=Site(
             id=site["id"].text(),
-            rule=site["rule"].text(),
-            group=site["group"].text(),
+            kind=site["kind"].text(),
+            groups=site["groups"].texts(),
             module=site["module"].text(),
             collectives=site["collectives"].texts(),
-            workload=None if site["workload"].missing else _read_workload(site["workload"]),
-            form=site["form"].text(),
+            description=site["form"].text(),
+            tokens=TokenCounts(
+                site["tokens"]["hint"].integer(), site["tokens"]["least"].integer(), site["tokens"]["most"].integer()
+            ),
+            facts=site["facts"].values(),
             rejections=_read_rejections(site["rejected"]),
             count=site["count"].integer(),
         ),
         chosen=_read_candidate(site, rejected_key="choice_rejected"),
         alternatives=tuple(_read_candidate(candidate) for candidate in site["alternatives"]),
-        unfused=None
+        baseline=None
         if site["unfused_terms"].missing
         else Estimate(_read_terms(site["unfused_terms"]), site["unfused_relative_error"].number()),
-    )
-
-
-def _read_workload(workload: Reader) -> Workload:
-    product = workload["product"]
-    return Workload(
-        tokens=workload["tokens"].integer(),
-        max_tokens=workload["max_tokens"].integer(),
-        hidden=workload["hidden"].integer(),
-        dtype=workload["dtype"].text(),
-        world=workload["world"].integer(),
-        hosts=workload["hosts"].integer(),
-        product=None
-        if product.missing
-        else Product(product["m"].integer(), product["k"].integer(), product["n"].integer()),
-        num_partials=workload["num_partials"].integer(),
-        num_norms=workload["num_norms"].integer(),
-        has_residual=workload["has_residual"].flag(),
-        sum_is_used=workload["sum_is_used"].flag(),
-        sum_may_shard=workload["sum_may_shard"].flag(),
-        out_dtype="" if workload.optional("out_dtype").missing else workload["out_dtype"].text(),
-        min_tokens=0 if workload.optional("min_tokens").missing else workload["min_tokens"].integer(),
     )
 
 
@@ -197,15 +175,16 @@ def _read_candidate(candidate: Reader, rejected_key: str = "rejected") -> Candid
     return Candidate(
         choice=candidate["choice"].text(),
         fabric=_member(Fabric, candidate["fabric"]),
-        algorithm=_member(Algorithm, candidate["algorithm"]),
+        variant=candidate["variant"].text(),
         parameters=candidate["parameters"].values(),
         estimate=estimate,
         rejections=_read_rejections(candidate[rejected_key]),
-        lowerings=tuple(map(_read_lowering, candidate.optional_list("lowerings"))),
+        table=tuple(map(_read_table_row, candidate["table"])),
+        notes=candidate["notes"].texts(),
     )
 
 
-Member = TypeVar("Member", Fabric, Algorithm, Form)
+Member = TypeVar("Member", Fabric, Lifetime)
 
 
 def _member(kind: type[Member], value: Reader) -> Member:

@@ -80,7 +80,7 @@ def _kind(block: Block) -> Hashable:
     module = collapse(module_of(block))
     if isinstance(block, Work):
         return (module, block.kind, block.us)
-    return (module, block.chosen.choice, block.chosen.fabric, block.chosen.estimate, block.unfused)
+    return (module, block.chosen.choice, block.chosen.fabric, block.chosen.estimate, block.baseline)
 
 
 def _layers_name(layers: Sequence[int]) -> str:

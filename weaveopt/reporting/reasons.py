@@ -14,7 +14,8 @@ from weaveopt.records.report import Decision
 class Reason:
     """One rejection as met at many sites and candidates."""
 
-    rule: str
+    choice: str
+    """The rule whose candidates it is about; empty where it holds for every rule."""
     code: str
     message: str
     sites: dict[str, int] = field(default_factory=dict)
@@ -47,8 +48,8 @@ def collect(decisions: Sequence[Decision]) -> list[Reason]:
     """All reasons of all candidates, in the order in which they are first met."""
     found: dict[tuple[str, str, str], Reason] = {}
     for decision in decisions:
-        for rule, candidate, rejection in _rejections(decision):
-            key = (rule, rejection.code, rejection.message)
+        for choice, candidate, rejection in _rejections(decision):
+            key = (choice, rejection.code, rejection.message)
             reason = found.setdefault(key, Reason(*key))
             reason.sites[decision.site.id] = decision.site.count
             reason.values.append(rejection.values)
@@ -71,9 +72,8 @@ def tried(decisions: Iterable[Decision]) -> dict[str, list[str]]:
 
 
 def kernel_of(candidate: Candidate) -> str:
-    """`two_shot`, or `two_shot bulk` where the fabric has several forms."""
-    form = dict(candidate.parameters).get("form")
-    return candidate.algorithm.value if form is None else f"{candidate.algorithm.value} {form}"
+    """`two_shot bulk`; the rule's name where it has one kernel only."""
+    return candidate.variant or candidate.choice
 
 
 def collapse(module: str) -> str:
@@ -83,7 +83,7 @@ def collapse(module: str) -> str:
 
 def _rejections(decision: Decision) -> Iterable[tuple[str, Candidate | None, Rejection]]:
     for rejection in decision.site.rejections:
-        yield decision.site.rule, None, rejection
+        yield "", None, rejection
     for candidate in (decision.chosen, *decision.alternatives):
         for rejection in candidate.rejections:
             yield candidate.choice, candidate, rejection

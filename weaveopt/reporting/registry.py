@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from weaveopt.cost_model import Machine
+from weaveopt.fabrics.topology import Topology
 from weaveopt.records.report import GraphReport, MachineSummary, Report
-from weaveopt.rule import Context
 
 
 @dataclass
@@ -37,12 +38,12 @@ def open_entry(example_inputs: Sequence[object]) -> Entry:
     return entry
 
 
-def add(entry: Entry, report: GraphReport, context: Context) -> None:
+def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping[str, Topology]) -> None:
     entry.graphs.append(report)
-    workloads = [d.site.workload for d in report.decisions if d.site.workload is not None]
-    hosts = max((workload.hosts for workload in workloads), default=1)
-    entry.machine = context.machine.summary(tuple(sorted({w.dtype for w in workloads})), hosts)
-    entry.world = max([entry.world, *(known.world for known in context.topologies.values())])
+    dtypes = {str(value) for d in report.decisions for name, value in d.site.facts if name == "dtype"}
+    hosts = max((known.num_hosts for known in topologies.values()), default=1)
+    entry.machine = machine.summary(tuple(sorted(dtypes)), hosts)
+    entry.world = max([entry.world, *(known.world for known in topologies.values())])
 
 
 def report(model: torch.nn.Module | object | None = None) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
@@ -13,8 +14,8 @@ from rich.text import Text
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
 from weaveopt.reporting import sections
-from weaveopt.reporting.memory import gather_line, landing_line, table_lines, unmeasured_line
-from weaveopt.reporting.reasons import collapse, collect, kernel_of, tried
+from weaveopt.reporting.memory import note_lines, table_lines, unmeasured_line
+from weaveopt.reporting.reasons import collapse, collect, tried
 
 DEFAULT_WIDTH = 120
 MINIMUM_WIDTH = 100
@@ -93,18 +94,27 @@ def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"{graph.phase}, {graph.tokens} tokens ({graph.name})", style="bold")]
     parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
     parts.append(Text(_total_line(graph)))
+    parts.extend(Text(line) for line in _variant_lines(graph))
     parts.extend(sections.whole(graph))
     parts.extend(Text(line) for line in (*table_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))
     parts.extend(sections.sensitivity(graph))
     parts.extend(sections.arena(graph))
-    parts.extend(Text(line) for line in gather_line(graph))
-    parts.extend(Text(line) for line in landing_line(graph))
+    parts.extend(Text(line) for line in note_lines(graph))
     parts.extend(Text(f"rounding: {line}") for line in graph.rounding)
     if graph.steps_us:
         steps = ", ".join(f"{name} {float(us) / 1e3:.1f} ms" for name, us in graph.steps_us)
         parts.append(Text(f"time of the steps: {steps}"))
     return parts
+
+
+def _variant_lines(graph: GraphReport) -> Iterator[str]:
+    """What other graphs were compared with the captured one, and which of them runs."""
+    for variant in graph.variants if len(graph.variants) > 1 else ():
+        times = f"{_us(variant.baseline_us)} -> {_us(variant.predicted_us)} us"
+        why = "; ".join(f"{each.code}: {each.message}" for each in variant.rejections)
+        state = "runs" if variant.name == graph.variant else why or "predicted slower"
+        yield f"variant {variant.name}{f' ({variant.rule})' if variant.rule else ''}: {times}; {state}"
 
 
 def _table(rows: tuple[Row, ...], width: int) -> Table:
@@ -141,14 +151,14 @@ def rows_of(graph: GraphReport) -> tuple[Row, ...]:
 
 def _cells(row: Row) -> tuple[str | Text, ...]:
     first = row.decisions[0]
-    unfused = first.unfused.us if first.unfused else None
+    unfused = first.baseline.us if first.baseline else None
     predicted = first.chosen.estimate.us if first.chosen.estimate else None
     saved = "" if not unfused or predicted is None else f"{first.saving_us / unfused:.0%}"
     choice = Text(choice_words(first.chosen), style="" if first.chosen.choice == LEAVE else "green")
     return (
         row.module,
         str(row.count),
-        first.site.form or "not recognized",
+        first.site.description or "not recognized",
         choice,
         first.chosen.fabric.value,
         _us(unfused),
@@ -161,7 +171,7 @@ def choice_words(candidate: Candidate) -> str:
     if candidate.choice == LEAVE:
         return LEAVE
     ctas = dict(candidate.parameters).get("num_ctas")
-    return f"{candidate.choice} {kernel_of(candidate)}{f' {ctas}' if ctas else ''}"
+    return " ".join(str(word) for word in (candidate.choice, candidate.variant, ctas) if word)
 
 
 def _us(us: float | None) -> str:

@@ -16,7 +16,7 @@ from weaveopt.records.report import Decision, GraphReport, Work
 
 STREAMS = ("compute", "communication")
 COMPUTE_WORDS = frozenset(
-    ("gemm", "product", "attention", "expert", "experts", "add", "norm", "copy", "kernel", "launch", "memory")
+    ("gemm", "attention", "expert", "experts", "add", "norm", "copy", "kernel", "launch", "memory", "host")
 )
 """A term whose name has one of these words runs on the compute stream; every other one moves data between ranks."""
 
@@ -98,7 +98,7 @@ def estimate_of(block: Block, fused: bool) -> Estimate | None:
     """Before (`fused` False) or after rewriting; None where nothing was estimated."""
     if isinstance(block, Work):
         return Estimate((Term(block.kind, block.us),))
-    return block.chosen.estimate if fused else block.unfused
+    return block.chosen.estimate if fused else block.baseline
 
 
 def times_of(block: Block, fused: bool) -> Times:

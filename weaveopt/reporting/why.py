@@ -9,7 +9,7 @@ from rich.text import Text
 from weaveopt.errors import OptionError, closest
 from weaveopt.records.candidate import Candidate, Estimate, Rejection
 from weaveopt.records.report import Decision, GraphReport, Report
-from weaveopt.records.site import Workload
+from weaveopt.records.site import Site
 from weaveopt.reporting.memory import table_text
 from weaveopt.reporting.reasons import collapse
 from weaveopt.reporting.sections import sensitivity_lines
@@ -50,16 +50,18 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
         _line(
             f"graph {graph.name}: {graph.phase}, {graph.tokens} tokens; stands for {site.count} place(s) of the model"
         ),
-        _line(f"rule {site.rule}, group {site.group}, collectives {', '.join(site.collectives) or 'none'}"),
-        _line(f"form: {site.form or 'not recognized'}"),
+        _line(f"kind {site.kind}, {_where(site)}, collectives {', '.join(site.collectives) or 'none'}"),
+        _line(f"form: {site.description or 'not recognized'}"),
+        _line(f"{site.tokens.hint} tokens (at most {site.tokens.most})"),
     ]
-    if site.workload is not None:
-        parts.append(_line(_workload(site.workload)))
-    parts.extend(_line(f"every fabric: {_reason(rejection)}") for rejection in site.rejections)
-    parts.append(_line(f"unfused: {_estimate(decision.unfused)}"))
+    if site.facts:
+        parts.append(_line("; ".join(f"{name} {value}" for name, value in site.facts if value != "")))
+    parts.extend(_line(f"every rule: {_reason(rejection)}") for rejection in site.rejections)
+    parts.append(_line(f"unfused: {_estimate(decision.baseline)}"))
     parts.extend(_candidate("chosen", decision.chosen))
-    if decision.chosen.lowerings and site.workload is not None:
-        parts.append(_line(f"run-time table: {table_text(decision.chosen.lowerings, site.workload.max_tokens)}"))
+    if decision.chosen.table:
+        parts.append(_line(f"run-time table: {table_text(decision.chosen.table, site.tokens.most)}"))
+    parts.extend(_line(note) for note in decision.chosen.notes)
     for candidate in decision.alternatives:
         parts.extend(_candidate("allowed" if candidate.allowed else "rejected", candidate))
     parts.append(_line(f"saved: {decision.saving_us:,.2f} us each"))
@@ -72,7 +74,8 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
 
 def _candidate(status: str, candidate: Candidate) -> list[RenderableType]:
     parameters = "".join(f" {name}={value}" for name, value in candidate.parameters)
-    head = f"{status}: {candidate.choice} on {candidate.fabric.value}, {candidate.algorithm.value}{parameters}: "
+    variant = f", {candidate.variant}" if candidate.variant else ""
+    head = f"{status}: {candidate.choice} on {candidate.fabric.value}{variant}{parameters}: "
     lines: list[RenderableType] = [_line(head + _estimate(candidate.estimate))]
     lines.extend(_line(_reason(rejection), 4) for rejection in candidate.rejections)
     return lines
@@ -91,17 +94,8 @@ def _reason(rejection: Rejection) -> str:
     return f"{rejection.code}: {rejection.message}" + (f" ({values})" if values else "")
 
 
-def _workload(workload: Workload) -> str:
-    product = workload.product
-    words = [
-        f"{workload.tokens} tokens (at most {workload.max_tokens}) × {workload.hidden} {workload.dtype}",
-        f"{workload.message_bytes:,} bytes over {workload.world} ranks on {workload.hosts} host(s)",
-        f"product [{product.m}, {product.k}] × [{product.k}, {product.n}]" if product else "no product in front",
-        f"{workload.num_partials} all-reduce(s), {workload.num_norms} norm(s)",
-        "with residual" if workload.has_residual else "no residual",
-        "sum used again" if workload.sum_is_used else "sum not used again",
-    ]
-    return "; ".join(words)
+def _where(site: Site) -> str:
+    return f"group {', '.join(site.groups)}" if site.groups else "local"
 
 
 def _line(line: str, indent: int = 2) -> RenderableType:

@@ -1,334 +1,255 @@
-"""Follow a reduced value from its all-reduce to the norm that ends the site.
+"""Matcher of the kind `reduction`: GEMM -> all-reduce -> (+ residual) -> norm, as models write it.
 
-    wait(all_reduce(partial)) [+ bias] [* scale] [-> post norm] [+ residual] [+ another all-reduce] [-> norm]
+    partial = a @ b
+    total = all_reduce(partial)            # then optionally + bias, * scale
+    total = post_norm(total)               # post-norm families only
+    total = residual + total               # absent after the embedding
+    normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
+    rows = e4m3(normalized / scale)        # where FP8 linears read the rows
 
-in any of the orders that models write it, over views. The walk goes on while a value has one reader, so that
-nothing it passes is needed elsewhere; where it cannot go on, it says why.
+Two all-reduces that meet in one sum (a mixture and its shared experts; parallel attention and MLP) are one site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import ADD, MUL, SHAPE_ONLY, describe, is_call, skip_shapes, tensor_of
-from weaveopt.graph.scalars import number_of
-from weaveopt.records.candidate import Rejection
-from weaveopt.sites.norms import Norm, tensor_eps
+from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.scalars import casts_of, symbols_of
+from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.site import Site, TokenCounts
+from weaveopt.rule import Context, FoundSite
+from weaveopt.sites.norms import find_norms
+from weaveopt.sites.quantization import Quantized, find_quantized
+from weaveopt.sites.reduced import ANY_ALL_REDUCE, Reduced, follow, product_of
 
-_c10d = torch.ops._c10d_functional
-ALL_REDUCE = frozenset({_c10d.all_reduce.default})
-ANY_ALL_REDUCE = frozenset(
-    {
-        _c10d.all_reduce.default,
-        _c10d.all_reduce_.default,
-        _c10d.all_reduce_coalesced.default,
-        _c10d.all_reduce_coalesced_.default,
-    }
-)
-WAIT = frozenset({_c10d.wait_tensor.default})
+KIND = "reduction"
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """What the graph does with one or more all-reduces that meet in one sum."""
+class ReductionFacts:
+    """What a reduction computes on every rank, whatever its token count."""
 
-    collectives: tuple[fx.Node, ...]
-    biases: tuple[fx.Node, ...]
-    """Vectors [hidden] that are added after the reduction, before the scale."""
-    scale: float
-    scales: tuple[fx.Node | float | int, ...]
-    """What `scale` is the product of: numbers, or Python floats that come as tensors."""
-    scale_tensor: fx.Node | None
-    post: Norm | None
-    residuals: tuple[fx.Node, ...]
-    """Values of the sum's shape that are added and were not reduced here: none, the residual, seldom two."""
-    total: fx.Node
-    """The sum (the reduced value itself, where there is no residual)."""
-    norm: Norm | None
-    passed: frozenset[fx.Node]
-    """Nodes on the way, from the collectives up to and with `total`; nobody else reads those before `total`."""
-
-    @property
-    def partials(self) -> tuple[fx.Node, ...]:
-        return tuple(node.args[0] for node in self.collectives if isinstance(node.args[0], fx.Node))
-
-    @property
-    def scalars(self) -> tuple[fx.Node | float | int, ...]:
-        """Everything that is taken as the number it is in this call."""
-        return (*self.scales, *(norm.eps for norm in (self.post, self.norm) if norm is not None))
-
-    @property
-    def text(self) -> str:
-        """The computation in words of torch, for the report."""
-        words = " + ".join("all_reduce(partial)" for _ in self.collectives)
-        words += " + bias" * len(self.biases)
-        if self.scale_tensor is not None or self.scale != 1.0:
-            words = f"({words}) * scale"
-        if self.post is not None:
-            words += f" -> {self.post.text}"
-        words += " + residual" * len(self.residuals)
-        return words + (f" -> {self.norm.text}" if self.norm is not None else "")
-
-
-@dataclass
-class _Walk:
-    """The state of one walk; `reader` is the only reader of `value`, or None."""
-
-    value: fx.Node
+    group: str
+    """Name of the process group."""
+    world: int
+    hosts: int
     hidden: int
-    collectives: list[fx.Node]
-    passed: set[fx.Node]
-    biases: list[fx.Node] = field(default_factory=list)
-    scale: float = 1.0
-    scales: list[fx.Node | float | int] = field(default_factory=list)
-    scale_tensor: fx.Node | None = None
-    post: Norm | None = None
-    residuals: list[fx.Node] = field(default_factory=list)
+    dtype: str
+    """Of the partial results and of the sum; the name of a torch dtype."""
+    out_dtype: str = ""
+    """Of the normalized rows, where it is not `dtype`."""
+    quantization: str = "none"
+    """How e4m3 rows are made of the normalized ones: `none`, `static` or `per_token`."""
+    gemm_depth: int = 0
+    """`k` of the GEMM `[tokens, k] @ [k, hidden]` that makes the partial result; 0: there is none."""
+    num_partials: int = 1
+    """All-reduces that meet in one sum."""
+    num_norms: int = 1
+    has_residual: bool = True
+    sum_is_read: bool = True
+    """Whether the graph reads the sum (partial results + residual) after this site."""
+    sum_read_by_reductions: bool = False
+    """Whether only other reductions read the sum, as their residual."""
 
-    @property
-    def linear(self) -> bool:
-        """Whether the value is still a plain sum of reduced values, biases and residuals."""
-        return self.post is None and self.scale == 1.0 and self.scale_tensor is None
-
-    def step_to(self, node: fx.Node) -> None:
-        self.passed.add(node)
-        self.value = node
-
-    def refuse(self, code: str, message: str, node: fx.Node) -> Rejection:
-        return Rejection(code, message, (("node", node.name), ("op", describe(node))))
-
-
-def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced | Rejection:
-    """The site that starts at `all_reduce`, or why there is none."""
-    started = _start(all_reduce)
-    if isinstance(started, Rejection):
-        return started
-    walk = started
-    while True:
-        here = norms.get(walk.value, [])
-        if here:
-            if _pass_post_norm(walk, here[0]):
-                continue
-            return _ended(walk, here[0])
-        if len(walk.value.users) != 1:
-            break
-        reader = next(iter(walk.value.users))
-        moved = _pass(walk, reader)
-        if isinstance(moved, Rejection):
-            return moved
-        if not moved:
-            break
-    if walk.post is not None and walk.residuals:
-        return _ended(walk, None)
-    eps = tensor_eps(walk.value)
-    if eps is not None:
-        return walk.refuse(
-            "eps_not_known", "the norm's eps is a tensor: no value is known as the graph is compiled", eps
-        )
-    readers = ", ".join(sorted({describe(user) for user in walk.value.users})) or "nothing"
-    code = "read_by_several" if len(walk.value.users) > 1 else "no_norm_follows"
-    message = "the reduced value is not followed by a norm over the hidden dimension"
-    return Rejection(code, message, (("node", walk.value.name), ("read_by", readers)))
+    def values(self) -> Values:
+        return tuple((field.name, _scalar(getattr(self, field.name))) for field in fields(self))
 
 
-def _start(all_reduce: fx.Node) -> _Walk | Rejection:
-    if all_reduce.target not in ALL_REDUCE:
-        return Rejection(
-            "form_not_known",
-            "only functional, single-tensor all-reduces are rewritten",
-            (("op", describe(all_reduce)),),
-        )
-    if all_reduce.args[1] != "sum":
-        return Rejection(
-            "not_a_sum", "only sums are reduced in the fused kernel", (("reduce_op", str(all_reduce.args[1])),)
-        )
-    value = tensor_of(all_reduce)
-    if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
-        shape = "unknown" if value is None else str(tuple(value.shape))
-        return Rejection("shape_not_known", "a site needs [..., hidden] with a static hidden size", (("shape", shape),))
-    wait = _only_wait(all_reduce)
-    if wait is None:
-        return Rejection(
-            "read_by_several",
-            "the collective is not waited for exactly once",
-            (("num_readers", len(all_reduce.users)),),
-        )
-    return _Walk(wait, value.shape[-1], [all_reduce], {all_reduce, wait})
-
-
-def _only_wait(all_reduce: fx.Node) -> fx.Node | None:
-    users = list(all_reduce.users)
-    return users[0] if len(users) == 1 and is_call(users[0], WAIT) else None
-
-
-def _pass(walk: _Walk, reader: fx.Node) -> bool | Rejection:
-    """Step over `reader` if it belongs to the site."""
-    if is_call(reader, SHAPE_ONLY):
-        shape = tensor_of(reader)
-        if shape is None or shape.ndim < 2 or shape.shape[-1] != walk.hidden:
-            return walk.refuse("hidden_is_split", "a view takes the hidden dimension apart before the norm", reader)
-        walk.step_to(reader)
-        return True
-    if is_call(reader, MUL):
-        return _pass_scale(walk, reader)
-    if is_call(reader, ADD):
-        return _pass_add(walk, reader)
-    return False
-
-
-def _other_operand(walk: _Walk, reader: fx.Node) -> fx.Node | float | None:
-    others = [argument for argument in reader.args[:2] if argument is not walk.value]
-    if len(others) == 1 and isinstance(others[0], fx.Node | float | int) and not reader.kwargs:
-        return others[0]
-    return None
-
-
-def _pass_scale(walk: _Walk, reader: fx.Node) -> bool | Rejection:
-    if walk.residuals or walk.post is not None or walk.scale_tensor is not None:
-        return False
-    other = _other_operand(walk, reader)
-    number = number_of(other)
-    if other is not None and number is not None:
-        walk.scale *= number
-        walk.scales.append(other)
-    elif isinstance(other, fx.Node):
-        value, scaled = tensor_of(other), tensor_of(walk.value)
-        if value is None or scaled is None or value.ndim != 0:
-            return False
-        if value.device != scaled.device:
-            return walk.refuse("device_changes", "the scale is a tensor on another device", reader)
-        walk.scale_tensor = other
-    else:
-        return False
-    if tensor_of(reader) is None or _dtype(reader) != _dtype(walk.value):
-        return walk.refuse("dtype_changes", "the scale changes the dtype of the reduced value", reader)
-    walk.step_to(reader)
-    return True
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = tensor_of(node)
-    return None if value is None else value.dtype
-
-
-def _pass_add(walk: _Walk, reader: fx.Node) -> bool | Rejection:
-    other = _other_operand(walk, reader)
-    value, before = tensor_of(reader), tensor_of(walk.value)
-    if not isinstance(other, fx.Node) or value is None or before is None:
-        return walk.refuse("form_not_known", "an addition of this form is not part of any site", reader)
-    if value.dtype != before.dtype or value.shape != before.shape or _dtype(other) != before.dtype:
-        return walk.refuse("dtype_changes", "the addition changes the dtype or shape of the reduced value", reader)
-    partner = _reduced_by(other, walk)
-    operand = tensor_of(other)
-    if partner is not None:
-        walk.collectives.append(partner.nodes[0])
-        walk.passed.update(partner.nodes)
-        walk.biases.extend(partner.biases)
-    elif _is_vector(other, walk.hidden):
-        if not walk.linear:
-            return walk.refuse("form_not_known", "a bias is added after the scale or the norm", reader)
-        walk.biases.append(other)
-    elif operand is None or operand.shape != before.shape:
-        return walk.refuse("form_not_known", "what is added has another shape than the reduced value", reader)
-    else:
-        walk.residuals.append(other)
-    walk.step_to(reader)
-    return True
-
-
-def _is_vector(node: fx.Node, hidden: int) -> bool:
-    value = tensor_of(node)
-    return value is not None and value.ndim == 1 and value.shape[0] == hidden
+def _scalar(value: object) -> Scalar:
+    assert isinstance(value, bool | int | float | str), value
+    return value
 
 
 @dataclass(frozen=True)
-class _Partner:
-    """Another all-reduce whose result, after views and biases, is added to the sum."""
+class Reduction:
+    """The nodes of a site by their role."""
 
-    nodes: tuple[fx.Node, ...]
-    biases: tuple[fx.Node, ...]
+    reduced: Reduced
+    interior: frozenset[fx.Node]
+    """What disappears with any rewrite: the collectives, what follows them up to the sum, and the norm."""
+    quantized: Quantized | None = None
+    gemm: fx.Node | None = None
+    """The GEMM that makes the partial result, read by nothing else; of two partial results, one that can accumulate."""
+    addend: fx.Node | None = None
+    """What is added to the GEMM before the reduction: another partial result."""
 
+    @property
+    def sum_is_read(self) -> bool:
+        return _is_read_elsewhere(self.reduced)
 
-def _reduced_by(other: fx.Node, walk: _Walk) -> _Partner | None:
-    """What leads from another all-reduce of the same group to `other`, if only this sum reads it."""
-    if not walk.linear:
-        return None
-    chain = [other]
-    biases: list[fx.Node] = []
-    while True:
-        here = chain[-1]
-        if is_call(here, ADD) and not here.kwargs:
-            vectors = [a for a in here.args[:2] if isinstance(a, fx.Node) and _is_vector(a, walk.hidden)]
-            rest = [a for a in here.args[:2] if a not in vectors]
-            if len(vectors) != 1 or len(rest) != 1 or not isinstance(rest[0], fx.Node):
-                return None
-            biases.append(vectors[0])
-            chain.append(rest[0])
-        elif is_call(here, SHAPE_ONLY) and isinstance(here.args[0], fx.Node):
-            chain.append(here.args[0])
-        else:
-            break
-    if not is_call(chain[-1], WAIT) or any(len(node.users) != 1 for node in chain):
-        return None
-    all_reduce = chain[-1].args[0]
-    if not is_call(all_reduce, ALL_REDUCE) or not isinstance(all_reduce, fx.Node) or len(all_reduce.users) != 1:
-        return None
-    if all_reduce.args[1:] != walk.collectives[0].args[1:]:
-        return None
-    return _Partner((all_reduce, *reversed(chain)), tuple(biases))
+    @property
+    def gemm_nodes(self) -> frozenset[fx.Node]:
+        """The GEMMs that make partial results, and the views behind them; read by nothing else."""
+        return frozenset(_producers(self.reduced))
 
 
-def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
-    """Step over `norm` and the residual addition behind it, if only they read the value (post-norm families)."""
-    if walk.post is not None or walk.residuals or not set(walk.value.users) <= set(norm.nodes):
-        return False
-    if len(norm.output.users) != 1:
-        return False
-    reader = next(iter(norm.output.users))
-    normed = tensor_of(norm.output)
-    if not is_call(reader, ADD) or reader.kwargs or normed is None:
-        return False
-    others = [argument for argument in reader.args[:2] if argument is not norm.output]
-    if len(others) != 1 or not isinstance(others[0], fx.Node):
-        return False
-    value = tensor_of(others[0])
-    if value is None or value.shape != normed.shape or value.dtype != normed.dtype or _dtype(reader) != value.dtype:
-        return False
-    if any(user not in norm.nodes for node in norm.nodes[:-1] for user in node.users):
-        return False
-    walk.post, walk.residuals = norm, [others[0]]
-    walk.passed.update(norm.nodes)
-    walk.step_to(reader)
-    return True
+class ReductionMatcher:
+    """See the module's docstring."""
+
+    kind = KIND
+
+    def find(self, graph: fx.Graph, context: Context) -> Sequence[FoundSite]:
+        all_reduces = [node for node in graph.nodes if is_call(node, ANY_ALL_REDUCE)]
+        if not all_reduces:
+            return ()
+        norms = find_norms(graph)
+        followed: list[tuple[fx.Node, Reduced | Rejection]] = []
+        merged: set[fx.Node] = set()
+        for node in all_reduces:
+            if node not in merged:
+                reduced = follow(node, norms)
+                followed.append((node, reduced))
+                if isinstance(reduced, Reduced):
+                    merged.update(reduced.collectives)
+        absorbed = frozenset(n for _, each in followed if isinstance(each, Reduced) for n in each.passed)
+        return tuple(_found(node, reduced, absorbed, context) for node, reduced in followed)
 
 
-def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
-    return Reduced(
-        collectives=tuple(walk.collectives),
-        biases=tuple(walk.biases),
-        scale=walk.scale,
-        scales=tuple(walk.scales),
-        scale_tensor=walk.scale_tensor,
-        post=walk.post,
-        residuals=tuple(walk.residuals),
-        total=walk.value,
-        norm=norm,
-        passed=frozenset(walk.passed),
+def _found(node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.Node], context: Context) -> FoundSite:
+    if isinstance(reduced, Rejection):
+        return FoundSite(_site(node, (node,), "", None, context, (reduced,)), _exchanged(node))
+    found = None if reduced.norm is None else find_quantized(reduced.norm.output)
+    quantized = found if isinstance(found, Quantized) else None
+    structure = _structure(reduced, quantized)
+    facts = _facts(structure, absorbed, context)
+    description = reduced.text + _quantization_text(found)
+    rejections = () if isinstance(facts, ReductionFacts) else (facts,)
+    known = facts if isinstance(facts, ReductionFacts) else None
+    site = _site(node, reduced.collectives, description, known, context, rejections)
+    nodes = structure.interior | structure.gemm_nodes | (quantized.nodes if quantized is not None else frozenset())
+    return FoundSite(site, nodes, known, structure, symbols_of(reduced.scalars), reduced.collectives[0])
+
+
+def _site(
+    node: fx.Node,
+    collectives: tuple[fx.Node, ...],
+    description: str,
+    facts: ReductionFacts | None,
+    context: Context,
+    rejections: tuple[Rejection, ...],
+) -> Site:
+    value = tensor_of(node)
+    hint, most = (0, 0) if value is None or value.ndim < 1 else count_tokens(value, context.config.max_tokens)
+    return Site(
+        id=node.name,
+        kind=KIND,
+        groups=(group_of(node),),
+        module=module_of(node),
+        collectives=tuple(collective.name for collective in collectives),
+        description=description,
+        tokens=TokenCounts(hint, most=most),
+        facts=() if facts is None else facts.values(),
+        rejections=rejections,
     )
 
 
-def product_of(partial: fx.Node) -> fx.Node | None:
-    """The matrix product that makes `partial`, if nothing else reads it."""
-    source = skip_shapes(partial)
-    node = partial
-    while node is not source:
-        if len(node.users) != 1:
-            return None
-        node = node.args[0]  # type: ignore[assignment]
-    is_product = is_call(source, frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}))
-    # alpha and beta of addmm have no place in the fused op: such a product stays, and its result is copied.
-    return source if is_product and len(source.users) == 1 and not source.kwargs else None
+def _exchanged(collective: fx.Node) -> frozenset[fx.Node]:
+    """A collective that belongs to no form, and the waits for it."""
+    return frozenset((collective, *collective.users))
+
+
+def _structure(reduced: Reduced, quantized: Quantized | None) -> Reduction:
+    vanishing = set(reduced.passed) | (quantized.nodes if quantized is not None else set())
+    for node in reversed(reduced.norm.nodes if reduced.norm else ()):
+        if node is reduced.norm.output or all(user in vanishing for user in node.users):  # type: ignore[union-attr]
+            vanishing.add(node)
+    for scalar in reduced.scalars:
+        for node in casts_of(scalar):
+            if all(user in vanishing for user in node.users):
+                vanishing.add(node)
+    if quantized is not None:
+        vanishing -= quantized.nodes
+    gemms = [product_of(partial) for partial in reduced.partials]
+    gemm, addend = (gemms[0], None) if len(gemms) == 1 else _gemm_and_addend(reduced, gemms)
+    return Reduction(reduced, frozenset(vanishing), quantized, gemm, addend)
+
+
+def _gemm_and_addend(reduced: Reduced, gemms: list[fx.Node | None]) -> tuple[fx.Node | None, fx.Node | None]:
+    """Of two partial results, a plain GEMM that can accumulate onto the other one, given as [tokens, hidden]."""
+    for index in (1, 0) if len(gemms) == 2 else ():
+        gemm, other = gemms[index], gemms[1 - index]
+        addend = other if other is not None else reduced.partials[1 - index]
+        value = tensor_of(addend)
+        if gemm is not None and gemm.target is aten.mm.default and value is not None and value.ndim == 2:
+            return gemm, addend
+    return None, None
+
+
+def _facts(structure: Reduction, absorbed: frozenset[fx.Node], context: Context) -> ReductionFacts | Rejection:
+    reduced = structure.reduced
+    group = group_of(reduced.collectives[0])
+    topology = context.topologies.get(group)
+    if topology is None:
+        return Rejection("group_not_known", "the process group is not known in this process", (("group", group),))
+    value = tensor_of(reduced.collectives[0])
+    assert value is not None, f"{reduced.collectives[0].name} makes no tensor"
+    if value.dtype not in DTYPE_NAMES:
+        values = (("dtype", str(value.dtype).removeprefix("torch.")),)
+        return Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values)
+    a = None if structure.gemm is None else tensor_of(structure.gemm.args[-2])  # type: ignore[arg-type]
+    return ReductionFacts(
+        group=group,
+        world=topology.world,
+        hosts=topology.num_hosts,
+        hidden=int(value.shape[-1]),
+        dtype=DTYPE_NAMES[value.dtype],
+        out_dtype=_out_dtype(reduced),
+        quantization="none" if structure.quantized is None else structure.quantized.quant.value,
+        gemm_depth=0 if a is None else int(a.shape[-1]),
+        num_partials=len(reduced.collectives),
+        num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
+        has_residual=bool(reduced.residuals),
+        sum_is_read=_is_read_elsewhere(reduced),
+        sum_read_by_reductions=all(
+            user in absorbed or user in structure.interior or user in _nodes_of(structure.quantized)
+            for user in reduced.total.users
+        ),
+    )
+
+
+def _nodes_of(quantized: Quantized | None) -> frozenset[fx.Node]:
+    return frozenset() if quantized is None else quantized.nodes
+
+
+def _out_dtype(reduced: Reduced) -> str:
+    """Of the normalized rows, where it is not that of the activations."""
+    value = tensor_of(reduced.collectives[0])
+    output = None if reduced.norm is None else tensor_of(reduced.norm.output)
+    if value is None or output is None or output.dtype == value.dtype:
+        return ""
+    return DTYPE_NAMES.get(output.dtype, "")
+
+
+def _is_read_elsewhere(reduced: Reduced) -> bool:
+    """Whether anything but the site's own norm reads the sum."""
+    own = set(reduced.norm.nodes) if reduced.norm is not None else set()
+    if any(user not in own for user in reduced.total.users):
+        return True
+    # A statistic of the norm that is read elsewhere (saved for the backward pass) is computed from the sum again.
+    return any(user not in own for node in own if node is not reduced.norm.output for user in node.users)  # type: ignore[union-attr]
+
+
+def _producers(reduced: Reduced) -> Iterator[fx.Node]:
+    """The views behind partial results, and GEMMs that nothing else reads."""
+    for partial in reduced.partials:
+        gemm = product_of(partial)
+        node = partial
+        while gemm is not None and node is not gemm and is_call(node, SHAPE_ONLY):
+            yield node
+            node = node.args[0]  # type: ignore[assignment]
+        if gemm is not None:
+            yield gemm
+
+
+def _quantization_text(quantized: Quantized | Rejection | None) -> str:
+    if not isinstance(quantized, Rejection):
+        return "" if quantized is None else quantized.text
+    values = ", ".join(f"{name} {value}" for name, value in quantized.values)
+    return f" -> e4m3 left as it is: {quantized.message} ({values})"

@@ -6,21 +6,48 @@ serves a count is no part of it: run-time tables choose that inside one compiled
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from math import inf
+from typing import Protocol
 
-from weaveopt.pipeline.price import Choices, Problem
-from weaveopt.records.candidate import Fabric
+from weaveopt.records.candidate import Candidate, Fabric
+from weaveopt.solver.boundaries import runs
 
 MAX_REGIMES = 4
 """Compiled graphs for one graph of symbolic size."""
 
-Structure = tuple[tuple[Fabric, bool] | None, ...]
-"""For each site the fabric, and whether its sum stays sharded; None where it is left."""
+Choices = tuple[int, ...]
+Structure = tuple[tuple[str, Fabric, tuple[str, ...]] | None, ...]
+"""For each site rule and fabric, and the interactions that change what it costs; None where it is left."""
+
+
+class Site(Protocol):
+    """A site with its proposals; see `weaveopt.rule.PricedSite`."""
+
+    @property
+    def choices(self) -> tuple[int, ...]: ...
+    def proposal(self, choice: int, /) -> Proposal | None: ...
+
+
+class Proposal(Protocol):
+    @property
+    def candidate(self) -> Candidate: ...
+
+
+class Problem(Protocol):
+    """What choices at the sites of a graph cost; see `weaveopt.pipeline.problem.Problem`."""
+
+    @property
+    def sites(self) -> Sequence[Site]: ...
+    @property
+    def costs_us(self) -> Sequence[Sequence[float]]: ...
+    @property
+    def baseline_us(self) -> float: ...
+    def us(self, choices: Choices, /) -> float: ...
+    def best(self) -> Choices: ...
+    def active(self, index: int, choices: Choices, /) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,7 @@ def regimes(
         problem = problems(tokens)
         best_us = problem.us(choices(tokens))
         us = problem.us(_choices_like(structures(stretch.first), problem))
-        return max(us - best_us, 0.0) / max(problem.unfused_us + best_us, 1e-9)
+        return max(us - best_us, 0.0) / max(problem.baseline_us + best_us, 1e-9)
 
     found = stretches(structures, grid)
     if len(found) <= max_regimes and all(each.last - each.first + 1 >= narrowest for each in found):
@@ -71,35 +98,33 @@ def regimes(
 
 def stretches(structure_at: Callable[[int], object], grid: Sequence[int]) -> tuple[Stretch, ...]:
     """Maximal runs of counts with equal structure, as far as the counts of `grid` tell of a change."""
-    firsts = [grid[0]]
-    for low, high in pairwise(grid):
-        while structure_at(low) != structure_at(high):
-            there = structure_at(low)
-            changed = bisect_left(range(low + 1, high), True, key=lambda at, there=there: structure_at(at) != there)  # type: ignore[misc]
-            low += 1 + changed
-            firsts.append(low)
+    firsts = [first for first, _ in runs(structure_at, grid)]
     lasts = [*(first - 1 for first in firsts[1:]), grid[-1]]
     return tuple(Stretch(first, last) for first, last in zip(firsts, lasts, strict=True))
 
 
 def structure_of(problem: Problem, choices: Choices) -> Structure:
-    parts: list[tuple[Fabric, bool] | None] = []
+    parts: list[tuple[str, Fabric, tuple[str, ...]] | None] = []
     for index, (site, choice) in enumerate(zip(problem.sites, choices, strict=True)):
-        chosen = site.candidate(choice)
-        parts.append(None if chosen is None else (chosen.fabric, problem.stays_sharded(index, choices)))
+        chosen = site.proposal(choice)
+        if chosen is None:
+            parts.append(None)
+        else:
+            parts.append((chosen.candidate.choice, chosen.candidate.fabric, problem.active(index, choices)))
     return tuple(parts)
 
 
 def _choices_like(structure: Structure, problem: Problem) -> Choices:
     """What a graph of this structure does at another count: where its fabric has no kernel then, the library serves."""
     choices = []
-    for part, site in zip(structure, problem.sites, strict=True):
-        costs_us = site.costs_us
-        able = [
-            (costs_us[choice], choice)
-            for choice in range(len(site.choices))
-            if part is not None and site.candidates[site.choices[choice]].fabric is part[0]
-        ]
+    for part, site, costs_us in zip(structure, problem.sites, problem.costs_us, strict=True):
+        able = []
+        for choice in range(len(site.choices)):
+            proposal = site.proposal(choice)
+            if part is not None and proposal is not None:
+                candidate = proposal.candidate
+                if (candidate.choice, candidate.fabric) == part[:2]:
+                    able.append((costs_us[choice], choice))
         choices.append(min(able)[1] if able else len(site.choices))
     return tuple(choices)
 

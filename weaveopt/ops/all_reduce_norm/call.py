@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from weaveopt.errors import WeaveError
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
-from weaveopt.records.candidate import Fabric, Lowering
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec, Quant
 
 
@@ -159,18 +159,6 @@ def _check(call: AllReduceNormCall) -> None:
         )
 
 
-# What callers of this module still have under its former names.
-NormForm = NormSpec
-KERNEL_FABRICS = frozenset(FEATURES)
-GPU_FABRICS = frozenset(fabric for fabric, features in FEATURES.items() if features.tabled)
-_TRANSFERS = {"mail": Transfer.LL_PACKET}
-
-
-def row_of(lowering: Lowering) -> KernelRow:
-    form = lowering.form.value
-    return KernelRow(
-        lowering.max_tokens,
-        Algorithm(lowering.algorithm.value),
-        _TRANSFERS.get(form) or Transfer(form),
-        lowering.num_ctas,
-    )
+def results_in_arena(arguments: Sequence[object]) -> tuple[int, ...]:
+    """Of a call of `weave::all_reduce_norm`: its results that lie in the arena, by position."""
+    return (0,) if decode(str(arguments[-1])).normalized_aliases_arena else ()

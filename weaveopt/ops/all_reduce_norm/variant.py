@@ -1,9 +1,18 @@
-"""The kernels of this family by name: how a reduction is divided, how rows travel, and the run-time table of them."""
+"""The kernels of this family by name: how a reduction is divided, how rows travel, and the run-time table of them.
+
+Profiles and reports name them `one_shot ll_packet`, `two_shot bulk ctas=16`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+
+from weaveopt.errors import ProfileError
+
+OP = "all_reduce_norm"
+"""The operation of these kernels' curves."""
 
 
 class Algorithm(StrEnum):
@@ -42,11 +51,32 @@ class KernelRow:
 
     @property
     def variant(self) -> str:
-        """The kernel's name, as candidates and profiles have it: `two_shot bulk`."""
-        return f"{self.algorithm.value} {self.transfer.value}"
+        """The kernel's name: `two_shot bulk ctas=16`."""
+        return variant_name(self.algorithm, self.transfer, self.num_ctas)
 
-    @staticmethod
-    def of(max_tokens: int, variant: str, num_ctas: int = 0) -> KernelRow:
-        """The row that runs `variant`. Raises `ValueError` if there is no such kernel name."""
-        algorithm, transfer = variant.split()
-        return KernelRow(max_tokens, Algorithm(algorithm), Transfer(transfer), num_ctas)
+
+ALGORITHMS: dict[Transfer, tuple[Algorithm, ...]] = {
+    Transfer.SEGMENT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
+    Transfer.LL_PACKET: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
+    Transfer.BULK: (Algorithm.TWO_SHOT,),
+    Transfer.DIRECT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
+}
+"""Algorithms that there are kernels of, by transfer."""
+_CTAS = " ctas="
+
+
+def variant_name(algorithm: Algorithm, transfer: Transfer, num_ctas: int = 0) -> str:
+    """The kernel's name in profiles; `num_ctas` 0: as many as are co-resident, which has no word."""
+    return f"{algorithm.value} {transfer.value}" + (f"{_CTAS}{num_ctas}" if num_ctas else "")
+
+
+@cache
+def parse_variant(name: str) -> tuple[Algorithm, Transfer, int]:
+    """Algorithm, transfer and number of CTAs. Raises `ProfileError` where there is no such kernel."""
+    known = {variant_name(each, transfer): (each, transfer) for transfer in ALGORITHMS for each in ALGORITHMS[transfer]}
+    words, separator, num_ctas = name.partition(_CTAS)
+    if words not in known or (separator and not num_ctas.isdigit()):
+        expected = f"one of {', '.join(known)}, and perhaps{_CTAS}N behind it"
+        raise ProfileError(f"a curve of {OP}: found variant {name!r}, expected {expected}")
+    algorithm, transfer = known[words]
+    return algorithm, transfer, int(num_ctas or 0)

@@ -1,0 +1,193 @@
+"""Rules of every kind go through the whole pipeline without another file being touched."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import forms
+from tests.house import toys
+from tests.machines import made_up
+from tests.preview import fake_group
+from tests.ranks import run_ranks
+from weaveopt import backend, cost_model
+from weaveopt.config import Config
+from weaveopt.cost_model import Machine
+from weaveopt.fabrics import topology
+from weaveopt.records.memory import Lifetime
+from weaveopt.records.report import GraphReport
+from weaveopt.rewrites import RULES
+from weaveopt.rule import RuleSet
+from weaveopt.sites.reduction import ReductionMatcher
+
+ROWS, INNER, HIDDEN = 8, forms.INNER, forms.HIDDEN
+
+
+def previewed(
+    fn: object, inputs: tuple[Tensor, ...], rules: RuleSet, machine: Machine, config: Config | None = None
+) -> GraphReport:
+    """The report on the only graph of `fn`, its sizes numbers, on two CPU ranks that do not exist."""
+    from torch._subclasses import FakeTensorMode
+
+    torch._dynamo.reset()
+    reports: list[GraphReport] = []
+    with fake_group(2), torch.no_grad():
+        seen = backend.preview(config or Config(), topology.fake(2), machine, reports.append, rules)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            compiled = torch.compile(fn, backend=seen, fullgraph=True, dynamic=False)  # type: ignore[call-overload]
+            compiled(*(mode.from_tensor(each) for each in inputs))
+    (report,) = reports
+    assert report.fallbacks == ()
+    return report
+
+
+def scaled(x: Tensor) -> Tensor:
+    return torch.tanh(x * 3.0) + 1.0
+
+
+def chain(x: Tensor, product: Tensor, residual: Tensor, norm: Tensor, after: Tensor) -> Tensor:
+    total = residual + forms.all_reduce(x @ product)
+    return forms.rms(total, norm) @ after + total @ after
+
+
+def relus(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    a = torch.relu(forms.all_reduce(x @ first))
+    b = torch.relu(forms.all_reduce(a @ second))
+    return a + b
+
+
+def summed(x: Tensor, product: Tensor) -> Tensor:
+    return torch.sigmoid(forms.all_reduce(x @ product))
+
+
+LOCAL = RuleSet((toys.TanhMatcher(),), (toys.FastTanh(),))
+BLOCK = RuleSet((ReductionMatcher(), toys.ReluMatcher()), (toys.KeptRelu(),))
+HALVES = RuleSet((ReductionMatcher(),), (), (toys.TwoHalves(),))
+
+
+def second_candidate(fixed_us: float) -> RuleSet:
+    return replace(RULES, site_rules=(*RULES.site_rules, toys.LibrarySum(fixed_us)))
+
+
+def chain_inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    weights = forms.make_weights(dtype)
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(rows, size, generator=generator).to(dtype) for size in (INNER, HIDDEN))
+    return x, weights.product, residual, weights.norm, weights.after
+
+
+def test_a_local_rewrite_needs_no_group() -> None:
+    report = previewed(scaled, (torch.randn(ROWS, HIDDEN),), LOCAL, cost_model.load("cpu"))
+    (decision,) = report.decisions
+    assert decision.site.groups == () and decision.chosen.choice == "fast_tanh"
+    assert decision.baseline is not None and decision.saving_us > 0
+    assert report.plans == ()
+
+
+def test_a_local_rewrite_that_costs_more_is_left() -> None:
+    rules = replace(LOCAL, site_rules=(toys.FastTanh(us=1e6),))
+    (decision,) = previewed(scaled, (torch.randn(ROWS, HIDDEN),), rules, cost_model.load("cpu")).decisions
+    assert decision.chosen.choice == "leave"
+    assert [each.code for each in decision.alternatives[0].rejections] == ["no_saving"]
+
+
+@pytest.mark.parametrize(("rows", "winner"), [(4, "all_reduce_rms_norm"), (64, "library_sum"), (512, "leave")])
+def test_a_second_candidate_wins_at_some_sizes(rows: int, winner: str) -> None:
+    """One site, not two: 4 rows are faster fused, 64 by the toy, and 512 by the library."""
+    machine = made_up({4: 900.0, 64: 900.0, 512: 100.0}, {4: 100.0, 64: 700.0, 512: 900.0}, HIDDEN * 4)
+    # Times never fall in a profile, so the largest size is a machine of its own.
+    if rows == 512:
+        machine = made_up({1: 10.0, 512: 10.0}, {1: 700.0, 512: 900.0}, HIDDEN * 4)
+    else:
+        machine = made_up({4: 900.0, 64: 900.0}, {4: 100.0, 64: 700.0}, HIDDEN * 4)
+    report = previewed(chain, chain_inputs(rows), second_candidate(300.0), machine)
+    (decision,) = report.decisions
+    assert decision.chosen.choice == winner
+    every = {each.choice for each in (decision.chosen, *decision.alternatives)}
+    assert every == {"leave", "all_reduce_rms_norm", "library_sum"}
+    assert report.unfused_us == pytest.approx(decision.baseline.us if decision.baseline else 0.0)
+
+
+def test_buffers_lie_where_their_lifetimes_allow() -> None:
+    weights = torch.randn(HIDDEN, HIDDEN)
+    inputs = (torch.randn(ROWS, HIDDEN), weights, weights)
+    report = previewed(relus, inputs, BLOCK, cost_model.load("cpu"))
+    assert [d.chosen.choice for d in report.decisions if d.site.kind == "summed_relu"] == ["kept_relu"] * 2
+    (plan,) = report.plans
+    count = [buffer for buffer in plan.buffers if buffer.name == toys.COUNT]
+    assert len(count) == 1 and len(count[0].owners) == 2 and count[0].lifetime is Lifetime.ARENA
+    first, second = ([b for b in plan.buffers if b.name == toys.RESULT and b.first == at] for at in (0, 1))
+    (kept,), (last,) = first, second
+    scratch = [buffer for buffer in plan.buffers if buffer.name == toys.SCRATCH]
+    # The first result is read behind the second site, so nothing of that one may lie on it; scratch is free at once.
+    for other in (last, scratch[1]):
+        assert other.offset >= kept.offset + kept.num_bytes or kept.offset >= other.offset + other.num_bytes
+    assert scratch[0].offset == scratch[1].offset or scratch[0].offset == last.offset
+
+
+def overlapping_machine() -> Machine:
+    """An all-reduce takes as long as the GEMM in front of it, and a half takes half."""
+    points = {2**exponent: float(2**exponent) for exponent in range(14)}
+    machine = made_up(points, points, HIDDEN * 4)
+    gemms = tuple(replace(each, launch_us=0.0, samples=None) for each in machine.products)
+    return replace(machine, products=gemms)
+
+
+def test_a_variant_of_the_graph_is_priced_as_a_schedule() -> None:
+    inputs = (torch.randn(1024, INNER), torch.randn(INNER, HIDDEN))
+    report = previewed(summed, inputs, HALVES, overlapping_machine())
+    captured, halves = report.variants
+    assert (captured.name, halves.name) == ("captured", "two_halves")
+    assert captured.predicted_us is not None and halves.predicted_us is not None
+    assert report.variant == ("two_halves" if halves.predicted_us < captured.predicted_us else "captured")
+    assert halves.predicted_us < captured.predicted_us, "one half's all-reduce lies beside the other half's GEMM"
+
+
+def test_a_variant_that_may_not_be_used_says_why() -> None:
+    report = previewed(summed, (torch.randn(7, INNER), torch.randn(INNER, HIDDEN)), HALVES, overlapping_machine())
+    assert report.variant == "captured"
+    assert [each.code for each in report.variants[1].rejections] == ["odd_rows"]
+
+
+def test_a_variant_without_a_saving_is_not_taken() -> None:
+    machine = replace(overlapping_machine(), relative_error=1e6)
+    report = previewed(summed, (torch.randn(1024, INNER), torch.randn(INNER, HIDDEN)), HALVES, machine)
+    assert report.variant == "captured"
+    assert [each.code for each in report.variants[1].rejections] == ["no_saving"]
+
+
+def _on_ranks(rank: int, name: str, forced: str, sizes: tuple[tuple[int, ...], ...]) -> tuple[list[str], str]:
+    """The function of that name by the toys' rules, against eager; every choice, and the variant that ran."""
+    rules = {"scaled": LOCAL, "chain": second_candidate(1.0), "relus": BLOCK, "summed": HALVES}[name]
+    fn = {"scaled": scaled, "chain": chain, "relus": relus, "summed": summed}[name]
+    generator = torch.Generator().manual_seed(0)
+    shared = [torch.randn(*size, generator=generator) * 0.3 for size in sizes]
+    inputs = (shared[0] * (rank + 1), *shared[1:])  # what is summed differs by rank
+    from weaveopt.reporting import registry
+
+    weave = functools.partial(backend.weave, rules=rules)
+    with torch.no_grad():
+        want = fn(*inputs)
+        compiled = torch.compile(fn, backend=weave, options={"strict": True, "force": [forced]}, dynamic=False)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(*inputs), want, rtol=1e-4, atol=1e-4)
+    (report,) = registry.report(None).graphs
+    return [decision.chosen.choice for decision in report.decisions], report.variant
+
+
+@pytest.mark.parametrize(
+    ("name", "forced", "sizes", "choices", "variant"),
+    [
+        ("scaled", "fast_tanh", ((6, 64),), ["fast_tanh"], "captured"),
+        ("chain", "library_sum", ((6, 48), (48, 64), (6, 64), (64,), (64, 48)), ["library_sum"], "captured"),
+        ("relus", "kept_relu", ((6, 64), (64, 64), (64, 64)), ["leave", "kept_relu"] * 2, "captured"),
+        ("summed", "two_halves", ((6, 48), (48, 64)), ["leave"] * 2, "two_halves"),
+    ],
+)
+def test_on_ranks(name: str, forced: str, sizes: tuple[tuple[int, ...], ...], choices: list[str], variant: str) -> None:
+    for found in run_ranks(_on_ranks, 2, name, forced, sizes, timeout_s=300):
+        assert (sorted(found[0]), found[1]) == (sorted(choices), variant)

@@ -1,0 +1,325 @@
+"""The sites of a graph as one problem: what every set of choices costs, at any token count.
+
+A set of choices says for each site which of its allowed proposals it gets, or that it is left. It costs::
+
+    sum over rewritten sites of  (estimate with the model's own error on top) - baseline
+    + what rules say that some choices change together
+
+The baseline is the price of the nodes that a site consumes, as Inductor and libraries run them. The model's own error
+is added to what a rewrite costs, so that the best set holds only rewrites that save more than their error, what their
+neighbours gain by them included. A rule that is forced is not charged the error. Proposals that share nodes exclude
+each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+
+import torch.fx as fx
+
+from weaveopt.graph.facts import tokens_of
+from weaveopt.graph.pattern import tensor_of
+from weaveopt.inductor.kernels import Kernel, Surroundings, within
+from weaveopt.records.candidate import Estimate, Rejection, Term
+from weaveopt.records.site import TokenCounts
+from weaveopt.rule import (
+    CapturedGraph,
+    Context,
+    FoundSite,
+    PricedSite,
+    Proposal,
+    RelatesSites,
+    RuleSet,
+)
+from weaveopt.solver import selection
+from weaveopt.solver.selection import EXCLUDED, Step, select, steps_of
+
+Choices = tuple[int, ...]
+"""For each site the position of its proposal among the allowed ones; their number, where the site is left."""
+
+
+@dataclass(frozen=True)
+class PricedInteraction:
+    """What choices change together at one token count."""
+
+    sites: tuple[int, ...]
+    term: str
+    terms: Mapping[tuple[int, ...], float]
+    """Choices of the sites -> microseconds of the first one's term."""
+    relative_error: float
+
+    def us(self, choices: Choices) -> float:
+        return self.terms.get(tuple(choices[site] for site in self.sites), 0.0)
+
+    def is_active(self, choices: Choices) -> bool:
+        return tuple(choices[site] for site in self.sites) in self.terms
+
+    def estimate(self, choices: Choices) -> Estimate:
+        return Estimate((Term(self.term, self.us(choices)),), self.relative_error)
+
+    def with_margin(self, sites: Sequence[PricedSite]) -> selection.Interaction:
+        """As costs: what a forced proposal of the first site saves is not charged the model's error either."""
+        own = sites[self.sites[0]]
+
+        def margin(choice: int) -> float:
+            proposal = own.proposal(choice)
+            is_forced = proposal is None or proposal.candidate.choice in own.forced
+            return 0.0 if is_forced else self.relative_error
+
+        costs = {choices: us * (1.0 + margin(choices[0])) for choices, us in self.terms.items()}
+        return selection.Interaction(self.sites, costs)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All sites of a graph, and what their choices cost."""
+
+    sites: tuple[PricedSite, ...]
+    interactions: tuple[PricedInteraction, ...] = ()
+    exclusions: tuple[selection.Interaction, ...] = ()
+    steps: tuple[Step, ...] = ()
+    """In which `select` takes the sites, if they are known already."""
+
+    @cached_property
+    def costs_us(self) -> tuple[tuple[float, ...], ...]:
+        """Of every site and choice, against leaving the site, by themselves. Equal rows are one object."""
+        known: dict[object, tuple[float, ...]] = {}
+        rows = []
+        for site in self.sites:
+            key = (id(site.baseline), tuple(id(site.proposals[at].candidate) for at in site.choices))
+            if key not in known:
+                known[key] = (*(_cost_us(site, site.proposals[position]) for position in site.choices), 0.0)
+            rows.append(known[key])
+        return tuple(rows)
+
+    @cached_property
+    def _solver_interactions(self) -> tuple[selection.Interaction, ...]:
+        known: dict[object, selection.Interaction] = {}
+        found = []
+        for each in self.interactions:
+            key = (id(each.terms), self.sites[each.sites[0]].forced)
+            if key not in known:
+                known[key] = each.with_margin(self.sites)
+            found.append(replace(known[key], sites=each.sites))
+        return (*found, *self.exclusions)
+
+    @cached_property
+    def baseline_us(self) -> float:
+        """With every site left."""
+        return sum(site.baseline.us for site in self.sites)
+
+    def us(self, choices: Choices) -> float:
+        """What these choices cost, against leaving every site."""
+        own = sum(row[choice] for row, choice in zip(self.costs_us, choices, strict=True))
+        return own + sum(interaction.us(choices) for interaction in self._solver_interactions)
+
+    def best(self) -> Choices:
+        """The choices that cost least; as many forced sites as go together are rewritten, whatever that costs."""
+        costs_us = list(self.costs_us)
+        forced = [index for index, site in enumerate(self.sites) if _is_forced(site)]
+        if forced:
+            terms = (us for each in self._solver_interactions for us in each.terms.values() if us != EXCLUDED)
+            more_us = 1.0 + 2.0 * (_sum_of_sizes(us for row in costs_us for us in row) + _sum_of_sizes(terms))
+            for index in forced:
+                names = [self.sites[index].proposals[at].candidate.choice for at in self.sites[index].choices]
+                unforced = [name not in self.sites[index].forced for name in names]
+                row = costs_us[index]
+                costs_us[index] = (
+                    *(us + more_us * other for us, other in zip(row[:-1], unforced, strict=True)),
+                    row[-1] + more_us,
+                )
+        return select(costs_us, self._solver_interactions, self.steps)
+
+    def settled(self, index: int, choices: Choices) -> Proposal | None:
+        """The proposal that a site has under these choices, with the estimate that counts among the others'."""
+        proposal = self.sites[index].proposal(choices[index])
+        if proposal is None or proposal.candidate.estimate is None:
+            return proposal
+        estimate = proposal.candidate.estimate
+        for each in self.interactions:
+            if each.sites[0] == index and each.is_active(choices):
+                estimate = estimate.plus(each.estimate(choices))
+        return replace(proposal, candidate=replace(proposal.candidate, estimate=estimate))
+
+    def active(self, index: int, choices: Choices) -> tuple[str, ...]:
+        """Names of the interactions that change what a site costs under these choices."""
+        return tuple(each.term for each in self.interactions if each.sites[0] == index and each.is_active(choices))
+
+
+def _cost_us(site: PricedSite, proposal: Proposal) -> float:
+    estimate = proposal.candidate.estimate
+    if estimate is None:
+        return 0.0
+    charged = estimate.us if proposal.candidate.choice in site.forced else estimate.us_with_margin
+    return charged - site.baseline.us
+
+
+def _is_forced(site: PricedSite) -> bool:
+    return any(site.proposals[position].candidate.choice in site.forced for position in site.choices)
+
+
+def _sum_of_sizes(values: Iterable[float]) -> float:
+    return sum(map(abs, values))
+
+
+class Frame:
+    """What of a graph's problem is the same at every token count: kinds of sites, and which depend on each other.
+
+    Two sites are of one kind where their facts, groups and token counts are equal; a kind is priced once.
+    """
+
+    def __init__(self, captured: CapturedGraph, sites: Sequence[FoundSite], rules: RuleSet, context: Context) -> None:
+        self.sites = tuple(sites)
+        self._rules, self._context = rules, context
+        self._order = {node: index for index, node in enumerate(captured.graph.nodes)}
+        self._overlapping = _overlapping(self.sites)
+        apart = {site for pair in self._overlapping for site in pair}
+        firsts: dict[Hashable, int] = {}
+        self.kinds = tuple(
+            firsts.setdefault(index if index in apart else _kind(found, index), index)
+            for index, found in enumerate(self.sites)
+        )
+        self.interactions = tuple(
+            interaction
+            for rule in rules.site_rules
+            if isinstance(rule, RelatesSites)
+            for interaction in rule.interactions(self.sites)
+        )
+        self._steps = steps_of(len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping])
+        self._kernels: dict[tuple[int, frozenset[fx.Node]], tuple[Kernel, ...]] = {}
+
+    def problem(
+        self,
+        tokens: Mapping[int, TokenCounts] | None = None,
+        context: Context | None = None,
+        usable_only: bool = False,
+    ) -> Problem:
+        """With other token counts at some sites (sites of one kind have the same), or on another machine.
+
+        With `usable_only` one site stands for all of its kind, and proposals that may not be chosen may be missing.
+        """
+        asked, known = context or self._context, {} if tokens is None else tokens
+        firsts: dict[int, PricedSite] = {}
+        sites = []
+        for index, kind in enumerate(self.kinds):
+            if kind not in firsts:
+                counts = known.get(kind, self.sites[kind].site.tokens)
+                firsts[kind] = self._priced(kind, counts, asked, usable_only)
+            first = firsts[kind]
+            if index != kind and not usable_only:
+                first = self._like(first, index, asked)
+            sites.append(first)
+        exclusions = _exclusions(self._overlapping, sites)
+        return Problem(tuple(sites), self._interactions(sites, asked), exclusions, self._steps)
+
+    def _priced(self, index: int, tokens: TokenCounts, context: Context, usable_only: bool) -> PricedSite:
+        found = self.sites[index]
+        surroundings = Surroundings.of(context.machine, context.topologies.values())
+        ratio = tokens.hint / found.site.tokens.hint if found.site.tokens.hint else 1.0
+        baseline = surroundings.estimate(self._within(index, found.nodes), ratio)
+        baseline = replace(baseline, relative_error=context.machine.relative_error)
+        rests: dict[frozenset[fx.Node], Estimate] = {}
+        proposals = []
+        for proposal in self._proposals(found, tokens, context, usable_only):
+            assert proposal.consumes <= found.nodes, f"{found.site.id}: {proposal.candidate.choice} takes other nodes"
+            candidate = proposal.candidate
+            if candidate.estimate is not None:
+                if proposal.consumes not in rests:
+                    kernels = self._within(index, found.nodes - proposal.consumes)
+                    rests[proposal.consumes] = surroundings.estimate(kernels, ratio)
+                candidate = replace(candidate, estimate=rests[proposal.consumes].plus(candidate.estimate))
+            proposals.append(replace(proposal, candidate=candidate))
+        choices = tuple(position for position, each in enumerate(proposals) if each.candidate.allowed)
+        decided_for = replace(found, site=replace(found.site, tokens=tokens))
+        return PricedSite(decided_for, baseline, tuple(proposals), choices, frozenset(context.config.force))
+
+    def _proposals(
+        self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool
+    ) -> Sequence[Proposal]:
+        if found.site.rejections:
+            return ()
+        every: list[Proposal] = []
+        for rule in self._rules.of_kind(found.site.kind):
+            disabled = rule.name in context.config.disable
+            if not (disabled and usable_only):
+                proposed = rule.propose(found, tokens, context, usable_only)
+                every.extend(map(_disabled, proposed) if disabled else proposed)
+        return every
+
+    def _like(self, first: PricedSite, index: int, context: Context) -> PricedSite:
+        """The same candidates at another site of the kind; its own nodes."""
+        found = self.sites[index]
+        found = replace(found, site=replace(found.site, tokens=first.found.site.tokens))
+        own = self._proposals(found, found.site.tokens, context, usable_only=False)
+        pairs = zip(own, first.proposals, strict=True)
+        proposals = tuple(replace(each, candidate=known.candidate) for each, known in pairs)
+        return replace(first, found=found, proposals=proposals)
+
+    def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
+        key = (index, nodes)
+        if key not in self._kernels:
+            machine, tokens = self._context.machine, self.sites[index].site.tokens.hint
+            self._kernels[key] = within(nodes, self._order, machine.device, self._context.topologies, tokens)
+        return self._kernels[key]
+
+    def kernels(self, index: int) -> tuple[Kernel, ...]:
+        """What a site runs as it is."""
+        return self._within(index, self.sites[index].nodes)
+
+    def _interactions(self, sites: Sequence[PricedSite], context: Context) -> tuple[PricedInteraction, ...]:
+        known: dict[object, Mapping[tuple[int, ...], float]] = {}
+        found = []
+        for each in self.interactions:
+            key = (each.key, tuple(self.kinds[site] for site in each.sites))
+            if key not in known:
+                known[key] = each.terms([sites[site] for site in each.sites])
+            found.append(PricedInteraction(each.sites, each.term, known[key], context.machine.relative_error))
+        return tuple(found)
+
+
+def _kind(found: FoundSite, index: int) -> Hashable:
+    """Equal for two sites that have the same baseline and the same candidates; those not recognized stand alone."""
+    site = found.site
+    if site.rejections or found.facts is None:
+        return index
+    return (site.kind, site.groups, found.facts, site.tokens, site.description, is_symbolic(found))
+
+
+def is_symbolic(found: FoundSite) -> bool:
+    """Whether the token count of a site is no number."""
+    value = None if found.token_value is None else tensor_of(found.token_value)
+    return value is not None and not isinstance(tokens_of(value), int)
+
+
+def _disabled(proposal: Proposal) -> Proposal:
+    candidate = proposal.candidate
+    disabled = Rejection("disabled", "the rule is switched off by an option", (("rule", candidate.choice),))
+    return replace(proposal, candidate=replace(candidate, rejections=(*candidate.rejections, disabled)))
+
+
+def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:
+    """Sites that share nodes."""
+    owners: dict[fx.Node, list[int]] = {}
+    for index, found in enumerate(sites):
+        for node in found.nodes:
+            owners.setdefault(node, []).append(index)
+    return tuple(sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)}))
+
+
+def _exclusions(
+    overlapping: Sequence[tuple[int, int]], sites: Sequence[PricedSite]
+) -> tuple[selection.Interaction, ...]:
+    """Choices of two sites that would replace the same nodes."""
+    found = []
+    for pair in overlapping:
+        a, b = (sites[index] for index in pair)
+        terms = {
+            (i, j): EXCLUDED
+            for i, j in product(range(len(a.choices)), range(len(b.choices)))
+            if a.proposals[a.choices[i]].consumes & b.proposals[b.choices[j]].consumes
+        }
+        found.append(selection.Interaction(pair, terms))
+    return tuple(found)

@@ -1,0 +1,334 @@
+"""Follow a reduced value from its all-reduce to the norm that ends the site.
+
+    wait(all_reduce(partial)) [+ bias] [* scale] [-> post norm] [+ residual] [+ another all-reduce] [-> norm]
+
+in any of the orders that models write it, over views. The walk goes on while a value has one reader, so that
+nothing it passes is needed elsewhere; where it cannot go on, it says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from weaveopt.graph.pattern import ADD, MUL, SHAPE_ONLY, describe, is_call, skip_shapes, tensor_of
+from weaveopt.graph.scalars import number_of
+from weaveopt.records.candidate import Rejection
+from weaveopt.sites.norms import Norm, tensor_eps
+
+_c10d = torch.ops._c10d_functional
+ALL_REDUCE = frozenset({_c10d.all_reduce.default})
+ANY_ALL_REDUCE = frozenset(
+    {
+        _c10d.all_reduce.default,
+        _c10d.all_reduce_.default,
+        _c10d.all_reduce_coalesced.default,
+        _c10d.all_reduce_coalesced_.default,
+    }
+)
+WAIT = frozenset({_c10d.wait_tensor.default})
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What the graph does with one or more all-reduces that meet in one sum."""
+
+    collectives: tuple[fx.Node, ...]
+    biases: tuple[fx.Node, ...]
+    """Vectors [hidden] that are added after the reduction, before the scale."""
+    scale: float
+    scales: tuple[fx.Node | float | int, ...]
+    """What `scale` is the product of: numbers, or Python floats that come as tensors."""
+    scale_tensor: fx.Node | None
+    post: Norm | None
+    residuals: tuple[fx.Node, ...]
+    """Values of the sum's shape that are added and were not reduced here: none, the residual, seldom two."""
+    total: fx.Node
+    """The sum (the reduced value itself, where there is no residual)."""
+    norm: Norm | None
+    passed: frozenset[fx.Node]
+    """Nodes on the way, from the collectives up to and with `total`; nobody else reads those before `total`."""
+
+    @property
+    def partials(self) -> tuple[fx.Node, ...]:
+        return tuple(node.args[0] for node in self.collectives if isinstance(node.args[0], fx.Node))
+
+    @property
+    def scalars(self) -> tuple[fx.Node | float | int, ...]:
+        """Everything that is taken as the number it is in this call."""
+        return (*self.scales, *(norm.eps for norm in (self.post, self.norm) if norm is not None))
+
+    @property
+    def text(self) -> str:
+        """The computation in words of torch, for the report."""
+        words = " + ".join("all_reduce(partial)" for _ in self.collectives)
+        words += " + bias" * len(self.biases)
+        if self.scale_tensor is not None or self.scale != 1.0:
+            words = f"({words}) * scale"
+        if self.post is not None:
+            words += f" -> {self.post.text}"
+        words += " + residual" * len(self.residuals)
+        return words + (f" -> {self.norm.text}" if self.norm is not None else "")
+
+
+@dataclass
+class _Walk:
+    """The state of one walk; `reader` is the only reader of `value`, or None."""
+
+    value: fx.Node
+    hidden: int
+    collectives: list[fx.Node]
+    passed: set[fx.Node]
+    biases: list[fx.Node] = field(default_factory=list)
+    scale: float = 1.0
+    scales: list[fx.Node | float | int] = field(default_factory=list)
+    scale_tensor: fx.Node | None = None
+    post: Norm | None = None
+    residuals: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def linear(self) -> bool:
+        """Whether the value is still a plain sum of reduced values, biases and residuals."""
+        return self.post is None and self.scale == 1.0 and self.scale_tensor is None
+
+    def step_to(self, node: fx.Node) -> None:
+        self.passed.add(node)
+        self.value = node
+
+    def refuse(self, code: str, message: str, node: fx.Node) -> Rejection:
+        return Rejection(code, message, (("node", node.name), ("op", describe(node))))
+
+
+def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced | Rejection:
+    """The site that starts at `all_reduce`, or why there is none."""
+    started = _start(all_reduce)
+    if isinstance(started, Rejection):
+        return started
+    walk = started
+    while True:
+        here = norms.get(walk.value, [])
+        if here:
+            if _pass_post_norm(walk, here[0]):
+                continue
+            return _ended(walk, here[0])
+        if len(walk.value.users) != 1:
+            break
+        reader = next(iter(walk.value.users))
+        moved = _pass(walk, reader)
+        if isinstance(moved, Rejection):
+            return moved
+        if not moved:
+            break
+    if walk.post is not None and walk.residuals:
+        return _ended(walk, None)
+    eps = tensor_eps(walk.value)
+    if eps is not None:
+        return walk.refuse(
+            "eps_not_known", "the norm's eps is a tensor: no value is known as the graph is compiled", eps
+        )
+    readers = ", ".join(sorted({describe(user) for user in walk.value.users})) or "nothing"
+    code = "read_by_several" if len(walk.value.users) > 1 else "no_norm_follows"
+    message = "the reduced value is not followed by a norm over the hidden dimension"
+    return Rejection(code, message, (("node", walk.value.name), ("read_by", readers)))
+
+
+def _start(all_reduce: fx.Node) -> _Walk | Rejection:
+    if all_reduce.target not in ALL_REDUCE:
+        return Rejection(
+            "form_not_known",
+            "only functional, single-tensor all-reduces are rewritten",
+            (("op", describe(all_reduce)),),
+        )
+    if all_reduce.args[1] != "sum":
+        return Rejection(
+            "not_a_sum", "only sums are reduced in the fused kernel", (("reduce_op", str(all_reduce.args[1])),)
+        )
+    value = tensor_of(all_reduce)
+    if value is None or value.ndim < 2 or not isinstance(value.shape[-1], int):
+        shape = "unknown" if value is None else str(tuple(value.shape))
+        return Rejection("shape_not_known", "a site needs [..., hidden] with a static hidden size", (("shape", shape),))
+    wait = _only_wait(all_reduce)
+    if wait is None:
+        return Rejection(
+            "read_by_several",
+            "the collective is not waited for exactly once",
+            (("num_readers", len(all_reduce.users)),),
+        )
+    return _Walk(wait, value.shape[-1], [all_reduce], {all_reduce, wait})
+
+
+def _only_wait(all_reduce: fx.Node) -> fx.Node | None:
+    users = list(all_reduce.users)
+    return users[0] if len(users) == 1 and is_call(users[0], WAIT) else None
+
+
+def _pass(walk: _Walk, reader: fx.Node) -> bool | Rejection:
+    """Step over `reader` if it belongs to the site."""
+    if is_call(reader, SHAPE_ONLY):
+        shape = tensor_of(reader)
+        if shape is None or shape.ndim < 2 or shape.shape[-1] != walk.hidden:
+            return walk.refuse("hidden_is_split", "a view takes the hidden dimension apart before the norm", reader)
+        walk.step_to(reader)
+        return True
+    if is_call(reader, MUL):
+        return _pass_scale(walk, reader)
+    if is_call(reader, ADD):
+        return _pass_add(walk, reader)
+    return False
+
+
+def _other_operand(walk: _Walk, reader: fx.Node) -> fx.Node | float | None:
+    others = [argument for argument in reader.args[:2] if argument is not walk.value]
+    if len(others) == 1 and isinstance(others[0], fx.Node | float | int) and not reader.kwargs:
+        return others[0]
+    return None
+
+
+def _pass_scale(walk: _Walk, reader: fx.Node) -> bool | Rejection:
+    if walk.residuals or walk.post is not None or walk.scale_tensor is not None:
+        return False
+    other = _other_operand(walk, reader)
+    number = number_of(other)
+    if other is not None and number is not None:
+        walk.scale *= number
+        walk.scales.append(other)
+    elif isinstance(other, fx.Node):
+        value, scaled = tensor_of(other), tensor_of(walk.value)
+        if value is None or scaled is None or value.ndim != 0:
+            return False
+        if value.device != scaled.device:
+            return walk.refuse("device_changes", "the scale is a tensor on another device", reader)
+        walk.scale_tensor = other
+    else:
+        return False
+    if tensor_of(reader) is None or _dtype(reader) != _dtype(walk.value):
+        return walk.refuse("dtype_changes", "the scale changes the dtype of the reduced value", reader)
+    walk.step_to(reader)
+    return True
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = tensor_of(node)
+    return None if value is None else value.dtype
+
+
+def _pass_add(walk: _Walk, reader: fx.Node) -> bool | Rejection:
+    other = _other_operand(walk, reader)
+    value, before = tensor_of(reader), tensor_of(walk.value)
+    if not isinstance(other, fx.Node) or value is None or before is None:
+        return walk.refuse("form_not_known", "an addition of this form is not part of any site", reader)
+    if value.dtype != before.dtype or value.shape != before.shape or _dtype(other) != before.dtype:
+        return walk.refuse("dtype_changes", "the addition changes the dtype or shape of the reduced value", reader)
+    partner = _reduced_by(other, walk)
+    operand = tensor_of(other)
+    if partner is not None:
+        walk.collectives.append(partner.nodes[0])
+        walk.passed.update(partner.nodes)
+        walk.biases.extend(partner.biases)
+    elif _is_vector(other, walk.hidden):
+        if not walk.linear:
+            return walk.refuse("form_not_known", "a bias is added after the scale or the norm", reader)
+        walk.biases.append(other)
+    elif operand is None or operand.shape != before.shape:
+        return walk.refuse("form_not_known", "what is added has another shape than the reduced value", reader)
+    else:
+        walk.residuals.append(other)
+    walk.step_to(reader)
+    return True
+
+
+def _is_vector(node: fx.Node, hidden: int) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.ndim == 1 and value.shape[0] == hidden
+
+
+@dataclass(frozen=True)
+class _Partner:
+    """Another all-reduce whose result, after views and biases, is added to the sum."""
+
+    nodes: tuple[fx.Node, ...]
+    biases: tuple[fx.Node, ...]
+
+
+def _reduced_by(other: fx.Node, walk: _Walk) -> _Partner | None:
+    """What leads from another all-reduce of the same group to `other`, if only this sum reads it."""
+    if not walk.linear:
+        return None
+    chain = [other]
+    biases: list[fx.Node] = []
+    while True:
+        here = chain[-1]
+        if is_call(here, ADD) and not here.kwargs:
+            vectors = [a for a in here.args[:2] if isinstance(a, fx.Node) and _is_vector(a, walk.hidden)]
+            rest = [a for a in here.args[:2] if a not in vectors]
+            if len(vectors) != 1 or len(rest) != 1 or not isinstance(rest[0], fx.Node):
+                return None
+            biases.append(vectors[0])
+            chain.append(rest[0])
+        elif is_call(here, SHAPE_ONLY) and isinstance(here.args[0], fx.Node):
+            chain.append(here.args[0])
+        else:
+            break
+    if not is_call(chain[-1], WAIT) or any(len(node.users) != 1 for node in chain):
+        return None
+    all_reduce = chain[-1].args[0]
+    if not is_call(all_reduce, ALL_REDUCE) or not isinstance(all_reduce, fx.Node) or len(all_reduce.users) != 1:
+        return None
+    if all_reduce.args[1:] != walk.collectives[0].args[1:]:
+        return None
+    return _Partner((all_reduce, *reversed(chain)), tuple(biases))
+
+
+def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
+    """Step over `norm` and the residual addition behind it, if only they read the value (post-norm families)."""
+    if walk.post is not None or walk.residuals or not set(walk.value.users) <= set(norm.nodes):
+        return False
+    if len(norm.output.users) != 1:
+        return False
+    reader = next(iter(norm.output.users))
+    normed = tensor_of(norm.output)
+    if not is_call(reader, ADD) or reader.kwargs or normed is None:
+        return False
+    others = [argument for argument in reader.args[:2] if argument is not norm.output]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return False
+    value = tensor_of(others[0])
+    if value is None or value.shape != normed.shape or value.dtype != normed.dtype or _dtype(reader) != value.dtype:
+        return False
+    if any(user not in norm.nodes for node in norm.nodes[:-1] for user in node.users):
+        return False
+    walk.post, walk.residuals = norm, [others[0]]
+    walk.passed.update(norm.nodes)
+    walk.step_to(reader)
+    return True
+
+
+def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
+    return Reduced(
+        collectives=tuple(walk.collectives),
+        biases=tuple(walk.biases),
+        scale=walk.scale,
+        scales=tuple(walk.scales),
+        scale_tensor=walk.scale_tensor,
+        post=walk.post,
+        residuals=tuple(walk.residuals),
+        total=walk.value,
+        norm=norm,
+        passed=frozenset(walk.passed),
+    )
+
+
+def product_of(partial: fx.Node) -> fx.Node | None:
+    """The matrix product that makes `partial`, if nothing else reads it."""
+    source = skip_shapes(partial)
+    node = partial
+    while node is not source:
+        if len(node.users) != 1:
+            return None
+        node = node.args[0]  # type: ignore[assignment]
+    is_product = is_call(source, frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}))
+    # alpha and beta of addmm have no place in the fused op: such a product stays, and its result is copied.
+    return source if is_product and len(source.users) == 1 and not source.kwargs else None
