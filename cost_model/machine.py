@@ -53,7 +53,7 @@ class Curve:
 
     origin: str
     op: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or a fused operation such as `all_reduce_norm`."""
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or the operation of a family."""
     variant: str
     """Words that name the kernel, then parameters: `library`, `two_shot`, `two_shot bulk ctas=16`."""
     world: int

@@ -103,15 +103,31 @@ def _may_be_split(value: fx.Node) -> bool:
     """
     tensor = tensor_of(value)
     device = None if tensor is None else tensor.device.type
-    return any(_splits(node, device) for node in value.graph.nodes if node.op == "call_function")
-
-
-def _splits(node: fx.Node, device: str | None) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return isinstance(node.target, torch._ops.HigherOrderOperator)
-    name = node.target.name()
-    asked: list[str] = getattr(inductor_config, "custom_should_partition_ops", [])
-    if name in asked or f"{name}.{node.target._overloadname}" in asked or _UNSAFE in node.target.tags:
+    asked = frozenset(getattr(inductor_config, "custom_should_partition_ops", []))
+    nodes = [node for node in value.graph.nodes if node.op == "call_function"]
+    if any(_target_splits(target, asked) for target in {node.target for node in nodes}):
         return True
-    values = (tensor_of(each) for each in (node, *node.all_input_nodes))
-    return bool(node.meta.get("unbacked_bindings")) or any(v is not None and v.device.type != device for v in values)
+    return any(_value_splits(node, device) for node in nodes)
+
+
+def _target_splits(target: object, asked: frozenset[str]) -> bool:
+    """Whether Inductor splits a graph at every call of an operator."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return isinstance(target, torch._ops.HigherOrderOperator)
+    name = target.name()
+    return name in asked or f"{name}.{target._overloadname}" in asked or _UNSAFE in target.tags
+
+
+def _value_splits(node: fx.Node, device: str | None) -> bool:
+    """Whether Inductor splits a graph at a node for what it reads or makes: another device, sizes known late."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.meta.get("unbacked_bindings"):
+        return True
+    return any(value is not None and value.device.type != device for value in map(tensor_of, _seen(node)))
+
+
+def _seen(node: fx.Node) -> Iterator[fx.Node]:
+    yield node
+    # What it reads was looked at where it was made, unless that is no call.
+    yield from (each for each in node.all_input_nodes if each.op != "call_function")

@@ -154,10 +154,10 @@ def _kernels(
         for value, _ in step.reads:
             readers.setdefault(value, []).append(index)
     found: list[Kernel] = []
+    scaling = lowering.scaling(tokens) if tokens else frozenset()
     for loops in fuse(steps):
         node = max((steps[index].node for index in loops.steps), key=order.__getitem__)
         if not loops.call:
-            scaling = lowering.scaling(tokens)
             moved, fixed = traffic_of(loops, steps, readers, lowering.escaping, lowering.sizes, scaling)
             found.append(Kernel(node, MEMORY, MEMORY, Traffic(moved, fixed, loops.reduced)))
         elif node not in covered and (kind := kind_of(node.target)) is not None:

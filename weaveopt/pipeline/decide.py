@@ -153,11 +153,7 @@ class _Outcome:
         chosen = self.problem.sites[index].proposal(self.choices[index])
         if candidate.estimate is not None:
             values.append(("predicted_us", round(candidate.estimate.us, 2)))
-        gained_us = sum(
-            each.us(self.choices) - each.us(instead)
-            for each in self.problem.interactions
-            if each.sites[0] != index and index in each.sites
-        )
+        gained_us = sum(each.us(self.choices) - each.us(instead) for each in self.problem.reading(index))
         if gained_us:
             values.append(("neighbours_gain_us", round(gained_us, 2)))
         if chosen is not None:

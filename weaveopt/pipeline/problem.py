@@ -138,15 +138,35 @@ class Problem:
         proposal = self.sites[index].proposal(choices[index])
         if proposal is None or proposal.candidate.estimate is None:
             return proposal
+        active = [each for each in self.making(index) if each.is_active(choices)]
+        if not active:
+            return proposal
         estimate = proposal.candidate.estimate
-        for each in self.interactions:
-            if each.sites[0] == index and each.is_active(choices):
-                estimate = estimate.plus(each.estimate(choices))
+        for each in active:
+            estimate = estimate.plus(each.estimate(choices))
         return replace(proposal, candidate=replace(proposal.candidate, estimate=estimate))
+
+    def making(self, index: int) -> Sequence[PricedInteraction]:
+        """The interactions that change what a site costs."""
+        return self._by_role[0].get(index, ())
+
+    def reading(self, index: int) -> Sequence[PricedInteraction]:
+        """The interactions in which a site's choice changes what another one costs."""
+        return self._by_role[1].get(index, ())
+
+    @cached_property
+    def _by_role(self) -> tuple[dict[int, list[PricedInteraction]], dict[int, list[PricedInteraction]]]:
+        making: dict[int, list[PricedInteraction]] = {}
+        reading: dict[int, list[PricedInteraction]] = {}
+        for each in self.interactions:
+            making.setdefault(each.sites[0], []).append(each)
+            for site in each.sites[1:]:
+                reading.setdefault(site, []).append(each)
+        return making, reading
 
     def active(self, index: int, choices: Choices) -> tuple[str, ...]:
         """Names of the interactions that change what a site costs under these choices."""
-        return tuple(each.term for each in self.interactions if each.sites[0] == index and each.is_active(choices))
+        return tuple(each.term for each in self.making(index) if each.is_active(choices))
 
 
 def _cost_us(site: PricedSite, proposal: Proposal) -> float:
@@ -266,8 +286,14 @@ class Frame:
         return self._kernels[key]
 
     def kernels(self, index: int) -> tuple[Kernel, ...]:
-        """What a site runs as it is."""
-        return self._within(index, self.sites[index].nodes)
+        """What a site runs as it is: what the first of its kind does, at its own nodes."""
+        kind = self.kinds[index]
+        first = self._within(kind, self.sites[kind].nodes)
+        if index == kind or len(self.sites[index].nodes) != len(self.sites[kind].nodes):
+            return first if index == kind else self._within(index, self.sites[index].nodes)
+        theirs, own = (sorted(self.sites[site].nodes, key=self._order.__getitem__) for site in (kind, index))
+        stands_for = dict(zip(theirs, own, strict=True))
+        return tuple(replace(kernel, node=stands_for[kernel.node]) for kernel in first)
 
     def _interactions(self, sites: Sequence[PricedSite], context: Context) -> tuple[PricedInteraction, ...]:
         known: dict[object, Mapping[tuple[int, ...], float]] = {}

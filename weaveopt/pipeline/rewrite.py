@@ -25,7 +25,7 @@ def rewrite(decided: DecidedGraph, planned: Planned, rules: RuleSet, context: Co
         rounding.update(dict.fromkeys(rule.replace(graph, chosen, placement, context)))
         after = seam(graph)
         assert before == after, f"{site} changed the graph's outputs: {before} became {after}"
-        graph.lint()
+    graph.lint()
     return tuple(rounding)
 
 

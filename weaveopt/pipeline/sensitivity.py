@@ -68,7 +68,7 @@ def sensitivities(decided: DecidedGraph, context: Context) -> tuple[Sensitivity,
 
 
 def words(candidate: Candidate) -> str:
-    """`leave`, or `all_reduce_rms_norm peer two_shot bulk`."""
+    """`leave`, or rule, fabric and kernel variant."""
     if candidate.choice == LEAVE:
         return LEAVE
     return " ".join(word for word in (candidate.choice, candidate.fabric.value, candidate.variant) if word)
