@@ -31,8 +31,11 @@ from benchmarks import record
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt import cost_model
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, arena_bytes
-from weaveopt.records.candidate import Algorithm, Fabric
+from weaveopt.ops.all_reduce_norm.buffers import memory_plan
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.ops.all_reduce_norm.variant import Algorithm
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.norm import NormKind, NormSpec
 from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens
@@ -66,21 +69,18 @@ def unfused(partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor)
 
 
 def variants(world: int, rank: int, tokens: int) -> dict[str, Callable[[], object]]:
-    from weaveopt.fabrics import shm as arena
-    from weaveopt.fabrics import topology
+    from weaveopt.fabrics import shm, topology
 
     random = torch.Generator().manual_seed(rank)
     partial = torch.randn(tokens, HIDDEN, generator=random).to(DTYPE)
     residual = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(99)).to(DTYPE)
     weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(7)).to(DTYPE)
-    need = arena_bytes(tokens, HIDDEN, "bfloat16", "bfloat16", world)
-    arena.reserve(topology.discover(GROUP, TIMEOUT_S), 2 * need.partial_bytes + need.output_bytes, TIMEOUT_S)
     one_shot = AllReduceNormCall(
         site=f"benchmark.{tokens}", group=GROUP, fabric=Fabric.SHM, world=world, hidden=HIDDEN, dtype="bfloat16",
-        out_dtype="bfloat16", partial_offset=0, output_offset=2 * need.partial_bytes, partial_bytes=need.partial_bytes,
-        max_tokens=tokens, one_shot_max_tokens=tokens, post=None,
-        norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S,
+        out_dtype="bfloat16", max_tokens=tokens, one_shot_max_tokens=tokens, post=None,
+        norm=NormSpec(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S,
     )  # fmt: skip
+    shm.reserve(topology.discover(GROUP, TIMEOUT_S), memory_plan(GROUP, [one_shot]), 0, TIMEOUT_S)
     calls = {
         Algorithm.ONE_SHOT.value: one_shot.encode(),
         Algorithm.TWO_SHOT.value: replace(one_shot, one_shot_max_tokens=0).encode(),

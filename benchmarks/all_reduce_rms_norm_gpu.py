@@ -36,8 +36,8 @@ from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
 from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
-from weaveopt.ops.all_reduce_norm.call import RegionNeed
-from weaveopt.records.candidate import Fabric, Lowering
+from weaveopt.ops.all_reduce_norm.variant import KernelRow
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
@@ -104,18 +104,16 @@ class Bench:
         import torch._inductor.config as inductor_config
 
         import weaveopt.ops  # noqa: F401
-        from weaveopt.fabrics import peer as arena_gpu
-        from weaveopt.fabrics import topology
+        from weaveopt.fabrics import peer, topology
+        from weaveopt.ops.all_reduce_norm.buffers import memory_plan
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
         jobs = {suite: self.jobs(suite) for suite in self.asked.suites}
         every = [job for each in jobs.values() for job in each]
-        need = RegionNeed()
-        for job in every:
-            for variant in job.variants:
-                need = need.union(variant.need(job.case, self.place.world))
+        calls = [variant.call(job.case, self.place) for job in every for variant in job.variants]
         # All of it before the first capture: graphs hold the arena's addresses.
-        arena_gpu.reserve(topology.discover(self.place.group, TIMEOUT_S), need, TIMEOUT_S)
+        plan = memory_plan(self.place.group, calls)
+        peer.reserve(topology.discover(self.place.group, TIMEOUT_S), plan, 0, TIMEOUT_S)
         symmetric = SymmetricBuffers(self.place, max(job.case.bytes for job in every))
         with torch.no_grad():
             for suite, each in jobs.items():
@@ -142,7 +140,7 @@ class Bench:
         if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:
             variants.append(chosen)
         if suite == MAIN and case.tokens in WHOLE_TOKENS:
-            variants += [Variant(each.lowering, whole=True) for each in variants]
+            variants += [Variant(each.row, whole=True) for each in variants]
         return Job(case, tuple(variants), chosen)
 
     def choice(self, case: Case) -> Variant | None:
@@ -151,12 +149,12 @@ class Bench:
             self.machine, Fabric.PEER, case.hidden, "bfloat16", self.place.world, 1, case.tokens, case.tokens
         )
         row = next((row for row in rows if case.tokens <= row.max_tokens), None)
-        return None if row is None else Variant(Lowering(case.tokens, row.algorithm, row.form, row.num_ctas))
+        return None if row is None else Variant(KernelRow(case.tokens, row.algorithm, row.transfer, row.num_ctas))
 
-    def predicted_us(self, case: Case, lowering: Lowering, whole: bool) -> float:
+    def predicted_us(self, case: Case, lowering: KernelRow, whole: bool) -> float:
         workload = Workload(case.tokens, case.tokens, case.hidden, "bfloat16", self.place.world)
         estimate = estimate_all_reduce_norm(
-            self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.form, lowering.num_ctas
+            self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.transfer, lowering.num_ctas
         )
         return estimate.us
 
@@ -192,7 +190,7 @@ class Bench:
             best = min(us[variant.name] for variant in job.variants)
             return [
                 self.row(
-                    {**case, "ctas": variant.lowering.num_ctas}, us, variant, baselines, job.case,
+                    {**case, "ctas": variant.row.num_ctas}, us, variant, baselines, job.case,
                     {"over_best": round(us[variant.name] / best, 3)},
                 )
                 for variant in job.variants
@@ -201,7 +199,7 @@ class Bench:
         for whole in (False, True) if any(variant.whole for variant in job.variants) else (False,):
             sum_out = {"sum": "whole" if whole else "sharded"}
             candidates = [variant for variant in job.variants if variant.whole == whole]
-            chosen = None if job.chosen is None else Variant(job.chosen.lowering, whole)
+            chosen = None if job.chosen is None else Variant(job.chosen.row, whole)
             fastest = min(candidates, key=lambda variant: us[variant.name], default=None)
             extra: dict[str, record.Scalar] = dict(measured)
             if fastest is not None:
@@ -220,7 +218,7 @@ class Bench:
             case=case,
             weave_us=baselines[NCCL] if variant is None else us[variant.name],
             baselines=baselines,
-            predicted_us=None if variant is None else self.predicted_us(shape, variant.lowering, variant.whole),
+            predicted_us=None if variant is None else self.predicted_us(shape, variant.row, variant.whole),
             bound_us=shape.floor_us(self.place.world),
             parameters={"runs": "leave" if variant is None else variant.name, **extra},
         )

@@ -20,8 +20,7 @@ from weaveopt.measure.cases.all_reduce_norm import calls, peer
 from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
 from weaveopt.measure.cases.memory import add_norm
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
-from weaveopt.records.candidate import Algorithm, Form, Lowering
-from weaveopt.records.memory import RegionNeed
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -63,14 +62,14 @@ class Case:
 class Variant:
     """A way to run the op. `whole`: residual and sum are whole on every rank; else sharded by tokens."""
 
-    lowering: Lowering
+    row: KernelRow
     whole: bool = False
 
     @property
     def name(self) -> str:
-        words = [self.lowering.algorithm.value, self.lowering.form.value]
-        if self.lowering.num_ctas:
-            words.append(str(self.lowering.num_ctas))
+        words = [self.row.algorithm.value, self.row.transfer.value]
+        if self.row.num_ctas:
+            words.append(str(self.row.num_ctas))
         if self.whole:
             words.append("whole")
         return " ".join(words)
@@ -82,11 +81,8 @@ class Variant:
     def is_supported(self, case: Case, place: Place) -> bool:
         return calls.is_supported(self._fused(case), place.world, place.device)
 
-    def need(self, case: Case, world: int) -> RegionNeed:
-        return self._fused(case).need(world)
-
     def _fused(self, case: Case) -> Fused:
-        return Fused(self.lowering, case.hidden, case.tokens)
+        return Fused(self.row, case.hidden, case.tokens)
 
 
 class SymmetricBuffers:
@@ -236,7 +232,7 @@ def measure(
     calls: dict[str, Call] = usable(shape, shape.baselines()) if with_baselines else {}
     calls |= {variant.name: shape.ours(variant) for variant in variants}
     two_shot = Algorithm.TWO_SHOT
-    sharded = {each.name for each in variants if not each.whole and each.lowering.algorithm is two_shot}
+    sharded = {each.name for each in variants if not each.whole and each.row.algorithm is two_shot}
     shape.check(calls, frozenset(sharded))
     num_calls = effort.num_calls or case.num_calls(place.world)
 
@@ -266,11 +262,11 @@ def ll_packet_variants(case: Case) -> list[Variant]:
     """LL packets where they may pay: their mailboxes grow with the tokens."""
     found = []
     if case.bytes <= peer.LL_ONE_SHOT_BYTES:
-        found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
+        found.append(Variant(KernelRow(case.tokens, Algorithm.ONE_SHOT, Transfer.LL_PACKET)))
     if case.bytes <= peer.LL_TWO_SHOT_BYTES:
-        found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
+        found.append(Variant(KernelRow(case.tokens, Algorithm.TWO_SHOT, Transfer.LL_PACKET)))
     return found
 
 
 def bulk_variants(case: Case, ctas: Sequence[int]) -> list[Variant]:
-    return [Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.BULK, count)) for count in ctas]
+    return [Variant(KernelRow(case.tokens, Algorithm.TWO_SHOT, Transfer.BULK, count)) for count in ctas]

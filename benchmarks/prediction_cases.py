@@ -18,7 +18,7 @@ from weaveopt.measure.cases.all_reduce_norm.calls import Fused
 from weaveopt.measure.cases.attention import AttentionCase
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, barrier, slowest
 from weaveopt.measure.ranks import Ranks, subgroup
-from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering, Transfer
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
 
@@ -164,9 +164,9 @@ class Trial:
             if variant.covers(num_bytes)
             if variant.transfer is not Transfer.BULK or num_bytes >= peer.BULK_BYTES
         ]
-        every = [Lowering(tokens, each.algorithm, each.transfer, each.num_ctas) for each in found]
+        every = [KernelRow(tokens, each.algorithm, each.transfer, each.num_ctas) for each in found]
         if any(each.transfer is Transfer.BULK for each in found):
-            every += [Lowering(tokens, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in self.cases.ctas]
+            every += [KernelRow(tokens, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in self.cases.ctas]
         fused = [Fused(lowering, hidden, tokens) for lowering in every]
         return [each for each in fused if calls.is_supported(each, ranks.world, ranks.device)]
 
@@ -232,9 +232,9 @@ class Trial:
         copy_us = 0.0 if self.is_gpu else calls.copy_us(self.clock, ranks, tokens, hidden)
         for fused in every:
             sample = self.exchange(ranks, fused, copy_us)(50.0)
-            name = name_of(fused.lowering)
+            name = name_of(fused.row)
             self.add("fused", {**case, "kernel": name}, sample)
-            if fused.lowering.num_ctas not in self.cases.ctas:
+            if fused.row.num_ctas not in self.cases.ctas:
                 us[name] = sample.us
         self.rows.append(choice_row(self.machine, case, us))
 

@@ -8,7 +8,7 @@ from benchmarks.accuracy import CHOICE, SWEPT
 from benchmarks.record import Row, Scalar, row
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
-from weaveopt.ops.all_reduce_norm.names import Lowering, parse_variant, variant_name
+from weaveopt.ops.all_reduce_norm.variant import KernelRow, parse_variant, variant_name
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.site import Product, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
@@ -32,16 +32,16 @@ def workload_of(case: Case) -> Workload:
     return Workload(tokens, tokens, hidden, "bfloat16", int(case["ranks"]), product=product, sum_may_shard=True)
 
 
-def name_of(kernel: Lowering) -> str:
+def name_of(kernel: KernelRow) -> str:
     """As profiles name it."""
-    return variant_name(kernel.algorithm, kernel.form, kernel.num_ctas)
+    return variant_name(kernel.algorithm, kernel.transfer, kernel.num_ctas)
 
 
-def kernel_of(name: str) -> Lowering:
+def kernel_of(name: str) -> KernelRow:
     """The kernel that `name_of` named, in older result files too: `two_shot mail`, `two_shot bulk 16`."""
     algorithm, transfer, *ctas = name.replace("mail", "ll_packet").split()
     words = [algorithm, transfer, *(f"ctas={word.removeprefix('ctas=')}" for word in ctas)]
-    return Lowering(0, *parse_variant(" ".join(words)))
+    return KernelRow(0, *parse_variant(" ".join(words)))
 
 
 def named_today(us: Mapping[str, float]) -> dict[str, float]:
@@ -49,10 +49,10 @@ def named_today(us: Mapping[str, float]) -> dict[str, float]:
     return {name if name == LEAVE else name_of(kernel_of(name)): each for name, each in us.items()}
 
 
-def is_candidate(machine: Machine, workload: Workload, kernel: Lowering) -> bool:
+def is_candidate(machine: Machine, workload: Workload, kernel: KernelRow) -> bool:
     """Whether the model knows the kernel at that size; one with another number of CTAs is read between those known."""
     known = kernel_variants(machine, fabric_of(machine), workload.hidden, workload.world)
-    same = [each for each in known if (each.algorithm, each.transfer) == (kernel.algorithm, kernel.form)]
+    same = [each for each in known if (each.algorithm, each.transfer) == (kernel.algorithm, kernel.transfer)]
     exact = [each for each in same if each.num_ctas == kernel.num_ctas]
     return any(each.covers(workload.message_bytes) for each in exact or same)
 
@@ -77,7 +77,7 @@ def predicted_us(machine: Machine, case: Case) -> float | None:
     if not is_candidate(machine, workload, kernel):
         return None
     return estimate_all_reduce_norm(
-        machine, workload, fabric_of(machine), kernel.algorithm, True, kernel.form, kernel.num_ctas
+        machine, workload, fabric_of(machine), kernel.algorithm, True, kernel.transfer, kernel.num_ctas
     ).us
 
 
@@ -94,7 +94,9 @@ def chosen(machine: Machine, case: Case) -> str:
     kernel = next((kernel for kernel in rows if workload.tokens <= kernel.max_tokens), None)
     if kernel is None:
         return LEAVE
-    fused = estimate_all_reduce_norm(machine, workload, fabric, kernel.algorithm, True, kernel.form, kernel.num_ctas)
+    fused = estimate_all_reduce_norm(
+        machine, workload, fabric, kernel.algorithm, True, kernel.transfer, kernel.num_ctas
+    )
     saving_us = estimate_unfused(machine, workload).us - fused.us
     return name_of(kernel) if saving_us > fused.error_us else LEAVE
 

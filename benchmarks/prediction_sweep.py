@@ -26,7 +26,8 @@ from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused
 from weaveopt.measure.cases.memory import add_norm
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.ranks import Ranks
-from weaveopt.records.candidate import LEAVE, Lowering
+from weaveopt.ops.all_reduce_norm.variant import KernelRow
+from weaveopt.records.candidate import LEAVE
 
 Site = tuple[int, int]
 """(hidden, tokens)."""
@@ -153,7 +154,7 @@ def _choice(machine: Machine, case: Case) -> Choice:
     us = predicted_us(machine, {**case, "kind": "fused", "kernel": name})
     assert us is not None, (case, name)
     kernel, tokens = kernel_of(name), int(case["tokens"])
-    lowering = Lowering(tokens, kernel.algorithm, kernel.form, kernel.num_ctas)
+    lowering = KernelRow(tokens, kernel.algorithm, kernel.transfer, kernel.num_ctas)
     return Choice(case, name, Fused(lowering, int(case["hidden"]), tokens), leave_us, us)
 
 

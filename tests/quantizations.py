@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import forms
-from weaveopt.ops.all_reduce_norm.call import Quant
+from weaveopt.records.norm import Quant
 
 E4M3 = torch.float8_e4m3fn
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]

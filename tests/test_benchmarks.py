@@ -17,9 +17,11 @@ from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
 from weaveopt.measure.cases import gemm, memory
 from weaveopt.measure.cases.all_reduce_norm import peer, shm
+from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, buffers_of_call
 from weaveopt.ops.all_reduce_norm.call import decode
+from weaveopt.ops.all_reduce_norm.operands import Operands
 from weaveopt.ops.all_reduce_norm.reference import reference
-from weaveopt.records.candidate import Algorithm, Form, Lowering
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 
 PLACE = Place(0, 4, torch.device("cpu"))
 
@@ -57,16 +59,18 @@ def test_suites_have_their_cases(suite: str, least: int) -> None:
         for variant in job.variants:
             call = variant.call(job.case, PLACE)
             assert decode(call.encode()) == call
-            assert variant.need(job.case, 4).mailbox_bytes < 2 << 30
+            assert all(buffer.num_bytes < 4 << 30 for buffer in buffers_of_call(call) if buffer.name == MAILBOXES)
 
 
 def test_a_call_means_what_inductor_is_given() -> None:
     case = Case(5, 64)
-    call = Variant(Lowering(5, Algorithm.ONE_SHOT, Form.MAIL), whole=True).call(case, Place(0, 2, PLACE.device))
+    call = Variant(KernelRow(5, Algorithm.ONE_SHOT, Transfer.LL_PACKET), whole=True).call(
+        case, Place(0, 2, PLACE.device)
+    )
     torch.manual_seed(0)
     first, second, residual = (torch.randn(5, 64).bfloat16() for _ in range(3))
     weight = torch.rand(64).bfloat16()
-    normed, total, *_ = reference([first, second], None, None, residual, None, None, weight, None, call)
+    normed, total, *_ = reference([first, second], Operands(residual=residual, weight=weight), call)
     want_total, want_normed = memory.add_norm((first.float() + second.float()).bfloat16(), residual, weight)
     torch.testing.assert_close(total, want_total, rtol=2e-2, atol=4e-2)
     torch.testing.assert_close(normed, want_normed, rtol=3e-2, atol=6e-2)

@@ -2,6 +2,33 @@ from enum import Enum
 
 from typing_extensions import Buffer
 
+MAX_WORLD: int
+MAX_CTAS: int
+HEADER_BYTES: int
+"""What a GPU arena begins with; its buffers come behind it."""
+NUM_CHANNELS: int
+NUM_MAILBOXES: int
+TAG_FIELD_BITS: int
+GPU_ALIGNMENT: int
+SHM_ALIGNMENT: int
+
+def process_start(pid: int) -> str: ...
+def process_has_ended(pid: int, start: str) -> bool: ...
+
+class BufferNeed:
+    """A named range of every rank's arena."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def fill(self) -> int | None:
+        """What every 4-byte word holds before the first call."""
+    @property
+    def per_arena(self) -> bool:
+        """Keeps one place for as long as the arena lives."""
+
 class Code(Enum):
     OK = 0
     TIMEOUT = 1
@@ -59,7 +86,7 @@ class Layout:
     partial_bytes: int
     output_offset: int
 
-class NormForm:
+class NormSpec:
     kind: NormKind
     eps: float
     weight_offset: float
@@ -73,8 +100,8 @@ class AllReduceNormSite:
     layout: Layout
     max_tokens: int
     one_shot_max_tokens: int
-    post: NormForm
-    norm: NormForm
+    post: NormSpec
+    norm: NormSpec
     sum_out: SumOut
     timeout_s: float
 
@@ -93,7 +120,7 @@ class AllReduceNorm:
         post_bias: int,
         weight: int,
         bias: int,
-        normed: int,
+        normalized: int,
         sum: int,
         fp32_parameters: int,
         scale: float,
@@ -110,7 +137,7 @@ class AllReduceNorm:
         post_bias: int,
         weight: int,
         bias: int,
-        normed: int,
+        normalized: int,
         sum: int,
         fp32_parameters: int,
         scale: float,
@@ -121,12 +148,9 @@ class AllReduceNorm:
 
 def isas() -> list[str]: ...
 
-has_cuda: bool
-"""Whether the CUDA part was built; what follows is there only then."""
-
-class GpuForm(Enum):
-    mail_one_shot = 0
-    mail_two_shot = 1
+class GpuKernel(Enum):
+    ll_packet_one_shot = 0
+    ll_packet_two_shot = 1
     bulk = 2
     direct = 3
     def __int__(self) -> int: ...
@@ -141,21 +165,24 @@ class QuantKind(Enum):
     static = 1
     per_token = 2
 
-class Regions:
-    def __init__(self, mailbox_bytes: int, staging_bytes: int, output_bytes: int) -> None: ...
-    @property
-    def mailbox_bytes(self) -> int: ...
-    @property
-    def staging_bytes(self) -> int: ...
-    @property
-    def output_bytes(self) -> int: ...
-    @property
-    def output_offset(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
+def gpu_buffers(
+    kernel: GpuKernel, tokens: int, hidden: int, dtype: DType, out_kind: OutKind, world: int
+) -> list[BufferNeed]: ...
+def shm_buffers(max_tokens: int, hidden: int, dtype: DType, out_dtype: DType, world: int) -> list[BufferNeed]: ...
+
+has_cuda: bool
+"""Whether the CUDA part was built; what follows is there only then."""
 
 class PeerGroup:
-    def __init__(self, bases: list[int], multicast: int, rank: int, device: int, regions: Regions) -> None: ...
+    def __init__(
+        self,
+        bases: list[int],
+        multicast: int,
+        rank: int,
+        device: int,
+        num_bytes: int,
+        fills: list[tuple[int, int, int]],
+    ) -> None: ...
     @property
     def status(self) -> Status: ...
     def acknowledge(self) -> None: ...
@@ -167,18 +194,27 @@ class GpuSite:
     dtype: DType
     out_kind: OutKind
     quant: QuantKind
-    post: NormForm
-    norm: NormForm
+    post: NormSpec
+    norm: NormSpec
     sum_whole: bool
     scale: float
     timeout_s: float
+    channel: int
+    mailbox_offset: int
+    mailbox_bytes: int
+    """Of one."""
+    staging_offset: int
+    staging_bytes: int
+    """-1: up to the arena's end, as far as launches check it; the same below."""
+    output_offset: int
+    output_bytes: int
 
 class GpuAllReduceNorm:
     def __init__(self, group: PeerGroup, site: GpuSite) -> None: ...
     def run(
         self,
         tokens: int,
-        form: int,
+        kernel: int,
         num_ctas: int,
         stream: int,
         partial: int,
@@ -192,11 +228,11 @@ class GpuAllReduceNorm:
         scale_value: int,
         quant_scale: int,
         fp32_parameters: int,
-        normed: int,
+        normalized: int,
         sum: int,
         row_scale: int,
         /,
     ) -> int: ...
 
-def unsupported(form: GpuForm, dtype: DType, hidden: int, world: int, fp8: bool, device: int) -> str: ...
+def unsupported(kernel: GpuKernel, dtype: DType, hidden: int, world: int, fp8: bool, device: int) -> str: ...
 def cuda_error_text(code: int) -> str: ...

@@ -1,4 +1,4 @@
-// The bulk form of all_reduce_norm: two steps of bulk copies (TMA) that only push, each with a signal behind it.
+// The bulk kernel of all_reduce_norm: two steps of bulk copies (TMA) that only push, each with a signal behind it.
 //
 // Rows are taken in units of 16 or 32 KiB. Unit j of CTA c is unit c + j * (CTAs) of a share, on every rank, so CTA c
 // deals with CTA c of each peer alone. In a CTA
@@ -15,13 +15,15 @@
 //
 // One staging and one output region are enough: a rank that has finished a call has every row of every owner, so all
 // owners have read their staging; and a row is pushed only after all ranks' partial rows of that call have come, so
-// each of them has finished the call before and has copied its output. For the same reason the caller's normed rows may
-// be the output region itself: then they land where they are read, and nobody copies them. What was there before is
+// each of them has finished the call before and has copied its output. For the same reason the caller's normalized rows
+// may be the output region itself: then they land where they are read, and nobody copies them. What was there before is
 // overwritten once this rank's partial rows have come to the owner, which is after all that the stream did before.
 #include <algorithm>
+#include <type_traits>
 
 #include "all_reduce_norm/bulk_workers.cuh"
 #include "all_reduce_norm/finish.cuh"
+#include "fabric/call.cuh"
 
 namespace weave::gpu {
 namespace {
@@ -37,7 +39,6 @@ constexpr int kTeamThreads = 512 / kTeams;
 [[maybe_unused]] constexpr int kTeamWarps = kTeamThreads / 32;
 constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, signals
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
-constexpr int kScaleBytes = 16;
 constexpr int kMostVecs = 8;
 // Vectors of peers' parts that a thread is told to have on their way, but at least one of every peer; the compiler
 // takes what registers are left.
@@ -52,7 +53,7 @@ struct Team {
     int thread;
     uint32_t num_reductions = 0;
 
-    __device__ __forceinline__ void meet() const {
+    __device__ __forceinline__ void barrier() const {
         asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "n"(kTeamThreads) : "memory");
     }
     template <class Combine>
@@ -60,7 +61,7 @@ struct Team {
         float* row = parts[num_reductions++ & 1];
         value = combine(value);
         if ((thread & 31) == 0) row[thread >> 5] = value;
-        meet();
+        barrier();
         return combine((thread & 31) < kTeamWarps ? row[thread & 31] : 0.0f);
     }
     __device__ __forceinline__ float sum(float value) {
@@ -95,8 +96,8 @@ struct Finisher {
 
     __device__ __forceinline__ Row row_at(int32_t unit, int32_t in_unit) const {
         const int32_t first = work.first(unit);
-        return Row{unit, in_unit, work.unit(work.call.rank, first), first + in_unit,
-                   work.call.begin[work.call.rank] + first + in_unit};
+        return Row{unit, in_unit, work.unit(work.call.group.rank, first), first + in_unit,
+                   work.call.begin[work.call.group.rank] + first + in_unit};
     }
     // `count` is 0 behind the last row.
     __device__ __forceinline__ Row after(const Row& row) const {
@@ -106,8 +107,8 @@ struct Finisher {
     // The parts of the row's unit have come from all ranks. A word covers all units up to it.
     __device__ __forceinline__ void await_unit(const Row& row) {
         const int lane = team.thread & 31;
-        if (lane < work.call.world && lane != work.call.rank && seen < work.word(row.unit + 1))
-            seen = fabric::wait(&work.header(work.call.rank)->partial[lane][blockIdx.x], work.word(row.unit + 1),
+        if (lane < work.call.group.world && lane != work.call.group.rank && seen < work.word(row.unit + 1))
+            seen = fabric::wait(&work.channel(work.call.group.rank)->partial[lane][blockIdx.x], work.word(row.unit + 1),
                                 work.watch, lane, fabric::Slot::kPartial);
         __syncwarp();
     }
@@ -154,13 +155,13 @@ struct Finisher {
     __device__ __forceinline__ void add_peers(const Row& row, int from, float (&x)[kVecs][E]) const {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
-        const char* slots = call.base[call.rank] + call.regions.staging() + row.index * row_bytes + lanes.first * 16;
+        const char* slots = work.staging(call.group.rank, row.index * row_bytes).pointer() + lanes.first * 16;
         Vec16 part[kMaxW][kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)
 #pragma unroll
             for (int slot = 1; slot < kMaxW; ++slot)
-                part[slot][k] = lanes.has(from + k) && slot < call.world
+                part[slot][k] = lanes.has(from + k) && slot < call.group.world
                                     ? fabric::load(slots + (slot - 1) * slot_bytes + (from + k) * kStride)
                                     : Vec16{};
 #pragma unroll
@@ -184,7 +185,7 @@ struct Finisher {
         const Call& call = work.call;
         if (kPlain) return true;
         return call.residual != nullptr && call.reduced_bias.data == nullptr && call.scale == 1.0f &&
-               call.scale_value.data == nullptr && call.post.form.kind == NormKind::kNone;
+               call.scale_value.data == nullptr && call.post.spec.kind == NormKind::kNone;
     }
 
     __device__ __forceinline__ void run() {
@@ -199,7 +200,7 @@ struct Finisher {
             finish_row(row, work.place(team.index, turn.at), x);
             if (row.in_unit + 1 < row.count) continue;
             fabric::order_shared_stores_before_copies();
-            team.meet();
+            team.barrier();
             if (team.thread == 0) fabric::arrive(&work.shared.place_full[team.index][turn.at]);
             turn.next(work.layout.places);
             first_round &= turn.at != 0;
@@ -229,20 +230,20 @@ struct Finisher {
     __device__ __forceinline__ void put(char* place, int32_t i, int64_t row, float (&x)[kVecs][E], float inverse,
                                         float scale) const {
         const Call& call = work.call;
-        char* normed = place + i * work.layout.out_row_bytes;
+        char* normalized = place + i * work.layout.out_row_bytes;
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j) || (!kPlain && call.normed == nullptr)) continue;
-            const Packet packet = packed<T, kPlain>(x[j], call.out_kind, inverse);
-            const int32_t bytes = packet_bytes<T, kPlain>(call.out_kind);
-            char* to = normed + lanes.at(j) * bytes;
-            if (bytes >= 16) *reinterpret_cast<Vec16*>(to) = packet.part[0];
-            if (bytes == 32) *reinterpret_cast<Vec16*>(to + 16) = packet.part[1];
-            if (bytes == 8) *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
-            if (bytes == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
+            if (!lanes.has(j) || (!kPlain && call.normalized == nullptr)) continue;
+            OutVector out = out_vector<T, kPlain>(x[j], call.out_kind, inverse);
+            const int32_t bytes = out_vector_bytes<T, kPlain>(call.out_kind);
+            char* to = normalized + lanes.at(j) * bytes;
+            for_each_piece(out, bytes, [&](const auto& piece, int32_t at) {
+                using Piece = std::decay_t<decltype(piece)>;
+                *reinterpret_cast<Piece*>(to + at) = piece;
+            });
         }
         if (!kPlain && call.quant == QuantKind::kPerToken && team.thread == 0) {
-            *reinterpret_cast<float*>(normed + work.layout.out_bytes) = scale;
+            *reinterpret_cast<float*>(normalized + work.layout.out_bytes) = scale;
             static_cast<float*>(call.row_scale)[row] = scale;
         }
     }
@@ -261,13 +262,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) shared.init();
     fabric::let_next_kernel_start();
     fabric::wait_for_previous_kernel();
-    Header* own = reinterpret_cast<Header*>(call.base[call.rank]);
-    const uint64_t calls = *reinterpret_cast<const volatile uint64_t*>(&own->state.num_calls);
+    const fabric::CallState state = fabric::begin_call<false>(call.group);
     __syncthreads();
-    const uint64_t tag = fabric::tag_word(calls + 1, call.tokens, call.tag);
-    const Watch watch{own, call.record, call.timeout_ns, tag};
+    const Watch watch{call.group, fabric::tag_word(state.epoch, call.tokens, call.site)};
     char* places = memory + layout.stages * layout.unit_bytes;
-    const Work work{call, layout, watch, shared, memory, places, (calls + 1) << 24};
+    const Work work{call, layout, watch, shared, memory, places, fabric::signal_word(state.epoch, 0)};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= kWorkers) {
         const int thread = static_cast<int>(threadIdx.x) - 32 * kWorkers;
@@ -282,15 +281,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0) StageSender{work, ring}.run();
     } else if (lane == 0) {
         Loader{work}.run();
-    } else if (lane == 1) {
-        // Everyone in this CTA has read the state: the last CTA moves it on.
-        __threadfence();
-        if (atomicAdd(&own->state.num_arrived, 1u) == gridDim.x - 1) {
-            own->state.num_arrived = 0;
-            own->state.num_calls = calls + 1;
-        }
-    } else if (blockIdx.x == 0 && lane - 2 < call.world && lane - 2 != call.rank) {
-        fabric::exchange_tags(watch, call.base[lane - 2], call.rank, lane - 2, calls);
+    } else if (lane - 1 <= call.group.world) {
+        fabric::end_call<false>(watch, state, lane - 1);
     }
 #endif
 }
@@ -326,10 +318,11 @@ int enqueue_as(const Call& call, const Launch& launch) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     BulkLayout layout{};
-    layout.row_bytes = static_cast<int32_t>(call.hidden * size_of(launch.dtype));
-    layout.out_bytes = call.hidden * out_bytes_of(call.out_kind, launch.dtype);
-    layout.out_row_bytes = layout.out_bytes + (call.quant == QuantKind::kPerToken ? kScaleBytes : 0);
-    layout.sum_at = (static_cast<int64_t>(call.tokens) * layout.out_row_bytes + 255) / 256 * 256;
+    const OutputLayout output = output_layout(row_kind(call, launch.dtype), call.tokens);
+    layout.row_bytes = output.row_bytes;
+    layout.out_bytes = output.out_bytes;
+    layout.out_row_bytes = output.out_row_bytes;
+    layout.sum_offset = output.sum_offset;
     // CTAs wait for each other through peers: all of them must be resident at once, which is one on each SM.
     const int64_t most = (static_cast<int64_t>(call.share) * layout.row_bytes + kUnitBytes - 1) / kUnitBytes;
     int64_t num_ctas = std::min<int64_t>({num_sms, kMaxCtas, most, call.share});
@@ -341,14 +334,13 @@ int enqueue_as(const Call& call, const Launch& launch) {
     }
     const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
     layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
-    layout.lands = call.normed == call.base[call.rank] + call.regions.output();
-    if (layout.lands && layout.out_row_bytes != layout.out_bytes) return cudaErrorInvalidValue;
-    layout.collects = !layout.lands || call.sum_whole;
+    layout.aliases_output = call.normalized == call.group.base[call.group.rank] + call.buffers.output_offset;
+    if (layout.aliases_output && layout.out_row_bytes != layout.out_bytes) return cudaErrorInvalidValue;
+    layout.collects = !layout.aliases_output || call.sum_whole;
     layout.collects_early = layout.collects && 2 * num_ctas < num_sms;
-    const int64_t row_bytes = layout.row_bytes;
-    const int64_t staging = (call.world - 1) * call.share * row_bytes;
-    const int64_t output = layout.sum_at + (call.sum_whole ? call.tokens * row_bytes : 0);
-    if (staging > call.regions.staging_bytes || output > call.regions.output_bytes) return cudaErrorInvalidValue;
+    const int64_t staging = staging_bytes(layout.row_bytes, call.share, call.group.world);
+    if (staging > call.buffers.staging_bytes || output.num_bytes > call.buffers.output_bytes)
+        return cudaErrorInvalidValue;
     // A job counts its CTA's units in 16 bits.
     if (call.share / (layout.rows_a_unit * num_ctas) >= UINT16_MAX) return cudaErrorInvalidValue;
     const int shared_bytes = layout.stages * layout.unit_bytes + kTeams * layout.places * layout.place_bytes;
@@ -386,8 +378,8 @@ int with_vecs(const Call& call, const Launch& launch) {
 
 template <typename T>
 int with_world(const Call& call, const Launch& launch) {
-    if (call.world <= 2) return with_vecs<T, 2>(call, launch);
-    if (call.world <= 4) return with_vecs<T, 4>(call, launch);
+    if (call.group.world <= 2) return with_vecs<T, 2>(call, launch);
+    if (call.group.world <= 4) return with_vecs<T, 4>(call, launch);
     return with_vecs<T, kMaxWorld>(call, launch);
 }
 
@@ -397,7 +389,7 @@ const char* bulk_unsupported(DType dtype, int64_t hidden, bool fp8, int32_t devi
     int major = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (major < 9) return "bulk copies need compute capability 9.0";
-    if (hidden * size_of(dtype) / 16 > kMostVecs * kTeamThreads) return "rows are too long for the bulk form";
+    if (hidden * size_of(dtype) / 16 > kMostVecs * kTeamThreads) return "rows are too long for the bulk kernel";
     if (fp8 && hidden % 16 != 0) return "bulk copies of e4m3 rows need a multiple of 16 elements";
     return "";
 }

@@ -1,15 +1,18 @@
-// The warps of a CTA of the bulk form that move rows and signals; see bulk.cu.
+// The warps of a CTA of the bulk kernel that move rows and signals; see bulk.cu.
 #pragma once
 
 #include "all_reduce_norm/gpu.h"
+#include "all_reduce_norm/layout.h"
 #include "fabric/bulk_copy.cuh"
-#include "fabric/device.cuh"
+#include "fabric/remote.cuh"
+#include "fabric/signal.cuh"
 
 namespace weave::gpu {
 
-using fabric::Header;
+using fabric::Channel;
 using fabric::kMaxCtas;
 using fabric::kMaxWorld;
+using fabric::Remote;
 using fabric::Watch;
 
 constexpr int kMaxStages = 8;
@@ -20,16 +23,16 @@ constexpr int kTeams = 2;
 struct BulkLayout {
     uint32_t unit_bytes;  // of partial rows, and of a stage; a longer row is a unit of its own, in pieces
     int32_t rows_a_unit;
-    int32_t row_bytes;      // of a partial row and a row of the sum
-    int32_t out_bytes;      // of a finished row
-    int32_t out_row_bytes;  // the same with its scale
-    int64_t sum_at;         // where rows of the sum begin in the output region
-    int32_t stages;         // between loader and sender; even
-    int32_t places;         // of a team for finished units, used in turn
+    int32_t row_bytes;  // as in OutputLayout
+    int32_t out_bytes;
+    int32_t out_row_bytes;
+    int64_t sum_offset;
+    int32_t stages;  // between loader and sender; even
+    int32_t places;  // of a team for finished units, used in turn
     int32_t place_bytes;
     int32_t travelling;      // copies of a sender on their way at once
-    int32_t lands;           // the caller's normed rows are the output region itself
-    int32_t collects;        // what peers push into the output region is taken out of it
+    int32_t aliases_output;  // the caller's normalized rows are the output buffer itself
+    int32_t collects;        // what peers push into the output buffer is taken out of it
     int32_t collects_early;  // and that while partial rows are still being sent
 };
 
@@ -71,9 +74,9 @@ struct Shared {
     }
 };
 
-// A word that one warp posts and another looks at. Atomic operations, as both are under way at once; everything before
-// post(), arrived copies included, is part of what is seen by who looks.
-__device__ __forceinline__ void post(uint32_t& word, uint32_t value) {
+// A word that one warp writes and another polls. Atomic operations, as both are under way at once; everything before
+// the store, arrived copies included, is seen by who loads what was stored.
+__device__ __forceinline__ void store_release_shared(uint32_t& word, uint32_t value) {
     [[maybe_unused]] uint32_t before;
     asm volatile("atom.release.cta.shared::cta.exch.b32 %0, [%1], %2;"
                  : "=r"(before)
@@ -81,7 +84,7 @@ __device__ __forceinline__ void post(uint32_t& word, uint32_t value) {
                  : "memory");
 }
 
-__device__ __forceinline__ uint32_t look_at(uint32_t& word) {
+__device__ __forceinline__ uint32_t load_acquire_shared(uint32_t& word) {
     uint32_t value;
     asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
                  : "=r"(value)
@@ -109,10 +112,17 @@ struct Work {
     Shared& shared;
     char* stages;
     char* places;
-    uint64_t epoch;  // of the words, above the count of units
+    uint64_t epoch;  // as signal words begin in this call
 
-    __device__ __forceinline__ Header* header(int32_t rank) const { return reinterpret_cast<Header*>(call.base[rank]); }
-    __device__ __forceinline__ char* output(int32_t rank) const { return call.base[rank] + call.regions.output(); }
+    __device__ __forceinline__ Channel* channel(int32_t rank) const { return call.group.channel(rank); }
+    // In the staging and the output buffer of a rank.
+    __device__ __forceinline__ Remote staging(int32_t rank, int64_t at) const {
+        return Remote{call.group, rank, call.buffers.staging_offset + at};
+    }
+    __device__ __forceinline__ Remote output(int32_t rank, int64_t at) const {
+        return Remote{call.group, rank, call.buffers.output_offset + at};
+    }
+    // What a word holds once `count` units have come.
     __device__ __forceinline__ uint64_t word(uint32_t count) const { return epoch | count; }
     __device__ __forceinline__ char* place(int32_t team, uint32_t at) const {
         return places + (team * layout.places + at) * layout.place_bytes;
@@ -131,13 +141,9 @@ struct Work {
         const uint32_t units = (rows + layout.rows_a_unit - 1) / layout.rows_a_unit;
         return units > blockIdx.x ? (units - blockIdx.x - 1) / gridDim.x + 1 : 0;
     }
-    __device__ __forceinline__ int32_t behind(int32_t step) const {
-        const int32_t rank = call.rank + step;
-        return rank < call.world ? rank : rank - call.world;
-    }
 };
 
-// Fills stages: this rank's partial rows, unit by unit, owners in turn; and what peers pushed into the output region.
+// Fills stages: this rank's partial rows, unit by unit, owners in turn; and what peers pushed into the output buffer.
 struct Loader {
     const Work work;
     Turn turn;
@@ -179,9 +185,9 @@ struct Loader {
         take_stage();
         work.shared.jobs[turn.at].bytes = 0;
         fabric::arrive(&work.shared.stage_full[turn.at]);
-        // What landed where it is read is not collected, but has to be there.
-        for (int32_t step = 1; step < call.world; ++step) {
-            const int32_t owner = work.behind(step);
+        // What peers wrote where it is read is not collected, but has to be there.
+        for (int32_t step = 1; step < call.group.world; ++step) {
+            const int32_t owner = work.call.group.after(step);
             if (work.num_units(owner) > 0) await_unit(owner, work.num_units(owner) - 1);
         }
     }
@@ -189,10 +195,10 @@ struct Loader {
     // One unit of every owner that has one more here.
     __device__ __forceinline__ void collect_what_has_come() {
 #pragma unroll 1
-        for (int32_t step = 1; step < work.call.world; ++step) {
-            const int32_t owner = work.behind(step);
+        for (int32_t step = 1; step < work.call.group.world; ++step) {
+            const int32_t owner = work.call.group.after(step);
             const uint32_t unit = work.shared.collected[owner];
-            if (unit < work.num_units(owner) && fabric::relaxed_look(rows_word(owner)) >= work.word(unit + 1))
+            if (unit < work.num_units(owner) && fabric::load_relaxed(rows_word(owner)) >= work.word(unit + 1))
                 collect(owner);
         }
     }
@@ -201,8 +207,8 @@ struct Loader {
     __device__ __forceinline__ bool collect_next() {
         bool any = false;
 #pragma unroll 1
-        for (int32_t step = 1; step < work.call.world; ++step) {
-            const int32_t owner = work.behind(step);
+        for (int32_t step = 1; step < work.call.group.world; ++step) {
+            const int32_t owner = work.call.group.after(step);
             if (work.shared.collected[owner] == work.num_units(owner)) continue;
             collect(owner);
             any = true;
@@ -216,24 +222,24 @@ struct Loader {
         const int64_t row_bytes = work.layout.row_bytes;
         const char* partial = static_cast<const char*>(call.partial);
         const int32_t index = work.first(j);
-        for (int32_t step = 1; step < call.world; ++step) {
-            const int32_t owner = work.behind(step);
-            char* to = call.base[owner] + call.regions.staging() +
-                       (static_cast<int64_t>(call.world - 1 - step) * call.share + index) * row_bytes;
+        for (int32_t step = 1; step < call.group.world; ++step) {
+            const int32_t owner = work.call.group.after(step);
+            const int64_t slot_row = static_cast<int64_t>(call.group.world - 1 - step) * call.share + index;
+            char* to = work.staging(owner, slot_row * row_bytes).pointer();
             load(partial + (call.begin[owner] + index) * row_bytes, to, work.unit(owner, index) * row_bytes, owner,
                  j + 1);
         }
     }
 
     __device__ __forceinline__ const uint64_t* rows_word(int32_t owner) const {
-        return &work.header(work.call.rank)->rows[owner][blockIdx.x];
+        return &work.channel(work.call.group.rank)->rows[owner][blockIdx.x];
     }
 
     // Waits until unit j of `owner` is there. A word covers all units up to it.
     __device__ __forceinline__ void await_unit(int32_t owner, uint32_t j) {
         if (work.shared.seen[owner] > j) return;
         const uint64_t word = fabric::wait(rows_word(owner), work.word(j + 1), work.watch, owner, fabric::Slot::kRows);
-        work.shared.seen[owner] = static_cast<uint32_t>(word & 0xffffff);
+        work.shared.seen[owner] = fabric::count_in(word);
         fabric::order_accesses_before_copies();
     }
 
@@ -245,21 +251,21 @@ struct Loader {
         const int32_t index = work.first(j), rows = work.unit(owner, index);
         await_unit(owner, j);
         const int64_t token = call.begin[owner] + index;
-        const char* output = work.output(call.rank);
-        char* normed = static_cast<char*>(call.normed) + token * layout.out_bytes;
+        const char* output = work.output(call.group.rank, 0).pointer();
+        char* normalized = static_cast<char*>(call.normalized) + token * layout.out_bytes;
         if (call.quant == QuantKind::kPerToken) {
             // Rows that carry a scale are taken one by one, since the caller's tensor has no room for it.
             for (int32_t i = 0; i < rows; ++i) {
                 const char* from = output + (token + i) * layout.out_row_bytes;
                 static_cast<float*>(call.row_scale)[token + i] =
                     *reinterpret_cast<const volatile float*>(from + layout.out_bytes);
-                load(from, normed + i * layout.out_bytes, layout.out_bytes, -1, 0);
+                load(from, normalized + i * layout.out_bytes, layout.out_bytes, -1, 0);
             }
-        } else if (call.normed != nullptr && !layout.lands) {
-            load(output + token * layout.out_bytes, normed, rows * layout.out_bytes, -1, 0);
+        } else if (call.normalized != nullptr && !layout.aliases_output) {
+            load(output + token * layout.out_bytes, normalized, rows * layout.out_bytes, -1, 0);
         }
         if (call.sum_whole) {
-            load(output + layout.sum_at + token * layout.row_bytes,
+            load(output + layout.sum_offset + token * layout.row_bytes,
                  static_cast<char*>(call.sum) + token * layout.row_bytes, rows * layout.row_bytes, -1, 0);
         }
     }
@@ -312,7 +318,7 @@ struct StageSender {
     __device__ __forceinline__ void report(uint32_t pending) {
         fabric::await_arrival(pending);
         const uint32_t what = ring[num_arrived++ % kRing];
-        if (what >> 16 != 0) post(work.shared.pushed[what & 0xffff], what >> 16);
+        if (what >> 16 != 0) store_release_shared(work.shared.pushed[what & 0xffff], what >> 16);
     }
 };
 
@@ -321,7 +327,7 @@ struct RowSender {
     const Work work;
 
     __device__ __forceinline__ void run() {
-        const uint32_t num_units = work.num_units(work.call.rank);
+        const uint32_t num_units = work.num_units(work.call.group.rank);
         uint32_t num_freed = 0, num_arrived = 0;
         Turn turn, to_free;  // of a team's places: the teams take units in turn
         const auto free = [&](uint32_t upto) {
@@ -337,66 +343,68 @@ struct RowSender {
                 free(j);
                 if (num_arrived == j) continue;
                 fabric::await_arrival<0>();
-                post(work.shared.published, num_arrived = j);
+                store_release_shared(work.shared.published, num_arrived = j);
             }
             push(j, work.place(team, turn.at));
             fabric::await_reading<1>();
             free(j);
             fabric::await_arrival<1>();
-            post(work.shared.published, num_arrived = j);
+            store_release_shared(work.shared.published, num_arrived = j);
             if (team == kTeams - 1) turn.next(work.layout.places);
         }
         fabric::await_arrival<0>();
-        post(work.shared.published, num_units);
+        store_release_shared(work.shared.published, num_units);
     }
 
     __device__ __forceinline__ void push(int32_t j, const char* place) {
         const Call& call = work.call;
         const BulkLayout& layout = work.layout;
         const int32_t index = work.first(j);
-        const int32_t count = work.unit(call.rank, index);
-        const int64_t first = call.begin[call.rank] + index;
+        const int32_t count = work.unit(call.group.rank, index);
+        const int64_t first = call.begin[call.group.rank] + index;
         const char* sums = place + layout.rows_a_unit * layout.out_row_bytes;
-        for (int step = 1; step < call.world; ++step) {
-            char* output = work.output(work.behind(step));
-            if (call.normed != nullptr)
-                fabric::copy_out(output + first * layout.out_row_bytes, place, count * layout.out_row_bytes);
+        for (int step = 1; step < call.group.world; ++step) {
+            const int32_t peer = call.group.after(step);
+            if (call.normalized != nullptr)
+                work.output(peer, first * layout.out_row_bytes).put(place, count * layout.out_row_bytes);
             if (call.sum_whole)
-                fabric::copy_out(output + layout.sum_at + first * layout.row_bytes, sums, count * layout.row_bytes);
+                work.output(peer, layout.sum_offset + first * layout.row_bytes).put(sums, count * layout.row_bytes);
         }
-        char* normed = static_cast<char*>(call.normed) + first * layout.out_bytes;
-        if (call.normed != nullptr) {
+        char* normalized = static_cast<char*>(call.normalized) + first * layout.out_bytes;
+        if (call.normalized != nullptr) {
             if (layout.out_row_bytes == layout.out_bytes) {
-                fabric::copy_out(normed, place, count * layout.out_bytes);
+                fabric::copy_out(normalized, place, count * layout.out_bytes);
             } else {
                 for (int32_t i = 0; i < count; ++i)
-                    fabric::copy_out(normed + i * layout.out_bytes, place + i * layout.out_row_bytes, layout.out_bytes);
+                    fabric::copy_out(normalized + i * layout.out_bytes, place + i * layout.out_row_bytes,
+                                     layout.out_bytes);
             }
         }
         fabric::commit_copies();
     }
 };
 
-// The warp that tells the peers: lane `step - 1` the rank `step` behind. One fence for all that was posted.
+// The warp that tells the peers: lane `step - 1` the rank `step` behind. One fence for all that was stored.
 __device__ __forceinline__ void publish(const Work work) {
     const Call& call = work.call;
     const int32_t step = (threadIdx.x & 31) + 1;
-    const bool active = step < call.world;
-    const int32_t peer = active ? work.behind(step) : call.rank;
-    const uint32_t all_rows = active ? work.num_units(call.rank) : 0, all_partial = active ? work.num_units(peer) : 0;
+    const bool active = step < call.group.world;
+    const int32_t peer = active ? work.call.group.after(step) : call.group.rank;
+    const uint32_t all_rows = active ? work.num_units(call.group.rank) : 0,
+                   all_partial = active ? work.num_units(peer) : 0;
     uint32_t rows = 0, partial = 0;
     while (!__all_sync(0xffffffffu, rows == all_rows && partial == all_partial)) {
-        const uint32_t rows_now = active ? look_at(work.shared.published) : 0;
-        const uint32_t partial_now = active ? look_at(work.shared.pushed[peer]) : 0;
+        const uint32_t rows_now = active ? load_acquire_shared(work.shared.published) : 0;
+        const uint32_t partial_now = active ? load_acquire_shared(work.shared.pushed[peer]) : 0;
         if (!__any_sync(0xffffffffu, rows_now != rows || partial_now != partial)) {
             __nanosleep(32);
             continue;
         }
         fabric::fence();
-        Header* header = work.header(peer);
+        Channel* channel = work.channel(peer);
         if (partial_now != partial)
-            fabric::relaxed_signal(&header->partial[call.rank][blockIdx.x], work.word(partial_now));
-        if (rows_now != rows) fabric::relaxed_signal(&header->rows[call.rank][blockIdx.x], work.word(rows_now));
+            fabric::store_relaxed(&channel->partial[call.group.rank][blockIdx.x], work.word(partial_now));
+        if (rows_now != rows) fabric::store_relaxed(&channel->rows[call.group.rank][blockIdx.x], work.word(rows_now));
         rows = rows_now;
         partial = partial_now;
     }

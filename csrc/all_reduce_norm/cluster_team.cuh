@@ -73,7 +73,7 @@ struct ClusterTeam {
         const int num_parts = cluster * num_warps;
 #if __CUDA_ARCH__ >= 900
         if (cluster == 1) {
-            meet(value, parity);
+            barrier(value, parity);
             return total(parity, num_parts, combine);
         }
         const uint32_t slot = static_cast<uint32_t>(__cvta_generic_to_shared(&parts[parity][rank * num_warps + warp]));
@@ -97,13 +97,13 @@ struct ClusterTeam {
         }
         if (threadIdx.x == 0) expect(barrier, num_parts);
 #else
-        meet(value, parity);
+        barrier(value, parity);
 #endif
         return total(parity, num_parts, combine);
     }
 
     // The threads of one CTA.
-    __device__ __forceinline__ void meet(float value, int parity) const {
+    __device__ __forceinline__ void barrier(float value, int parity) const {
         if ((threadIdx.x & 31) == 0) parts[parity][threadIdx.x >> 5] = value;
         asm volatile("bar.sync 1, %0;" ::"r"(num_warps * 32) : "memory");
     }

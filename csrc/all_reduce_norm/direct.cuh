@@ -1,5 +1,6 @@
-// The direct form of all_reduce_norm: owners read all ranks' partial rows where they are, finish them in registers and
-// store them to everyone, between two rounds of signals (TokenWeave, section 4.3, where the switch sums and copies).
+// The direct kernel of all_reduce_norm: owners read all ranks' partial rows where they are, finish them in registers
+// and store them to everyone, between two rounds of signals (TokenWeave, section 4.3, where the switch sums and
+// copies).
 //
 // The body is written once over a fabric with two operations, reduce_load and broadcast_store: `peer` does them with
 // loads and stores to each rank in turn, `multimem` with one instruction on a multicast address.
@@ -8,26 +9,17 @@
 #include <algorithm>
 
 #include "all_reduce_norm/finish.cuh"
+#include "all_reduce_norm/layout.h"
+#include "fabric/call.cuh"
 
 namespace weave::gpu {
 
-using fabric::Header;
 using fabric::kMaxCtas;
-using fabric::kMaxWorld;
 using fabric::Watch;
 
 constexpr int kDirectThreads = 512;
 constexpr int kDirectWarps = kDirectThreads / 32;
-constexpr int kDirectScaleBytes = 16;
 constexpr int kMostDirectVecs = 8;
-
-// Where rows lie in the output region, equal on all ranks.
-struct DirectLayout {
-    int32_t row_bytes;
-    int32_t out_bytes;
-    int32_t out_row_bytes;
-    int64_t sum_at;
-};
 
 // The threads of a CTA. Sums are made in one order.
 struct BlockTeam {
@@ -52,31 +44,22 @@ struct BlockTeam {
 
 template <class Fabric, typename T, int kVecs>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    direct(const __grid_constant__ Call call, const __grid_constant__ DirectLayout layout) {
+    direct(const __grid_constant__ Call call, const __grid_constant__ OutputLayout layout) {
     constexpr int E = kElements<T>;
     __shared__ float parts[2][kDirectWarps];
     fabric::let_next_kernel_start();
     fabric::wait_for_previous_kernel();
-    Header* own = reinterpret_cast<Header*>(call.base[call.rank]);
-    const uint64_t calls = *reinterpret_cast<const volatile uint64_t*>(&own->state.num_calls);
+    const fabric::CallState state = fabric::begin_call<false>(call.group);
     __syncthreads();
-    const Watch watch{own, call.record, call.timeout_ns, fabric::tag_word(calls + 1, call.tokens, call.tag)};
-    const uint64_t word = (calls + 1) << 24 | 1;
+    const Watch watch{call.group, fabric::tag_word(state.epoch, call.tokens, call.site)};
+    const uint64_t word = fabric::signal_word(state.epoch, 1);
     const int peer = threadIdx.x;
-    const bool meets = peer < call.world && peer != call.rank;
-    if (threadIdx.x == kMaxWorld) {
-        // Everyone in this CTA has read the state: the last CTA moves it on.
-        __threadfence();
-        if (atomicAdd(&own->state.num_arrived, 1u) == gridDim.x - 1) {
-            own->state.num_arrived = 0;
-            own->state.num_calls = calls + 1;
-        }
-    }
-    if (meets) {
-        Header* theirs = reinterpret_cast<Header*>(call.base[peer]);
-        if (blockIdx.x == 0) fabric::exchange_tags(watch, call.base[peer], call.rank, peer, calls);
+    const bool has_peer = peer < call.group.world && peer != call.group.rank;
+    if (peer <= call.group.world) fabric::end_call<false>(watch, state, peer);
+    const fabric::Channel* own = call.group.channel(call.group.rank);
+    if (has_peer) {
         // The partial rows were written by kernels before this one.
-        fabric::signal(&theirs->partial[call.rank][blockIdx.x], word);
+        fabric::signal(&call.group.channel(peer)->partial[call.group.rank][blockIdx.x], word);
         fabric::wait(&own->partial[peer][blockIdx.x], word, watch, peer, fabric::Slot::kPartial);
     }
     Fabric::order_addresses();
@@ -84,9 +67,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
 
     const Lanes lanes{static_cast<int>(threadIdx.x), kDirectThreads, call.hidden / E};
     BlockTeam team{parts};
-    const int32_t packet_size = packet_bytes<T>(call.out_kind);
-    const int64_t output = call.regions.output();
-    for (int32_t row = call.begin[call.rank] + blockIdx.x; row < call.begin[call.rank + 1]; row += gridDim.x) {
+    const int32_t out_vector_size = out_vector_bytes<T>(call.out_kind);
+    const int64_t output = call.buffers.output_offset;
+    for (int32_t row = call.begin[call.group.rank] + blockIdx.x; row < call.begin[call.group.rank + 1];
+         row += gridDim.x) {
         float x[kVecs][E];
         Vec16 residual[kVecs];
         const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
@@ -104,7 +88,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
         const auto before = [&](int j) { return residual[j]; };
         finish<T>(x, call, lanes, call.residual != nullptr, before, team, weight, [&](int j, const Vec16& sum) {
             if (call.sum_whole)
-                Fabric::broadcast_store(call, output + layout.sum_at + row_at + lanes.at(j) * 16, sum);
+                Fabric::broadcast_store(call, output + layout.sum_offset + row_at + lanes.at(j) * 16, sum);
             else if (call.sum != nullptr)
                 fabric::store(static_cast<char*>(call.sum) + row_at + lanes.at(j) * 16, sum);
         });
@@ -113,45 +97,44 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
         const int64_t out_at = output + static_cast<int64_t>(row) * layout.out_row_bytes;
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j) || call.normed == nullptr) continue;
-            const Packet packet = packed<T>(x[j], call.out_kind, inverse);
-            const int64_t at = out_at + static_cast<int64_t>(lanes.at(j)) * packet_size;
-            if (packet_size >= 16) Fabric::broadcast_store(call, at, packet.part[0]);
-            if (packet_size == 32) Fabric::broadcast_store(call, at + 16, packet.part[1]);
-            if (packet_size < 16) Fabric::broadcast_short(call, at, packet.part[0], packet_size);
+            if (!lanes.has(j) || call.normalized == nullptr) continue;
+            OutVector out = out_vector<T>(x[j], call.out_kind, inverse);
+            const int64_t at = out_at + static_cast<int64_t>(lanes.at(j)) * out_vector_size;
+            for_each_piece(out, out_vector_size, [&](const auto& piece, int32_t offset) {
+                Fabric::broadcast_store(call, at + offset, piece);
+            });
         }
         if (call.quant == QuantKind::kPerToken && threadIdx.x == 0) {
             const uint32_t bits = __float_as_uint(scale);
-            Fabric::broadcast_store(call, out_at + layout.out_row_bytes - kDirectScaleBytes,
-                                    Vec16{{bits, bits, bits, bits}});
+            Fabric::broadcast_store(call, out_at + layout.out_row_bytes - kScaleBytes, Vec16{{bits, bits, bits, bits}});
         }
     }
     Fabric::order_addresses();
     __syncthreads();
-    if (meets) {
-        fabric::signal(&reinterpret_cast<Header*>(call.base[peer])->rows[call.rank][blockIdx.x], word);
+    if (has_peer) {
+        fabric::signal(&call.group.channel(peer)->rows[call.group.rank][blockIdx.x], word);
         fabric::wait(&own->rows[peer][blockIdx.x], word, watch, peer, fabric::Slot::kRows);
     }
     Fabric::order_addresses();
     __syncthreads();
     // What everyone stored here, into the caller's tensors.
-    const char* from = call.base[call.rank] + output;
-    for (int32_t owner = 0; owner < call.world; ++owner)
+    const char* from = call.group.base[call.group.rank] + output;
+    for (int32_t owner = 0; owner < call.group.world; ++owner)
         for (int32_t row = call.begin[owner] + blockIdx.x; row < call.begin[owner + 1]; row += gridDim.x) {
             const char* out_row = from + static_cast<int64_t>(row) * layout.out_row_bytes;
-            for (int32_t at = threadIdx.x * 4; call.normed != nullptr && at < layout.out_bytes;
+            for (int32_t at = threadIdx.x * 4; call.normalized != nullptr && at < layout.out_bytes;
                  at += kDirectThreads * 4)
-                *reinterpret_cast<uint32_t*>(static_cast<char*>(call.normed) +
+                *reinterpret_cast<uint32_t*>(static_cast<char*>(call.normalized) +
                                              static_cast<int64_t>(row) * layout.out_bytes + at) =
                     *reinterpret_cast<const volatile uint32_t*>(out_row + at);
             if (call.quant == QuantKind::kPerToken && threadIdx.x == 0)
                 static_cast<float*>(call.row_scale)[row] =
-                    *reinterpret_cast<const volatile float*>(out_row + layout.out_row_bytes - kDirectScaleBytes);
+                    *reinterpret_cast<const volatile float*>(out_row + layout.out_row_bytes - kScaleBytes);
             if (!call.sum_whole) continue;
             const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
             for (int32_t at = threadIdx.x * 16; at < layout.row_bytes; at += kDirectThreads * 16)
                 fabric::store(static_cast<char*>(call.sum) + row_at + at,
-                              fabric::load(from + layout.sum_at + row_at + at));
+                              fabric::load(from + layout.sum_offset + row_at + at));
         }
 }
 
@@ -160,15 +143,8 @@ int enqueue_direct(const Call& call, const Launch& launch) {
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    DirectLayout layout{};
-    const int32_t out = out_bytes_of(call.out_kind, launch.dtype);
-    layout.row_bytes = static_cast<int32_t>(call.hidden * size_of(launch.dtype));
-    layout.out_bytes = call.hidden * out;
-    layout.out_row_bytes =
-        (layout.out_bytes + 15) / 16 * 16 + (call.quant == QuantKind::kPerToken ? kDirectScaleBytes : 0);
-    layout.sum_at = (static_cast<int64_t>(call.tokens) * layout.out_row_bytes + 255) / 256 * 256;
-    const int64_t bytes = layout.sum_at + (call.sum_whole ? static_cast<int64_t>(call.tokens) * layout.row_bytes : 0);
-    if (bytes > call.regions.output_bytes) return cudaErrorInvalidValue;
+    const OutputLayout layout = output_layout(row_kind(call, launch.dtype), call.tokens);
+    if (layout.num_bytes > call.buffers.output_bytes) return cudaErrorInvalidValue;
     // CTAs wait for each other through peers: all of them must be resident at once, which is one on each SM.
     int32_t num_ctas = std::min({num_sms, kMaxCtas, call.share});
     if (launch.num_ctas > 0) num_ctas = std::min(num_ctas, launch.num_ctas);

@@ -2,10 +2,10 @@
 // row stays in the registers of the threads that share it, from the reduction to the last store.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "all_reduce_norm/gpu.h"
-#include "fabric/device.cuh"
+#include "all_reduce_norm/out_vector.cuh"
+#include "fabric/ll_packet.cuh"
+#include "fabric/vector.cuh"
 
 namespace weave::gpu {
 
@@ -19,10 +19,10 @@ constexpr float kLargestFp8 = 448.0f;
 // fetched.
 inline bool is_plain(const Call& call) {
     const GpuNorm& norm = call.norm;
-    return norm.form.kind == NormKind::kRms && norm.weight.data != nullptr && !norm.weight.is_fp32 &&
-           norm.bias.data == nullptr && call.post.form.kind == NormKind::kNone && call.reduced_bias.data == nullptr &&
+    return norm.spec.kind == NormKind::kRms && norm.weight.data != nullptr && !norm.weight.is_fp32 &&
+           norm.bias.data == nullptr && call.post.spec.kind == NormKind::kNone && call.reduced_bias.data == nullptr &&
            call.scale == 1.0f && call.scale_value.data == nullptr && call.out_kind == OutKind::kSame &&
-           call.quant == QuantKind::kNone && call.residual != nullptr && call.normed != nullptr && !call.sum_whole;
+           call.quant == QuantKind::kNone && call.residual != nullptr && call.normalized != nullptr && !call.sum_whole;
 }
 
 // The vectors of a row that a thread holds: first, first + stride, ...; those from `count` on do not exist.
@@ -57,12 +57,6 @@ template <typename T>
 __device__ __forceinline__ float load_value(const Parameter& parameter) {
     if (parameter.is_fp32) return *static_cast<const float*>(parameter.data);
     return static_cast<float>(*static_cast<const T*>(parameter.data));
-}
-
-// To T and back, in pairs: conversions one by one run at a quarter of the rate.
-template <typename T>
-__device__ __forceinline__ void round_to(float (&x)[kElements<T>]) {
-    fabric::widen(fabric::narrow(x, static_cast<const T*>(nullptr)), x, static_cast<const T*>(nullptr));
 }
 
 // A norm's weight. One in the activations' type is on its way to registers while something else is waited for: by
@@ -107,7 +101,7 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
     constexpr int E = kElements<T>;
     weight.prepare(norm, lanes);
     const float inverse = 1.0f / static_cast<float>(hidden);
-    if (!kPlain && norm.form.kind == NormKind::kLayer) {
+    if (!kPlain && norm.spec.kind == NormKind::kLayer) {
         float total = 0;
 #pragma unroll
         for (int j = 0; j < kVecs; ++j)
@@ -128,20 +122,20 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
 #pragma unroll
         for (int i = 0; i < E; ++i)
             squares += x[j][i] * x[j][i];
-    const float factor = rsqrtf(team.sum(squares) * inverse + norm.form.eps);
+    const float factor = rsqrtf(team.sum(squares) * inverse + norm.spec.eps);
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
         if (!lanes.has(j)) continue;
 #pragma unroll
         for (int i = 0; i < E; ++i)
             x[j][i] *= factor;
-        if (norm.form.cast_before_weight) round_to<T>(x[j]);
+        if (norm.spec.cast_before_weight) round_to<T>(x[j]);
         float parameter[E];
         if (kPlain || norm.weight.data != nullptr) {
             weight.get(norm, lanes, j, parameter);
 #pragma unroll
             for (int i = 0; i < E; ++i)
-                x[j][i] *= parameter[i] + norm.form.weight_offset;
+                x[j][i] *= parameter[i] + norm.spec.weight_offset;
         }
         if (!kPlain && norm.bias.data != nullptr) {
             load_parameter<T>(norm.bias, lanes.at(j), parameter);
@@ -152,7 +146,7 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
     }
 }
 
-// From the sum over ranks on to the normed row, left in `x`. `residual(j)` gives the row's own vectors if
+// From the sum over ranks on to the normalized row, left in `x`. `residual(j)` gives the row's own vectors if
 // `adds_residual`. `take_sum(j, v)` gets the rounded sum: at once, so that it takes no registers during the norm.
 template <typename T, bool kPlain = false, int kVecs, class Team, class Weight, class Residual, class TakeSum>
 __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Call& call, const Lanes& lanes,
@@ -179,7 +173,7 @@ __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Ca
             for (int i = 0; i < E; ++i)
                 x[j][i] *= scale;
     }
-    if (!kPlain && call.post.form.kind != NormKind::kNone) {
+    if (!kPlain && call.post.spec.kind != NormKind::kNone) {
         LateWeight<T, kVecs> post_weight;
         normalize<T>(x, call.post, call.hidden, lanes, team, post_weight);
     }
@@ -194,52 +188,12 @@ __device__ __forceinline__ void finish(float (&x)[kVecs][kElements<T>], const Ca
                 x[j][i] += other[i];
         }
         Vec16 sum = fabric::narrow(x[j], static_cast<const T*>(nullptr));
-        if (!kPlain && call.sum_whole) sum = fabric::filled(sum);
+        if (!kPlain && call.sum_whole) sum = fabric::without_empty(sum);
         fabric::widen(sum, x[j], static_cast<const T*>(nullptr));
         take_sum(j, sum);
     }
-    if (kPlain || call.norm.form.kind != NormKind::kNone)
+    if (kPlain || call.norm.spec.kind != NormKind::kNone)
         normalize<T, kPlain>(x, call.norm, call.hidden, lanes, team, weight);
-}
-
-// One thread's normed vector as bytes: 16 for the activations' type, 32 for fp32 from 2-byte activations, 8 for e4m3.
-struct Packet {
-    Vec16 part[2];
-};
-
-__device__ __forceinline__ uint32_t fp8_word(float a, float b, float c, float d) {
-    const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
-    return low | high << 16;
-}
-
-// `inverse` of the scale, e4m3 only; then x is rounded to T first. No word of it is kAbsent.
-template <typename T, bool kPlain = false>
-__device__ __forceinline__ Packet packed(float (&x)[kElements<T>], OutKind kind, float inverse) {
-    constexpr int E = kElements<T>;
-    Packet packet{};
-    if (kPlain || kind == OutKind::kSame) {
-        packet.part[0] = fabric::narrow(x, static_cast<const T*>(nullptr));
-    } else if (kind == OutKind::kFloat32) {
-#pragma unroll
-        for (int i = 0; i < E; ++i)
-            packet.part[i / 4].word[i % 4] = __float_as_uint(x[i]);
-    } else {
-        round_to<T>(x);
-#pragma unroll
-        for (int i = 0; i < E; i += 4)
-            packet.part[0].word[i / 4] =
-                fp8_word(x[i] * inverse, x[i + 1] * inverse, x[i + 2] * inverse, x[i + 3] * inverse);
-    }
-    packet.part[0] = fabric::filled(packet.part[0]);
-    if (!kPlain) packet.part[1] = fabric::filled(packet.part[1]);
-    return packet;
-}
-
-// Bytes of a packet.
-template <typename T, bool kPlain = false>
-__device__ __forceinline__ int32_t packet_bytes(OutKind kind) {
-    return kPlain || kind == OutKind::kSame ? 16 : kElements<T> * (kind == OutKind::kFloat32 ? 4 : 1);
 }
 
 // The scale of a row, and its inverse: e4m3 only.
@@ -264,13 +218,6 @@ __device__ __forceinline__ float inverse_scale(float (&x)[kVecs][kElements<T>], 
     constexpr float kLeast = 1e-12f;
     scale = fmaxf(team.max(largest), kLeast) / kLargestFp8;
     return 1.0f / scale;
-}
-
-__device__ __forceinline__ void store_packet(char* to, const Packet& packet, int32_t bytes) {
-    if (bytes >= 16) fabric::store(to, packet.part[0]);
-    if (bytes == 32) fabric::store(to + 16, packet.part[1]);
-    if (bytes == 8) *reinterpret_cast<uint2*>(to) = make_uint2(packet.part[0].word[0], packet.part[0].word[1]);
-    if (bytes == 4) *reinterpret_cast<uint32_t*>(to) = packet.part[0].word[0];
 }
 
 __device__ __forceinline__ float warp_sum(float value) {

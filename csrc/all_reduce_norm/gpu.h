@@ -1,22 +1,22 @@
 // all_reduce_norm on GPUs of one host: what a call is, and the kernels that run it. Meaning and arguments:
-// weaveopt/ops/all_reduce_norm.py.
+// weaveopt/ops/all_reduce_norm/op.py.
 #pragma once
 
 #include <cstdint>
 
 #include "all_reduce_norm/rows.h"
 #include "base/dtype.h"
-#include "base/host_device.h"
-#include "fabric/peer.h"
+#include "fabric/arena.h"
 
 namespace weave::gpu {
 
-// How the ranks' rows meet.
-enum class Form : int32_t {
-    // Rows go to peers' mailboxes as words that carry their own arrival: no barrier, no flag. Every rank computes all.
-    kMailOneShot = 0,
+// How rows travel between ranks, and in how many steps.
+enum class GpuKernel : int32_t {
+    // Rows go to peers' mailboxes as LL packets, words that carry their own arrival: no barrier, no flag. Every rank
+    // computes all rows.
+    kLLPacketOneShot = 0,
     // The same in two steps: partial rows to their owners, finished rows to everyone.
-    kMailTwoShot = 1,
+    kLLPacketTwoShot = 1,
     // Two steps of bulk copies (TMA) through shared memory, with a signal behind each: few CTAs fill the link.
     kBulk = 2,
     // Owners read all ranks' partial rows where they are (reduce_load) and write finished rows everywhere
@@ -26,13 +26,13 @@ enum class Form : int32_t {
 
 enum class OutKind : int32_t { kSame = 0, kFloat32 = 1, kFp8 = 2 };
 
-// Of one element of normed.
+// Of one element of normalized.
 inline int32_t out_bytes_of(OutKind kind, DType dtype) {
     if (kind == OutKind::kSame) return static_cast<int32_t>(size_of(dtype));
     return kind == OutKind::kFloat32 ? 4 : 1;
 }
 
-// Of normed: e4m3 needs a scale, one for all rows given in advance, or one a row made from its largest value.
+// Of normalized: e4m3 needs a scale, one for all rows given in advance, or one a row made from its largest value.
 enum class QuantKind : int32_t { kNone = 0, kStatic = 1, kPerToken = 2 };
 
 // A vector of `hidden` values, or one value; nullptr: there is none.
@@ -43,29 +43,34 @@ struct Parameter {
 
 // A norm as kernels take it; weight and bias are read from memory in every call.
 struct GpuNorm {
-    NormForm form;
+    NormSpec spec;
     Parameter weight;
     Parameter bias;
 };
 
+// Where the buffers of a site begin in every arena, and how large they are.
+struct Buffers {
+    int64_t mailbox_offset;  // of the first of kNumMailboxes, one behind the other
+    int64_t mailbox_bytes;   // of one
+    int64_t staging_offset;
+    int64_t staging_bytes;
+    int64_t output_offset;
+    int64_t output_bytes;
+};
+
 // Everything a kernel needs, by value. Rows are `hidden` elements, contiguous.
 struct Call {
-    char* base[fabric::kMaxWorld];  // every rank's arena
-    char* multicast;                // all of them at once
-    fabric::Record* record;
-    fabric::Regions regions;
-    int32_t world;
-    int32_t rank;
+    fabric::GroupView group;
+    Buffers buffers;
     int32_t tokens;
     int32_t hidden;
-    uint64_t timeout_ns;
-    uint32_t tag;  // equal on all ranks if they run the same
+    uint32_t site;  // equal on all ranks if they run the same
     OutKind out_kind;
     QuantKind quant;
     const void* partial;  // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
     int64_t partial_offset;
     const void* residual;  // nullptr: none
-    void* normed;          // nullptr: not wanted; kBulk may write to the output region itself
+    void* normalized;      // nullptr: not wanted; kBulk may write to the output buffer itself
     void* sum;             // nullptr: not wanted
     void* row_scale;       // fp32 [tokens], kPerToken only
     int32_t sum_whole;     // every rank needs every row of sum; else only its own rows after two steps
@@ -83,22 +88,22 @@ struct Call {
 
 // Where and how a kernel runs.
 struct Launch {
-    Form form;
+    GpuKernel kernel;
     DType dtype;
     int32_t num_ctas;  // 0: as many as fit
     void* stream;
 };
 
-// Whether `device` can run the form for such rows: a line that says why not, or an empty one.
-const char* unsupported(Form form, DType dtype, int64_t hidden, int32_t world, bool fp8, int32_t device);
-const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device);
+// Whether `device` can run the kernel for such rows: a line that says why not, or an empty one.
+const char* unsupported(GpuKernel kernel, DType dtype, int64_t hidden, int32_t world, bool fp8, int32_t device);
+const char* ll_packet_unsupported(DType dtype, int64_t hidden, int32_t device);
 const char* bulk_unsupported(DType dtype, int64_t hidden, bool fp8, int32_t device);
 const char* direct_unsupported(DType dtype, int64_t hidden);
 
 // Enqueues the call. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
 int run(const Call& call, const Launch& launch);
 
-int run_mail(const Call& call, const Launch& launch);
+int run_ll_packet(const Call& call, const Launch& launch);
 int run_bulk(const Call& call, const Launch& launch);
 int run_direct_peer(const Call& call, const Launch& launch);
 int run_direct_multimem(const Call& call, const Launch& launch);

@@ -1,5 +1,5 @@
-// The direct form on `multimem`: the NVLink switch sums what it loads and copies what is stored (sm_90 and newer). The
-// sum over ranks is made in fp32 and comes rounded to the activations' type.
+// The direct kernel on `multimem`: the NVLink switch sums what it loads and copies what is stored (sm_90 and newer).
+// The sum over ranks is made in fp32 and comes rounded to the activations' type.
 #include "all_reduce_norm/direct.cuh"
 
 #if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
@@ -44,23 +44,27 @@ struct Multimem {
     template <typename T>
     __device__ __forceinline__ static void reduce_load(const Call& call, int64_t at, float (&sum)[kElements<T>]) {
 #ifdef WEAVE_MULTIMEM
-        fabric::widen(summed(call.multicast + at, static_cast<const T*>(nullptr)), sum, static_cast<const T*>(nullptr));
+        fabric::widen(summed(call.group.multicast + at, static_cast<const T*>(nullptr)), sum,
+                      static_cast<const T*>(nullptr));
 #endif
     }
     __device__ __forceinline__ static void broadcast_store(const Call& call, int64_t at, const Vec16& v) {
 #ifdef WEAVE_MULTIMEM
-        asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(call.multicast + at),
+        asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(call.group.multicast + at),
                      "f"(__uint_as_float(v.word[0])), "f"(__uint_as_float(v.word[1])), "f"(__uint_as_float(v.word[2])),
                      "f"(__uint_as_float(v.word[3]))
                      : "memory");
 #endif
     }
-    __device__ __forceinline__ static void broadcast_short(const Call& call, int64_t at, const Vec16& v,
-                                                           int32_t bytes) {
+    // 4 or 8 bytes, word by word.
+    template <int kWords>
+    __device__ __forceinline__ static void broadcast_store(const Call& call, int64_t at,
+                                                           const fabric::Vec<kWords>& piece) {
 #ifdef WEAVE_MULTIMEM
-        for (int32_t i = 0; i < bytes / 4; ++i)
-            asm volatile("multimem.st.relaxed.sys.global.u32 [%0], %1;" ::"l"(call.multicast + at + 4 * i),
-                         "r"(v.word[i])
+#pragma unroll
+        for (int i = 0; i < kWords; ++i)
+            asm volatile("multimem.st.relaxed.sys.global.u32 [%0], %1;" ::"l"(call.group.multicast + at + 4 * i),
+                         "r"(piece.word[i])
                          : "memory");
 #endif
     }
@@ -72,7 +76,7 @@ int run_direct_multimem(const Call& call, const Launch& launch) {
     int device = 0, major = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major < 9 || call.multicast == nullptr) return cudaErrorNotSupported;
+    if (major < 9 || call.group.multicast == nullptr) return cudaErrorNotSupported;
     return run_direct<Multimem>(call, launch);
 }
 

@@ -11,7 +11,7 @@ namespace weave {
 
 enum class NormKind : int32_t { kNone = 0, kRms = 1, kLayer = 2 };
 
-struct NormForm {
+struct NormSpec {
     NormKind kind = NormKind::kNone;
     float eps = 0;
     float weight_offset = 0;          // Gemma: weights are stored as w and mean 1 + w
@@ -19,7 +19,7 @@ struct NormForm {
 };
 
 struct Norm {
-    NormForm form;
+    NormSpec spec;
     const float* weight;  // offset added; nullptr: none
     const float* bias;    // nullptr: none
 };
@@ -29,7 +29,7 @@ struct Rows {
     int64_t hidden;
     int32_t world;
     DType dtype;                  // of partials, residual and sum
-    DType out_dtype;              // of normed
+    DType out_dtype;              // of normalized
     const void* const* partials;  // by rank, summed in this order
     const float* reduced_bias;    // nullptr: none
     float scale;
@@ -37,7 +37,7 @@ struct Rows {
     const void* residual;  // nullptr: none
     void* sum;             // nullptr: not wanted
     Norm norm;
-    void* normed;  // nullptr: not wanted
+    void* normalized;  // nullptr: not wanted
 };
 
 // Computes rows [begin, end). `scratch` holds padded(hidden) floats of this thread.

@@ -300,32 +300,33 @@ struct SquaredDistance {
     Floats operator()(Floats x) const { return (x - from) * (x - from); }
 };
 
-inline Moments moments(const NormForm& form, const float* row, int64_t hidden) {
+inline Moments moments(const NormSpec& spec, const float* row, int64_t hidden) {
     Moments out;
     const float count = static_cast<float>(hidden);
-    if (form.kind == NormKind::kLayer) {
+    if (spec.kind == NormKind::kLayer) {
         out.mean = sum_over(row, hidden, Itself{}) / count;
     }
     const float squares = sum_over(row, hidden, SquaredDistance{out.mean});
-    out.inverse_deviation = inverse_root(squares / count + form.eps);
+    out.inverse_deviation = inverse_root(squares / count + spec.eps);
     return out;
 }
 
 template <typename T, bool kTail>
 inline Floats normalized(const Norm& norm, const Moments& moments, Floats x, int64_t i, int64_t count) {
     x = (x - moments.mean) * moments.inverse_deviation;
-    if (norm.form.cast_before_weight) x = rounded<T>(x);
+    if (norm.spec.cast_before_weight) x = rounded<T>(x);
     if (norm.weight != nullptr) x *= load_at<Float32, kTail>(norm.weight, i, count);
     if (norm.bias != nullptr) x += load_at<Float32, kTail>(norm.bias, i, count);
     return x;
 }
 
 template <typename T, typename Out>
-void store_normed(const Rows& rows, const float* scratch, int64_t row) {
+void store_normalized(const Rows& rows, const float* scratch, int64_t row) {
     const int64_t hidden = rows.hidden;
     const Norm norm = rows.norm;
-    char* out = static_cast<char*>(rows.normed) + row * hidden * static_cast<int64_t>(sizeof(typename Out::Element));
-    const Moments of_sum = moments(norm.form, scratch, hidden);
+    char* out =
+        static_cast<char*>(rows.normalized) + row * hidden * static_cast<int64_t>(sizeof(typename Out::Element));
+    const Moments of_sum = moments(norm.spec, scratch, hidden);
     for_vectors(hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
         constexpr bool kTail = decltype(part)::kTail;
         store_at<Out, kTail>(out, normalized<T, kTail>(norm, of_sum, load(scratch + i), i, count), i, count);
@@ -337,7 +338,7 @@ void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
     const int64_t hidden = rows.hidden;
     const int64_t row_bytes = hidden * static_cast<int64_t>(sizeof(typename T::Element));
     const Norm post = rows.post;
-    const bool has_post = post.form.kind != NormKind::kNone;
+    const bool has_post = post.spec.kind != NormKind::kNone;
     for (int64_t row = begin; row < end; ++row) {
         const Partials partials(rows, row, row_bytes);
         const char* first = partials.of(0);
@@ -351,7 +352,7 @@ void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
                 constexpr bool kTail = decltype(part)::kTail;
                 store_at<Float32, kTail>(scratch, reduced<T, kTail>(partials, first, second, i, count), i, count);
             });
-            of_post = moments(post.form, scratch, hidden);
+            of_post = moments(post.spec, scratch, hidden);
         }
         for_vectors(hidden, [&](auto part, int64_t i, int64_t count) __attribute__((always_inline)) {
             constexpr bool kTail = decltype(part)::kTail;
@@ -362,11 +363,11 @@ void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
             store_at<Float32, kTail>(scratch, x, i, count);
             if (sum != nullptr) store_exact_at<T, kTail>(sum, x, i, count);
         });
-        if (rows.normed == nullptr) continue;
+        if (rows.normalized == nullptr) continue;
         if (rows.out_dtype == DType::kFloat32) {
-            store_normed<T, Float32>(rows, scratch, row);
+            store_normalized<T, Float32>(rows, scratch, row);
         } else {
-            store_normed<T, T>(rows, scratch, row);
+            store_normalized<T, T>(rows, scratch, row);
         }
     }
 }

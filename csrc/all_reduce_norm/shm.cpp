@@ -12,7 +12,6 @@ namespace {
 constexpr int32_t kNumParameters = 5;
 // A thread is woken only for this much data; below it, waking costs more than it saves.
 constexpr int64_t kBytesPerThread = 256 << 10;
-constexpr int64_t kAlignment = 64;
 
 // Large results are memory that nobody touched yet. The kernel maps 4 KiB at each first touch, which for a result of
 // 32 MiB takes longer than to fill it (12 ms against 1 ms where this was measured); with huge pages it is 16 touches.
@@ -29,7 +28,7 @@ void advise_huge_pages(void* result, int64_t bytes) {
 }
 
 int64_t aligned(int64_t bytes) {
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return (bytes + kShmAlignment - 1) / kShmAlignment * kShmAlignment;
 }
 
 int64_t max_share(const AllReduceNormSite& site, int32_t world) {
@@ -54,7 +53,7 @@ void divide(int64_t begin, int64_t end, int64_t row_bytes, int32_t num_threads, 
 
 }  // namespace
 
-AllReduceNorm::AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads,
+AllReduceNorm::AllReduceNorm(fabric::shm::Group& group, const AllReduceNormSite& site, int32_t max_threads,
                              const RowFunctions& functions)
     : group_(group),
       site_(site),
@@ -69,8 +68,20 @@ int64_t AllReduceNorm::output_bytes(const AllReduceNormSite& site, int32_t world
     return aligned(elements * size_of(site.out_dtype)) + aligned(elements * size_of(site.dtype));
 }
 
+std::vector<fabric::BufferNeed> AllReduceNorm::buffer_needs(int64_t max_tokens, int64_t hidden, DType dtype,
+                                                            DType out_dtype, int32_t world) {
+    AllReduceNormSite site;
+    site.max_tokens = max_tokens;
+    site.hidden = hidden;
+    site.dtype = dtype;
+    site.out_dtype = out_dtype;
+    return {{"partial", 2 * aligned(max_tokens * hidden * size_of(dtype)), std::nullopt, true},
+            {"output", output_bytes(site, world), std::nullopt, false}};
+}
+
 char* AllReduceNorm::output_sum(int32_t rank) const {
-    return output_normed(rank) + aligned(max_share(site_, group_.world()) * site_.hidden * size_of(site_.out_dtype));
+    return output_normalized(rank) +
+           aligned(max_share(site_, group_.world()) * site_.hidden * size_of(site_.out_dtype));
 }
 
 // Two buffers, by parity of the epoch. A one-shot call synchronizes once: when this rank has returned from epoch e, a
@@ -82,7 +93,7 @@ void* AllReduceNorm::partial() const {
 }
 
 Status AllReduceNorm::enter(int64_t tokens) {
-    Status status = group_.enter(site_.layout, fabric::tag(site_.tag, tokens), site_.timeout_s);
+    Status status = group_.enter(site_.layout, fabric::shm::tag(site_.tag, tokens), site_.timeout_s);
     if (!status.ok() && status.code != Code::kBusy) group_.leave();
     return status;
 }
@@ -96,10 +107,10 @@ Status AllReduceNorm::run(int64_t tokens, const AllReduceNormArrays& arrays, int
         divide(0, bytes, 1, threads,
                [&](int64_t begin, int64_t end, int32_t) { std::memcpy(to + begin, from + begin, end - begin); });
     }
-    group_.signal_ready(fabric::tag(site_.tag, tokens));
+    group_.signal_ready(fabric::shm::tag(site_.tag, tokens));
     const Rows call = rows(arrays);
     advise_huge_pages(call.sum, bytes);
-    advise_huge_pages(call.normed, tokens * site_.hidden * size_of(site_.out_dtype));
+    advise_huge_pages(call.normalized, tokens * site_.hidden * size_of(site_.out_dtype));
     Status status =
         tokens <= site_.one_shot_max_tokens ? one_shot(tokens, call, threads) : two_shot(tokens, call, threads);
     group_.leave();
@@ -135,7 +146,7 @@ Rows AllReduceNorm::rows(const AllReduceNormArrays& arrays) {
     call.sum = site_.sum_out == SumOut::kNone ? nullptr : arrays.sum;
     call.norm = {site_.norm, parameter(3, arrays.weight, arrays, site_.norm.weight_offset),
                  parameter(4, arrays.bias, arrays, 0)};
-    call.normed = site_.norm.kind == NormKind::kNone ? nullptr : arrays.normed;
+    call.normalized = site_.norm.kind == NormKind::kNone ? nullptr : arrays.normalized;
     return call;
 }
 
@@ -156,18 +167,18 @@ void AllReduceNorm::reduce(const Rows& rows, int64_t begin, int64_t end, int32_t
 
 Status AllReduceNorm::one_shot(int64_t tokens, const Rows& rows, int32_t num_threads) {
     group_.relaxed_signal_rows();
-    Status status = wait_all_ready(fabric::tag(site_.tag, tokens));
+    Status status = wait_all_ready(fabric::shm::tag(site_.tag, tokens));
     if (status.ok()) reduce(rows, 0, tokens, num_threads);
     return status;
 }
 
 Status AllReduceNorm::two_shot(int64_t tokens, const Rows& rows, int32_t num_threads) {
-    Status status = wait_all_ready(fabric::tag(site_.tag, tokens));
+    Status status = wait_all_ready(fabric::shm::tag(site_.tag, tokens));
     if (!status.ok()) return status;
     const int32_t rank = group_.rank(), world = group_.world();
     const bool shares_sum = rows.sum != nullptr && site_.sum_out == SumOut::kWhole;
     const int64_t sum_bytes = site_.hidden * size_of(site_.dtype);
-    const int64_t normed_bytes = site_.hidden * size_of(site_.out_dtype);
+    const int64_t normalized_bytes = site_.hidden * size_of(site_.out_dtype);
     const Share own = share(tokens, rank);
     const int64_t row_bytes = sum_bytes * (world + 3);
     divide(own.begin, own.end, row_bytes, num_threads, [&](int64_t from, int64_t to, int32_t thread) {
@@ -175,9 +186,9 @@ Status AllReduceNorm::two_shot(int64_t tokens, const Rows& rows, int32_t num_thr
         for (int64_t row = from; row < to; ++row) {
             functions_.reduce(rows, row, row + 1, scratch);
             // From the cache: the row was written just now.
-            if (rows.normed != nullptr) {
-                std::memcpy(output_normed(rank) + (row - own.begin) * normed_bytes,
-                            static_cast<const char*>(rows.normed) + row * normed_bytes, normed_bytes);
+            if (rows.normalized != nullptr) {
+                std::memcpy(output_normalized(rank) + (row - own.begin) * normalized_bytes,
+                            static_cast<const char*>(rows.normalized) + row * normalized_bytes, normalized_bytes);
             }
             if (shares_sum) {
                 std::memcpy(output_sum(rank) + (row - own.begin) * sum_bytes,
@@ -191,17 +202,18 @@ Status AllReduceNorm::two_shot(int64_t tokens, const Rows& rows, int32_t num_thr
         status = group_.wait_rows(peer, site_.timeout_s);
         if (!status.ok()) return group_.poison(status);
         const Share theirs = share(tokens, peer);
-        divide(theirs.begin, theirs.end, normed_bytes + sum_bytes, num_threads, [&](int64_t from, int64_t to, int32_t) {
-            const int64_t num_rows = to - from, skipped = from - theirs.begin;
-            if (rows.normed != nullptr) {
-                std::memcpy(static_cast<char*>(rows.normed) + from * normed_bytes,
-                            output_normed(peer) + skipped * normed_bytes, num_rows * normed_bytes);
-            }
-            if (shares_sum) {
-                std::memcpy(static_cast<char*>(rows.sum) + from * sum_bytes, output_sum(peer) + skipped * sum_bytes,
-                            num_rows * sum_bytes);
-            }
-        });
+        divide(theirs.begin, theirs.end, normalized_bytes + sum_bytes, num_threads,
+               [&](int64_t from, int64_t to, int32_t) {
+                   const int64_t num_rows = to - from, skipped = from - theirs.begin;
+                   if (rows.normalized != nullptr) {
+                       std::memcpy(static_cast<char*>(rows.normalized) + from * normalized_bytes,
+                                   output_normalized(peer) + skipped * normalized_bytes, num_rows * normalized_bytes);
+                   }
+                   if (shares_sum) {
+                       std::memcpy(static_cast<char*>(rows.sum) + from * sum_bytes,
+                                   output_sum(peer) + skipped * sum_bytes, num_rows * sum_bytes);
+                   }
+               });
     }
     return status;
 }

@@ -1,14 +1,18 @@
 // all_reduce_norm over shared memory: sum of all ranks' partial results, residual and norms in one pass over the
-// tokens. Meaning and arguments: weaveopt/ops/all_reduce_norm.py.
+// tokens. Meaning and arguments: weaveopt/ops/all_reduce_norm/op.py.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "all_reduce_norm/rows.h"
+#include "fabric/buffer_need.h"
 #include "fabric/shm.h"
 
 namespace weave {
+
+// Of buffers, and of the two parts of the output buffer.
+constexpr int64_t kShmAlignment = 64;
 
 enum class SumOut : int32_t { kNone = 0, kWhole = 1, kSharded = 2 };
 
@@ -18,11 +22,11 @@ struct AllReduceNormSite {
     int64_t hidden = 0;
     DType dtype = DType::kFloat32;
     DType out_dtype = DType::kFloat32;
-    fabric::Layout layout;
+    fabric::shm::Layout layout;
     int64_t max_tokens = 0;
     int64_t one_shot_max_tokens = 0;
-    NormForm post;
-    NormForm norm;
+    NormSpec post;
+    NormSpec norm;
     SumOut sum_out = SumOut::kWhole;
     double timeout_s = 120;
 };
@@ -36,7 +40,7 @@ struct AllReduceNormArrays {
     const void* post_bias;
     const void* weight;
     const void* bias;
-    void* normed;
+    void* normalized;
     void* sum;
     // Bit i: parameter i of (reduced_bias, post_weight, post_bias, weight, bias) is fp32; else the site's dtype.
     uint32_t fp32_parameters;
@@ -46,11 +50,14 @@ struct AllReduceNormArrays {
 // A site bound to its group. Owns the scratch memory: a call allocates nothing.
 class AllReduceNorm {
   public:
-    AllReduceNorm(fabric::Group& group, const AllReduceNormSite& site, int32_t max_threads,
+    AllReduceNorm(fabric::shm::Group& group, const AllReduceNormSite& site, int32_t max_threads,
                   const RowFunctions& functions = choose_rows());
 
-    // Bytes of the output region for `max_tokens`: one rank's share of rows, normed and then sum.
+    // Bytes of the output buffer for `max_tokens`: one rank's share of rows, normalized and then sum.
     static int64_t output_bytes(const AllReduceNormSite& site, int32_t world);
+    // "partial" (both buffers, one behind the other) and "output".
+    static std::vector<fabric::BufferNeed> buffer_needs(int64_t max_tokens, int64_t hidden, DType dtype,
+                                                        DType out_dtype, int32_t world);
 
     // Takes the group. Afterwards this rank may write its partial result at partial(), then must call run().
     Status enter(int64_t tokens);
@@ -73,10 +80,10 @@ class AllReduceNorm {
     Status wait_all_ready(uint64_t tag);
     void reduce(const Rows& rows, int64_t begin, int64_t end, int32_t num_threads);
     const float* parameter(int32_t index, const void* source, const AllReduceNormArrays& arrays, float offset);
-    char* output_normed(int32_t rank) const { return group_.data(rank) + site_.layout.output_offset; }
+    char* output_normalized(int32_t rank) const { return group_.data(rank) + site_.layout.output_offset; }
     char* output_sum(int32_t rank) const;
 
-    fabric::Group& group_;
+    fabric::shm::Group& group_;
     const AllReduceNormSite site_;
     const RowFunctions& functions_;
     int32_t max_threads_;

@@ -4,10 +4,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 
+#include "all_reduce_norm/layout.h"
 #include "all_reduce_norm/shm.h"
+#include "base/process.h"
+#include "fabric/arena.h"
 #include "fabric/shm.h"
 
 namespace py = pybind11;
@@ -15,8 +19,8 @@ namespace py = pybind11;
 namespace weave {
 namespace {
 
-using fabric::Group;
-using fabric::Segment;
+using fabric::shm::Group;
+using fabric::shm::Segment;
 
 // Keeps the segments of a group mapped as long as anything uses it.
 struct GroupHandle {
@@ -52,7 +56,7 @@ struct AllReduceNormHandle {
     // A region outside the segment would be a wild store later.
     static Group& check(GroupHandle& handle, const AllReduceNormSite& site) {
         const auto data_bytes = static_cast<int64_t>(handle.segments.at(0)->data_bytes());
-        const fabric::Layout& at = site.layout;
+        const fabric::shm::Layout& at = site.layout;
         const int64_t partial_end = at.partial_offset + 2 * at.partial_bytes;
         const int64_t output_end = at.output_offset + AllReduceNorm::output_bytes(site, handle.group.world());
         if (at.partial_offset < 0 || at.output_offset < 0 || partial_end > data_bytes || output_end > data_bytes ||
@@ -72,7 +76,7 @@ struct AllReduceNormHandle {
 
     // Plain numbers, not a struct: building one from Python would cost more than the call.
     int run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual, uintptr_t reduced_bias,
-            uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normed,
+            uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normalized,
             uintptr_t sum, uint32_t fp32_parameters, float scale) {
         auto in = [](uintptr_t pointer) { return reinterpret_cast<const void*>(pointer); };
         const AllReduceNormArrays arrays = {in(partial),
@@ -82,7 +86,7 @@ struct AllReduceNormHandle {
                                             in(post_bias),
                                             in(weight),
                                             in(bias),
-                                            reinterpret_cast<void*>(normed),
+                                            reinterpret_cast<void*>(normalized),
                                             reinterpret_cast<void*>(sum),
                                             fp32_parameters,
                                             scale};
@@ -92,13 +96,49 @@ struct AllReduceNormHandle {
 
     int enter_and_run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,
                       uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
-                      uintptr_t bias, uintptr_t normed, uintptr_t sum, uint32_t fp32_parameters, float scale) {
+                      uintptr_t bias, uintptr_t normalized, uintptr_t sum, uint32_t fp32_parameters, float scale) {
         const int code = enter(tokens);
         if (code != 0) return code;
-        return run(tokens, num_threads, partial, residual, reduced_bias, post_weight, post_bias, weight, bias, normed,
-                   sum, fp32_parameters, scale);
+        return run(tokens, num_threads, partial, residual, reduced_bias, post_weight, post_bias, weight, bias,
+                   normalized, sum, fp32_parameters, scale);
     }
 };
+
+void bind_host(py::module_& m) {
+    m.def(
+        "process_start",
+        [](int32_t pid) {
+            const auto start = process_start(pid);
+            return start ? std::to_string(*start) : std::string();
+        },
+        py::arg("pid"), "When a process started, in ticks since boot; empty where there is none, or nobody can say.");
+    m.def(
+        "process_has_ended",
+        [](int32_t pid, const std::string& start) {
+            return !start.empty() && process_has_ended(pid, std::strtoull(start.c_str(), nullptr, 10));
+        },
+        py::arg("pid"), py::arg("start"),
+        "Whether the process that started then is gone; False where its start, or what the system says, is unknown.");
+    m.attr("MAX_WORLD") = fabric::kMaxWorld;
+    m.attr("MAX_CTAS") = fabric::kMaxCtas;
+    m.attr("HEADER_BYTES") = fabric::kHeaderBytes;
+    m.attr("NUM_CHANNELS") = fabric::kNumChannels;
+    m.attr("NUM_MAILBOXES") = fabric::kNumMailboxes;
+    m.attr("TAG_FIELD_BITS") = fabric::kTagFieldBits;
+    m.attr("GPU_ALIGNMENT") = gpu::kBufferAlignment;
+    m.attr("SHM_ALIGNMENT") = kShmAlignment;
+    using fabric::BufferNeed;
+    py::class_<BufferNeed>(m, "BufferNeed")
+        .def_readonly("name", &BufferNeed::name)
+        .def_readonly("num_bytes", &BufferNeed::num_bytes)
+        .def_readonly("fill", &BufferNeed::fill)
+        .def_readonly("per_arena", &BufferNeed::per_arena)
+        .def("__repr__", [](const BufferNeed& need) {
+            return "BufferNeed(" + need.name + ", " + std::to_string(need.num_bytes) + " bytes" +
+                   (need.fill ? ", filled with " + std::to_string(*need.fill) : "") +
+                   (need.per_arena ? ", per arena)" : ")");
+        });
+}
 
 void bind_fabric(py::module_& m) {
     py::enum_<Code>(m, "Code")
@@ -133,7 +173,7 @@ void bind_fabric(py::module_& m) {
             py::arg("pid"), py::arg("fd"), py::arg("cookie"), py::arg("data_bytes"))
         .def_property_readonly("fd", &Segment::fd)
         .def("close_fd", &Segment::close_fd)
-        .def("mark_closed", [](Segment& segment) { segment.mark(fabric::State::kClosed); })
+        .def("mark_closed", [](Segment& segment) { segment.mark(fabric::shm::State::kClosed); })
         .def_buffer([](Segment& segment) {
             return py::buffer_info(reinterpret_cast<uint8_t*>(segment.data()),
                                    static_cast<py::ssize_t>(segment.data_bytes()));
@@ -158,17 +198,17 @@ void bind_all_reduce_norm(py::module_& m) {
         .value("none", SumOut::kNone)
         .value("whole", SumOut::kWhole)
         .value("sharded", SumOut::kSharded);
-    py::class_<fabric::Layout>(m, "Layout")
+    py::class_<fabric::shm::Layout>(m, "Layout")
         .def(py::init<>())
-        .def_readwrite("partial_offset", &fabric::Layout::partial_offset)
-        .def_readwrite("partial_bytes", &fabric::Layout::partial_bytes)
-        .def_readwrite("output_offset", &fabric::Layout::output_offset);
-    py::class_<NormForm>(m, "NormForm")
+        .def_readwrite("partial_offset", &fabric::shm::Layout::partial_offset)
+        .def_readwrite("partial_bytes", &fabric::shm::Layout::partial_bytes)
+        .def_readwrite("output_offset", &fabric::shm::Layout::output_offset);
+    py::class_<NormSpec>(m, "NormSpec")
         .def(py::init<>())
-        .def_readwrite("kind", &NormForm::kind)
-        .def_readwrite("eps", &NormForm::eps)
-        .def_readwrite("weight_offset", &NormForm::weight_offset)
-        .def_readwrite("cast_before_weight", &NormForm::cast_before_weight);
+        .def_readwrite("kind", &NormSpec::kind)
+        .def_readwrite("eps", &NormSpec::eps)
+        .def_readwrite("weight_offset", &NormSpec::weight_offset)
+        .def_readwrite("cast_before_weight", &NormSpec::cast_before_weight);
     py::class_<AllReduceNormSite>(m, "AllReduceNormSite")
         .def(py::init<>())
         .def_readwrite("tag", &AllReduceNormSite::tag)
@@ -202,13 +242,37 @@ void bind_all_reduce_norm(py::module_& m) {
         "Instruction sets of the row kernels that this processor runs; the first is used.");
 }
 
+// What plans ask of the GPU kernels, which need no GPU to answer.
+void bind_gpu_layout(py::module_& m) {
+    py::enum_<gpu::GpuKernel>(m, "GpuKernel")
+        .value("ll_packet_one_shot", gpu::GpuKernel::kLLPacketOneShot)
+        .value("ll_packet_two_shot", gpu::GpuKernel::kLLPacketTwoShot)
+        .value("bulk", gpu::GpuKernel::kBulk)
+        .value("direct", gpu::GpuKernel::kDirect);
+    py::enum_<gpu::OutKind>(m, "OutKind")
+        .value("same", gpu::OutKind::kSame)
+        .value("float32", gpu::OutKind::kFloat32)
+        .value("float8_e4m3fn", gpu::OutKind::kFp8);
+    py::enum_<gpu::QuantKind>(m, "QuantKind")
+        .value("none", gpu::QuantKind::kNone)
+        .value("static", gpu::QuantKind::kStatic)
+        .value("per_token", gpu::QuantKind::kPerToken);
+    m.def("gpu_buffers", &gpu::buffer_needs, py::arg("kernel"), py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
+          py::arg("out_kind"), py::arg("world"),
+          "What calls of up to `tokens` tokens need of a GPU arena, the sum handed out whole if need be.");
+    m.def("shm_buffers", &AllReduceNorm::buffer_needs, py::arg("max_tokens"), py::arg("hidden"), py::arg("dtype"),
+          py::arg("out_dtype"), py::arg("world"), "What a site needs of a shared segment.");
+}
+
 }  // namespace
 }  // namespace weave
 
 PYBIND11_MODULE(_native, m) {
     m.doc() = "Native part of weaveopt: fabrics and kernels, without torch.";
+    weave::bind_host(m);
     weave::bind_fabric(m);
     weave::bind_all_reduce_norm(m);
+    weave::bind_gpu_layout(m);
 #ifdef WEAVE_WITH_CUDA
     m.attr("has_cuda") = true;
     weave::bind_cuda(m);

@@ -7,8 +7,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "all_reduce_norm/gpu.h"
+#include "all_reduce_norm/layout.h"
 #include "base/bindings.h"
 #include "fabric/peer.h"
 
@@ -17,8 +20,8 @@ namespace py = pybind11;
 namespace weave {
 namespace {
 
+using fabric::Fill;
 using fabric::PeerGroup;
-using fabric::Regions;
 
 // What is constant over the calls of a site.
 struct GpuSite {
@@ -27,11 +30,19 @@ struct GpuSite {
     DType dtype = DType::kBFloat16;
     gpu::OutKind out_kind = gpu::OutKind::kSame;
     gpu::QuantKind quant = gpu::QuantKind::kNone;
-    NormForm post;
-    NormForm norm;
+    NormSpec post;
+    NormSpec norm;
     bool sum_whole = false;
     float scale = 1;
     double timeout_s = 120;
+    int32_t channel = 0;
+    // In every arena. A buffer of -1 bytes goes to the arena's end, as far as launches check it.
+    int64_t mailbox_offset = 0;
+    int64_t mailbox_bytes = 0;  // of one
+    int64_t staging_offset = 0;
+    int64_t staging_bytes = -1;
+    int64_t output_offset = 0;
+    int64_t output_bytes = -1;
 };
 
 // A site bound to the arenas of its group.
@@ -42,31 +53,29 @@ class GpuAllReduceNorm {
         if (site.hidden < 8 || site.hidden % 8 != 0)
             throw std::invalid_argument("rows of " + std::to_string(site.hidden) +
                                         " elements: expected a multiple of 8");
-        for (int32_t rank = 0; rank < group_->world(); ++rank)
-            call_.base[rank] = reinterpret_cast<char*>(group_->base(rank));
-        call_.multicast = reinterpret_cast<char*>(group_->multicast());
-        call_.record = group_->device_record();
-        call_.regions = group_->regions();
-        call_.world = group_->world();
-        call_.rank = group_->rank();
+        call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
+        call_.buffers = {site.mailbox_offset, site.mailbox_bytes, site.staging_offset,
+                         site.staging_bytes,  site.output_offset, site.output_bytes};
+        fit("mailboxes", site.mailbox_offset, fabric::kNumMailboxes * site.mailbox_bytes);
+        call_.buffers.staging_bytes = fit("staging", site.staging_offset, site.staging_bytes);
+        call_.buffers.output_bytes = fit("output", site.output_offset, site.output_bytes);
         call_.hidden = static_cast<int32_t>(site.hidden);
-        call_.timeout_ns = static_cast<uint64_t>(std::llround(site.timeout_s * 1e9));
-        call_.tag = site.tag;
+        call_.site = site.tag;
         call_.out_kind = site.out_kind;
         call_.quant = site.quant;
         call_.sum_whole = site.sum_whole ? 1 : 0;
         call_.scale = site.scale;
-        call_.post.form = site.post;
-        call_.norm.form = site.norm;
+        call_.post.spec = site.post;
+        call_.norm.spec = site.norm;
     }
 
     // Enqueues the call; a CUDA error code, 0 for success. Plain numbers, not a struct: building one from Python would
     // cost more than the call. Bit i of `fp32_parameters`: parameter i of (reduced_bias, post_weight, post_bias,
     // weight, bias, scale_value, quant_scale) is fp32.
-    int run(int64_t tokens, int32_t form, int32_t num_ctas, uintptr_t stream, uintptr_t partial, int64_t partial_offset,
-            uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
-            uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters, uintptr_t normed,
-            uintptr_t sum, uintptr_t row_scale) const {
+    int run(int64_t tokens, int32_t kernel, int32_t num_ctas, uintptr_t stream, uintptr_t partial,
+            int64_t partial_offset, uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight,
+            uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
+            uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
         auto parameter = [&](uintptr_t pointer, int bit) {
             return gpu::Parameter{reinterpret_cast<const void*>(pointer),
                                   static_cast<int32_t>(fp32_parameters >> bit & 1)};
@@ -83,11 +92,11 @@ class GpuAllReduceNorm {
         call.norm.bias = parameter(bias, 4);
         call.scale_value = parameter(scale_value, 5);
         call.quant_scale = parameter(quant_scale, 6);
-        call.normed = reinterpret_cast<void*>(normed);
+        call.normalized = reinterpret_cast<void*>(normalized);
         call.sum = reinterpret_cast<void*>(sum);
         call.row_scale = reinterpret_cast<void*>(row_scale);
         gpu::Launch launch{};
-        launch.form = static_cast<gpu::Form>(form);
+        launch.kernel = static_cast<gpu::GpuKernel>(kernel);
         launch.dtype = dtype_;
         launch.num_ctas = num_ctas;
         launch.stream = reinterpret_cast<void*>(stream);
@@ -98,6 +107,19 @@ class GpuAllReduceNorm {
     }
 
   private:
+    // The bytes of a buffer that a site may use. One that no kernel of the site needs is left at offset 0.
+    int64_t fit(const char* name, int64_t offset, int64_t num_bytes) const {
+        const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes), all = group_->num_bytes();
+        if (offset == 0 && num_bytes <= 0) return 0;
+        if (num_bytes < 0) num_bytes = all - offset;
+        if (offset >= header && num_bytes >= 0 && offset + num_bytes <= all && offset % gpu::kBufferAlignment == 0)
+            return num_bytes;
+        throw std::invalid_argument(
+            std::string(name) + " at [" + std::to_string(offset) + ", " + std::to_string(offset + num_bytes) +
+            "): expected a multiple of " + std::to_string(gpu::kBufferAlignment) + " behind the header of " +
+            std::to_string(header) + " bytes, in an arena of " + std::to_string(all) + " bytes");
+    }
+
     std::shared_ptr<PeerGroup> group_;
     DType dtype_;
     gpu::Call call_{};
@@ -106,33 +128,17 @@ class GpuAllReduceNorm {
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-    py::enum_<gpu::Form>(m, "GpuForm")
-        .value("mail_one_shot", gpu::Form::kMailOneShot)
-        .value("mail_two_shot", gpu::Form::kMailTwoShot)
-        .value("bulk", gpu::Form::kBulk)
-        .value("direct", gpu::Form::kDirect);
-    py::enum_<gpu::OutKind>(m, "OutKind")
-        .value("same", gpu::OutKind::kSame)
-        .value("float32", gpu::OutKind::kFloat32)
-        .value("float8_e4m3fn", gpu::OutKind::kFp8);
-    py::enum_<gpu::QuantKind>(m, "QuantKind")
-        .value("none", gpu::QuantKind::kNone)
-        .value("static", gpu::QuantKind::kStatic)
-        .value("per_token", gpu::QuantKind::kPerToken);
-    py::class_<Regions>(m, "Regions")
-        .def(py::init([](int64_t mailbox_bytes, int64_t staging_bytes, int64_t output_bytes) {
-                 return Regions{mailbox_bytes, staging_bytes, output_bytes};
-             }),
-             py::arg("mailbox_bytes"), py::arg("staging_bytes"), py::arg("output_bytes"))
-        .def_readonly("mailbox_bytes", &Regions::mailbox_bytes)
-        .def_readonly("staging_bytes", &Regions::staging_bytes)
-        .def_readonly("output_bytes", &Regions::output_bytes)
-        .def_property_readonly("output_offset", &Regions::output)
-        .def_property_readonly("total_bytes", &Regions::total);
     py::class_<PeerGroup, std::shared_ptr<PeerGroup>>(m, "PeerGroup")
-        .def(py::init<std::vector<uint64_t>, uint64_t, int32_t, int32_t, const Regions&>(), py::arg("bases"),
-             py::arg("multicast"), py::arg("rank"), py::arg("device"), py::arg("regions"),
-             py::call_guard<py::gil_scoped_release>())
+        .def(py::init([](std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device,
+                         int64_t num_bytes, const std::vector<std::tuple<int64_t, int64_t, uint32_t>>& fills) {
+                 std::vector<Fill> words;
+                 for (const auto& [offset, bytes, word] : fills)
+                     words.push_back({offset, bytes, word});
+                 py::gil_scoped_release release;
+                 return std::make_shared<PeerGroup>(std::move(bases), multicast, rank, device, num_bytes, words);
+             }),
+             py::arg("bases"), py::arg("multicast"), py::arg("rank"), py::arg("device"), py::arg("num_bytes"),
+             py::arg("fills"))
         .def_property_readonly("status", &PeerGroup::status)
         .def("acknowledge", &PeerGroup::acknowledge)
         .def("abort", &PeerGroup::abort, py::arg("code"));
@@ -147,12 +153,19 @@ void bind_cuda(py::module_& m) {
         .def_readwrite("norm", &GpuSite::norm)
         .def_readwrite("sum_whole", &GpuSite::sum_whole)
         .def_readwrite("scale", &GpuSite::scale)
-        .def_readwrite("timeout_s", &GpuSite::timeout_s);
+        .def_readwrite("timeout_s", &GpuSite::timeout_s)
+        .def_readwrite("channel", &GpuSite::channel)
+        .def_readwrite("mailbox_offset", &GpuSite::mailbox_offset)
+        .def_readwrite("mailbox_bytes", &GpuSite::mailbox_bytes)
+        .def_readwrite("staging_offset", &GpuSite::staging_offset)
+        .def_readwrite("staging_bytes", &GpuSite::staging_bytes)
+        .def_readwrite("output_offset", &GpuSite::output_offset)
+        .def_readwrite("output_bytes", &GpuSite::output_bytes);
     py::class_<GpuAllReduceNorm>(m, "GpuAllReduceNorm")
         .def(py::init<std::shared_ptr<PeerGroup>, const GpuSite&>(), py::arg("group"), py::arg("site"))
         .def("run", &GpuAllReduceNorm::run);
-    m.def("unsupported", &gpu::unsupported, py::arg("form"), py::arg("dtype"), py::arg("hidden"), py::arg("world"),
-          py::arg("fp8"), py::arg("device"), "Why the device cannot run the form for such rows; empty where it can.");
+    m.def("unsupported", &gpu::unsupported, py::arg("kernel"), py::arg("dtype"), py::arg("hidden"), py::arg("world"),
+          py::arg("fp8"), py::arg("device"), "Why the device cannot run the kernel for such rows; empty where it can.");
     m.def("cuda_error_text", &fabric::error_text, py::arg("code"));
 }
 

@@ -1,9 +1,11 @@
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
-#include "fabric/device.cuh"
+#include "fabric/peer.h"
 
 namespace weave::fabric {
 namespace {
@@ -24,7 +26,7 @@ class DeviceGuard {
     int before_ = 0;
 };
 
-__global__ void fill(uint32_t* words, int64_t count, uint32_t value) {
+__global__ void fill_words(uint32_t* words, int64_t count, uint32_t value) {
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x)
         words[i] = value;
@@ -38,10 +40,20 @@ const char* name_of(Slot slot) {
             return "partial";
         case Slot::kRows:
             return "rows";
-        case Slot::kMail:
-            return "mail";
+        case Slot::kLLPacket:
+            return "ll_packet";
     }
     return "";
+}
+
+void expect_inside(const Fill& fill, int64_t num_bytes) {
+    const int64_t end = fill.offset + fill.num_bytes;
+    if (fill.offset >= static_cast<int64_t>(kHeaderBytes) && fill.num_bytes >= 0 && end <= num_bytes &&
+        (fill.offset | fill.num_bytes) % 4 == 0)
+        return;
+    throw std::runtime_error("words to fill at [" + std::to_string(fill.offset) + ", " + std::to_string(end) +
+                             "): expected whole words behind the header of " + std::to_string(kHeaderBytes) +
+                             " bytes, in an arena of " + std::to_string(num_bytes) + " bytes");
 }
 
 }  // namespace
@@ -50,17 +62,22 @@ const char* error_text(int code) {
     return cudaGetErrorString(static_cast<cudaError_t>(code));
 }
 
-PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device,
-                     const Regions& regions)
-    : bases_(std::move(bases)), multicast_(multicast), rank_(rank), device_(device), regions_(regions) {
-    if (bases_.size() < 2 || bases_.size() > kMaxWorld)
-        throw std::runtime_error("a peer group has 2 to " + std::to_string(kMaxWorld) + " ranks");
+PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device, int64_t num_bytes,
+                     const std::vector<Fill>& fills)
+    : bases_(std::move(bases)), multicast_(multicast), rank_(rank), num_bytes_(num_bytes) {
+    if (bases_.size() < 2 || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
+        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(bases_.size()) +
+                                 ": a peer group has 2 to " + std::to_string(kMaxWorld) + " ranks");
+    for (const Fill& fill : fills)
+        expect_inside(fill, num_bytes);
     const DeviceGuard guard(device);
     char* own = reinterpret_cast<char*>(bases_[rank]);
     check(cudaMemset(own, 0, kHeaderBytes), "cudaMemset");
-    const int64_t num_words = kNumMailboxes * regions.mailbox_bytes / 4;
-    if (num_words > 0) fill<<<512, 512>>>(reinterpret_cast<uint32_t*>(own + regions.mailbox(0)), num_words, kAbsent);
-    check(cudaGetLastError(), "fill");
+    for (const Fill& fill : fills) {
+        if (fill.num_bytes == 0) continue;
+        fill_words<<<512, 512>>>(reinterpret_cast<uint32_t*>(own + fill.offset), fill.num_bytes / 4, fill.word);
+        check(cudaGetLastError(), "fill");
+    }
     check(cudaDeviceSynchronize(), "fill");
     check(
         cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(Record), cudaHostAllocMapped | cudaHostAllocPortable),
@@ -72,6 +89,22 @@ PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t ra
 PeerGroup::~PeerGroup() {
     // Fails where a kernel ended with a trap or the driver is gone already; the process is about to end then.
     if (record_ != nullptr) cudaFreeHost(record_);
+}
+
+GroupView PeerGroup::view(int32_t channel, uint64_t timeout_ns) const {
+    if (channel < 0 || channel >= kNumChannels)
+        throw std::invalid_argument("channel " + std::to_string(channel) + ": an arena has " +
+                                    std::to_string(kNumChannels));
+    GroupView view{};
+    for (int32_t rank = 0; rank < world(); ++rank)
+        view.base[rank] = reinterpret_cast<char*>(bases_[rank]);
+    view.multicast = reinterpret_cast<char*>(multicast_);
+    view.record = device_record_;
+    view.timeout_ns = timeout_ns;
+    view.channel_offset = static_cast<int64_t>(offsetof(ArenaHeader, channel) + channel * sizeof(Channel));
+    view.world = world();
+    view.rank = rank_;
+    return view;
 }
 
 Status PeerGroup::status() const {

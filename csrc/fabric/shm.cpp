@@ -16,7 +16,9 @@
 #include <random>
 #include <stdexcept>
 
-namespace weave::fabric {
+#include "base/process.h"
+
+namespace weave::fabric::shm {
 namespace {
 
 constexpr uint64_t kMagic = 0x77656176656f7074;  // "weaveopt"
@@ -64,19 +66,19 @@ void signal(std::atomic<uint32_t>& word, uint32_t epoch, std::atomic<uint32_t>& 
 }
 
 // Spins, then yields, and says whether the epoch came. Only looks: the caller makes it an acquire.
-bool looks_reached(const std::atomic<uint32_t>& word, uint32_t epoch, const Patience& patience) {
-    constexpr int kLooksPerTurn = 64;
+bool spins_until(const std::atomic<uint32_t>& word, uint32_t epoch, const SpinPolicy& policy) {
+    constexpr int kPollsPerTurn = 64;
     if (relaxed_wait(word, epoch)) return true;
     const auto start = Clock::now();
     const auto elapsed = [start] { return Clock::now() - start; };
-    const std::chrono::microseconds spin(patience.spin_us), yield(patience.spin_us + patience.yield_us);
+    const std::chrono::microseconds spin(policy.spin_us), yield(policy.spin_us + policy.yield_us);
     while (elapsed() < spin) {
-        for (int i = 0; i < kLooksPerTurn; ++i) {
+        for (int i = 0; i < kPollsPerTurn; ++i) {
             if (relaxed_wait(word, epoch)) return true;
             pause();
         }
     }
-    for (int32_t i = 0; i < patience.min_yields || elapsed() < yield; ++i) {
+    for (int32_t i = 0; i < policy.min_yields || elapsed() < yield; ++i) {
         sched_yield();
         if (relaxed_wait(word, epoch)) return true;
     }
@@ -88,40 +90,10 @@ uint64_t pid_namespace() {
     return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
 }
 
-struct Process {
-    char state = 0;  // 0: there is none
-    uint64_t start_time = 0;
-};
-
-// Fields 3 and 22 of /proc/<pid>/stat. The command in field 2 may hold spaces, so count from its last bracket.
-Process look_up(int32_t pid) {
-    char path[32], text[1024];
-    std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = ::open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return {};
-    ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (length <= 0) return {};
-    text[length] = 0;
-    char* cursor = std::strrchr(text, ')');
-    if (cursor == nullptr || cursor[1] != ' ') return {};
-    Process process;
-    cursor += 2;
-    process.state = *cursor;
-    for (int field = 3; field < 22 && cursor != nullptr; ++field) {
-        cursor = std::strchr(cursor, ' ');
-        if (cursor != nullptr) ++cursor;
-    }
-    if (cursor != nullptr) process.start_time = std::strtoull(cursor, nullptr, 10);
-    return process;
-}
-
 // Only knows within one pid namespace; elsewhere a dead peer costs the whole timeout.
-bool exited(const Header& header, uint64_t own_namespace) {
-    if (header.pid_namespace != own_namespace) return false;
-    Process process = look_up(header.pid);
-    return process.state == 0 || process.state == 'Z' || process.state == 'X' ||
-           process.start_time != header.start_time;
+bool exited(const SegmentHeader& header, uint64_t own_namespace) {
+    if (header.pid_namespace != own_namespace || header.start_time == 0) return false;
+    return process_has_ended(header.pid, header.start_time);
 }
 
 [[noreturn]] void fail(const std::string& what, int error) {
@@ -179,7 +151,7 @@ int make_file(std::size_t bytes) {
 }  // namespace
 
 Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch) {
-    const std::size_t bytes = kHeaderBytes + data_bytes;
+    const std::size_t bytes = kSegmentHeaderBytes + data_bytes;
     int fd = make_file(bytes);
     void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
@@ -188,12 +160,12 @@ Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first
         fail("cannot map " + std::to_string(bytes) + " bytes of shared memory", error);
     }
     std::memset(base, 0, bytes);  // the owner touches first: the pages lie at its memory node
-    auto* header = static_cast<Header*>(base);
+    auto* header = static_cast<SegmentHeader*>(base);
     header->cookie = cookie;
     header->data_bytes = data_bytes;
     header->pid = getpid();
     header->pid_namespace = pid_namespace();
-    header->start_time = look_up(header->pid).start_time;
+    header->start_time = process_start(header->pid).value_or(0);
     relaxed_signal(header->ready, first_epoch);
     relaxed_signal(header->rows, first_epoch);
     header->magic = kMagic;
@@ -206,7 +178,7 @@ Segment* Segment::open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t dat
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
     int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (own < 0) fail("cannot open " + path, errno);
-    const std::size_t bytes = kHeaderBytes + data_bytes;
+    const std::size_t bytes = kSegmentHeaderBytes + data_bytes;
     struct stat info{};
     if (fstat(own, &info) != 0 || static_cast<std::size_t>(info.st_size) != bytes) {
         close(own);
@@ -217,7 +189,7 @@ Segment* Segment::open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t dat
     int error = errno;
     close(own);
     if (base == MAP_FAILED) fail("cannot map " + path, error);
-    auto* header = static_cast<Header*>(base);
+    auto* header = static_cast<SegmentHeader*>(base);
     if (header->magic != kMagic || header->cookie != cookie || header->pid != pid) {
         munmap(base, bytes);
         throw std::runtime_error(path + ": is not the segment that its owner announced");
@@ -227,7 +199,7 @@ Segment* Segment::open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t dat
 
 Segment::~Segment() {
     close_fd();
-    munmap(base_, kHeaderBytes + data_bytes_);
+    munmap(base_, kSegmentHeaderBytes + data_bytes_);
 }
 
 void Segment::close_fd() {
@@ -244,15 +216,15 @@ Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes
     // less, each rank finds the other asleep, wakes it, falls asleep itself meanwhile, and every call costs a wake-up.
     // Yield after a while, in case the scheduler has put both ranks on one core. Where ranks outnumber cores, spinning
     // would only keep the peer from running.
-    patience_ = num_processes <= num_cores ? Patience{50, 450, 0} : Patience{0, 0, 4};
+    spin_policy_ = num_processes <= num_cores ? SpinPolicy{50, 450, 0} : SpinPolicy{0, 0, 4};
 }
 
 Status Group::wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const {
-    if (looks_reached(word, epoch_, patience_)) {
+    if (spins_until(word, epoch_, spin_policy_)) {
         std::atomic_thread_fence(std::memory_order_acquire);
         return {};
     }
-    Header& header = *segments_[peer]->header();
+    SegmentHeader& header = *segments_[peer]->header();
     const uint64_t own_namespace = segments_[rank_]->header()->pid_namespace;
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
     for (;;) {
@@ -307,7 +279,7 @@ Status Group::enter(const Layout& layout, uint64_t tag, double timeout_s) {
 
 void Group::signal_ready(uint64_t tag) {
     ++epoch_;
-    Header& own = *segments_[rank_]->header();
+    SegmentHeader& own = *segments_[rank_]->header();
     // By parity: a peer reads the tag of this epoch before it signals the next, and we write this place again only
     // after that signal.
     own.tag[epoch_ & 1].store(tag, std::memory_order_relaxed);
@@ -315,7 +287,7 @@ void Group::signal_ready(uint64_t tag) {
 }
 
 void Group::signal_rows() {
-    Header& own = *segments_[rank_]->header();
+    SegmentHeader& own = *segments_[rank_]->header();
     signal(own.rows, epoch_, own.num_waiters);
 }
 
@@ -324,7 +296,7 @@ void Group::relaxed_signal_rows() {
 }
 
 Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {
-    Header& header = *segments_[peer]->header();
+    SegmentHeader& header = *segments_[peer]->header();
     Status status = wait(header.ready, "ready", peer, timeout_s);
     status.own_tag = tag;
     if (!status.ok()) return status;
@@ -348,4 +320,4 @@ Status Group::poison(const Status& status) {
     return status;
 }
 
-}  // namespace weave::fabric
+}  // namespace weave::fabric::shm

@@ -20,14 +20,14 @@
 
 #include "base/status.h"
 
-namespace weave::fabric {
+namespace weave::fabric::shm {
 
-constexpr std::size_t kHeaderBytes = 4096;
+constexpr std::size_t kSegmentHeaderBytes = 4096;
 
 enum class State : uint32_t { kLive = 1, kFailed = 2, kClosed = 3 };
 
 // The first page of a segment. Only its owner writes it, but for `num_waiters`.
-struct Header {
+struct SegmentHeader {
     uint64_t magic;
     uint64_t cookie;  // random; proves that /proc/<pid>/fd/<fd> is the segment that was announced
     uint64_t data_bytes;
@@ -41,7 +41,7 @@ struct Header {
     alignas(64) std::atomic<uint32_t> rows;         // this rank's output rows of that epoch are in its segment
     alignas(64) std::atomic<uint32_t> num_waiters;  // peers asleep on a word of this segment
 };
-static_assert(sizeof(Header) <= kHeaderBytes);
+static_assert(sizeof(SegmentHeader) <= kSegmentHeaderBytes);
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
 // One mapped segment: the owner's after create(), a peer's after open(). Unmapped by the destructor.
@@ -56,8 +56,8 @@ class Segment {
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
 
-    Header* header() const { return static_cast<Header*>(base_); }
-    char* data() const { return static_cast<char*>(base_) + kHeaderBytes; }
+    SegmentHeader* header() const { return static_cast<SegmentHeader*>(base_); }
+    char* data() const { return static_cast<char*>(base_) + kSegmentHeaderBytes; }
     std::size_t data_bytes() const { return data_bytes_; }
     int32_t fd() const { return fd_; }
     void close_fd();
@@ -81,8 +81,8 @@ struct Layout {
     }
 };
 
-// How a wait looks before it sleeps.
-struct Patience {
+// How a wait polls before it sleeps.
+struct SpinPolicy {
     int64_t spin_us;     // with a pause between looks
     int64_t yield_us;    // then with sched_yield between them, for so long ...
     int32_t min_yields;  // ... and at least so often
@@ -103,7 +103,6 @@ class Group {
     uint32_t epoch() const { return epoch_; }
     char* data(int32_t rank) const { return segments_[rank]->data(); }
     const Status& status() const { return status_; }
-    const Patience& patience() const { return patience_; }
 
     // Takes the group for a call at `layout`. If the last call had another layout, waits until all peers are through
     // with that one, since the buffers may overlap. Afterwards the partial buffer of epoch() + 1 may be written.
@@ -125,10 +124,10 @@ class Group {
     std::vector<Segment*> segments_;
     int32_t rank_;
     uint32_t epoch_;
-    Patience patience_;
+    SpinPolicy spin_policy_;
     Layout layout_;
     Status status_;
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
 };
 
-}  // namespace weave::fabric
+}  // namespace weave::fabric::shm

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 from weaveopt.ops.all_reduce_norm import call as op
-from weaveopt.records.memory import Buffer, Lifetime, RegionNeed
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of, placed_call
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
 from weaveopt.sites.quantization import Quantized
 from weaveopt.sites.reduced import Reduced
 
-ABSENT = 0x80000000
-
 
 def memory_of(lowered: Lowered) -> Memory:
-    """The buffers of the operation's kernels; see `weaveopt.ops.all_reduce_norm`."""
+    """The buffers of the operation's kernels; see `weaveopt.ops.all_reduce_norm.buffers`."""
     workload = lowered.workload
-    if lowered.fabric in op.GPU_FABRICS:
-        out_dtype = workload.out_dtype or workload.dtype
-        needs = (
-            op.region_need(row, workload.hidden, workload.dtype, out_dtype, workload.world) for row in lowered.rows
-        )
-        need = reduce(RegionNeed.union, needs, RegionNeed())
-        buffers = (
-            Buffer("mailboxes", 2 * need.mailbox_bytes, Lifetime.ARENA, fill=ABSENT),
-            Buffer("staging", need.staging_bytes, Lifetime.ARENA),
-            Buffer("output", need.output_bytes, Lifetime.ARENA),
-            Buffer("partial", need.partial_bytes, Lifetime.ARENA),
-        )
-    else:
-        # The normalized rows may be wider than the activations (fp32 weights): reserve for the widest.
-        shm = op.arena_bytes(workload.max_tokens, workload.hidden, workload.dtype, "float32", workload.world)
-        buffers = (
-            Buffer("partial", 2 * shm.partial_bytes, Lifetime.ARENA, alignment=4096),
-            Buffer("output", shm.output_bytes, Lifetime.CALL, alignment=4096),
-        )
+    # On fabrics without a table normalized rows may be wider than the activations (fp32 weights): for the widest.
+    out_dtype = (workload.out_dtype or workload.dtype) if op.FEATURES[lowered.fabric].tabled else "float32"
+    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world)
+    buffers = buffers_of(lowered.fabric, rows, workload.max_tokens, lowered.rows)
     return Memory(tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes))
 
 
@@ -51,9 +32,7 @@ def call_of(
     """The constants of the site's call, equal on all ranks."""
     workload = lowered.workload
     sharded = op.SumOut.SHARDED if lowered.sum_sharded else op.SumOut.WHOLE
-    partial, output = placement.buffers.get("partial"), placement.buffers.get("output")
-    is_shm = lowered.fabric not in op.GPU_FABRICS
-    return op.AllReduceNormCall(
+    call = op.AllReduceNormCall(
         site=chosen.found.site.id,
         group=chosen.found.site.groups[0],
         fabric=lowered.fabric,
@@ -61,9 +40,6 @@ def call_of(
         hidden=workload.hidden,
         dtype=workload.dtype,
         out_dtype=workload.out_dtype or workload.dtype,
-        partial_offset=partial.offset if partial is not None and is_shm else 0,
-        output_offset=output.offset if output is not None and is_shm else 0,
-        partial_bytes=partial.num_bytes // 2 if partial is not None and is_shm else 0,
         max_tokens=lowered.max_tokens,
         one_shot_max_tokens=lowered.one_shot_max_tokens,
         scale=reduced.scale,
@@ -72,8 +48,10 @@ def call_of(
         residual_sharded=lowered.residual_sharded,
         sum_out=sharded if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
-        normed_lands=lowered.aliases_arena,
+        normalized_aliases_arena=lowered.aliases_arena,
         quant=op.Quant.NONE if quantized is None else quantized.quant,
-        lowerings=lowered.rows,
-        in_pieces=not is_shm and lowered.max_tokens >= workload.max_tokens,
+        table=lowered.rows,
+        in_pieces=op.FEATURES[lowered.fabric].tabled and lowered.max_tokens >= workload.max_tokens,
+        channel=placement.channel,
     )
+    return placed_call(call, placement.buffers)

@@ -11,20 +11,10 @@ from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
 from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_reduce_norm import call as op
-from weaveopt.records.candidate import (
-    Algorithm,
-    Candidate,
-    Estimate,
-    Fabric,
-    Form,
-    Lowering,
-    Rejection,
-    Scalar,
-    TableRow,
-    Term,
-    Values,
-)
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
 from weaveopt.records.site import TokenCounts, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
@@ -37,8 +27,6 @@ ROW_ALIGNMENT = 8
 """Elements: GPU kernels move rows in pieces of 16 bytes."""
 FP8_ROW_ALIGNMENT = 16
 """Elements of a row in e4m3: bulk copies move 16 bytes, and any transfer may stand in the run-time table."""
-MAX_WORLD = 8
-"""Ranks that the GPU kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
 GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.MULTIMEM})
 """Fabrics whose operation makes the partial result too, in the arena; on `peer` rows are sent from wherever they are,
 and the GEMM stays in the graph, where Inductor picks its kernel."""
@@ -54,7 +42,7 @@ class Lowered:
     """All that says which rank holds which token rows, at every token count."""
     algorithm: Algorithm = Algorithm.TWO_SHOT
     """Of the kernel that serves the token count that was decided for."""
-    rows: tuple[Lowering, ...] = ()
+    rows: tuple[KernelRow, ...] = ()
     """The run-time table."""
     one_shot_max_tokens: int = 0
     gather_us: float = 0.0
@@ -71,7 +59,11 @@ class Lowered:
     @property
     def may_alias_arena(self) -> bool:
         """Whether peers can write normalized rows where they are read; rows with scales of their own come singly."""
-        return self.fabric is Fabric.PEER and not self.quantizes and any(row.form is Form.BULK for row in self.rows)
+        return (
+            self.fabric is Fabric.PEER
+            and not self.quantizes
+            and any(row.transfer is Transfer.BULK for row in self.rows)
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -109,19 +101,21 @@ def candidates(
         if fabric not in machine.fabrics:
             values = (("machine", machine.name), ("fabric", fabric.value))
             reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
-        if fabric not in op.KERNEL_FABRICS:
+        features = op.FEATURES.get(fabric)
+        if features is None:
             message = "this version has no kernel of the rule for the fabric"
             reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
         if reasons and usable_only:
             continue
-        quantizes = fabric in op.GPU_FABRICS and facts.quantization != "none" and can_quantize(facts.hidden)
+        can_quantize_here = features is not None and features.quantizes and can_quantize(facts.hidden)
+        quantizes = can_quantize_here and facts.quantization != "none"
         # The op that quantizes takes a partial result: its GEMM stays in the graph on every fabric.
         takes_gemm = fabric in GEMM_IN_ARENA and facts.gemm_depth > 0 and not quantizes
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
-        if fabric in op.GPU_FABRICS and variants:
-            reasons.extend(_shape_rejections(workload))
+        if features is not None and features.tabled and variants:
+            reasons.extend(_shape_rejections(workload, TRAITS[fabric].max_world))
             found.extend(_from_table(base, variants, reasons, known, usable_only))
         else:
             found.extend(_by_threshold(base, reasons, machine, usable_only))
@@ -133,13 +127,13 @@ def can_quantize(hidden: int) -> bool:
     return hidden % FP8_ROW_ALIGNMENT == 0
 
 
-def _shape_rejections(workload: Workload) -> list[Rejection]:
+def _shape_rejections(workload: Workload, max_world: int | None) -> list[Rejection]:
     reasons = []
     if workload.hidden % ROW_ALIGNMENT:
         message = f"the kernels take rows of a multiple of {ROW_ALIGNMENT} elements"
         reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
-    if workload.world > MAX_WORLD:
-        message = f"the kernels join at most {MAX_WORLD} ranks"
+    if max_world is not None and workload.world > max_world:
+        message = f"the kernels join at most {max_world} ranks"
         reasons.append(Rejection("world_not_supported", message, (("world", workload.world),)))
     return reasons
 
@@ -153,14 +147,14 @@ def _from_table(
     row = next((row for row in table if workload.tokens <= row.max_tokens), None)
     end = table[-1].max_tokens if table else 0
     found: list[Found] = []
-    for algorithm, form in dict.fromkeys((kernel.algorithm, kernel.transfer) for kernel in variants):
-        alike = [kernel for kernel in variants if (kernel.algorithm, kernel.transfer) == (algorithm, form)]
+    for algorithm, transfer in dict.fromkeys((kernel.algorithm, kernel.transfer) for kernel in variants):
+        alike = [kernel for kernel in variants if (kernel.algorithm, kernel.transfer) == (algorithm, transfer)]
         able = [kernel for kernel in alike if kernel.covers(workload.message_bytes)]
-        is_chosen = row is not None and (row.algorithm, row.form) == (algorithm, form)
+        is_chosen = row is not None and (row.algorithm, row.transfer) == (algorithm, transfer)
         why = [*reasons, *_against(workload, row, end, is_chosen, able)]
         if why and usable_only:
             continue
-        parameters: Values = (("form", form.value),)
+        parameters: Values = (("form", transfer.value),)
         estimate, gather_us = None, 0.0
         if able:
             if is_chosen and row is not None:
@@ -170,12 +164,12 @@ def _from_table(
             ]
             (estimate, gather_us), best = min(estimates, key=lambda pair: pair[0][0].us - pair[0][1])
             parameters = (
-                ("form", form.value),
+                ("form", transfer.value),
                 ("num_ctas", best.num_ctas),
                 ("max_tokens", end),
                 ("measured", best.measured),
             )
-        variant = f"{algorithm.value} {form.value}"
+        variant = f"{algorithm.value} {transfer.value}"
         rows = tuple(_table_row(each) for each in table)
         candidate = Candidate(RULE, base.fabric, variant, parameters, estimate, tuple(why), rows)
         lowered = replace(
@@ -189,20 +183,20 @@ def _from_table(
     return found
 
 
-def _table_row(row: Lowering) -> TableRow:
+def _table_row(row: KernelRow) -> TableRow:
     ctas = (("num_ctas", row.num_ctas),) if row.num_ctas else ()
-    return TableRow(row.max_tokens, f"{row.algorithm.value} {row.form.value}", ctas)
+    return TableRow(row.max_tokens, f"{row.algorithm.value} {row.transfer.value}", ctas)
 
 
 def _division(
-    base: Lowered, algorithm: Algorithm, parameters: Values, table: tuple[Lowering, ...]
+    base: Lowered, algorithm: Algorithm, parameters: Values, table: tuple[KernelRow, ...]
 ) -> tuple[object, ...]:
     workload = base.workload
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
     return (*base.division, algorithm, *shape, parameters, table)
 
 
-def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[Lowering, ...]:
+def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[KernelRow, ...]:
     """A graph of one size has one row, and reserves memory for that alone."""
     static = workload.is_static
     table = lowerings(
@@ -221,20 +215,20 @@ def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[Lowering, 
 
 
 def _against(
-    workload: Workload, row: Lowering | None, end: int, is_chosen: bool, able: list[KernelVariant]
+    workload: Workload, row: KernelRow | None, end: int, is_chosen: bool, able: list[KernelVariant]
 ) -> list[Rejection]:
     """Why the table has something else at the hint."""
     reasons = []
     if not able:
         values: tuple[tuple[str, Scalar], ...] = (("bytes", workload.message_bytes),)
-        message = "the form was not measured at this size, and is not used there"
+        message = "the kernel was not measured at this size, and is not used there"
         reasons.append(Rejection("beyond_measured", message, values))
     if row is None:
         values = (("tokens", workload.tokens), ("table_ends_at", end))
         message = "the library's all-reduce, then one kernel for addition and norm, is predicted faster at this size"
         reasons.append(Rejection("library_faster", message, values))
     elif not is_chosen:
-        message = f"{row.algorithm.value} {row.form.value} is predicted faster at this size"
+        message = f"{row.algorithm.value} {row.transfer.value} is predicted faster at this size"
         reasons.append(Rejection("slower_algorithm", message, (("tokens", workload.tokens),)))
     return reasons
 
@@ -243,9 +237,9 @@ def _estimates(
     workload: Workload, fabric: Fabric, algorithm: Algorithm, machine: Machine, kernel: KernelVariant | None = None
 ) -> tuple[Estimate, float]:
     """With the sum handed out whole; and what that takes, where the sum may stay sharded. The host's part included."""
-    form, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
+    transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_all_reduce_norm(
-        machine, workload, fabric, algorithm, sum_sharded=False, transfer=form, num_ctas=num_ctas
+        machine, workload, fabric, algorithm, sum_sharded=False, transfer=transfer, num_ctas=num_ctas
     )
     gather_us = sum(term.us for term in estimate.terms if term.name == "gather")
     waited_us = host_us(machine) * machine.oversubscription(workload.world, workload.hosts)

@@ -6,7 +6,7 @@ from weaveopt.cost_model.collectives import LIBRARY, all_reduce_steps, all_reduc
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
-from weaveopt.ops.all_reduce_norm.names import Algorithm, Transfer
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, Transfer
 from weaveopt.records.candidate import Estimate, Fabric, Term
 from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.variants import (

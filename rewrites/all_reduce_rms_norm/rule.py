@@ -28,7 +28,8 @@ from weaveopt.graph.facts import shape_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.ops.all_reduce_norm import call as op
-from weaveopt.records.candidate import Algorithm, Candidate, Rejection
+from weaveopt.ops.all_reduce_norm.variant import Algorithm
+from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.calls import call_of, memory_of

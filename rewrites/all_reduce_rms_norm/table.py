@@ -11,7 +11,7 @@ from functools import cache
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.token_grid import LARGEST_TOKENS, corners_of, grid_of, last_where
-from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering, Transfer
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import DTYPE_BYTES, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
@@ -33,7 +33,7 @@ def lowerings(
     max_tokens: int,
     min_tokens: int = 1,
     against_library: bool = True,
-) -> tuple[Lowering, ...]:
+) -> tuple[KernelRow, ...]:
     """The run-time table of `fabric` up to `max_tokens` tokens: at each count the kernel predicted fastest.
 
     It ends where `all_reduce` by the library and then one kernel for addition and norm is faster from there on
@@ -60,12 +60,12 @@ def lowerings(
     return tuple(_rows(race, [tokens for tokens in grid if tokens < end] + [end]))
 
 
-def _by_threshold(threshold: int, max_tokens: int) -> tuple[Lowering, ...]:
+def _by_threshold(threshold: int, max_tokens: int) -> tuple[KernelRow, ...]:
     rows = []
     if threshold > 0:
-        rows.append(Lowering(min(threshold, max_tokens), Algorithm.ONE_SHOT, Transfer.SEGMENT))
+        rows.append(KernelRow(min(threshold, max_tokens), Algorithm.ONE_SHOT, Transfer.SEGMENT))
     if threshold < max_tokens:
-        rows.append(Lowering(max_tokens, Algorithm.TWO_SHOT, Transfer.SEGMENT))
+        rows.append(KernelRow(max_tokens, Algorithm.TWO_SHOT, Transfer.SEGMENT))
     return tuple(rows)
 
 
@@ -130,17 +130,17 @@ def _until(grid: Iterable[int], goes_on: Callable[[int], bool]) -> Iterator[int]
         yield tokens
 
 
-def _rows(race: _Race, grid: list[int]) -> Iterator[Lowering]:
+def _rows(race: _Race, grid: list[int]) -> Iterator[KernelRow]:
     """One row for each stretch with the same kernel."""
     low = grid[0]
     for high in grid:
         while race.best(low) != race.best(high):
             best = race.best(low)
             end = last_where(low, high, lambda tokens, best=best: race.best(tokens) == best)  # type: ignore[misc]
-            yield Lowering(end, best.algorithm, best.transfer, best.num_ctas)
+            yield KernelRow(end, best.algorithm, best.transfer, best.num_ctas)
             low = end + 1
     best = race.best(grid[-1])
-    yield Lowering(grid[-1], best.algorithm, best.transfer, best.num_ctas)
+    yield KernelRow(grid[-1], best.algorithm, best.transfer, best.num_ctas)
 
 
 def _one_shot_wins(

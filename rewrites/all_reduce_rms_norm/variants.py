@@ -10,11 +10,9 @@ from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_step
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
-from weaveopt.ops.all_reduce_norm.names import (
+from weaveopt.ops.all_reduce_norm.variant import (
     ALGORITHMS,
-    LL_PACKET,
     OP,
-    TRANSFERS,
     Algorithm,
     Transfer,
     parse_variant,
@@ -25,13 +23,13 @@ from weaveopt.records.site import Workload
 
 USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),
-    Fabric.PEER: (LL_PACKET, Transfer.BULK),
+    Fabric.PEER: (Transfer.LL_PACKET, Transfer.BULK),
     Fabric.MULTIMEM: (Transfer.DIRECT,),
     Fabric.NVSHMEM: (Transfer.DIRECT,),
     Fabric.LIBRARY: (),
 }
 """Transfers that a fabric's devices can run, where the profile does not tell."""
-READS_ANYWHERE = frozenset({LL_PACKET, Transfer.BULK})
+READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK})
 """Transfers that send a partial result from wherever it is; for the others it must lie in the arena."""
 
 
@@ -55,7 +53,7 @@ class KernelVariant:
 
 def usable_transfers(costs: FabricCosts) -> tuple[Transfer, ...]:
     """Transfers that the fabric's devices can run; those that a profile tells of and no kernel has are left out."""
-    told = tuple(TRANSFERS[word] for word in costs.transfers if word in TRANSFERS)
+    told = tuple(Transfer(word) for word in costs.transfers if word in frozenset(Transfer))
     return told if costs.transfers else USUAL_TRANSFERS[costs.fabric]
 
 
@@ -83,7 +81,9 @@ def kernel_variants(
                 measured = curve.world == world and named[curve.origin].kind == MEASURED
                 found.append(KernelVariant(algorithm, transfer, num_ctas, curve, measured))
             # The model cannot tell two transfers apart: bulk copies are made for what LL packets are not.
-            told_apart = transfer is not LL_PACKET or algorithm is Algorithm.ONE_SHOT or Transfer.BULK not in usable
+            told_apart = (
+                transfer is not Transfer.LL_PACKET or algorithm is Algorithm.ONE_SHOT or Transfer.BULK not in usable
+            )
             if not curves and not known and told_apart:
                 found.append(KernelVariant(algorithm, transfer, 0, None, measured=False))
     order = tuple(Algorithm)

@@ -16,24 +16,24 @@ import weaveopt.ops  # noqa: F401
 from tests.ranks import collect, free_port, run_ranks
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
-from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, arena_bytes
+from weaveopt.fabrics import shm, topology
+from weaveopt.fabrics.shm import ShmArena
+from weaveopt.ops.all_reduce_norm.buffers import memory_plan
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.ops.all_reduce_norm.operands import Operands
 from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.norm import NormKind, NormSpec
 
 HIDDEN = 64
 MAX_TOKENS = 16
-NEED = arena_bytes(MAX_TOKENS, HIDDEN, "float32", "float32", 1)  # of a group of one: enough for any
-ARENA_BYTES = 2 * NEED.partial_bytes + NEED.output_bytes
 
 
 def make_call(site: str, group: str, world: int, one_shot: bool = True, timeout_s: float = 30.0) -> AllReduceNormCall:
     return AllReduceNormCall(
         site=site, group=group, fabric=Fabric.SHM, world=world, hidden=HIDDEN, dtype="float32", out_dtype="float32",
-        partial_offset=0, output_offset=2 * NEED.partial_bytes, partial_bytes=NEED.partial_bytes,
         max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if one_shot else 0, post=None,
-        norm=NormForm(NormKind.RMS, 1e-5), timeout_s=timeout_s,
+        norm=NormSpec(NormKind.RMS, 1e-5), timeout_s=timeout_s,
     )  # fmt: skip
 
 
@@ -42,20 +42,22 @@ def partial_of(rank: int, step: int = 0, tokens: int = 5) -> torch.Tensor:
 
 
 def run_op(call: AllReduceNormCall, partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    normed, total = torch.ops.weave.all_reduce_norm(
+    normalized, total = torch.ops.weave.all_reduce_norm(
         partial, None, None, None, None, None, None, None, call.encode()
     )  # fmt: skip
-    return normed, total
+    return normalized, total
 
 
 def check(call: AllReduceNormCall, ranks: tuple[int, ...], rank: int, step: int = 0) -> None:
-    want = reference([partial_of(r, step) for r in ranks], None, None, None, None, None, None, None, call)
+    want = reference([partial_of(r, step) for r in ranks], Operands(), call)
     for got, expected in zip(run_op(call, partial_of(rank, step)), want, strict=True):
         assert_close(got, expected, KERNEL, f"{call.site}, group {ranks}, step {step}")
 
 
-def reserve(group: str = "0", num_bytes: int = ARENA_BYTES, timeout_s: float = 30.0) -> arena.Arena:
-    return arena.reserve(topology.discover(group, timeout_s), num_bytes, timeout_s)
+def reserve(group: str = "0", floor_bytes: int = 0, timeout_s: float = 30.0, tokens: int = MAX_TOKENS) -> ShmArena:
+    """With room for calls of up to `tokens` tokens; what a group of one needs is enough for any."""
+    call = replace(make_call("reserved", group, 1), max_tokens=tokens)
+    return shm.reserve(topology.discover(group, timeout_s), memory_plan(group, [call]), floor_bytes, timeout_s)
 
 
 def names_in_dev_shm() -> set[str]:
@@ -70,33 +72,43 @@ def run_grow(rank: int, world: int) -> None:
     with pytest.raises(ArenaError, match="no arena was reserved for group '0'"):
         run_op(call, partial_of(rank))
     small = reserve()
-    assert reserve() is small and reserve(num_bytes=1) is small and arena.of("0") is small
+    assert reserve() is small and reserve(tokens=1) is small and shm.of("0") is small
     check(call, tuple(range(world)), rank)
-    large = reserve(num_bytes=10 * ARENA_BYTES)
-    assert large is not small and small.closed and large.num_bytes >= 10 * ARENA_BYTES
+    at_least = 10 * small.num_bytes
+    large = reserve(floor_bytes=at_least)
+    assert large is not small and small.closed and large.num_bytes == at_least
+    assert large.buffer("partial") == small.buffer("partial") and large.transient_begin == small.transient_begin
+    assert reserve(floor_bytes=at_least) is large is reserve(floor_bytes=small.num_bytes)
+    with pytest.raises(ArenaError, match=r"no buffer 'mailboxes'; it was reserved with partial \(8192 bytes\)"):
+        large.buffer("mailboxes")
     with pytest.raises(ArenaError, match="released"):
         small.native  # noqa: B018
     with pytest.raises(ArenaError, match="outside the arena"):
         large.tensor(large.num_bytes - 4, (2,), torch.float32)
     assert large.tensor(64, (2, 3), torch.float32) is large.tensor(64, (2, 3), torch.float32)
     check(call, tuple(range(world)), rank, step=1)
-    too_far = replace(call, site="far", partial_offset=large.num_bytes, output_offset=0)
-    with pytest.raises(ArenaError, match="do not fit an arena"):
+    too_far = replace(call, site="far", output_offset=large.num_bytes)
+    with pytest.raises(ArenaError, match="site far: its output of 4096 bytes does not fit the arena of group '0'"):
         run_op(too_far, partial_of(rank))
+    too_many = replace(call, site="many", max_tokens=2 * MAX_TOKENS)
+    with pytest.raises(ArenaError, match=r"site many: its partial of 16384 bytes .* has 8192 bytes for it"):
+        run_op(too_many, partial_of(rank))
+    larger = reserve(tokens=2 * MAX_TOKENS)
+    assert larger.buffer("partial").num_bytes == 16384 and larger.num_bytes == at_least, "the floor stays"
+    check(too_many, tuple(range(world)), rank)
     with pytest.raises(WeaveError, match=r"expected 5 rows of 64 torch.float32"):
         run_op(call, partial_of(rank).to(torch.float16))
-    arena.release("0")
+    shm.release("0")
     with pytest.raises(ArenaError, match="no arena was reserved"):
         run_op(call, partial_of(rank))
 
 
 def run_short_of_memory(rank: int, world: int) -> None:
     """What one rank cannot give, or asks for differently, all ranks hear of."""
-    num_bytes = 1 << 44
     with pytest.raises(ArenaError, match=r"rank 0: cannot reserve .* rank 1: cannot reserve"):
-        reserve(num_bytes=num_bytes)
-    with pytest.raises(ArenaError, match="ask for arenas of"):
-        reserve(num_bytes=4096 * (1 + rank))
+        reserve(floor_bytes=1 << 44)
+    with pytest.raises(ArenaError, match=r"ask for arenas of different buffers: rank 0: .*; rank 1: .*\[16384, 4096"):
+        reserve(tokens=MAX_TOKENS * (1 + rank))
     reserve()
     check(make_call("after", "0", world), tuple(range(world)), rank)
 
@@ -121,14 +133,14 @@ def run_all_of_these(rank: int, world: int, port: int) -> None:
     run_grow(rank, world)
     run_short_of_memory(rank, world)
     run_remade_group(rank, world, port)
-    arena.release_all()
+    shm.release_all()
     assert not names_in_dev_shm()
     run_epochs_wrap(rank, world)
 
 
 def run_epochs_wrap(rank: int, world: int) -> None:
     name = dist.distributed_c10d._get_default_group().group_name
-    arena.FIRST_EPOCH = 2**32 - 7
+    shm.FIRST_EPOCH = 2**32 - 7
     memory = reserve(name)
     for step in range(20):
         check(make_call("wrap", name, world, one_shot=step % 3 != 0), tuple(range(world)), rank, step)
@@ -235,7 +247,7 @@ def run_different_calls(rank: int, world: int) -> tuple[str, str]:
         run_op(make_call("first" if rank == 0 else "second", "0", world), partial_of(rank))
     with pytest.raises(AgreementError, match="unusable since an earlier call failed"):
         run_op(make_call("both", "0", world), partial_of(rank))
-    reserve(num_bytes=2 * ARENA_BYTES)
+    reserve(tokens=2 * MAX_TOKENS)
     with pytest.raises(AgreementError) as tokens:
         run_op(make_call("both", "0", world), partial_of(rank, tokens=4 + rank))
     return str(caught.value), str(tokens.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,33 +12,34 @@ import torch.distributed as dist
 from tests.ranks import collect, run_ranks
 from weaveopt import _native
 from weaveopt.errors import AgreementError, ArenaError
-from weaveopt.fabrics import peer as arena_gpu
-from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics import symmetric, topology
+from weaveopt.fabrics import peer, shm, symmetric, topology
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.topology import Group
 from weaveopt.pipeline.bind import bind
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import BufferPlan, RegionNeed
+from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
+from weaveopt.solver.placement import Request, place
 
-NEED = RegionNeed(mailbox_bytes=512, staging_bytes=256, output_bytes=1024)
+EMPTY = 0x80000000
 TIMEOUT_S = 20.0
-
-
-@dataclass
-class MadeUpRegions:
-    mailbox_bytes: int
-    staging_bytes: int
-    output_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return (64 << 10) + 2 * self.mailbox_bytes + self.staging_bytes + self.output_bytes
+HEADER_BYTES = _native.HEADER_BYTES
+Fill = tuple[int, int, int]
 
 
 class MadeUpGroup:
-    def __init__(self, bases: list[int], multicast: int, rank: int, device: int, regions: MadeUpRegions) -> None:
+    def __init__(
+        self,
+        bases: list[int],
+        multicast: int,
+        rank: int,
+        device: int,
+        num_bytes: int,
+        fills: list[tuple[int, int, int]],
+    ) -> None:
         assert multicast == 0, "no arena is ever mapped for multicast"
-        self.arguments = (bases, rank, device, regions)
+        assert all(offset >= HEADER_BYTES and offset + size <= num_bytes for offset, size, _ in fills)
+        self.fills = fills
         self.status = SimpleNamespace(code=_native.Code.OK)
 
     def acknowledge(self) -> None: ...
@@ -62,8 +63,8 @@ def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40
     }
     for name, function in made_up.items():
         setattr(cuda, name, function)
-    module: object = arena_gpu
-    native = SimpleNamespace(has_cuda=True, Regions=MadeUpRegions, PeerGroup=MadeUpGroup)
+    module: object = peer
+    native = SimpleNamespace(has_cuda=True, PeerGroup=MadeUpGroup)
     for name, value in {
         "_native": native,
         "_allocate": lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8),
@@ -72,13 +73,30 @@ def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40
         setattr(module, name, value)
 
 
-def reserve(need: RegionNeed = NEED, group: str = "0", timeout_s: float = TIMEOUT_S) -> arena_gpu.GpuArena:
-    return arena_gpu.reserve(topology.discover(group, timeout_s), need, timeout_s)
+def plan_of(transient_bytes: int = 0, **kept_bytes: int) -> MemoryPlan:
+    """Buffers that live as long as the arena, by name, and one that does not."""
+    buffers = [
+        Buffer(name, size, Lifetime.ARENA, EMPTY if name == "mailboxes" else None) for name, size in kept_bytes.items()
+    ]
+    if transient_bytes:
+        buffers.append(Buffer("partial", transient_bytes))
+    return MemoryPlan("0", Fabric.PEER, 0, place([Request("site", buffer, 0, 0) for buffer in buffers]))
+
+
+NEED = plan_of(mailboxes=1024, staging=256, output=1024)
+
+
+def sizes(arena: PeerArena) -> dict[str, int]:
+    return {buffer.name: buffer.num_bytes for buffer in arena.layout.buffers}
+
+
+def reserve(need: MemoryPlan = NEED, group: str = "0", timeout_s: float = TIMEOUT_S, floor_bytes: int = 0) -> PeerArena:
+    return peer.reserve(topology.discover(group, timeout_s), need, floor_bytes, timeout_s)
 
 
 def run_unlike(rank: int) -> None:
     make_up_gpus(rank, processors=132 - 18 * rank)
-    with pytest.raises(ArenaError, match=r"not alike .*rank 0: 9.0 with 132 processors; rank 1: 9.0 with 114"):
+    with pytest.raises(ArenaError, match=r"GPUs differ .*rank 0: 9.0 with 132 processors; rank 1: 9.0 with 114"):
         reserve()
 
 
@@ -93,42 +111,48 @@ def run_lifetimes(rank: int) -> None:
         reserve()
     make_up_gpus(rank)
     with pytest.raises(ArenaError, match="no GPU arena was reserved for group '0'"):
-        arena_gpu.of("0")
+        peer.of("0")
     small = reserve()
-    assert reserve() is small is arena_gpu.of("0") and reserve(RegionNeed(output_bytes=256)) is small
-    assert small.num_bytes == (64 << 10) + 2 * 512 + 256 + 1024 and small.partial_offset == small.num_bytes
+    assert reserve() is small is peer.of("0") and reserve(plan_of(output=256)) is small
+    assert small.num_bytes == HEADER_BYTES + 1024 + 256 + 1024
+    assert [small.buffer(name).offset for name in ("mailboxes", "output", "staging")] == [0, 1024, 2048]
+    assert small.native.fills == [(HEADER_BYTES, 1024, EMPTY)]  # type: ignore[attr-defined]
     assert [process.has_ended() for process in small.peers] == [False, False]
     assert small.tensor(256, (2, 3), torch.float32).shape == (2, 3)
     with pytest.raises(ArenaError, match="outside the arena"):
-        small.tensor(small.num_bytes - 4, (2,), torch.float32)
+        small.tensor(small.num_bytes - HEADER_BYTES - 4, (2,), torch.float32)
 
     let_go = []
     small.at_close(lambda: let_go.append("small"))
-    large = reserve(RegionNeed(staging_bytes=2048, partial_bytes=512))
-    assert large.regions == RegionNeed(512, 2048, 1024, 512), "region by region, the larger of old and new"
-    assert large.num_bytes == large.partial_offset + 512
+    large = reserve(plan_of(staging=2048, transient_bytes=512))
+    assert sizes(large) == {"mailboxes": 1024, "output": 1024, "staging": 2048}, "the larger of old and new"
+    assert large.transient_begin == 4096 and large.num_bytes == HEADER_BYTES + 4096 + 512
     assert let_go == ["small"] and not small.closed, "sites bind again; captured graphs keep the old addresses"
-    assert small.tensor(0, (1,), torch.uint8).item() == 0 and arena_gpu.of("0") is large
+    assert small.tensor(0, (1,), torch.uint8).item() == 0 and peer.of("0") is large
 
-    with pytest.raises(ArenaError, match=r"ask for arenas of different regions: rank 0: .*; rank 1: "):
-        reserve(RegionNeed(output_bytes=4096 * (1 + rank)))
+    with pytest.raises(ArenaError, match=r"ask for arenas of different buffers: rank 0: .*; rank 1: "):
+        reserve(plan_of(output=4096 * (1 + rank)))
     assert reserve() is large, "what was there stays"
     torch.cuda.is_current_stream_capturing = lambda: True
     assert reserve() is large
     with pytest.raises(ArenaError, match="while a CUDA graph is captured"):
-        reserve(RegionNeed(output_bytes=1 << 20))
+        reserve(plan_of(output=1 << 20))
     torch.cuda.is_current_stream_capturing = lambda: False
 
     group = dist.new_group([0, 1])
     beside = reserve(group=group.group_name)
-    assert beside is not large and beside.regions == NEED
-    arena_gpu.release("0")
+    assert beside is not large and beside.layout == Layout.of(NEED)
+    peer.release("0")
     assert small.closed and large.closed and not beside.closed
     assert dict(vars(known))["device"] == "cpu"
     dist.destroy_process_group(group)
     del group
     again = reserve()
-    assert again.regions == NEED
+    assert again.layout == Layout.of(NEED)
+    spacious = reserve(floor_bytes=1 << 20)
+    assert spacious.num_bytes == 1 << 20 and sizes(spacious) == sizes(again), "header included"
+    assert reserve(plan_of(transient_bytes=1 << 19)) is spacious, "what is left is the transient zone's"
+    assert reserve(plan_of(output=2048), floor_bytes=1 << 19).num_bytes == 1 << 20
 
 
 def run_refusals(rank: int) -> None:
@@ -136,18 +160,20 @@ def run_refusals(rank: int) -> None:
     with pytest.raises(ArenaError, match="ranks 0 and 1 both use GPU GPU-3"):
         reserve()
     make_up_gpus(rank, free_bytes=100 if rank == 1 else 1 << 40)
-    with pytest.raises(ArenaError, match="cannot share 67840 bytes of GPU memory per rank: rank 1: 100 bytes are free"):
+    with pytest.raises(
+        ArenaError, match=f"share {HEADER_BYTES + 2304} bytes of GPU memory per rank: rank 1: 100 bytes are free"
+    ):
         reserve()
 
     make_up_gpus(rank)
-    working = arena_gpu._allocate
+    working = peer._allocate
 
     def fails(num_bytes: int, device: int) -> torch.Tensor:
         if rank == 1:
             raise RuntimeError("out of memory\nand how it came")
         return working(num_bytes, device)
 
-    module: object = arena_gpu
+    module: object = peer
     setattr(module, "_allocate", fails)  # noqa: B010
     with pytest.raises(ArenaError, match=r"rank 1: out of memory$"):
         reserve()
@@ -156,11 +182,13 @@ def run_refusals(rank: int) -> None:
     def unreachable(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
         raise RuntimeError("no peer access")
 
-    before, arena_gpu._exchange = arena_gpu._exchange, unreachable if rank == 0 else arena_gpu._exchange
+    before, peer._exchange = peer._exchange, unreachable if rank == 0 else peer._exchange
     with pytest.raises(ArenaError, match=r"rank 0: no peer access$"):
         reserve()
-    arena_gpu._exchange = before
-    assert reserve().regions == NEED
+    peer._exchange = before
+    with pytest.raises(ArenaError, match=r"ask for arenas of different buffers: rank 0: .*\[256, .*rank 1: .*\[512, "):
+        reserve(plan_of(output=256 * (1 + rank)))
+    assert reserve().layout == Layout.of(NEED)
 
 
 def test_an_arena_grows_is_kept_and_is_given_back() -> None:
@@ -187,24 +215,29 @@ def test_a_rank_that_never_comes_is_an_error() -> None:
 
 def test_fake_and_spread_groups_have_no_gpu_arena() -> None:
     with pytest.raises(ArenaError, match="without peers"):
-        arena_gpu.reserve(topology.fake(4, device="cuda"), NEED, 1.0)
+        peer.reserve(topology.fake(4, device="cuda"), NEED, 0, 1.0)
 
 
-def test_needs_are_compared_region_by_region() -> None:
-    assert arena_gpu.holds(NEED, RegionNeed()) and arena_gpu.holds(NEED, NEED)
-    assert not arena_gpu.holds(NEED, RegionNeed(partial_bytes=1))
-    assert not arena_gpu.holds(NEED, RegionNeed(mailbox_bytes=513, staging_bytes=0))
+def test_layouts_are_compared_buffer_by_buffer() -> None:
+    layout = Layout.of(NEED)
+    assert layout.holds(Layout()) and layout.holds(layout) and layout.holds(Layout.of(plan_of(output=1024)))
+    for more in ({"partial": 1}, {"output": 1025, "staging": 0}, {"transient_bytes": 1 << 20}):
+        assert not layout.holds(Layout.of(plan_of(**more)))
+        assert layout.union(Layout.of(plan_of(**more))).holds(Layout.of(plan_of(**more)))
+    assert not layout.holds(Layout(floor_bytes=1 << 20)) and layout.union(Layout(floor_bytes=1 << 20)).holds(layout)
+    one, other = Layout.of(plan_of(staging=512)), Layout.of(plan_of(output=9999, transient_bytes=5))
+    assert one.union(other).union(layout) == layout.union(other).union(one), "in whatever order graphs come"
 
 
-def test_binding_a_plan_reserves_regions_on_gpus_and_bytes_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = (BufferPlan("tp", 4096), BufferPlan("ep", 70000, fabric=Fabric.PEER, regions=NEED))
+def test_binding_a_plan_reserves_on_its_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = (MemoryPlan("tp", Fabric.SHM, 8192), MemoryPlan("ep", Fabric.PEER, 70000, NEED.buffers))
     known = {name: replace(topology.fake(2), fake=False) for name in ("tp", "ep")}
-    context = SimpleNamespace(topologies=known, config=SimpleNamespace(compile_timeout_s=7.0, arena_bytes=8192))
-    asked = []
-    monkeypatch.setattr(arena, "reserve", lambda *of: asked.append(of))
-    monkeypatch.setattr(arena_gpu, "reserve", lambda *of: asked.append(of))
-    bind(SimpleNamespace(groups=()), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
-    assert asked == [(known["tp"], 8192, 7.0), (known["ep"], NEED, 7.0)]
+    context = SimpleNamespace(topologies=known, config=SimpleNamespace(compile_timeout_s=7.0, arena_bytes=9999))
+    asked: list[tuple[object, ...]] = []
+    for module in (shm, peer):
+        monkeypatch.setattr(module, "reserve", lambda *of: asked.append(of))
+    bind((), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
+    assert asked == [(known["tp"], plans[0], 9999, 7.0), (known["ep"], plans[1], 9999, 7.0)]
 
 
 def run_unequal_groups(rank: int) -> None:
@@ -218,7 +251,7 @@ def run_unequal_groups(rank: int) -> None:
 
     setattr(symmetric, "rendezvous", rendezvous)  # noqa: B010
     setattr(symmetric, "_little_memory", lambda: torch.zeros(1))  # noqa: B010
-    module: object = arena_gpu
+    module: object = peer
 
     def exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
         handle = symmetric.rendezvous(memory, topology.process_group(group.name))
@@ -228,7 +261,7 @@ def run_unequal_groups(rank: int) -> None:
     pair = dist.new_group([0, 1])
     if rank < 2:
         reserve(group=pair.group_name)
-        reserve(RegionNeed(output_bytes=4096), group=pair.group_name)
+        reserve(plan_of(output=4096), group=pair.group_name)
     dist.barrier()
     reserve()
     # By the count, torch names what it exchanges: the group of three met at the same one on all of them.

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weaveopt.errors import ArenaError, WeaveError
-from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics import topology
+from weaveopt.fabrics import shm, topology, traits
+from weaveopt.fabrics.arena import transport
+from weaveopt.fabrics.traits import TRAITS, NativePart, arena_fabric, header_bytes
 from weaveopt.records.candidate import Fabric, Rejection
+from weaveopt.records.memory import MemoryPlan
 
 
 def codes(found: topology.Topology) -> dict[Fabric, str | None]:
@@ -45,7 +47,7 @@ def test_gpus_do_not_use_shm() -> None:
 def test_gpus_of_one_host_need_the_cuda_part(monkeypatch: pytest.MonkeyPatch) -> None:
     real = replace(topology.fake(4, device="cuda"), fake=False)
     for built, code in ((True, None), (False, "cuda_part_missing")):
-        monkeypatch.setattr(topology, "cuda_part_present", lambda built=built: built)
+        monkeypatch.setattr(traits, "is_built", lambda part, built=built: built or part is not NativePart.CUDA)
         assert codes(real)[Fabric.PEER] == code
         assert codes(topology.fake(4, device="cuda"))[Fabric.PEER] is None, "a plan for another machine"
         assert codes(replace(real, hosts=("a", "a", "b", "b")))[Fabric.PEER] in (code, "fabric_needs_one_host")
@@ -66,8 +68,28 @@ def test_a_fake_process_group_is_not_asked() -> None:
         found = topology.discover(name, 0.1)
         assert found.fake and found.world == 8 and found.group.rank == 2 and found.num_hosts == 1
         with pytest.raises(ArenaError, match="without peers"):
-            arena.reserve(found, 4096, 0.1)
+            shm.reserve(found, MemoryPlan(name, Fabric.SHM, 0), 4096, 0.1)
         with pytest.raises(WeaveError, match="is fake"):
             topology.exchange(name, 0.1)
     finally:
         dist.destroy_process_group()
+
+
+def test_every_fabric_has_traits() -> None:
+    assert set(TRAITS) == set(Fabric)
+    assert [fabric for fabric in Fabric if TRAITS[fabric].crosses_hosts] == [Fabric.NVSHMEM, Fabric.LIBRARY]
+    assert header_bytes(Fabric.SHM) == 0 < header_bytes(Fabric.PEER) == header_bytes(Fabric.MULTIMEM)
+
+
+def test_one_arena_serves_all_kernels_of_a_group() -> None:
+    assert arena_fabric([Fabric.PEER, Fabric.MULTIMEM]) is Fabric.MULTIMEM, "what it maps, peers reach too"
+    assert arena_fabric([Fabric.SHM, Fabric.SHM]) is Fabric.SHM
+    with pytest.raises(AssertionError, match="no arena serves sites on"):
+        arena_fabric([Fabric.SHM, Fabric.PEER])
+
+
+def test_fabrics_without_a_transport_say_so() -> None:
+    assert transport(Fabric.SHM) is shm
+    for fabric in (Fabric.MULTIMEM, Fabric.NVSHMEM, Fabric.LIBRARY):
+        with pytest.raises(ArenaError, match=rf"fabric {fabric.value} has no arena in this version .*: peer, shm\)"):
+            transport(fabric)

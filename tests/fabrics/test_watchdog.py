@@ -25,7 +25,7 @@ OTHER_TAG = 0x000777
 
 
 def word(call: int, tokens: int, tag: int) -> int:
-    """As tag_word() in csrc/fabric/peer.h."""
+    """As tag_word() in csrc/fabric/arena.h."""
     return call << 48 | tokens << 24 | tag
 
 
@@ -35,7 +35,7 @@ class SaidByKernels:
 
     code: _native.Code = CODES.OK
     peer: int = 1
-    slot: str = "mail"
+    slot: str = "ll_packet"
     expected: int = 8
     seen: int = 7
     own_tag: int = word(8, 5, TAG)
@@ -98,7 +98,7 @@ def test_a_wait_that_ended_names_all_that_is_known(arena: MadeUpArena, code: _na
     assert isinstance(error, PeerTimeoutError)
     text = str(error)
     assert text.startswith("weave::all_reduce_norm at site layers.3 with 5 tokens, group 'tp', rank 4: ")
-    assert words in text and "(slot mail, expected 0x8, seen 0x7)" in text and "\n" not in text
+    assert words in text and "(slot ll_packet, expected 0x8, seen 0x7)" in text and "\n" not in text
 
 
 def test_ranks_that_differ_are_named_with_what_they_run(arena: MadeUpArena) -> None:
@@ -159,11 +159,11 @@ def test_a_launch_that_fails_in_a_sound_arena_tells_of_the_one_that_broke(arena:
 def test_a_dead_peer_ends_the_waits(arena: MadeUpArena) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        peer = Process(child.pid, watchdog.start_of(child.pid))
+        peer = Process(child.pid, _native.process_start(child.pid))
         assert peer.start and not peer.has_ended()
         arena.peers = (watchdog.this_process(), peer)
         watchdog.watch(arena)
-        time.sleep(2 * watchdog.POLLS_PER_LOOK_AT_PEERS * watchdog.POLL_S)
+        time.sleep(2 * watchdog.POLLS_PER_PEER_CHECK * watchdog.POLL_S)
         assert not arena.native.aborted
         os.kill(child.pid, signal.SIGSTOP)
         assert not peer.has_ended(), "a stopped process may go on"

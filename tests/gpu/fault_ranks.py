@@ -16,9 +16,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.gpu.op_cases import BULK, MAIL_ONE_SHOT, Case, make_call, make_inputs, need_of, run_op
-from weaveopt.fabrics import peer as arena_gpu
-from weaveopt.fabrics import topology
+from tests.gpu.op_cases import BULK, LL_PACKET_ONE_SHOT, Case, make_call, make_inputs, plan_of, run_op
+from weaveopt.fabrics import peer, topology
 
 STALL_TIMEOUT_S = 4.0
 LONG_TIMEOUT_S = 60.0
@@ -41,12 +40,12 @@ def main(scenario: str, device: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    kernel = BULK if scenario.endswith("bulk") else MAIL_ONE_SHOT
+    kernel = BULK if scenario.endswith("bulk") else LL_PACKET_ONE_SHOT
     timeout_s = STALL_TIMEOUT_S if scenario.startswith("stalled") else LONG_TIMEOUT_S
-    call = replace(make_call(Case(), HIDDEN, "bfloat16", world, (kernel.lowering(64),)), timeout_s=timeout_s)
+    call = replace(make_call(Case(), HIDDEN, "bfloat16", world, (kernel.row(64),)), timeout_s=timeout_s)
     call = replace(call, site="layers.0")
     other = replace(call, site="layers.1")
-    arena_gpu.reserve(topology.discover("0", 60.0), need_of([call]), 60.0)
+    peer.reserve(topology.discover("0", 60.0), plan_of([call]), 0, 60.0)
     # Bound before, so that no rank meets another in the store when it fails.
     inputs = {n: make_inputs(Case(), n, HIDDEN, torch.bfloat16, world, seed=n) for n in (5, 6)}
     for warm in (call, other):

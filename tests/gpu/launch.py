@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weaveopt.fabrics.topology import cuda_part_present
+from weaveopt.fabrics.traits import NativePart, is_built
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -20,4 +20,4 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-needs_cuda_part = pytest.mark.skipif(not cuda_part_present(), reason="weaveopt was built without CUDA")
+needs_cuda_part = pytest.mark.skipif(not is_built(NativePart.CUDA), reason="weaveopt was built without CUDA")

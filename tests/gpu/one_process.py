@@ -1,6 +1,6 @@
 """The ranks of a group in one process on one GPU, each a stream of its own, for compute-sanitizer.
 
-`python -m tests.gpu.one_process` runs every kernel, dtype and form of the computation on a few CTAs, so that all ranks'
+`python -m tests.gpu.one_process` runs every kernel, dtype and case of the computation on a few CTAs, so that all ranks'
 kernels fit on the GPU together, and compares the results with the reference and with each other. Device memory comes
 from the CUDA runtime itself and the references are computed on the CPU: nothing but kernels of ours runs on the GPU.
 """
@@ -27,17 +27,22 @@ from tests.gpu.op_cases import (
     check,
     make_call,
     make_inputs,
-    need_of,
+    plan_of,
     reference_of,
 )
 from weaveopt import _native
-from weaveopt.fabrics import peer as arena_gpu
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant
-from weaveopt.ops.all_reduce_norm.peer import native_form_of, native_site
-from weaveopt.records.memory import RegionNeed
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.traits import header_bytes
+from weaveopt.ops.all_reduce_norm.buffers import OUTPUT, PARTIAL, locate
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.ops.all_reduce_norm.peer import native_kernel, native_site
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import MemoryPlan
+from weaveopt.records.norm import Quant
 
 Tensor = torch.Tensor
 NUM_CTAS = 4
+HEADER_BYTES = header_bytes(Fabric.PEER)
 TO_DEVICE, TO_HOST = 1, 2
 POISON = 0xFF
 """In every byte of results, and of what peers write rows to, before a call; NaN in all dtypes."""
@@ -127,41 +132,45 @@ class Gpu:
 class Ranks:
     """`world` arenas on one GPU, and a stream for each."""
 
-    def __init__(self, gpu: Gpu, world: int, need: RegionNeed) -> None:
+    def __init__(self, gpu: Gpu, world: int, plan: MemoryPlan) -> None:
         self.gpu, self.world = gpu, world
-        self.regions = arena_gpu.native_regions(need)
-        self.bases = [gpu.memory(self.regions.total_bytes + need.partial_bytes) for _ in range(world)]
+        self.layout = Layout.of(plan)
+        num_bytes = HEADER_BYTES + self.layout.num_bytes
+        self.bases = [gpu.memory(num_bytes) for _ in range(world)]
         self.streams = [gpu.stream() for _ in range(world)]
-        self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, self.regions) for rank in range(world)]
+        fills = [(HEADER_BYTES + offset, size, word) for offset, size, word in self.layout.fills()]
+        self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, num_bytes, fills) for rank in range(world)]
 
     def run(self, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int, like: Results) -> list[Results]:
         """What each rank gets, of the shapes and dtypes of `like`."""
-        gpu, form = self.gpu, native_form_of(kernel.lowering())
+        gpu, native = self.gpu, native_kernel(kernel.row())
         owned = gpu.num_owned
-        reduced_bias, scale, residual, post_weight, post_bias, weight, bias = inputs.rest
-        parameters = (reduced_bias, post_weight, post_bias, weight, bias, scale, inputs.quant_scale)
+        operands, at = inputs.operands, locate(call, self.layout)
+        parameters = (*operands.vectors, operands.scale, operands.quant_scale)
         fp32 = sum(1 << i for i, x in enumerate(parameters) if x is not None and x.dtype is torch.float32)
         pointers = [gpu.copy(x) for x in parameters]
-        in_place = form is _native.GpuForm.direct
+        in_place = native is _native.GpuKernel.direct
         results = []
         for rank in range(self.world):
             source = gpu.copy(inputs.partials[rank])
             if in_place:
                 source_bytes = inputs.partials[rank].nbytes
-                into = self.bases[rank] + self.regions.total_bytes
+                into = self.bases[rank] + HEADER_BYTES + at[PARTIAL].offset
                 gpu.call("cudaMemcpy", ctypes.c_void_p(into), ctypes.c_void_p(source), ctypes.c_size_t(source_bytes), 3)
             outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in like]
-            gpu.poison(self.bases[rank] + self.regions.output_offset, self.regions.output_bytes)
-            if call.normed_lands:
-                outputs[0] = self.bases[rank] + self.regions.output_offset
-            results.append((source, gpu.copy(residual), outputs))
+            if OUTPUT in at:
+                output = self.bases[rank] + HEADER_BYTES + at[OUTPUT].offset
+                gpu.poison(output, at[OUTPUT].num_bytes)
+                if call.normalized_aliases_arena:
+                    outputs[0] = output
+            results.append((source, gpu.copy(operands.residual), outputs))
         gpu.finish()
         graphs = []
         for rank, (source, own_residual, outputs) in enumerate(results):
-            site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7))
+            site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7, layout=self.layout))
             arguments = [
-                tokens, int(form), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
-                self.regions.total_bytes if in_place else 0, own_residual, *pointers, fp32, *outputs,
+                tokens, int(native), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
+                HEADER_BYTES + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
             ]  # fmt: skip
             launch = partial(site.run, *arguments)
             graphs.append(gpu.captured(self.streams[rank], launch))
@@ -181,22 +190,22 @@ def bits(x: Tensor) -> Tensor:
 def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, tokens: int, world: int) -> int:
     """One call; with rows that lie in the arena a second one. How many were made."""
     fp8 = case.quant is not Quant.NONE
-    form = native_form_of(kernel.lowering())
-    if _native.unsupported(form, getattr(_native.DType, dtype), hidden, world, fp8, 0):
+    native = native_kernel(kernel.row())
+    if _native.unsupported(native, getattr(_native.DType, dtype), hidden, world, fp8, 0):
         return 0
-    call = make_call(case, hidden, dtype, world, (kernel.lowering(tokens),))
+    call = make_call(case, hidden, dtype, world, (kernel.row(tokens),))
     inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed=tokens, device="cpu")
     want = reference_of(inputs, call)
     owned = gpu.num_owned
-    ranks = Ranks(gpu, world, need_of([call]))
+    ranks = Ranks(gpu, world, plan_of([call]))
     calls = [call]
-    if form is _native.GpuForm.bulk and call.norm is not None and case.quant is not Quant.PER_TOKEN:
-        calls.append(replace(call, normed_lands=True))
+    if native is _native.GpuKernel.bulk and call.norm is not None and case.quant is not Quant.PER_TOKEN:
+        calls.append(replace(call, normalized_aliases_arena=True))
     for each in calls:
         what = f"{kernel.name}, {world} ranks, {tokens} tokens of {hidden} {dtype}, {case}"
         got = ranks.run(kernel, each, inputs, tokens, want)
         for rank, results in enumerate(got):
-            check(results, want, each, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.quant_scale)
+            check(results, want, each, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.operands.quant_scale)
             assert torch.equal(bits(results[0]), bits(got[0][0])), f"rank {rank} differs from rank 0: {what}"
     gpu.free(owned)
     return len(calls)

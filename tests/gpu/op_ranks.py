@@ -26,8 +26,8 @@ from tests.gpu.op_cases import (
     HIDDENS,
     KERNELS,
     LAYER,
-    MAIL_ONE_SHOT,
-    MAIL_TWO_SHOT,
+    LL_PACKET_ONE_SHOT,
+    LL_PACKET_TWO_SHOT,
     TIMEOUT_S,
     Case,
     Kernel,
@@ -36,32 +36,44 @@ from tests.gpu.op_cases import (
     checksum,
     make_call,
     make_inputs,
-    need_of,
+    plan_of,
     reference_of,
     run_op,
     unsupported,
 )  # fmt: skip
-from weaveopt.fabrics import peer as arena_gpu
-from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, SumOut, region_need
-from weaveopt.records.memory import RegionNeed
+from weaveopt.fabrics import peer, topology
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.peer import PeerArena
+from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
+from weaveopt.records.norm import Quant
+from weaveopt.solver.placement import Request, place
 
-HEADER_BYTES = 64 << 10
 WORLD_GROUP = "0"
 REPLAYS = 10_000
 
 
-def reserve(need: RegionNeed, group: str = WORLD_GROUP) -> arena_gpu.GpuArena:
-    return arena_gpu.reserve(topology.discover(group, TIMEOUT_S), need, TIMEOUT_S)
+def reserve(plan: MemoryPlan, group: str = WORLD_GROUP) -> PeerArena:
+    return peer.reserve(topology.discover(group, TIMEOUT_S), plan, 0, TIMEOUT_S)
 
 
-def fill_regions(memory: arena_gpu.GpuArena) -> None:
+def output_plan(num_bytes: int) -> MemoryPlan:
+    """For an output buffer alone."""
+    return MemoryPlan("", Fabric.PEER, 0, place([Request("", Buffer(OUTPUT, num_bytes, Lifetime.ARENA), 0, 0)]))
+
+
+def fill_buffers(memory: PeerArena) -> None:
     """NaN in all that kernels write before they read it. Mailboxes are not touched: they hold what is to come."""
     torch.cuda.synchronize()
     dist.barrier()
-    mailboxes = 2 * memory.regions.mailbox_bytes
-    begin = HEADER_BYTES + mailboxes
-    memory.tensor(begin, (memory.num_bytes - begin,), torch.uint8).fill_(0xFF)
+    for buffer in memory.layout.buffers:
+        if buffer.name != MAILBOXES:
+            memory.tensor(buffer.offset, (buffer.num_bytes,), torch.uint8).fill_(0xFF)
+    transient = memory.layout.num_bytes - memory.transient_begin
+    if transient > 0:
+        memory.tensor(memory.transient_begin, (transient,), torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
     dist.barrier()
 
@@ -98,8 +110,8 @@ def grid(quick: bool) -> str:
     alike, counts = Alike(), Counter[str]()
     hiddens = (8, 4096, 8192) if quick else HIDDENS
     for index, (kernel, dtype, hidden) in enumerate(itertools.product(KERNELS, DTYPES, hiddens)):
-        memory = reserve(need_of([make_call(Case(wide_out=True), hidden, dtype, world, (kernel.lowering(),))]))
-        fill_regions(memory)
+        memory = reserve(plan_of([make_call(Case(wide_out=True), hidden, dtype, world, (kernel.row(),))]))
+        fill_buffers(memory)
         for step, tokens in enumerate(kernel.tokens[::3] if quick else kernel.tokens):
             for case in (CASES[(5 * index + step) % len(CASES)], CASES[(7 * index + 3 * step + 1) % len(CASES)]):
                 counts[run_case(kernel, case, dtype, hidden, tokens, seed=index, alike=alike)] += 1
@@ -117,13 +129,13 @@ def run_case(kernel: Kernel, case: Case, dtype: str, hidden: int, tokens: int, s
     if unsupported(kernel, case, hidden, dtype, world):
         return f"{kernel.name} unsupported"
     inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed)
-    call = make_call(case, hidden, dtype, world, (kernel.lowering(),))
+    call = make_call(case, hidden, dtype, world, (kernel.row(),))
     what = f"{kernel.name}, {tokens} tokens of {hidden} {dtype}, {case}"
     got = run_op(inputs, rank, call)
     again = run_op(inputs, rank, call)
     alike.add(what, call, got)
     assert torch.equal(checksum(call, got), checksum(call, again)), f"two runs differ: {what}"
-    check(got, reference_of(inputs, call), call, tokens, rank, what, quant_scale=inputs.quant_scale)
+    check(got, reference_of(inputs, call), call, tokens, rank, what, quant_scale=inputs.operands.quant_scale)
     return kernel.name
 
 
@@ -132,12 +144,12 @@ def chain(quick: bool) -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     shapes = list(itertools.product((0, 1, 5, 64, 200), (1024, 4096)))
     calls = {
-        (kernel, hidden): make_call(Case(), hidden, "bfloat16", world, (kernel.lowering(256),))
+        (kernel, hidden): make_call(Case(), hidden, "bfloat16", world, (kernel.row(256),))
         for kernel in KERNELS
         for hidden in (1024, 4096)
         if not unsupported(kernel, Case(), hidden, "bfloat16", world)
     }
-    reserve(need_of(list(calls.values())))
+    reserve(plan_of(list(calls.values())))
     inputs = {shape: make_inputs(Case(), *shape, torch.bfloat16, world, seed=i) for i, shape in enumerate(shapes)}
     numbers = torch.Generator().manual_seed(3)
     steps = []
@@ -163,20 +175,20 @@ def sharded(quick: bool) -> str:
     torch.use_deterministic_algorithms(True, warn_only=True)
     count = 0
     for kernel, dtype, tokens, library in itertools.product(
-        (MAIL_TWO_SHOT, BULK, DIRECT), DTYPES, (1, 2, 65, 200), (False, True)
+        (LL_PACKET_TWO_SHOT, BULK, DIRECT), DTYPES, (1, 2, 65, 200), (False, True)
     ):
         if unsupported(kernel, Case(), 1024, dtype, world):
             continue
-        first = make_call(Case(sum_out=SumOut.SHARDED), 1024, dtype, world, (kernel.lowering(256),))
+        first = make_call(Case(sum_out=SumOut.SHARDED), 1024, dtype, world, (kernel.row(256),))
         middle = replace(first, residual_sharded=True)
         last = replace(middle, sum_out=SumOut.WHOLE)
-        reserve(need_of([first]))
+        reserve(plan_of([first]))
         steps = [make_inputs(Case(), tokens, 1024, getattr(torch, dtype), world, seed) for seed in (1, 2, 3)]
         residual = want_residual = None
         for call, inputs in zip((first, middle, last), steps, strict=True):
             at_end = library and call is last
             if at_end:
-                call = replace(call, max_tokens=1, lowerings=(kernel.lowering(1),), site="more tokens than planned")
+                call = replace(call, max_tokens=1, table=(kernel.row(1),), site="more tokens than planned")
             got = run_op(inputs, rank, call, residual)
             want = reference_of(inputs, call, want_residual)
             by_library = at_end and tokens > 1
@@ -197,9 +209,9 @@ def sharded(quick: bool) -> str:
 def table(quick: bool) -> str:
     """One call whose kernel goes by token count, the library above the last row."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows = (MAIL_ONE_SHOT.lowering(7), MAIL_TWO_SHOT.lowering(64), BULK.lowering(200))
+    rows = (LL_PACKET_ONE_SHOT.row(7), LL_PACKET_TWO_SHOT.row(64), BULK.row(200))
     call = make_call(Case(), 4096, "bfloat16", world, rows)
-    reserve(need_of([call]))
+    reserve(plan_of([call]))
     for tokens in (0, 1, 7, 8, 64, 65, 200, 201, 500):
         inputs = make_inputs(Case(), tokens, 4096, torch.bfloat16, world, seed=tokens)
         got = run_op(inputs, rank, call)
@@ -212,17 +224,17 @@ def growing(quick: bool) -> str:
     from weaveopt.errors import ArenaError
 
     rank = dist.get_rank()
-    before = reserve(RegionNeed(mailbox_bytes=256))
-    assert reserve(RegionNeed()) is before
-    more = before.regions.union(RegionNeed(output_bytes=before.regions.output_bytes + 4096))
-    after = reserve(more)
-    assert after is not before and after.regions == more and not before.closed
-    assert reserve(RegionNeed(mailbox_bytes=256)).regions == more, "regions never shrink"
-    before.tensor(HEADER_BYTES, (16,), torch.uint8).clone()
+    before = reserve(output_plan(256))
+    assert reserve(output_plan(0)) is before
+    most = before.buffer(OUTPUT).num_bytes + 4096
+    after = reserve(output_plan(most))
+    assert after is not before and after.layout == before.layout.union(Layout.of(output_plan(most)))
+    assert not before.closed and reserve(output_plan(256)) is after, "buffers never shrink"
+    before.tensor(0, (16,), torch.uint8).clone()
     try:
-        reserve(RegionNeed(output_bytes=more.output_bytes + 256 * (1 + rank)))
+        reserve(output_plan(most + 256 * (1 + rank)))
     except ArenaError as error:
-        assert "different regions" in str(error)
+        assert "different buffers" in str(error)
     else:
         raise AssertionError("ranks that differ were not refused")
     torch.cuda.synchronize()
@@ -239,9 +251,9 @@ def graphs(quick: bool) -> str:
         for tokens, case in ((1, Case()), (40, Case(scale_tensor=True)), (200, Case(quant=Quant.PER_TOKEN)))
         if not unsupported(kernel, case, 4096, "bfloat16", world)
     ]
-    calls = [make_call(case, 4096, "bfloat16", world, (kernel.lowering(256),)) for kernel, _, case in cases]
+    calls = [make_call(case, 4096, "bfloat16", world, (kernel.row(256),)) for kernel, _, case in cases]
     inputs = [make_inputs(case, tokens, 4096, torch.bfloat16, world, seed=tokens) for _, tokens, case in cases]
-    reserve(need_of(calls))
+    reserve(plan_of(calls))
 
     def step() -> list[Results]:
         return [run_op(values, rank, call) for values, call in zip(inputs, calls, strict=True)]
@@ -272,27 +284,27 @@ def graphs(quick: bool) -> str:
     return f"{len(calls)} calls, {200 if quick else REPLAYS} replays"
 
 
-def landing(quick: bool) -> str:
-    """Normed rows that lie in the arena have the bits of those that do not, and stay until slow readers are through."""
+def aliasing(quick: bool) -> str:
+    """Normalized rows that alias the arena have the bits of those that do not, and stay until slow readers are done."""
     rank, world = dist.get_rank(), dist.get_world_size()
     numbers = torch.Generator().manual_seed(11)
     wide = Case(wide_out=True, norm=LAYER, biases=True)
     cases = (Case(), Case(sum_out=SumOut.SHARDED), wide, Case(sum_out=SumOut.NONE), Case(quant=Quant.STATIC))
-    rows = (MAIL_TWO_SHOT.lowering(5), BULK.lowering(300))
+    rows = (LL_PACKET_TWO_SHOT.row(5), BULK.row(300))
     steps, kept = [], []
     for index, (hidden, case) in enumerate(itertools.product((1024, 8192), cases)):
-        for tokens in (1, 6, 64, 201, 300, 301):  # by mail, in bulk, through the library
+        for tokens in (1, 6, 64, 201, 300, 301):  # by LL packets, in bulk, through the library
             call = make_call(case, hidden, "bfloat16", world, rows)
             steps.append((call, make_inputs(case, tokens, hidden, torch.bfloat16, world, seed=index * 1000 + tokens)))
     steps = [steps[index] for index in torch.randperm(len(steps), generator=numbers)]
-    memory = reserve(need_of([call for call, _ in steps]))
-    region = memory.tensor(memory.output_offset, (1,), torch.uint8).data_ptr()
+    memory = reserve(plan_of([call for call, _ in steps]))
+    region = memory.tensor(memory.buffer(OUTPUT).offset, (1,), torch.uint8).data_ptr()
     wanted = [checksum(call, run_op(inputs, rank, call)) for call, inputs in steps]
 
     def run() -> list[torch.Tensor]:
         found = []
         for index, (call, inputs) in enumerate(steps):
-            results = run_op(inputs, rank, replace(call, normed_lands=True))
+            results = run_op(inputs, rank, replace(call, normalized_aliases_arena=True))
             in_bulk = 5 < inputs.partials[rank].shape[0] <= 300
             assert (results[0].data_ptr() == region) is in_bulk, "rows lie elsewhere"
             if index % world == rank:
@@ -336,21 +348,20 @@ def subgroups(quick: bool) -> str:
             if unsupported(kernel, Case(), 1024, "bfloat16", len(ranks)):
                 continue
             name = group.group_name
-            call = make_call(Case(), 1024, "bfloat16", len(ranks), (kernel.lowering(256),), name)
-            reserve(need_of([call]), name)
+            call = make_call(Case(), 1024, "bfloat16", len(ranks), (kernel.row(256),), name)
+            reserve(plan_of([call]), name)
             inputs = make_inputs(Case(), tokens, 1024, torch.bfloat16, len(ranks), seed=ranks[0] * 10 + tokens)
             for _ in range(3):
                 got = run_op(inputs, own, call)
             check(got, reference_of(inputs, call), call, tokens, own, f"{kernel.name} in group {ranks}")
     # Rank 3 has met others for symmetric memory less often than the rest: torch alone would wait without end.
-    known = arena_gpu.of(WORLD_GROUP).regions
-    reserve(known.union(RegionNeed(output_bytes=known.output_bytes + 4096)))
+    reserve(output_plan(peer.of(WORLD_GROUP).buffer(OUTPUT).num_bytes + 4096))
     return f"{len(groups)} groups, and all ranks again"
 
 
 STAGES: dict[str, Callable[[bool], str]] = {
     "growing": growing, "grid": grid, "chain": chain, "sharded": sharded, "table": table, "graphs": graphs,
-    "landing": landing, "subgroups": subgroups,
+    "aliasing": aliasing, "subgroups": subgroups,
 }  # fmt: skip
 
 
@@ -364,13 +375,10 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group("cpu:gloo,cuda:nccl")
     world = dist.get_world_size()
-    # Once, and for all of the grid: growing region by region would keep every smaller arena.
-    rows = [(k.lowering(), h, d) for k in KERNELS for h in HIDDENS for d in DTYPES]
-    need = RegionNeed()
-    for row, hidden, dtype in rows:
-        need = need.union(region_need(row, hidden, dtype, "float32", world))
+    # Once, and for all of the grid: growing buffer by buffer would keep every smaller arena.
     if "grid" in arguments.only and not arguments.quick:
-        reserve(need)
+        widest = Case(wide_out=True)
+        reserve(plan_of([make_call(widest, h, d, world, (k.row(),)) for k in KERNELS for h in HIDDENS for d in DTYPES]))
     for name in arguments.only:
         started = time.monotonic()
         told = STAGES[name](arguments.quick)

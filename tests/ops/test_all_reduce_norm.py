@@ -20,20 +20,23 @@ import weaveopt.ops  # noqa: F401
 from tests.ranks import run_ranks
 from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, decode
+from weaveopt.fabrics import shm, topology
+from weaveopt.fabrics.shm import ShmArena
+from weaveopt.ops.all_reduce_norm.buffers import memory_plan
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut, decode
+from weaveopt.ops.all_reduce_norm.operands import Operands
 from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.norm import NormKind, NormSpec
 
 Tensor = torch.Tensor
 WORLDS = (2, 3, 4, 5, 6)
 TOKENS = (0, 1, 3, 7, 33, 130)
 HIDDENS = (8, 64, 1000, 4096)
 DTYPES = ("bfloat16", "float16", "float32")
-LLAMA = NormForm(NormKind.RMS, 1e-5, cast_before_weight=True)
-GEMMA = NormForm(NormKind.RMS, 1e-6, weight_offset=1.0)
-LAYER = NormForm(NormKind.LAYER, 1e-5)
+LLAMA = NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True)
+GEMMA = NormSpec(NormKind.RMS, 1e-6, weight_offset=1.0)
+LAYER = NormSpec(NormKind.LAYER, 1e-5)
 INNER = 24
 
 
@@ -41,8 +44,8 @@ INNER = 24
 class Form:
     """What a case has beyond the sum: the op's optional arguments and the call's options."""
 
-    norm: NormForm | None = LLAMA
-    post: NormForm | None = None
+    norm: NormSpec | None = LLAMA
+    post: NormSpec | None = None
     residual: bool = True
     reduced_bias: bool = False
     scale: float = 1.0
@@ -80,7 +83,7 @@ class Inputs:
     """Every rank's first arguments, and the arguments that all ranks share."""
 
     firsts: list[tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor]]
-    rest: tuple[Tensor | None, ...]
+    rest: Operands
 
     def partials(self) -> list[Tensor]:
         return [first[0] if len(first) == 1 else product_of(*first) for first in self.firsts]
@@ -120,7 +123,7 @@ def make_inputs(form: Form, tokens: int, hidden: int, dtype: torch.dtype, world:
     has_post_weight = form.post is not None
     return Inputs(
         firsts,
-        (
+        Operands(
             tensor(hidden) if form.reduced_bias else None,
             torch.tensor(0.5, dtype=dtype) if form.scale_tensor else None,
             residual,
@@ -134,10 +137,8 @@ def make_inputs(form: Form, tokens: int, hidden: int, dtype: torch.dtype, world:
 
 def make_call(form: Form, hidden: int, dtype: str, world: int, max_tokens: int, one_shot: bool) -> AllReduceNormCall:
     out_dtype = "float32" if form.wide_out else dtype
-    need = arena_bytes(max_tokens, hidden, dtype, out_dtype, world)
     return AllReduceNormCall(
         site=f"{form}", group="0", fabric=Fabric.SHM, world=world, hidden=hidden, dtype=dtype, out_dtype=out_dtype,
-        partial_offset=0, output_offset=2 * need.partial_bytes, partial_bytes=need.partial_bytes,
         max_tokens=max_tokens, one_shot_max_tokens=max_tokens if one_shot else 0, post=form.post, norm=form.norm,
         timeout_s=30.0, scale=form.scale, sum_out=form.sum_out,
     )  # fmt: skip
@@ -146,16 +147,16 @@ def make_call(form: Form, hidden: int, dtype: str, world: int, max_tokens: int, 
 def run_op(inputs: Inputs, rank: int, call: AllReduceNormCall) -> tuple[Tensor, Tensor]:
     first = inputs.firsts[rank]
     op = torch.ops.weave.all_reduce_norm if len(first) == 1 else torch.ops.weave.mm_all_reduce_norm
-    normed, total = op(*first, *inputs.rest, call.encode())
-    return normed, total
+    normalized, total = op(*first, *inputs.rest[:7], call.encode())
+    return normalized, total
 
 
-def reserve_for(max_tokens: int, hidden: int, world: int) -> arena.Arena:
-    need = arena_bytes(max_tokens, hidden, "float32", "float32", world)
-    return arena.reserve(topology.discover("0", 30.0), 2 * need.partial_bytes + need.output_bytes, 30.0)
+def reserve_for(max_tokens: int, hidden: int, world: int) -> ShmArena:
+    widest = make_call(Form(), hidden, "float32", world, max_tokens, one_shot=True)
+    return shm.reserve(topology.discover("0", 30.0), memory_plan("0", [widest]), 0, 30.0)
 
 
-def fill_with_nan(memory: arena.Arena) -> None:
+def fill_with_nan(memory: ShmArena) -> None:
     dist.barrier()  # a peer may still read
     memory.tensor(0, (memory.num_bytes,), torch.uint8).fill_(0xFF)
     dist.barrier()
@@ -171,8 +172,8 @@ def digest(*results: Tensor) -> str:
 def check(
     got: tuple[Tensor, Tensor], inputs: Inputs, call: AllReduceNormCall, what: str, library: bool = False
 ) -> None:
-    want = reference(inputs.partials(), *inputs.rest, call)
-    for name, result, expected in zip(("normed", "sum"), got, want, strict=True):
+    want = reference(inputs.partials(), inputs.rest, call)
+    for name, result, expected in zip(("normalized", "sum"), got, want, strict=True):
         assert result.is_contiguous()
         table = LIBRARY if library else KERNEL
         assert_close(result, expected, table, f"{name} of {what}", getattr(torch, call.dtype))
@@ -244,14 +245,14 @@ def run_sharded_chain(rank: int, world: int) -> None:
         if library_at_end:
             last = replace(last, fabric=Fabric.LIBRARY)
         steps = [make_inputs(Form(), tokens, hidden, getattr(torch, dtype), world, seed) for seed in (1, 2, 3)]
-        residual = want_residual = steps[0].rest[2]
+        residual = want_residual = steps[0].rest.residual
         for call, inputs in zip((first, middle, last), steps, strict=True):
-            sharded = replace(inputs, rest=(*inputs.rest[:2], residual, *inputs.rest[3:]))
-            normed, residual = run_op(sharded, rank, call)
-            whole = replace(inputs, rest=(*inputs.rest[:2], want_residual, *inputs.rest[3:]))
-            want, want_residual = reference(inputs.partials(), *whole.rest, call)
+            sharded = replace(inputs, rest=inputs.rest._replace(residual=residual))
+            normalized, residual = run_op(sharded, rank, call)
+            whole = inputs.rest._replace(residual=want_residual)
+            want, want_residual = reference(inputs.partials(), whole, call)
             table = LIBRARY if call.fabric is Fabric.LIBRARY else KERNEL
-            assert_close(normed, want, table, f"{tokens} tokens, {call}")
+            assert_close(normalized, want, table, f"{tokens} tokens, {call}")
             begin, end = call.share(tokens, rank) if call.sum_out is SumOut.SHARDED else (0, tokens)
             assert_close(residual[begin:end], want_residual[begin:end], table, f"{tokens} tokens, {call}")
             if call.sum_out is SumOut.SHARDED:
@@ -262,8 +263,8 @@ def run_sharded_chain(rank: int, world: int) -> None:
 
 
 def run_changing_layouts(rank: int, world: int) -> list[str]:
-    """Sites whose regions overlap in every way, called in random order without anything between."""
-    memory = reserve_for(64, 512, world)
+    """Sites whose output rows overlap in every way, called in random order without anything between."""
+    memory = reserve_for(128, 512, world)
     calls = []
     for max_tokens, hidden, one_shot, base in (
         (64, 512, True, 0),
@@ -272,11 +273,7 @@ def run_changing_layouts(rank: int, world: int) -> list[str]:
         (64, 64, False, 128),
     ):
         call = make_call(Form(), hidden, "float32", world, max_tokens, one_shot)
-        calls.append(
-            replace(
-                call, site=f"{hidden}x{max_tokens}", partial_offset=base, output_offset=base + 2 * call.partial_bytes
-            )
-        )
+        calls.append(replace(call, site=f"{hidden}x{max_tokens}", output_offset=base))
     order = torch.randint(len(calls), (150,), generator=torch.Generator().manual_seed(11)).tolist()
     digests = []
     for step, index in enumerate(order):
@@ -356,7 +353,7 @@ def run_opcheck(rank: int) -> None:
         inputs = make_inputs(replace(form, sum_out=call.sum_out), 8, 64, torch.bfloat16, 1, seed=1)
         first = inputs.firsts[0]
         op = torch.ops.weave.all_reduce_norm if len(first) == 1 else torch.ops.weave.mm_all_reduce_norm
-        torch.library.opcheck(op.default, (*first, *inputs.rest, call.encode()), test_utils=checks)
+        torch.library.opcheck(op.default, (*first, *inputs.rest[:7], call.encode()), test_utils=checks)
 
 
 def test_opcheck() -> None:
@@ -369,7 +366,7 @@ def test_fake_results_have_the_shapes_of_the_reference() -> None:
     for form in FORMS:
         inputs = make_inputs(form, 7, 64, torch.bfloat16, 2, seed=1)
         call = make_call(form, 64, "bfloat16", 2, 7, one_shot=True)
-        want = reference(inputs.partials(), *inputs.rest, call)
+        want = reference(inputs.partials(), inputs.rest, call)
         with FakeTensorMode(allow_non_fake_inputs=True):
             got = run_op(inputs, 0, call)
         assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want]
@@ -385,8 +382,8 @@ def test_call_survives_its_encoding() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"output_offset": 64}, "overlap"),
-        ({"partial_bytes": 64}, "expected 896"),
+        ({"output_offset": -64}, "before the transient zone"),
+        ({"normalized_aliases_arena": True}, "shm has no arena in which normalized rows could lie"),
         ({"fabric": Fabric.NVSHMEM}, "no nvshmem kernel"),
         ({"out_dtype": "float16"}, "is not supported"),
         ({"norm": None, "sum_out": SumOut.NONE}, "neither norm nor sum"),

@@ -1,4 +1,4 @@
-"""The fused op on GPUs as far as that needs none: table, regions, what is handed to the kernel, quantization."""
+"""The fused op on GPUs as far as that needs none: table, buffers, what is handed to the kernel, quantization."""
 
 from __future__ import annotations
 
@@ -13,44 +13,42 @@ import weaveopt.ops  # noqa: F401
 from tests.ranks import run_ranks
 from weaveopt import _native
 from weaveopt.errors import ArenaError, PeerTimeoutError, WeaveError
-from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics import watchdog
+from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group
 from weaveopt.ops.all_reduce_norm import peer
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, Quant, SumOut, decode, region_need
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of, memory_plan, placed_call
+from weaveopt.ops.all_reduce_norm.call import FEATURES, AllReduceNormCall, SumOut, decode
+from weaveopt.ops.all_reduce_norm.op import SITES
+from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
 from weaveopt.ops.all_reduce_norm.reference import reference, reference_quant
-from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
-from weaveopt.records.memory import RegionNeed
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.records.norm import NormKind, NormSpec, Quant
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HIDDEN = 64
-LLAMA = NormForm(NormKind.RMS, 1e-5, cast_before_weight=True)
+LLAMA = NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True)
 TABLE = (
-    Lowering(4, Algorithm.ONE_SHOT, Form.MAIL),
-    Lowering(16, Algorithm.TWO_SHOT, Form.MAIL),
-    Lowering(256, Algorithm.TWO_SHOT, Form.BULK, num_ctas=64),
+    KernelRow(4, Algorithm.ONE_SHOT, Transfer.LL_PACKET),
+    KernelRow(16, Algorithm.TWO_SHOT, Transfer.LL_PACKET),
+    KernelRow(256, Algorithm.TWO_SHOT, Transfer.BULK, num_ctas=64),
 )
 FIELDS = (
-    "tokens", "form", "num_ctas", "stream", "partial", "partial_offset", "residual",
+    "tokens", "kernel", "num_ctas", "stream", "partial", "partial_offset", "residual",
     "reduced_bias", "post_weight", "post_bias", "weight", "bias", "scale_value", "quant_scale", "fp32_parameters",
-    "normed", "sum", "row_scale",
+    "normalized", "sum", "row_scale",
 )  # fmt: skip
 
 
 def make_call(**changes: object) -> AllReduceNormCall:
     call = AllReduceNormCall(
         site="layers.0", group="tp", fabric=Fabric.PEER, world=2, hidden=HIDDEN, dtype="bfloat16", out_dtype="bfloat16",
-        partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=256, one_shot_max_tokens=0, post=None,
-        norm=LLAMA, timeout_s=30.0, lowerings=TABLE,
+        max_tokens=256, post=None, norm=LLAMA, timeout_s=30.0, table=TABLE,
     )  # fmt: skip
     return replace(call, **changes)  # type: ignore[arg-type]
-
-
-def need_of(call: AllReduceNormCall) -> RegionNeed:
-    need = RegionNeed()
-    for row in call.lowerings:
-        need = need.union(region_need(row, call.hidden, call.dtype, call.out_dtype, call.world))
-    return need
 
 
 @dataclass
@@ -63,12 +61,11 @@ class Launches:
     why_not: str = ""
 
     def module(self) -> SimpleNamespace:
-        forms = ("mail_one_shot", "mail_two_shot", "bulk", "direct")
+        kernels = ("ll_packet_one_shot", "ll_packet_two_shot", "bulk", "direct")
         return SimpleNamespace(
-            GpuForm=SimpleNamespace(**{name: index for index, name in enumerate(forms)}),
-            OutKind=SimpleNamespace(same="same", float32="float32", float8_e4m3fn="float8_e4m3fn"),
+            GpuKernel=SimpleNamespace(**{name: index for index, name in enumerate(kernels)}),
             QuantKind=SimpleNamespace(none="none", static="static", per_token="per_token"),
-            DType=_native.DType, NormForm=_native.NormForm, NormKind=_native.NormKind,
+            DType=_native.DType, NUM_MAILBOXES=_native.NUM_MAILBOXES,
             GpuSite=SimpleNamespace, GpuAllReduceNorm=self.bind,
             unsupported=lambda *of: self.why_not, cuda_error_text=lambda code: f"error {code}",
         )  # fmt: skip
@@ -88,13 +85,12 @@ class Launches:
 
 @dataclass
 class MadeUpArena:
-    regions: RegionNeed
+    layout: Layout
     group: Group = field(default_factory=lambda: Group("tp", (0, 1), 1))
     device: int | None = None
     native: object = field(default_factory=lambda: SimpleNamespace(status=SimpleNamespace(code=_native.Code.OK)))
     peers: tuple[watchdog.Process, ...] = ()
     error: WeaveError | None = None
-    partial_offset: int = 1 << 16
     callbacks: list[object] = field(default_factory=list)
 
     def at_close(self, callback: object) -> None:
@@ -108,7 +104,7 @@ class MadeUpArena:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches()
     monkeypatch.setattr(peer, "_native", made.module())
-    monkeypatch.setattr(peer, "expect_alike", lambda *of: None)
+    monkeypatch.setattr(peer, "expect_replicated", lambda *of: None)
     monkeypatch.setattr(peer, "_on_gpu", lambda value, device: torch.tensor(value))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: -1)
@@ -118,65 +114,64 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 
 def bind(call: AllReduceNormCall, monkeypatch: pytest.MonkeyPatch, **of_arena: object) -> peer.PeerSite:
-    made = MadeUpArena(**{"regions": need_of(call), **of_arena})  # type: ignore[arg-type]
-    monkeypatch.setattr(arena_gpu, "of", lambda name: made)
+    made = MadeUpArena(**{"layout": Layout.of(memory_plan("tp", [call])), **of_arena})  # type: ignore[arg-type]
+    monkeypatch.setattr(transport, "of", lambda name: made)
     return peer.PeerSite.bind(call, call.encode(), "all_reduce_norm", lambda: None)
 
 
-def run(
-    site: peer.PeerSite, tokens: int, partial: torch.Tensor | None = None, **given: torch.Tensor
-) -> peer.QuantResults:
-    pieces = site.pieces(tokens)
-    assert pieces
+def run(site: peer.PeerSite, tokens: int, partial: torch.Tensor | None = None, **given: torch.Tensor) -> peer.Returned:
     if partial is None:
         partial = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
-    names = ("reduced_bias", "scale", "residual", "post_weight", "post_bias", "weight", "bias", "quant_scale")
-    return site.run(pieces, tokens, partial, None, *(given.get(name) for name in names))  # type: ignore[arg-type]
+    results = site.run(partial, Operands(**given))
+    assert results is not None
+    return results
 
 
 def test_more_tokens_than_were_planned_for_run_in_pieces(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     site = bind(replace(make_call(), in_pieces=True), monkeypatch)
     partial, residual = torch.ones(2, 600, HIDDEN).bfloat16()
-    normed, total, row_scale = run(site, 600, partial, residual=residual)
+    normalized, total, row_scale = run(site, 600, partial, residual=residual)
     row_bytes = HIDDEN * 2
     for call, first, count in zip(launches.calls, (0, 256, 512), (256, 256, 88), strict=True):
-        assert (call.tokens, call.form, call.num_ctas) == (count, 2, 64)
-        for tensor, address in ((partial, call.partial), (residual, call.residual), (normed, call.normed)):
+        assert (call.tokens, call.kernel, call.num_ctas) == (count, 2, 64)
+        for tensor, address in ((partial, call.partial), (residual, call.residual), (normalized, call.normalized)):
             assert address == tensor.data_ptr() + first * row_bytes
         assert call.sum == total.data_ptr() + first * row_bytes
-        assert call.row_scale == 0 and row_scale.numel() == 0
+        assert call.row_scale == 0 and row_scale is None
     launches.calls.clear()
     run(site, 260)
-    assert [(call.tokens, call.form) for call in launches.calls] == [(256, 2), (4, 0)]
+    assert [(call.tokens, call.kernel) for call in launches.calls] == [(256, 2), (4, 0)]
     assert all(call.residual == 0 for call in launches.calls)
 
 
 def test_the_table_picks_the_kernel_by_token_count(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     site = bind(make_call(), monkeypatch)
-    for tokens, form, num_ctas in ((1, 0, 0), (4, 0, 0), (5, 1, 0), (16, 1, 0), (17, 2, 64), (256, 2, 64)):
+    for tokens, kernel, num_ctas in ((1, 0, 0), (4, 0, 0), (5, 1, 0), (16, 1, 0), (17, 2, 64), (256, 2, 64)):
         run(site, tokens)
-        assert (launches.last.tokens, launches.last.form, launches.last.num_ctas) == (tokens, form, num_ctas)
-    assert site.row(257) is None and not site.pieces(257), "through the library"
+        assert (launches.last.tokens, launches.last.kernel, launches.last.num_ctas) == (tokens, kernel, num_ctas)
+    assert site.launch(257) is None and not site.pieces(257), "through the library"
+    assert site.run(torch.ones(257, HIDDEN).bfloat16(), Operands()) is None
     launches.why_not = "rows are too long"
-    assert bind(make_call(), monkeypatch).row(5) is None
+    assert bind(make_call(), monkeypatch).launch(5) is None
 
 
 def test_no_tokens_launch_nothing(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    normed, total, row_scale = run(bind(make_call(), monkeypatch), 0)
-    assert normed.shape == total.shape == (0, HIDDEN) and row_scale.shape == (0,) and not launches.calls
+    normalized, total, row_scale = run(bind(make_call(), monkeypatch), 0)
+    assert normalized.shape == total.shape == (0, HIDDEN) and row_scale is None and not launches.calls
 
 
 def test_what_is_handed_to_the_kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = bind(make_call(norm=NormForm(NormKind.LAYER, 1e-5), post=LLAMA), monkeypatch)
+    site = bind(make_call(norm=NormSpec(NormKind.LAYER, 1e-5), post=LLAMA), monkeypatch)
     bfloat16, wide = torch.ones(HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN)
     residual = torch.ones(1, 5, HIDDEN, dtype=torch.bfloat16)
     scale = torch.tensor(0.5, dtype=torch.bfloat16)
-    normed, total, _ = run(
+    normalized, total, _ = run(
         site, 5, residual=residual, weight=wide, bias=bfloat16, post_weight=wide, reduced_bias=bfloat16.double()
     )
     seen = launches.last
-    assert seen.stream == 77 and seen.residual == residual.data_ptr() and normed.shape == total.shape == (1, 5, HIDDEN)
-    assert (seen.normed, seen.sum, seen.row_scale) == (normed.data_ptr(), total.data_ptr(), 0)
+    assert seen.stream == 77 and seen.residual == residual.data_ptr()
+    assert normalized.shape == total.shape == (1, 5, HIDDEN)
+    assert (seen.normalized, seen.sum, seen.row_scale) == (normalized.data_ptr(), total.data_ptr(), 0)
     assert (seen.weight, seen.bias, seen.post_weight) == (wide.data_ptr(), bfloat16.data_ptr(), wide.data_ptr())
     assert seen.reduced_bias not in (0, bfloat16.data_ptr()) and seen.post_bias == seen.scale_value == 0
     assert seen.fp32_parameters == 0b01011, "double became fp32; the bias is of the activations' type"
@@ -200,49 +195,54 @@ def test_odd_strides_and_addresses_are_copied(launches: Launches, monkeypatch: p
 
 
 def test_results_that_are_not_wanted_are_empty(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    normed, total, _ = run(bind(make_call(sum_out=SumOut.NONE), monkeypatch), 5)
-    assert normed.shape == (5, HIDDEN) and total.shape == (0,) and launches.last.sum == 0
-    normed, total, _ = run(bind(make_call(norm=None), monkeypatch), 5)
-    assert normed.shape == (0,) and total.shape == (5, HIDDEN) and launches.last.normed == 0
+    normalized, total, _ = run(bind(make_call(sum_out=SumOut.NONE), monkeypatch), 5)
+    assert normalized.shape == (5, HIDDEN) and total.shape == (0,) and launches.last.sum == 0
+    normalized, total, _ = run(bind(make_call(norm=None), monkeypatch), 5)
+    assert normalized.shape == (0,) and total.shape == (5, HIDDEN) and launches.last.normalized == 0
     assert not launches.sites[0].sum_whole and launches.sites[1].sum_whole
 
 
 def test_quantized_results(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn")
-    normed, _, row_scale = run(bind(call, monkeypatch), 5)
-    assert normed.dtype is torch.float8_e4m3fn and row_scale.shape == (5, 1) and row_scale.dtype is torch.float32
-    assert launches.last.row_scale == row_scale.data_ptr() and launches.sites[-1].out_kind == "float8_e4m3fn"
+    normalized, _, row_scale = run(bind(call, monkeypatch), 5)
+    assert row_scale is not None and row_scale.shape == (5, 1) and row_scale.dtype is torch.float32
+    assert normalized.dtype is torch.float8_e4m3fn and launches.sites[-1].out_kind is _native.OutKind.float8_e4m3fn
+    assert launches.last.row_scale == row_scale.data_ptr()
     static = bind(replace(call, quant=Quant.STATIC), monkeypatch)
     with pytest.raises(WeaveError, match="needs quant_scale"):
         run(static, 5)
     _, _, row_scale = run(static, 5, quant_scale=torch.tensor(0.1))
-    assert row_scale.shape == (0,) and launches.last.quant_scale and launches.last.fp32_parameters == 1 << 6
+    assert row_scale is None and launches.last.quant_scale and launches.last.fp32_parameters == 1 << 6
 
 
-def test_only_normed_rows_are_quantized() -> None:
+def test_only_normalized_rows_are_quantized() -> None:
     call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn", norm=None)
     with pytest.raises(WeaveError, match="no norm whose rows could be quantized"):
         decode(call.encode())
 
 
 def test_direct_reads_the_partial_result_from_the_arena(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = make_call(lowerings=(Lowering(256, Algorithm.TWO_SHOT, Form.DIRECT),))
-    site = bind(call, monkeypatch)
+    call = make_call(table=(KernelRow(256, Algorithm.TWO_SHOT, Transfer.DIRECT),))
+    plan = memory_plan("tp", [call])
+    site = bind(placed_call(call, plan.of_site("layers.0")), monkeypatch)
+    begin = _native.HEADER_BYTES + Layout.of(plan).transient_begin
     run(site, 5, torch.full((5, HIDDEN), 3.0, dtype=torch.bfloat16))
-    assert (
-        launches.last.partial_offset == 1 << 16 and site._partial is not None and bool((site._partial[:5] == 3).all())
-    )
+    assert site._partial is not None and bool((site._partial[:5] == 3).all())
+    assert launches.last.partial_offset == begin > launches.sites[0].output_offset == _native.HEADER_BYTES
     a, b = torch.ones(7, 4, dtype=torch.bfloat16), torch.ones(4, HIDDEN, dtype=torch.bfloat16)
-    site.run(site.pieces(7), 7, None, (a, b, None), None, None, None, None, None, None, None, None)
+    site.run(Gemm(a, b, None), Operands())
     assert launches.last.partial == site._partial.data_ptr() and bool((site._partial[:7] == 4).all())
 
 
 def test_an_arena_that_is_too_small_or_broken_is_refused(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArenaError, match=r"layers.0: needs RegionNeed"):
-        bind(make_call(), monkeypatch, regions=RegionNeed(mailbox_bytes=1 << 20))
+    small = Layout.of(memory_plan("tp", [make_call(max_tokens=16, table=TABLE[:2])]))
+    with pytest.raises(ArenaError, match=r"no buffer 'output'; it was reserved with mailboxes \(\d+ bytes\)"):
+        bind(make_call(), monkeypatch, layout=small)
+    with pytest.raises(ArenaError, match=r"site layers.0: its mailboxes of \d+ bytes does not fit the arena of group"):
+        bind(make_call(hidden=2 * HIDDEN), monkeypatch, layout=small.union(Layout.of(memory_plan("tp", [make_call()]))))
     with pytest.raises(ArenaError, match="planned for 2 ranks, group has 3"):
         bind(make_call(), monkeypatch, group=Group("tp", (0, 1, 2), 0))
-    with pytest.raises(ArenaError, match="not mapped for multicast"):
+    with pytest.raises(ArenaError, match="fabric multimem has no arena in this version"):
         bind(make_call(fabric=Fabric.MULTIMEM), monkeypatch)
     with pytest.raises(PeerTimeoutError, match=r"^the arena is unusable since an earlier call failed\. peer rank 1"):
         run(bind(make_call(), monkeypatch, error=PeerTimeoutError("peer rank 1 exited")), 5)
@@ -252,41 +252,50 @@ def test_an_arena_that_is_too_small_or_broken_is_refused(launches: Launches, mon
 
 
 def test_only_kernels_that_exist_are_asked_for() -> None:
-    with pytest.raises(WeaveError, match="no GPU kernel for one_shot in the form bulk"):
-        peer.native_form_of(Lowering(1, Algorithm.ONE_SHOT, Form.BULK))
+    with pytest.raises(WeaveError, match="no GPU kernel for one_shot with transfer bulk"):
+        peer.native_kernel(KernelRow(1, Algorithm.ONE_SHOT, Transfer.BULK))
     for table in ((), TABLE[::-1], TABLE[:2]):
         with pytest.raises(WeaveError, match="does not end at 256"):
-            decode(make_call(lowerings=table).encode())
+            decode(make_call(table=table).encode())
+    assert set(SITES) == set(FEATURES), "what a fabric's kernels can do, and what runs them"
     call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn")
     assert decode(call.encode()) == call
 
 
-def test_regions_hold_what_the_kernels_lay_out() -> None:
-    """The layouts of csrc/all_reduce_norm/mail.cu and bulk.cu, for rows whose e4m3 form is no multiple of 16 bytes."""
+def buffers(row: KernelRow, rows: RowFormat) -> dict[str, Buffer]:
+    return {buffer.name: buffer for buffer in buffers_of(Fabric.PEER, rows, row.max_tokens, (row,))}
+
+
+def test_buffers_hold_what_the_kernels_lay_out() -> None:
+    """The layouts of csrc/all_reduce_norm/layout.cpp, for rows whose e4m3 form is no multiple of 16 bytes."""
     world, tokens, share = 4, 6, 2
-    one = region_need(Lowering(tokens, Algorithm.ONE_SHOT, Form.MAIL), 8, "bfloat16", "bfloat16", world)
-    assert one == RegionNeed(mailbox_bytes=512) and one.mailbox_bytes >= 3 * tokens * 16
-    two = region_need(Lowering(tokens, Algorithm.TWO_SHOT, Form.MAIL), 8, "bfloat16", "float8_e4m3fn", world)
-    assert two.mailbox_bytes >= 3 * share * (16 + (16 + 16) + 16)
-    bulk = region_need(Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK), 8, "bfloat16", "float8_e4m3fn", world)
-    assert bulk.staging_bytes >= 3 * share * 16 and bulk.output_bytes >= tokens * (8 + 4 + 16)
+    plain, fp8 = RowFormat(8, "bfloat16", "bfloat16", world), RowFormat(8, "bfloat16", "float8_e4m3fn", world)
+    (one,) = buffers(KernelRow(tokens, Algorithm.ONE_SHOT, Transfer.LL_PACKET), plain).values()
+    assert one == Buffer("mailboxes", 1024, Lifetime.ARENA, fill=0x80000000) and one.num_bytes >= 2 * 3 * tokens * 16
+    (two,) = buffers(KernelRow(tokens, Algorithm.TWO_SHOT, Transfer.LL_PACKET), fp8).values()
+    assert two.num_bytes >= 2 * 3 * share * (16 + (16 + 16) + 16)
+    bulk = buffers(KernelRow(tokens, Algorithm.TWO_SHOT, Transfer.BULK), fp8)
+    assert bulk["staging"].num_bytes >= 3 * share * 16 and bulk["output"].num_bytes >= tokens * (8 + 4 + 16)
+    direct = buffers(KernelRow(tokens, Algorithm.TWO_SHOT, Transfer.DIRECT), plain)
+    assert direct["partial"] == Buffer("partial", 256) and direct["output"] == bulk["output"]
+    both = buffers_of(Fabric.PEER, fp8, tokens, TABLE)
+    assert [buffer.name for buffer in both] == ["mailboxes", "output", "staging"], "those of every row, the largest"
 
 
 def test_quantized_reference() -> None:
     partials = [torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2)]
-    nothing = (None,) * 7
-    normed, _ = reference(partials, *nothing, make_call())
+    normalized, _ = reference(partials, Operands(), make_call())
     call = make_call(quant=Quant.PER_TOKEN, out_dtype="float8_e4m3fn", sum_out=SumOut.NONE)
-    quantized, total, row_scale = reference_quant(partials, *nothing, None, call)
+    quantized, total, row_scale = reference_quant(partials, Operands(), call)
     assert quantized.dtype is torch.float8_e4m3fn and total.shape == (0,) and row_scale.shape == (6, 1)
-    torch.testing.assert_close(quantized.float() * row_scale, normed.float(), rtol=0.07, atol=0.01)
-    torch.testing.assert_close(row_scale.squeeze(1), normed.float().abs().amax(-1) / 448)
+    torch.testing.assert_close(quantized.float() * row_scale, normalized.float(), rtol=0.07, atol=0.01)
+    torch.testing.assert_close(row_scale.squeeze(1), normalized.float().abs().amax(-1) / 448)
     static = replace(call, quant=Quant.STATIC)
-    saturated, _, no_scale = reference_quant(partials, *nothing, torch.tensor(1e-4), static)
+    saturated, _, no_scale = reference_quant(partials, Operands(quant_scale=torch.tensor(1e-4)), static)
     assert saturated.float().abs().max() == 448 and no_scale.shape == (0,)
     with pytest.raises(WeaveError, match="needs quant_scale"):
-        reference(partials, *nothing, static)
-    zeros, _, least = reference_quant([torch.zeros(1, HIDDEN).bfloat16()], *nothing, None, call)
+        reference(partials, Operands(), static)
+    zeros, _, least = reference_quant([torch.zeros(1, HIDDEN).bfloat16()], Operands(), call)
     assert not zeros.float().any() and least.item() > 0
 
 
@@ -300,7 +309,8 @@ def run_quant_op(rank: int) -> None:
         arguments = (partial, None, None, residual, None, None, weight, None, scale, call.encode())
         torch.library.opcheck(torch.ops.weave.all_reduce_norm_quant.default, arguments, test_utils=checks)
         got = torch.ops.weave.all_reduce_norm_quant(*arguments)
-        want = reference_quant([partial], None, None, residual, None, None, weight, None, scale, call)
+        operands = Operands(residual=residual, weight=weight, quant_scale=scale)
+        want = reference_quant([partial], operands, call)
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want, strict=True))
 
 

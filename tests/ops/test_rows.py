@@ -10,32 +10,34 @@ import torch
 
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
+from weaveopt.ops.all_reduce_norm.operands import Operands
 from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.norm import NormKind, NormSpec
 
-LLAMA = NormForm(NormKind.RMS, 1e-5, cast_before_weight=True)
-GEMMA = NormForm(NormKind.RMS, 1e-6, weight_offset=1.0)
-LAYER = NormForm(NormKind.LAYER, 1e-5)
+LLAMA = NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True)
+GEMMA = NormSpec(NormKind.RMS, 1e-6, weight_offset=1.0)
+LAYER = NormSpec(NormKind.LAYER, 1e-5)
 GUARD = 7.0
 
 
-def native_form(form: NormForm | None) -> _native.NormForm:
-    out = _native.NormForm()
-    if form is not None:
-        out.kind = getattr(_native.NormKind, form.kind.value)
-        out.eps, out.weight_offset, out.cast_before_weight = form.eps, form.weight_offset, form.cast_before_weight
+def native_norm(spec: NormSpec | None) -> _native.NormSpec:
+    out = _native.NormSpec()
+    if spec is not None:
+        out.kind = getattr(_native.NormKind, spec.kind.value)
+        out.eps, out.weight_offset, out.cast_before_weight = spec.eps, spec.weight_offset, spec.cast_before_weight
     return out
 
 
 class Alone:
     """One site in a group of one rank."""
 
-    def __init__(self, isa: str, dtype: str, hidden: int, tokens: int, post: NormForm | None, norm: NormForm) -> None:
+    def __init__(self, isa: str, dtype: str, hidden: int, tokens: int, post: NormSpec | None, norm: NormSpec) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.call = AllReduceNormCall(
             site="rows", group="", fabric=Fabric.LIBRARY, world=1, hidden=hidden, dtype=dtype, out_dtype=dtype,
-            partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=tokens, one_shot_max_tokens=tokens,
+            max_tokens=tokens, one_shot_max_tokens=tokens,
             post=post, norm=norm, timeout_s=1.0, sum_out=SumOut.WHOLE,
         )  # fmt: skip
         site = _native.AllReduceNormSite()
@@ -47,8 +49,8 @@ class Alone:
         layout.partial_offset, layout.output_offset = 0, 2 * layout.partial_bytes
         site.layout = layout
         site.post, site.norm, site.sum_out, site.timeout_s = (
-            native_form(post),
-            native_form(norm),
+            native_norm(post),
+            native_norm(norm),
             _native.SumOut.whole,
             1.0,
         )
@@ -56,7 +58,7 @@ class Alone:
         self.native = _native.AllReduceNorm(_native.Group([segment], 0, 1, 0), site, 1, isa)
 
     def run(self, partial: torch.Tensor, residual: torch.Tensor, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """normed and sum; what lies just behind them in memory must stay as it was."""
+        """normalized and sum; what lies just behind them in memory must stay as it was."""
         results = [torch.full((partial.numel() + 64,), GUARD, dtype=self.dtype) for _ in range(2)]
         fp32 = 0b11111 if parameter.dtype is torch.float32 else 0
         code = self.native.enter_and_run(
@@ -80,9 +82,9 @@ def test_rows_equal_the_reference(isa: str, dtype: str) -> None:
             parameter = torch.randn(hidden, generator=random).to(weights)
             got = alone.run(partial, residual, parameter)
             scale = torch.tensor(0.5)
-            given = (parameter, scale, residual, parameter, parameter, parameter, parameter)
-            want = reference([partial], *given, alone.call)
-            for name, result, expected in zip(("normed", "sum"), got, want, strict=True):
+            given = Operands(parameter, scale, residual, parameter, parameter, parameter, parameter)
+            want = reference([partial], given, alone.call)
+            for name, result, expected in zip(("normalized", "sum"), got, want, strict=True):
                 assert_close(result, expected, KERNEL, f"{name}, {isa}, hidden {hidden}, {post}, {norm}")
 
 
@@ -95,9 +97,9 @@ def test_conversions_are_torchs_own(isa: str, dtype: str) -> None:
     alone = Alone(isa, dtype, 4096, 16, None, LLAMA)
     other = every.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(2))].view(16, 4096)
     for addend in (torch.zeros_like(every), other):
-        normed, total = torch.empty_like(every), torch.empty_like(every)
+        normalized, total = torch.empty_like(every), torch.empty_like(every)
         code = alone.native.enter_and_run(
-            16, 1, every.data_ptr(), addend.data_ptr(), 0, 0, 0, 0, 0, normed.data_ptr(), total.data_ptr(), 0, 1.0
+            16, 1, every.data_ptr(), addend.data_ptr(), 0, 0, 0, 0, 0, normalized.data_ptr(), total.data_ptr(), 0, 1.0
         )
         assert code == 0
         want = (every.float() + addend.float()).to(activations)

@@ -18,7 +18,7 @@ from weaveopt.config import Config
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, region_need
-from weaveopt.ops.all_reduce_norm.names import variant_name
+from weaveopt.ops.all_reduce_norm.variant import variant_name
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form
 from weaveopt.records.memory import RegionNeed

@@ -9,8 +9,8 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine, Point
-from weaveopt.ops.all_reduce_norm.names import parse_variant, variant_name
-from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer, parse_variant, variant_name
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
@@ -19,13 +19,15 @@ from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
 HIDDEN, DTYPE, WORLD = 1024, "bfloat16", 4
 ROW_BYTES = HIDDEN * 2
 ONE, TWO = Algorithm.ONE_SHOT, Algorithm.TWO_SHOT
-MAIL, BULK = Form.MAIL, Form.BULK
+MAIL, BULK = Transfer.LL_PACKET, Transfer.BULK
 BASE = cost_model.load("h200x4")
 Times = dict[int, float]
 """Microseconds by tokens."""
 
 
-def curve(algorithm: Algorithm, form: Form, times: Times, ctas: int = 0, world: int = WORLD, hidden: int = 0) -> Curve:
+def curve(
+    algorithm: Algorithm, form: Transfer, times: Times, ctas: int = 0, world: int = WORLD, hidden: int = 0
+) -> Curve:
     points = tuple(Point(tokens * hidden_bytes(hidden), us) for tokens, us in times.items())
     name, last_bytes = variant_name(algorithm, form, ctas), points[-1].bytes if form is MAIL else None
     return Curve("fused", "all_reduce_norm", name, world, points, row=hidden, last_bytes=last_bytes)
@@ -52,7 +54,7 @@ def machine(*curves: Curve, library: Times | None = None, error: float = 0.1) ->
 
 def table(found: Machine, max_tokens: int = 8192, **settings: int | bool) -> list[tuple[object, ...]]:
     rows = lowerings(found, Fabric.PEER, HIDDEN, DTYPE, WORLD, 1, max_tokens, **settings)  # type: ignore[arg-type]
-    return [(row.max_tokens, row.algorithm, row.form, row.num_ctas) for row in rows]
+    return [(row.max_tokens, row.algorithm, row.transfer, row.num_ctas) for row in rows]
 
 
 ONE_MAIL = curve(ONE, MAIL, {1: 5.0, 16: 8.0, 64: 20.0, 256: 80.0})
@@ -67,7 +69,7 @@ def test_every_row_is_the_fastest_at_every_count() -> None:
     kernels = (ONE_MAIL, TWO_MAIL, BULK_16, BULK_64)
     found = machine(*kernels, library=SLOW)
     rows = lowerings(found, Fabric.PEER, HIDDEN, DTYPE, WORLD, 1, 4096)
-    assert [row.form for row in rows] == [MAIL, MAIL, BULK, BULK]
+    assert [row.transfer for row in rows] == [MAIL, MAIL, BULK, BULK]
     assert [row.max_tokens for row in rows] == sorted({row.max_tokens for row in rows}) and rows[-1].max_tokens == 4096
     for tokens in range(1, 4097):
         row = next(row for row in rows if tokens <= row.max_tokens)
@@ -81,7 +83,7 @@ def test_every_row_is_the_fastest_at_every_count() -> None:
                     found, work, Fabric.PEER, algorithm, transfer=transfer, num_ctas=num_ctas
                 )
                 times[kernel] = estimate.us
-        assert times[row.algorithm, row.form, row.num_ctas] == min(times.values()), tokens
+        assert times[row.algorithm, row.transfer, row.num_ctas] == min(times.values()), tokens
 
 
 def test_ties_go_to_fewer_ctas_and_equal_neighbours_are_one_row() -> None:
@@ -157,13 +159,13 @@ def test_curves_are_read_at_the_nearest_world_and_between_the_rows_measured() ->
 
 
 def test_what_was_not_measured_is_modelled() -> None:
-    def kernels(name: str, fabric: Fabric) -> list[tuple[Algorithm, Form]]:
+    def kernels(name: str, fabric: Fabric) -> list[tuple[Algorithm, Transfer]]:
         found = kernel_variants(cost_model.load(name), fabric, 8192, 4)
         assert not any(variant.measured for variant in found)
         return [(variant.algorithm, variant.transfer) for variant in found]
 
     assert kernels("h100x8", Fabric.PEER) == [(ONE, MAIL), (TWO, BULK)]
-    assert kernels("h100x8", Fabric.MULTIMEM) == [(ONE, Form.DIRECT), (TWO, Form.DIRECT)]
+    assert kernels("h100x8", Fabric.MULTIMEM) == [(ONE, Transfer.DIRECT), (TWO, Transfer.DIRECT)]
     # Bulk copies need sm_90.
     assert kernels("a100x4-slingshot", Fabric.PEER) == kernels("a800x4", Fabric.PEER) == [(ONE, MAIL), (TWO, MAIL)]
 
@@ -174,7 +176,7 @@ def test_shm_divides_at_its_threshold(world: int, max_tokens: int) -> None:
     cpu = cost_model.load("cpu")
     threshold = one_shot_max_tokens(cpu, Fabric.SHM, 64, DTYPE, world, 1)
     rows = lowerings(cpu, Fabric.SHM, 64, DTYPE, world, 1, max_tokens)
-    assert rows[-1].max_tokens == max_tokens and {row.form for row in rows} == {Form.SEGMENT}
+    assert rows[-1].max_tokens == max_tokens and {row.transfer for row in rows} == {Transfer.SEGMENT}
     for tokens in {1, threshold, threshold + 1, max_tokens} & set(range(1, max_tokens + 1)):
         row = next(row for row in rows if tokens <= row.max_tokens)
         assert (row.algorithm is ONE) == (tokens <= threshold)
@@ -189,7 +191,7 @@ def test_every_site_gets_the_same_object() -> None:
 def test_the_table_of_h200x4_covers_every_size() -> None:
     """What was measured there beats the library at every size; few CTAs fill the link at large ones."""
     rows = lowerings(BASE, Fabric.PEER, 8192, DTYPE, 4, 1, 8192)
-    assert rows[-1].max_tokens == 8192 and (rows[-1].algorithm, rows[-1].form) == (TWO, BULK)
+    assert rows[-1].max_tokens == 8192 and (rows[-1].algorithm, rows[-1].transfer) == (TWO, BULK)
 
 
 @pytest.mark.parametrize("name", cost_model.names())
@@ -200,7 +202,7 @@ def test_tables_of_shipped_profiles(name: str, hidden: int, world: int, dtype: s
     loaded = cost_model.load(name)
     for fabric in loaded.fabrics:
         rows = lowerings(loaded, fabric, hidden, dtype, world, 1, 32768)
-        assert all(isinstance(row, Lowering) and 1 <= row.max_tokens <= 32768 for row in rows)
+        assert all(isinstance(row, KernelRow) and 1 <= row.max_tokens <= 32768 for row in rows)
         assert all(a.max_tokens < b.max_tokens for a, b in itertools.pairwise(rows))
-        kernels = [(row.algorithm, row.form, row.num_ctas) for row in rows]
+        kernels = [(row.algorithm, row.transfer, row.num_ctas) for row in rows]
         assert all(a != b for a, b in itertools.pairwise(kernels))

@@ -12,7 +12,7 @@ from weaveopt.solver.placement import (
     ZONE_ALIGNMENT,
     Request,
     aligned,
-    end_of,
+    arena_bytes,
     place,
     place_kept,
     transient_begin,
@@ -31,7 +31,7 @@ def random_requests(seed: int) -> list[Request]:
         name = numbers.choice("abc") if lifetime is KEPT else f"output{index}"
         fill = 7 if name == "a" and lifetime is KEPT else None
         buffer = Buffer(name, numbers.randint(0, 30000), lifetime, fill, numbers.choice((1, 64, 256, 4096)))
-        requests.append((f"site{numbers.randint(0, 9)}", buffer, first, first + numbers.randint(0, 4)))
+        requests.append(Request(f"site{numbers.randint(0, 9)}", buffer, first, first + numbers.randint(0, 4)))
     return requests
 
 
@@ -60,7 +60,7 @@ def test_what_is_live_together_never_overlaps(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_kept_buffers_are_a_function_of_their_union(seed: int) -> None:
     """In whatever order graphs come, and however their requests are spread over them."""
-    requests = [request for request in random_requests(seed) if request[1].lifetime is KEPT]
+    requests = [request for request in random_requests(seed) if request.buffer.lifetime is KEPT]
     half = len(requests) // 2
     one, other = place(requests[:half]), place(requests[half:])
     where = [(b.name, b.offset, b.num_bytes) for b in place(requests)]
@@ -70,19 +70,19 @@ def test_kept_buffers_are_a_function_of_their_union(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_transient_zone_is_no_larger_than_without_sharing(seed: int) -> None:
-    requests = [request for request in random_requests(seed) if request[1].lifetime is not KEPT]
+    requests = [request for request in random_requests(seed) if request.buffer.lifetime is not KEPT]
     placed = place(requests)
     apart = sum(aligned(buffer.num_bytes, ZONE_ALIGNMENT) for _, buffer, _, _ in requests)
     at_once = max(
         (sum(p.num_bytes for p in placed if p.first <= step <= p.last) for step in range(16)),
         default=0,
     )
-    assert at_once <= end_of(placed) <= apart
+    assert at_once <= arena_bytes(placed) <= apart
 
 
 def test_calls_that_follow_one_another_share_their_bytes() -> None:
-    placed = place([(f"s{i}", Buffer("output", size), i, i) for i, size in enumerate((1000, 5000, 300))])
-    assert [p.offset for p in placed] == [0, 0, 0] and end_of(placed) == 5120
+    placed = place([Request(f"s{i}", Buffer("output", size), i, i) for i, size in enumerate((1000, 5000, 300))])
+    assert [p.offset for p in placed] == [0, 0, 0] and arena_bytes(placed) == 5120
 
 
 def test_a_buffer_goes_into_the_smallest_gap_that_holds_it() -> None:
@@ -90,12 +90,12 @@ def test_a_buffer_goes_into_the_smallest_gap_that_holds_it() -> None:
         return Buffer(name, size, Lifetime.UNTIL_READ, alignment=1)
 
     requests = [
-        ("a", buffer("long", 1000), 0, 9),
-        ("b", buffer("gap of 900", 900), 0, 0),
-        ("c", buffer("wall", 800), 0, 9),
-        ("d", buffer("gap of 700", 700), 0, 0),
-        ("e", buffer("roof", 600), 0, 9),
-        ("f", buffer("fits both", 500), 1, 1),
+        Request("a", buffer("long", 1000), 0, 9),
+        Request("b", buffer("gap of 900", 900), 0, 0),
+        Request("c", buffer("wall", 800), 0, 9),
+        Request("d", buffer("gap of 700", 700), 0, 0),
+        Request("e", buffer("roof", 600), 0, 9),
+        Request("f", buffer("fits both", 500), 1, 1),
     ]
     offsets = {p.name: p.offset for p in place(requests)}
     assert offsets["fits both"] == offsets["gap of 700"] == 2700
@@ -103,26 +103,29 @@ def test_a_buffer_goes_into_the_smallest_gap_that_holds_it() -> None:
 
 def test_kept_buffers_come_first_in_the_order_of_their_names() -> None:
     requests = [
-        ("s0", Buffer("staging", 100, KEPT), 0, 0),
-        ("s0", Buffer("output", 5000), 0, 0),
-        ("s1", Buffer("mailboxes", 600, KEPT, fill=0x80000000), 1, 1),
-        ("s1", Buffer("staging", 300, KEPT), 1, 1),
+        Request("s0", Buffer("staging", 100, KEPT), 0, 0),
+        Request("s0", Buffer("output", 5000), 0, 0),
+        Request("s1", Buffer("mailboxes", 600, KEPT, fill=0x80000000), 1, 1),
+        Request("s1", Buffer("staging", 300, KEPT), 1, 1),
     ]
     mailboxes, staging, output = place(requests)
     assert (mailboxes.name, mailboxes.offset, mailboxes.fill, mailboxes.owners) == ("mailboxes", 0, 0x80000000, ("s1",))
     assert (staging.name, staging.offset, staging.num_bytes, staging.owners) == ("staging", 768, 300, ("s0", "s1"))
     assert (output.offset, output.zone_begin, output.offset_in_zone) == (4096, 4096, 0)
-    assert end_of((mailboxes, staging)) == 1280
+    assert arena_bytes((mailboxes, staging)) == 1280
 
 
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([("s", Buffer("b", 1, KEPT, 1), 0, 0), ("t", Buffer("b", 1, KEPT, 2), 0, 0)], "s wants it filled with 1, t"),
-        ([("s", Buffer("b", 1, fill=1), 0, 0)], "only what lives as long as the arena"),
-        ([("s", Buffer("b", -1), 0, 0)], "-1 bytes"),
-        ([("s", Buffer("b", 1, alignment=8192), 0, 0)], "aligned to 8192"),
-        ([("s", Buffer("b", 1), 3, 2)], "from 3 to 2"),
+        (
+            [Request("s", Buffer("b", 1, KEPT, 1), 0, 0), Request("t", Buffer("b", 1, KEPT, 2), 0, 0)],
+            "s wants it filled with 1, t",
+        ),
+        ([Request("s", Buffer("b", 1, fill=1), 0, 0)], "only what lives as long as the arena"),
+        ([Request("s", Buffer("b", -1), 0, 0)], "-1 bytes"),
+        ([Request("s", Buffer("b", 1, alignment=8192), 0, 0)], "aligned to 8192"),
+        ([Request("s", Buffer("b", 1), 3, 2)], "from 3 to 2"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(requests: list[Request], message: str) -> None:

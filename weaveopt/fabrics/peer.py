@@ -1,19 +1,17 @@
-"""Symmetric memory of GPUs of one host: one arena per rank of a process group, mapped by all peers.
+"""The transport of fabric `peer`: GPUs of one host, one arena per rank of a process group, mapped by all peers.
 
-Like `weaveopt.fabrics.shm` it is reserved once, when ranks bind a compiled graph. Unlike there, an arena that is
-replaced by a larger one stays where it is: captured CUDA graphs hold its addresses. The memory itself comes from
-torch's symmetric memory (backend CUDA), without NVLink multicast: nothing here ever makes a multicast object.
+See `weaveopt.fabrics.arena`. Unlike on `shm`, an arena that is replaced by a larger one stays where it is: captured
+CUDA graphs hold its addresses. The memory itself comes from torch's symmetric memory (backend CUDA), without NVLink
+multicast: nothing here ever makes a multicast object.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from math import prod
 
 import torch
@@ -22,30 +20,32 @@ import torch.distributed as dist
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
-from weaveopt.records.memory import RegionNeed
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import MemoryPlan, PlacedBuffer
 
 try:
     from weaveopt import _native
 except ImportError:  # built without it: reserve() says so
     _native = None  # type: ignore[assignment]
 
-MAX_WORLD = 8
-"""Ranks that the kernels join; `kMaxWorld` in csrc/fabric/peer.h."""
+_TRAITS = TRAITS[Fabric.PEER]
 _NO_MULTICAST = 0
 
 
-class GpuArena:
+class PeerArena:
     """The memory that one group shares: this rank's part, where the peers' parts are mapped, and why it failed."""
 
     def __init__(
-        self, group: Group, device: int, regions: RegionNeed, native: _native.PeerGroup, memory: torch.Tensor,
+        self, group: Group, device: int, layout: Layout, native: _native.PeerGroup, memory: torch.Tensor,
         handle: object, peers: Sequence[Process],
     ) -> None:  # fmt: skip
         self.group = group
         self.device = device
-        self.regions = regions
+        self.layout = layout
         self.native = native
         self.peers = tuple(peers)
         """The process of every rank."""
@@ -59,28 +59,32 @@ class GpuArena:
 
     @property
     def num_bytes(self) -> int:
-        return total_bytes(self.regions)
+        return total_bytes(self.layout)
 
     @property
-    def output_offset(self) -> int:
-        """Where the region begins into which peers hand out rows."""
-        return native_regions(self.regions).output_offset
+    def transient_begin(self) -> int:
+        """Where the transient zone begins, from the first byte behind the header on."""
+        return self.layout.transient_begin
 
-    @property
-    def partial_offset(self) -> int:
-        """Where the region begins that products are written to; behind all that native code knows of."""
-        return native_regions(self.regions).total_bytes
+    def buffer(self, name: str) -> PlacedBuffer:
+        """A buffer that lives as long as the arena. Raises `ArenaError` if there is none of that name."""
+        return self.layout.buffer(name)
+
+    def native_offset(self, offset: int) -> int:
+        """`offset` from the first byte behind the header, as kernels count it: from the first byte of the arena."""
+        return _TRAITS.header_bytes + offset
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Has `callback` run when the arena is given back or replaced: calls that are bound to it bind again."""
         self._at_close.append(callback)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A view of this rank's arena. Raises `ArenaError` if outside."""
-        end = offset + prod(shape) * dtype.itemsize
+        """A view of this rank's part, from `offset` behind the header on. Raises `ArenaError` if outside."""
+        begin = self.native_offset(offset)
+        end = begin + prod(shape) * dtype.itemsize
         if self._memory is None or offset < 0 or end > self.num_bytes:
-            raise ArenaError(f"bytes [{offset}, {end}) are outside the arena of {self.num_bytes} bytes")
-        return self._memory[offset:end].view(dtype).view(shape)
+            raise ArenaError(f"bytes [{begin}, {end}) are outside the arena of {self.num_bytes} bytes")
+        return self._memory[begin:end].view(dtype).view(shape)
 
     def unbind(self) -> None:
         """Sites let go of it; the memory stays, for graphs that were captured before."""
@@ -112,46 +116,37 @@ class GpuArena:
 class _Entry:
     """The arenas of a process group, the one in use last, as long as that process group lives."""
 
-    def __init__(self, arena: GpuArena, pg: dist.ProcessGroup) -> None:
+    def __init__(self, arena: PeerArena, pg: dist.ProcessGroup) -> None:
         self.arenas = [arena]
         arenas = self.arenas
         self.process_group = weakref.ref(pg, lambda _: _close(arenas))
 
     @property
-    def current(self) -> GpuArena:
+    def current(self) -> PeerArena:
         return self.arenas[-1]
 
 
 _entries: dict[str, _Entry] = {}
 
 
-def _close(arenas: list[GpuArena]) -> None:
+def _close(arenas: list[PeerArena]) -> None:
     for arena in arenas:
         arena.close()
     arenas.clear()
 
 
-def native_regions(need: RegionNeed) -> _native.Regions:
-    return _native.Regions(need.mailbox_bytes, need.staging_bytes, need.output_bytes)
+def total_bytes(layout: Layout) -> int:
+    """Of a rank's arena: the header and all buffers."""
+    return _TRAITS.header_bytes + layout.num_bytes
 
 
-def total_bytes(need: RegionNeed) -> int:
-    """Of a rank's arena: the header and all regions."""
-    return native_regions(need).total_bytes + need.partial_bytes
+def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> PeerArena:
+    """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
-
-def holds(regions: RegionNeed, need: RegionNeed) -> bool:
-    """Whether `need` fits `regions`, region by region."""
-    return regions.union(need) == regions
-
-
-def reserve(topology: Topology, need: RegionNeed, timeout_s: float) -> GpuArena:
-    """The arena of `topology.group` with regions of at least `need`, made or made larger if need be.
-
-    All ranks of the group call it at the same point with the same need. A larger arena has the larger of old and new in
-    every region; the old one stays alive for graphs that were captured with it. Raises `ArenaError` on all ranks if one
-    cannot share its memory or asks for other sizes, or during a CUDA-graph capture, and `AgreementError` if a rank does
-    not come within `timeout_s`.
+    All ranks of the group call it at the same point with the same arguments. A larger arena has the larger of old and
+    new of every buffer; the old one stays alive for graphs that were captured with it. None is below `floor_bytes`, its
+    header included. Raises `ArenaError` on all ranks if one cannot share its memory or asks for other buffers, or
+    during a CUDA-graph capture, and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
     _expect_gpus(topology)
@@ -159,16 +154,17 @@ def reserve(topology: Topology, need: RegionNeed, timeout_s: float) -> GpuArena:
     entry = _entries.get(name)
     if entry is not None and (entry.process_group() is not pg or not entry.arenas):
         entry = None
+    layout = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
     if entry is not None:
-        if holds(entry.current.regions, need):
+        if entry.current.layout.holds(layout):
             return entry.current
-        need = need.union(entry.current.regions)
+        layout = entry.current.layout.union(layout)
     if torch.cuda.is_current_stream_capturing():
         raise ArenaError(
             f"group {name!r}: an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "
             "weaveopt.fabrics.peer.reserve(), before the capture"
         )
-    arena = _make(topology, need, topologies.exchange(name, timeout_s), timeout_s)
+    arena = _make(topology, layout, topologies.exchange(name, timeout_s), timeout_s)
     if entry is None:
         _entries[name] = _Entry(arena, pg)
     else:
@@ -177,13 +173,11 @@ def reserve(topology: Topology, need: RegionNeed, timeout_s: float) -> GpuArena:
     return arena
 
 
-def of(group_name: str) -> GpuArena:
+def of(group_name: str) -> PeerArena:
     """The arena that was reserved for the group, or `ArenaError`."""
     entry = _entries.get(group_name)
     if entry is None or not entry.arenas or entry.process_group() is not topologies.process_group(group_name):
-        raise ArenaError(
-            f"no GPU arena was reserved for group {group_name!r}: arena_gpu.reserve() comes before the first call"
-        )
+        raise ArenaError(f"no GPU arena was reserved for group {group_name!r}: reserve() comes before the first call")
     return entry.current
 
 
@@ -213,23 +207,22 @@ def _expect_gpus(topology: Topology) -> None:
         raise ArenaError(f"{where}: torch finds no GPU")
     if topology.num_hosts > 1:
         raise ArenaError(f"{where}: its ranks run on {topology.num_hosts} hosts")
-    if not 2 <= topology.world <= MAX_WORLD:
-        raise ArenaError(f"{where}: {topology.world} ranks, expected 2 to {MAX_WORLD}")
+    most = _TRAITS.max_world
+    if topology.world < 2 or (most is not None and topology.world > most):
+        raise ArenaError(f"{where}: {topology.world} ranks, expected 2 to {most}")
 
 
-def _make(topology: Topology, need: RegionNeed, channel: Exchange, timeout_s: float) -> GpuArena:
+def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> PeerArena:
     group = topology.group
-    num_bytes = total_bytes(need)
+    num_bytes = total_bytes(layout)
     device = torch.cuda.current_device()
-    told = channel.gather(_announcement(device, need, num_bytes), f"a GPU arena of {num_bytes} bytes", timeout_s)
+    told = channel.gather(_announcement(device, layout), f"a GPU arena of {num_bytes} bytes", timeout_s)
     _raise_if_any(group, told, num_bytes)
-    if len({str(record["regions"]) for record in told}) > 1:
-        sizes = "; ".join(f"rank {rank}: {r['regions']}" for rank, r in zip(group.ranks, told, strict=True))
-        raise ArenaError(f"group {group.name!r}: ranks ask for arenas of different regions: {sizes}")
+    expect_equal_layouts(group, told)
     kinds = {str(record["kind"]) for record in told}
     if len(kinds) > 1:
         found = "; ".join(f"rank {rank}: {r['kind']}" for rank, r in zip(group.ranks, told, strict=True))
-        raise ArenaError(f"group {group.name!r}: its GPUs are not alike (compute capability {found})")
+        raise ArenaError(f"group {group.name!r}: its GPUs differ (compute capability {found})")
     owners: dict[str, int] = {}
     for rank, record in zip(group.ranks, told, strict=True):
         other = owners.setdefault(str(record["device"]), rank)
@@ -254,17 +247,19 @@ def _make(topology: Topology, need: RegionNeed, channel: Exchange, timeout_s: fl
     assert memory is not None
     try:
         handle, bases = _exchange(memory, group)
-        native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, native_regions(need))
+        fills = [(_TRAITS.header_bytes + offset, length, word) for offset, length, word in layout.fills()]
+        native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, num_bytes, fills)
         torch.cuda.synchronize(device)
     except (RuntimeError, ArenaError) as failure:
         error = _one_line(failure)
     # Only now may anyone write to a peer: all have cleared their own.
     _raise_if_any(group, channel.gather({"error": error}, "the peers' memory", timeout_s), num_bytes)
     assert native is not None
-    return GpuArena(group, device, need, native, memory, handle, peers)
+    return PeerArena(group, device, layout, native, memory, handle, peers)
 
 
-def _announcement(device: int, need: RegionNeed, num_bytes: int) -> Payload:
+def _announcement(device: int, layout: Layout) -> Payload:
+    num_bytes = total_bytes(layout)
     properties = torch.cuda.get_device_properties(device)
     own = watchdog.this_process()
     error = ""
@@ -280,7 +275,7 @@ def _announcement(device: int, need: RegionNeed, num_bytes: int) -> Payload:
         "pid": own.pid,
         "start": own.start,
         "met": symmetric.num_met(),
-        "regions": json.dumps(asdict(need)),
+        "layout": layout.text(),
         "error": error,
     }
 

@@ -1,4 +1,4 @@
-"""Check once that ranks hold the same values where a rewrite takes that for granted.
+"""Check once that values are replicated: that all ranks hold the same where a rewrite takes that for granted.
 
 A residual, a norm weight or a bias is the same on all ranks of a tensor-parallel group, but nothing in a graph
 says so. Where ranks divide the tokens, a residual that differs would give wrong rows; so the first call of every
@@ -23,7 +23,7 @@ _SAMPLES = 1 << 20
 """Elements that are looked at, evenly spread: a whole residual in float64 could take gigabytes of a GPU."""
 
 
-def expect_alike(group: str, where: str, values: Sequence[Named], timeout_s: float) -> None:
+def expect_replicated(group: str, where: str, values: Sequence[Named], timeout_s: float) -> None:
     """Raises `AgreementError` naming the site, the value and two ranks, if a value differs beyond rounding."""
     present = [(name, value) for name, value in values if value is not None]
     if not present:
@@ -37,9 +37,9 @@ def expect_alike(group: str, where: str, values: Sequence[Named], timeout_s: flo
         for rank, other in zip(ranks[1:], everyone[1:], strict=True):
             if not _close(first, other.get(name, [])):
                 raise AgreementError(
-                    f"{where}: the {name} on rank {ranks[0]} is not the one on rank {rank}. The rewrite needs it alike "
-                    f"on all ranks of group {group!r}, as under tensor parallelism; if it is meant to differ, switch "
-                    'the rule of this site off with options={"disable": [...]}'
+                    f"{where}: the {name} on rank {ranks[0]} is not the one on rank {rank}. The rewrite needs it "
+                    f"replicated on all ranks of group {group!r}, as under tensor parallelism; if it is meant to "
+                    'differ, switch the rule of this site off with options={"disable": [...]}'
                 )
 
 

@@ -1,8 +1,6 @@
-"""Symmetric memory: one segment per rank of a process group, of the same size, mapped by all of them.
+"""The transport of fabric `shm`: one segment per rank of a process group, of the same layout, mapped by all of them.
 
-It is reserved once, when ranks bind a compiled graph; offsets into it are the plan's. From then on nothing
-allocates and nothing rendezvouses. Only the `shm` fabric is here; `weaveopt.fabrics.topology` says whether it
-reaches all ranks.
+CPU ranks of one host; `weaveopt.fabrics.topology` says whether it reaches all ranks. See `weaveopt.fabrics.arena`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import atexit
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -19,7 +17,10 @@ import torch.distributed as dist
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
-from weaveopt.fabrics.topology import Exchange, Group, Topology
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts
+from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
+from weaveopt.records.memory import MemoryPlan, PlacedBuffer
+from weaveopt.solver.placement import aligned
 
 try:
     from weaveopt import _native
@@ -31,12 +32,13 @@ FIRST_EPOCH = 0
 """Where epochs start. They wrap at 2^32, so any value is as good."""
 
 
-class Arena:
+class ShmArena:
     """The shared memory of one group: this rank's segment, the peers' mapped, and the epoch of the last call."""
 
-    def __init__(self, group: Group, segments: list[_native.Segment], num_processes: int, num_bytes: int) -> None:
+    def __init__(self, group: Group, segments: list[_native.Segment], num_processes: int, layout: Layout) -> None:
         self.group = group
-        self.num_bytes = num_bytes
+        self.layout = layout
+        self.num_bytes = _page_aligned(layout.num_bytes)
         self.closed = False
         """Replaced by a larger one, or released: calls that were bound to it must bind again."""
         self._native: _native.Group | None = _native.Group(segments, group.rank, num_processes, FIRST_EPOCH)
@@ -51,6 +53,15 @@ class Arena:
         if self._native is None:
             raise ArenaError(f"the arena of group {self.group.name!r} was released")
         return self._native
+
+    @property
+    def transient_begin(self) -> int:
+        """Where the transient zone begins."""
+        return self.layout.transient_begin
+
+    def buffer(self, name: str) -> PlacedBuffer:
+        """A buffer that lives as long as the arena. Raises `ArenaError` if there is none of that name."""
+        return self.layout.buffer(name)
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Has `callback` run when the arena is given back: whoever keeps `native` or a view drops it then."""
@@ -83,7 +94,7 @@ class Arena:
 class _Entry:
     """The arena of a process group, as long as that process group lives."""
 
-    def __init__(self, arena: Arena, pg: dist.ProcessGroup) -> None:
+    def __init__(self, arena: ShmArena, pg: dist.ProcessGroup) -> None:
         self.arena = arena
         self.process_group = weakref.ref(pg, lambda _: arena.close())
 
@@ -91,12 +102,12 @@ class _Entry:
 _entries: dict[str, _Entry] = {}
 
 
-def reserve(topology: Topology, num_bytes: int, timeout_s: float) -> Arena:
-    """The arena of `topology.group` with at least `num_bytes`, made or made larger if need be.
+def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> ShmArena:
+    """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
-    All ranks of the group call it at the same point with the same size. A larger arena replaces the one there was;
-    offsets stay valid, contents do not. Raises `ArenaError` if memory is short on any rank (all ranks raise), and
-    `AgreementError` if a rank does not come within `timeout_s`.
+    All ranks of the group call it at the same point with the same arguments. A larger arena replaces the one there
+    was: calls bind again, contents are lost. It is never below `floor_bytes`. Raises `ArenaError` on all ranks if
+    memory is short on one or the plans differ, and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
     if topology.fake or _native is None:
@@ -105,11 +116,13 @@ def reserve(topology: Topology, num_bytes: int, timeout_s: float) -> Arena:
         )
     pg = topologies.process_group(name)
     entry = _entries.get(name)
-    valid = entry is not None and entry.process_group() is pg and not entry.arena.closed
-    if entry is not None and valid and entry.arena.num_bytes >= num_bytes:
-        return entry.arena
+    layout = Layout.of(plan, floor_bytes)
+    if entry is not None and entry.process_group() is pg and not entry.arena.closed:
+        if entry.arena.layout.holds(layout):
+            return entry.arena
+        layout = entry.arena.layout.union(layout)
     channel = topologies.exchange(name, timeout_s)
-    arena = _make(topology, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, channel, timeout_s)
+    arena = _make(topology, layout, channel, timeout_s)
     # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.
     if entry is not None:
         entry.arena.close()
@@ -117,11 +130,11 @@ def reserve(topology: Topology, num_bytes: int, timeout_s: float) -> Arena:
     return arena
 
 
-def of(group_name: str) -> Arena:
+def of(group_name: str) -> ShmArena:
     """The arena that was reserved for the group, or `ArenaError`."""
     entry = _entries.get(group_name)
     if entry is None or entry.arena.closed or entry.process_group() is not topologies.process_group(group_name):
-        raise ArenaError(f"no arena was reserved for group {group_name!r}: arena.reserve() comes before the first call")
+        raise ArenaError(f"no arena was reserved for group {group_name!r}: reserve() comes before the first call")
     return entry.arena
 
 
@@ -138,24 +151,23 @@ def release_all() -> None:
         release(name)
 
 
-def _make(topology: Topology, num_bytes: int, channel: Exchange, timeout_s: float) -> Arena:
-    group = topology.group
+def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
+    group, num_bytes = topology.group, _page_aligned(layout.num_bytes)
     own: _native.Segment | None = None
     cookie = secrets.randbits(63)
     try:
         own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH)
+        _fill(own, layout)
         error = ""
     except RuntimeError as failure:
         error = str(failure)
     announced = channel.gather(
-        {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "bytes": num_bytes, "error": error},
+        {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "layout": layout.text(), "error": error},
         f"an arena of {num_bytes} bytes",
         timeout_s,
     )
-    _raise_if_any(group, [str(record["error"]) for record in announced], num_bytes)
-    sizes = [int(record["bytes"]) for record in announced]
-    if len(set(sizes)) > 1:
-        raise ArenaError(f"group {group.name!r}: ranks {group.ranks} ask for arenas of {sizes} bytes")
+    _raise_if_any(group, announced, num_bytes)
+    expect_equal_layouts(group, announced)
     segments: list[_native.Segment] = []
     try:
         for rank, record in enumerate(announced):
@@ -170,14 +182,25 @@ def _make(topology: Topology, num_bytes: int, channel: Exchange, timeout_s: floa
     mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
     if own is not None:
         own.close_fd()
-    _raise_if_any(group, [str(record["error"]) for record in mapped], num_bytes)
-    return Arena(group, segments, _num_local_processes(), num_bytes)
+    _raise_if_any(group, mapped, num_bytes)
+    return ShmArena(group, segments, _num_local_processes(), layout)
 
 
-def _raise_if_any(group: Group, errors: list[str], num_bytes: int) -> None:
-    failed = [f"rank {rank}: {error}" for rank, error in zip(group.ranks, errors, strict=True) if error]
+def _fill(segment: _native.Segment, layout: Layout) -> None:
+    """What buffers hold before the first call; peers map the segment later."""
+    words = torch.frombuffer(segment, dtype=torch.int32)
+    for offset, num_bytes, word in layout.fills():
+        words[offset // 4 : (offset + num_bytes) // 4] = word if word < 1 << 31 else word - (1 << 32)
+
+
+def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
+    failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
     if failed:
         raise ArenaError(f"group {group.name!r}: cannot share {num_bytes} bytes per rank: {'; '.join(failed)}")
+
+
+def _page_aligned(num_bytes: int) -> int:
+    return aligned(num_bytes, PAGE_BYTES)
 
 
 def _num_local_processes() -> int:

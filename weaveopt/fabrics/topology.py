@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from weaveopt.errors import AgreementError, WeaveError
+from weaveopt.fabrics.traits import rejection
 from weaveopt.records.candidate import Fabric, Rejection
 
 Payload = Mapping[str, str | int]
@@ -60,28 +61,7 @@ class Topology:
 
     def fabrics(self) -> tuple[tuple[Fabric, Rejection | None], ...]:
         """Every fabric, with the reason why it does not reach all ranks of the group, or None where it does."""
-        return tuple((fabric, self._rejection(fabric)) for fabric in Fabric)
-
-    def _rejection(self, fabric: Fabric) -> Rejection | None:
-        if fabric is Fabric.LIBRARY:
-            return None
-        if fabric is Fabric.SHM:
-            if self.device != "cpu":
-                return Rejection("fabric_needs_cpu", "shm joins CPU ranks", (("device", self.device),))
-            if not self.fake and not native_part_present():
-                return Rejection("native_part_missing", "weaveopt was installed without its native part")
-        elif self.device != "cuda":
-            return Rejection("fabric_needs_cuda", f"{fabric.value} joins GPUs", (("device", self.device),))
-        elif fabric in (Fabric.PEER, Fabric.MULTIMEM) and not self.fake and not cuda_part_present():
-            return Rejection("cuda_part_missing", "weaveopt was installed without its CUDA part")
-        if fabric is Fabric.MULTIMEM and not self.fake:
-            # Creating a multicast object to find out can put the GPUs of a shared host out of service.
-            return Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
-        if fabric is not Fabric.NVSHMEM and self.num_hosts > 1:
-            return Rejection(
-                "fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", self.num_hosts),)
-            )
-        return None
+        return tuple((fabric, rejection(fabric, self.device, self.num_hosts, self.fake)) for fabric in Fabric)
 
 
 def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
@@ -90,23 +70,6 @@ def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
         raise WeaveError(f"cannot spread {world} ranks evenly over {hosts} hosts")
     names = tuple(f"host{rank * hosts // world}" for rank in range(world))
     return Topology(Group("0", tuple(range(world)), 0), names, device, fake=True)
-
-
-def native_part_present() -> bool:
-    try:
-        import weaveopt._native  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def cuda_part_present() -> bool:
-    """Whether the native part was built where nvcc was found."""
-    try:
-        from weaveopt import _native
-    except ImportError:
-        return False
-    return _native.has_cuda
 
 
 class Exchange:

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
@@ -28,8 +27,8 @@ except ImportError:  # built without it: nothing is ever watched
     _native = None  # type: ignore[assignment]
 
 POLL_S = 0.05
-POLLS_PER_LOOK_AT_PEERS = 4
-_TAG_FIELD_BITS = 24
+POLLS_PER_PEER_CHECK = 4
+_TAG_FIELD_BITS: int = 0 if _native is None else _native.TAG_FIELD_BITS
 _TAG_FIELD = (1 << _TAG_FIELD_BITS) - 1
 MAX_TOKENS = _TAG_FIELD
 """A word that tells peers what a rank runs has room for so many."""
@@ -44,8 +43,8 @@ class Process:
     """As the kernel counts it; empty where it is not known, or where the process runs on another host."""
 
     def has_ended(self) -> bool:
-        """False where nothing is known about it."""
-        return bool(self.start) and start_of(self.pid) != self.start
+        """Only if the system says so; False where nothing is known about it."""
+        return bool(self.start) and bool(_native.process_has_ended(self.pid, self.start))
 
 
 @dataclass(frozen=True)
@@ -87,19 +86,8 @@ _wake = threading.Event()
 _thread: threading.Thread | None = None
 
 
-def start_of(pid: int) -> str:
-    """When the process started, in ticks since boot; empty where there is none, or only its remains."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # The name, in parentheses, may hold anything.
-    fields = stat.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
-
-
 def this_process() -> Process:
-    return Process(os.getpid(), start_of(os.getpid()))
+    return Process(os.getpid(), _native.process_start(os.getpid()))
 
 
 def tag_of(checksum: int) -> int:
@@ -112,7 +100,7 @@ def name_site(tag: int, named: NamedSite) -> None:
 
 
 def watch(arena: Watched) -> None:
-    """Has `arena` looked after until `forget`."""
+    """Has `arena` watched until `forget`."""
     global _thread
     with _lock:
         _watched.append(arena)
@@ -132,7 +120,7 @@ def fail(arena: Watched, what: str) -> NoReturn:
     with _lock:
         # The trap of one arena's kernel ends every other's launches too.
         for other in (arena, *_watched):
-            _look(other, in_main=False)
+            _read(other, in_main=False)
         error = arena.error or next((other.error for other in _watched if other.error is not None), None)
     if error is None:
         raise WeaveError(what)
@@ -158,7 +146,7 @@ def describe(arena: Watched, status: _native.Status) -> WeaveError:
     expected = f"slot {status.slot}, expected {status.expected:#x}, seen {status.seen:#x}"
     if status.code == codes.SITE_MISMATCH:
         return AgreementError(
-            f"{where}: runs {_told(status.own_tag)}, but rank {peer} runs {_told(status.peer_tag)} ({expected}): "
+            f"{where}: runs {_runs(status.own_tag)}, but rank {peer} runs {_runs(status.peer_tag)} ({expected}): "
             "ranks of a group must make the same calls in the same order"
         )
     if status.code == codes.PEER_EXITED:
@@ -175,13 +163,13 @@ def describe(arena: Watched, status: _native.Status) -> WeaveError:
 
 
 def _named(tag: int) -> tuple[int, NamedSite]:
-    """Tokens and site of a tag word; see tag_word() in csrc/fabric/peer.h."""
+    """Tokens and site of a tag word; see tag_word() in csrc/fabric/arena.h."""
     site = tag & _TAG_FIELD
     unknown = NamedSite("unknown", f"unknown here (tag {site:06x})", float("nan"))
     return tag >> _TAG_FIELD_BITS & _TAG_FIELD, _sites.get(site, unknown)
 
 
-def _told(tag: int) -> str:
+def _runs(tag: int) -> str:
     tokens, named = _named(tag)
     return f"site {named.site} with {tokens} tokens"
 
@@ -192,12 +180,12 @@ def _run() -> None:
         polls += 1
         with _lock:
             for arena in tuple(_watched):
-                _look(arena, in_main=True)
-                if polls % POLLS_PER_LOOK_AT_PEERS == 0:
-                    _look_at_peers(arena)
+                _read(arena, in_main=True)
+                if polls % POLLS_PER_PEER_CHECK == 0:
+                    _check_peers(arena)
 
 
-def _look(arena: Watched, in_main: bool) -> None:
+def _read(arena: Watched, in_main: bool) -> None:
     if arena.error is not None:
         return
     native = arena.native
@@ -215,7 +203,7 @@ def _look(arena: Watched, in_main: bool) -> None:
     native.acknowledge()
 
 
-def _look_at_peers(arena: Watched) -> None:
+def _check_peers(arena: Watched) -> None:
     if arena.error is None and any(process.has_ended() for process in arena.peers):
         arena.native.abort(_native.Code.PEER_EXITED)
 

@@ -15,8 +15,8 @@ from dataclasses import asdict
 import torch
 
 from weaveopt.errors import AgreementError
-from weaveopt.fabrics import peer, shm, topology
-from weaveopt.records.memory import MemoryPlan, RegionNeed
+from weaveopt.fabrics import topology
+from weaveopt.fabrics.arena import transport
 from weaveopt.records.report import GraphReport
 from weaveopt.rule import Context
 
@@ -38,19 +38,8 @@ def bind(groups: Sequence[str], report: GraphReport, context: Context) -> None:
     for plan in report.plans:
         known = context.topologies[plan.group]
         if not known.fake:
-            _reserve(plan, context)
-
-
-def _reserve(plan: MemoryPlan, context: Context) -> None:
-    known = context.topologies[plan.group]
-    sizes = {buffer.name: buffer.num_bytes for buffer in plan.buffers}
-    if known.device == "cuda":
-        names = ("mailboxes", "staging", "output", "partial")
-        mailboxes, *others = (sizes.get(name, 0) for name in names)
-        peer.reserve(known, RegionNeed(mailboxes // 2, *others), context.config.compile_timeout_s)
-    else:
-        num_bytes = max(plan.num_bytes, context.config.arena_bytes)
-        shm.reserve(known, num_bytes, context.config.compile_timeout_s)
+            config = context.config
+            transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
 
 
 def await_peers(groups: Sequence[str], context: Context) -> None:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from weaveopt.fabrics.traits import arena_fabric, header_bytes
 from weaveopt.pipeline.decide import DecidedGraph
-from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan
 from weaveopt.rule import Chosen, Context, Memory, Placement, RuleSet
-from weaveopt.solver.placement import Request, end_of, place
-
-_HEADER_BYTES = {Fabric.PEER: 64 << 10, Fabric.MULTIMEM: 64 << 10}
+from weaveopt.solver.placement import Request, arena_bytes, place
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,9 @@ def _plan_group(group: str, rows: Sequence[tuple[Chosen, Memory]], order: Mappin
                 last = max((other for other, end in enumerate(ends) if end <= read_at), default=index)
                 # The next site may begin before the reader is through.
                 last = min(max(last, index) + 1, len(rows) - 1)
-            requests.append((chosen.found.site.id, asked.buffer, index, last))
-    # What multicast maps, peers reach too: the first of the fabrics that share an arena stands for it.
-    fabric = next(each for each in Fabric if each in fabrics)
+            requests.append(Request(chosen.found.site.id, asked.buffer, index, last))
+    fabric = arena_fabric(fabrics)
     buffers = place(requests)
     names = dict.fromkeys(memory.channel for _, memory in rows)
     channels = tuple(Channel(name, index) for index, name in enumerate(names))
-    return MemoryPlan(group, fabric, _HEADER_BYTES.get(fabric, 0) + end_of(buffers), buffers, channels)
+    return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(buffers), buffers, channels)

@@ -2,7 +2,7 @@
 
 Matched at the core (`x * rsqrt(mean(x^2) + eps)`, or the centered form) and extended forward over what
 follows while it has one reader: the cast to the activation dtype, the weight (plain, up-cast, or `1 + w`),
-the bias, the last cast. Where a family casts is kept in `NormForm`; eps is captured, never enumerated.
+the bias, the last cast. Where a family casts is kept in `NormSpec`; eps is captured, never enumerated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weaveopt.graph.pattern import (
     tensor_of,
 )
 from weaveopt.graph.scalars import number_of
-from weaveopt.ops.all_reduce_norm.call import NormForm, NormKind
+from weaveopt.records.norm import NormKind, NormSpec
 
 _SUB = frozenset({aten.sub.Tensor})
 _DIV = frozenset({aten.div.Tensor})
@@ -86,7 +86,7 @@ class Norm:
 
     source: fx.Node
     """What is normalized, before any cast."""
-    form: NormForm
+    form: NormSpec
     weight: fx.Node | None
     bias: fx.Node | None
     output: fx.Node
@@ -180,7 +180,7 @@ def _extended(kind: NormKind, core: fx.Node, bindings: Bindings, order: dict[fx.
             bias, output = skip_casts(vector), user
             continue
         break
-    form = NormForm(kind=kind, eps=eps_value, weight_offset=offset, cast_before_weight=cast_before)
+    form = NormSpec(kind=kind, eps=eps_value, weight_offset=offset, cast_before_weight=cast_before)
     return Norm(source, form, weight, bias, output, _between(source, output, order), eps)
 
 

@@ -22,8 +22,8 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import CAST, MUL, SHAPE_ONLY, aten, describe, is_call, prims, tensor_of
 from weaveopt.graph.splice import call_after, last_of
-from weaveopt.ops.all_reduce_norm.call import Quant
 from weaveopt.records.candidate import Rejection
+from weaveopt.records.norm import Quant
 
 LARGEST = 448.0
 """Of e4m3."""

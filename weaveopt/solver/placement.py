@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from weaveopt.errors import WeaveError
 from weaveopt.records.memory import Buffer, Lifetime, PlacedBuffer
@@ -17,8 +18,14 @@ from weaveopt.records.memory import Buffer, Lifetime, PlacedBuffer
 ZONE_ALIGNMENT = 4096
 """The transient zone begins on a page: what is aligned within it is aligned in the arena. No buffer asks for more."""
 
-Request = tuple[str, Buffer, int, int]
-"""Owner, buffer, and the first and last position among the group's rewritten sites at which it is in use."""
+
+class Request(NamedTuple):
+    """A buffer that a site asks for, in use from one position among the group's rewritten sites to another."""
+
+    owner: str
+    buffer: Buffer
+    first: int
+    last: int
 
 
 def place(requests: Sequence[Request], zone_start: int = 0) -> tuple[PlacedBuffer, ...]:
@@ -36,9 +43,9 @@ def place(requests: Sequence[Request], zone_start: int = 0) -> tuple[PlacedBuffe
             )
         if buffer.fill is not None and buffer.lifetime is not Lifetime.ARENA:
             raise WeaveError(f"buffer {buffer.name!r} of {owner}: only what lives as long as the arena is filled")
-    kept = place_kept(united(request for request in requests if request[1].lifetime is Lifetime.ARENA), zone_start)
+    kept = place_kept(united(request for request in requests if request.buffer.lifetime is Lifetime.ARENA), zone_start)
     zone_begin = transient_begin(kept, zone_start)
-    return (*kept, *_transient([r for r in requests if r[1].lifetime is not Lifetime.ARENA], zone_begin))
+    return (*kept, *_transient([r for r in requests if r.buffer.lifetime is not Lifetime.ARENA], zone_begin))
 
 
 def united(requests: Iterable[Request]) -> tuple[PlacedBuffer, ...]:
@@ -100,8 +107,8 @@ def transient_begin(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> int
     return aligned(max(ends, default=zone_start), ZONE_ALIGNMENT)
 
 
-def end_of(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> int:
-    """The first byte behind all of them, alignment included."""
+def arena_bytes(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> int:
+    """The first byte behind all of them, alignment included: the size of the arena without its header."""
     ends = (aligned(buffer.offset + buffer.num_bytes, buffer.alignment) for buffer in buffers if buffer.num_bytes)
     return max(ends, default=zone_start)
 
@@ -112,7 +119,7 @@ def aligned(offset: int, alignment: int) -> int:
 
 
 def _transient(requests: Sequence[Request], zone_begin: int) -> list[PlacedBuffer]:
-    order = sorted(range(len(requests)), key=lambda i: (-requests[i][1].num_bytes, requests[i][2], i))
+    order = sorted(range(len(requests)), key=lambda i: (-requests[i].buffer.num_bytes, requests[i].first, i))
     offsets: dict[int, int] = {}
     for index in order:
         offsets[index] = _lowest_best_fit(requests[index], requests, offsets)

@@ -1,25 +1,26 @@
 """`weave::all_reduce_norm`, `mm_all_reduce_norm` and `all_reduce_norm_quant`: sum over ranks, residual and norm.
 
-    partial = a @ b (+ addend)                 # mm form only: straight into the arena, no copy
-    s = all_reduce(partial, "sum")             # in fp32, in a fixed order: bitwise alike on all ranks and runs
+    partial = a @ b (+ addend)                     # mm form only: straight into the arena, no copy
+    s = all_reduce(partial, "sum")                 # in fp32, in a fixed order: bitwise the same on all ranks and runs
     s = (s + reduced_bias) * scale
-    s = norm_post(s)                           # where call.post
+    s = norm_post(s)                               # where call.post
     s = residual + s
-    sum = s.to(dtype)                          # rounded once; empty [0] where call.sum_out is none
-    normed = norm(sum)                         # of the rounded sum, in fp32; empty [0] where call.norm is None
-    normed = e4m3(normed.to(dtype) / scale)    # quant form only: scale is quant_scale, or row_scale by token
+    sum = s.to(dtype)                              # rounded once; empty [0] where call.sum_out is none
+    normalized = norm(sum)                         # of the rounded sum, in fp32; empty [0] where call.norm is None
+    normalized = e4m3(normalized.to(dtype) / scale)    # quant form only: scale is quant_scale, or row_scale by token
 
 Every argument but the first is optional. Shapes: `partial` and `residual` [..., hidden], `a` [tokens, k], `b` [k,
 hidden], `addend` [hidden] or [tokens, hidden], `scale` [], the other parameters [hidden]. Results are contiguous and
 have the shape of `residual` if given, else of `partial`. Activations are bf16, fp16 or fp32, parameters the same or
 fp32. `call` is an encoded `AllReduceNormCall`.
 
-With call.normed_lands, `normed` may be a view of the arena that the group's next call, in whatever graph, overwrites.
+With call.normalized_aliases_arena, `normalized` may be a view of the arena that the group's next call, in whatever
+graph, overwrites.
 
 `row_scale` is [..., 1] in fp32, or empty [0] where call.quant is not `per_token`.
 
 On `shm`, up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share
-of them, and rows are handed out (two). On `peer`, `call.lowerings` says so by token count, and which kernel runs; with
+of them, and rows are handed out (two). On `peer`, `call.table` says so by token count, and which kernel runs; with
 `call.in_pieces` more tokens run in pieces of `call.max_tokens`. Else above `call.max_tokens`, where the device has no
 kernel for the rows, or with fabric `library`, the library's all-reduce runs, summing in `dtype`, and the rest in torch.
 
@@ -31,15 +32,18 @@ The fused form follows TokenWeave (section 4), the residual that stays sharded b
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
-from weaveopt.errors import WeaveError
-from weaveopt.ops.all_reduce_norm.call import GPU_FABRICS, SumOut, decode
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.all_reduce_norm import fake
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode
+from weaveopt.ops.all_reduce_norm.operands import Argument, Gemm, Operands, QuantResults, Results, split
 from weaveopt.ops.all_reduce_norm.peer import PeerSite
-from weaveopt.ops.all_reduce_norm.reference import QuantResults, Results, row_scale_shape, through_library
-from weaveopt.ops.all_reduce_norm.reference import reference as reference
-from weaveopt.ops.all_reduce_norm.reference import reference_quant as reference_quant
+from weaveopt.ops.all_reduce_norm.reference import through_library
 from weaveopt.ops.all_reduce_norm.shm import ShmSite
 from weaveopt.records.candidate import Fabric
 
@@ -54,254 +58,89 @@ _QUANT_REST = _REST.replace("str call", "Tensor? quant_scale, str call").replace
 )
 # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_library = torch.library.Library("weave", "FRAGMENT")
-_library.define(f"all_reduce_norm(Tensor partial, {_REST}", tags=_TAGS)
-_library.define(f"mm_all_reduce_norm(Tensor a, Tensor b, Tensor? addend, {_REST}", tags=_TAGS)
-_library.define(f"all_reduce_norm_quant(Tensor partial, {_QUANT_REST}", tags=_TAGS)
-
-_sites: dict[str, ShmSite] = {}
-"""Sites bound to the arena that they ran in last, by encoded call."""
-_peer_sites: dict[str, PeerSite] = {}
-"""The same on GPUs."""
 
 
-def _site(call: str) -> ShmSite | None:
-    """The bound site, or None where the library runs."""
-    site = _sites.get(call)
-    if site is None:
-        decoded = decode(call)
-        if decoded.fabric is not Fabric.SHM:
-            return None
-        site = ShmSite.bind(decoded, call, functools.partial(_forget, call))
-        _sites[call] = site
-    return site
+class BoundSite(Protocol):
+    """A call bound to the arena of its group."""
+
+    @staticmethod
+    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+        """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
+
+        Raises `ArenaError` if no arena was reserved or the call does not fit it.
+        """
+        ...
+
+    def run(self, partial: Tensor | Gemm, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """normalized, sum, and row_scale where there is one; None where the library has to run."""
+        ...
 
 
-def _peer_site(call: str, op: str) -> PeerSite | None:
-    """The bound site, or None where the library runs."""
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({
+    Fabric.SHM: ShmSite,
+    Fabric.PEER: PeerSite,
+    Fabric.MULTIMEM: PeerSite,
+})  # fmt: skip
+"""What runs a call on its fabric; the library's is not bound to anything."""
+
+_bound: Mapping[str, dict[str, BoundSite]] = MappingProxyType({"cpu": {}, "cuda": {}})
+"""By device and encoded call: sites bound to the arena that they ran in last."""
+
+
+def _bind(device: str, call: str, op: str) -> BoundSite | None:
+    """The bound site; None where the library runs, as for tensors of a device that the fabric does not join."""
     decoded = decode(call)
-    if decoded.fabric not in GPU_FABRICS:
+    kind = SITES.get(decoded.fabric)
+    if kind is None or TRAITS[decoded.fabric].device != device:
         return None
-    site = _peer_sites[call] = PeerSite.bind(decoded, call, op, functools.partial(_forget, call))
+    site = _bound[device][call] = kind.bind(decoded, call, op, functools.partial(_forget, device, call))
     return site
 
 
-def _forget(call: str) -> None:
-    _sites.pop(call, None)
-    _peer_sites.pop(call, None)
+def _forget(device: str, call: str) -> None:
+    _bound[device].pop(call, None)
 
 
-def _all_reduce_norm(
-    partial: Tensor,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    call: str,
-) -> Results:
-    site = _sites.get(call) or _site(call)
-    if site is not None:
-        tokens = partial.numel() // site.hidden
-        if tokens <= site.max_tokens:
-            return site.run(tokens, partial, None, reduced_bias, scale, residual, post_weight, post_bias, weight, bias)
-    return through_library(
-        partial.clone(memory_format=torch.contiguous_format),
-        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, decode(call),
-    )[:2]  # fmt: skip
+def _run(
+    device: str, op: str, partial: Tensor | Gemm, operands: Operands, call: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    site = _bound[device].get(call) or _bind(device, call, op)
+    results = None if site is None else site.run(partial, operands)
+    if results is not None:
+        return results
+    own = partial.compute() if isinstance(partial, Gemm) else partial.clone(memory_format=torch.contiguous_format)
+    return through_library(own, operands, decode(call))
 
 
-def _mm_all_reduce_norm(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    call: str,
-) -> Results:
-    # Below autograd: the product goes into an `out=`, which autograd refuses for inputs that require gradients.
+def _all_reduce_norm(device: str, partial: Tensor, *rest: Argument) -> Results:
+    return _run(device, "all_reduce_norm", partial, *split(rest))[:2]
+
+
+def _mm_all_reduce_norm(device: str, a: Tensor, b: Tensor, addend: Tensor | None, *rest: Argument) -> Results:
+    # Below autograd: the GEMM goes into an `out=`, which autograd refuses for inputs that require gradients.
     with torch._C._AutoDispatchBelowAutograd():
-        site = _sites.get(call) or _site(call)
-        if site is not None and a.shape[0] <= site.max_tokens:
-            return site.run(
-                a.shape[0], None, (a, b, addend),
-                reduced_bias, scale, residual, post_weight, post_bias, weight, bias,
-            )  # fmt: skip
-        partial = torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
-        return through_library(
-            partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, decode(call)
-        )[:2]
+        return _run(device, "mm_all_reduce_norm", Gemm(a, b, addend), *split(rest))[:2]
 
 
-def _all_reduce_norm_quant(
-    partial: Tensor,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    quant_scale: Tensor | None,
-    call: str,
-) -> QuantResults:
-    """On the CPU no fabric quantizes."""
-    return through_library(
-        partial.clone(memory_format=torch.contiguous_format),
-        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale, decode(call),
-    )  # fmt: skip
+def _all_reduce_norm_quant(device: str, partial: Tensor, *rest: Argument) -> QuantResults:
+    normalized, total, row_scale = _run(device, "all_reduce_norm_quant", partial, *split(rest))
+    return normalized, total, total.new_empty(0, dtype=torch.float32) if row_scale is None else row_scale
 
 
-def _all_reduce_norm_quant_cuda(
-    partial: Tensor,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    quant_scale: Tensor | None,
-    call: str,
-    op: str = "all_reduce_norm_quant",
-) -> QuantResults:
-    site = _peer_sites.get(call) or _peer_site(call, op)
-    if site is not None:
-        tokens = partial.numel() // site.hidden
-        pieces = site.pieces(tokens)
-        if pieces:
-            return site.run(
-                pieces, tokens, partial, None,
-                reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale,
-            )  # fmt: skip
-    return through_library(
-        partial.clone(memory_format=torch.contiguous_format),
-        reduced_bias, scale, residual, post_weight, post_bias, weight, bias, quant_scale, decode(call),
-    )  # fmt: skip
+_library = torch.library.Library("weave", "FRAGMENT")
 
 
-def _all_reduce_norm_cuda(
-    partial: Tensor,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    call: str,
-) -> Results:
-    return _all_reduce_norm_quant_cuda(
-        partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, call, "all_reduce_norm"
-    )[:2]
+def _register(schema: str, run: Callable[..., tuple[Tensor, ...]], traced: Callable[..., tuple[Tensor, ...]]) -> None:
+    """One implementation for every device; the call's fabric says what runs."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=_TAGS)
+    for device in _bound:
+        _library.impl(name, functools.partial(run, device), device.upper())
+    torch.library.register_fake(f"weave::{name}", traced, lib=_library)
 
 
-def _mm_all_reduce_norm_cuda(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    call: str,
-) -> Results:
-    with torch._C._AutoDispatchBelowAutograd():
-        site = _peer_sites.get(call) or _peer_site(call, "mm_all_reduce_norm")
-        pieces = site.pieces(a.shape[0]) if site is not None else ()
-        if site is not None and pieces:
-            return site.run(
-                pieces, a.shape[0], None, (a, b, addend),
-                reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None,
-            )[:2]  # fmt: skip
-        partial = torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
-        return through_library(
-            partial, reduced_bias, scale, residual, post_weight, post_bias, weight, bias, None, decode(call)
-        )[:2]
-
-
-def _fake(shape: torch.Size | tuple[int, ...], like: Tensor, call: str) -> Results:
-    decoded = decode(call)
-    normed = like.new_empty(0 if decoded.norm is None else shape, dtype=getattr(torch, decoded.out_dtype))
-    total = like.new_empty(0 if decoded.sum_out is SumOut.NONE else shape, dtype=getattr(torch, decoded.dtype))
-    return normed, total
-
-
-def _fake_all_reduce_norm(
-    partial: Tensor,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    call: str,
-) -> Results:
-    _expect_dtype(partial, call)
-    return _fake(partial.shape if residual is None else residual.shape, partial, call)
-
-
-def _fake_mm_all_reduce_norm(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor | None,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    call: str,
-) -> Results:
-    _expect_dtype(a, call)
-    return _fake((a.shape[0], b.shape[1]) if residual is None else residual.shape, a, call)
-
-
-def _fake_all_reduce_norm_quant(
-    partial: Tensor,
-    reduced_bias: Tensor | None,
-    scale: Tensor | None,
-    residual: Tensor | None,
-    post_weight: Tensor | None,
-    post_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    quant_scale: Tensor | None,
-    call: str,
-) -> QuantResults:
-    _expect_dtype(partial, call)
-    shape = partial.shape if residual is None else residual.shape
-    decoded = decode(call)
-    row_scale = partial.new_empty(
-        row_scale_shape(shape, decoded) if decoded.norm is not None else 0, dtype=torch.float32
-    )
-    return *_fake(shape, partial, call), row_scale
-
-
-def _expect_dtype(x: Tensor, call: str) -> None:
-    decoded = decode(call)
-    if x.dtype is not getattr(torch, decoded.dtype):
-        raise WeaveError(f"site {decoded.site}: planned for {decoded.dtype}, called with {x.dtype}")
-
-
-_library.impl("all_reduce_norm", _all_reduce_norm, "CPU")
-_library.impl("mm_all_reduce_norm", _mm_all_reduce_norm, "CPU")
-_library.impl("all_reduce_norm_quant", _all_reduce_norm_quant, "CPU")
-_library.impl("all_reduce_norm", _all_reduce_norm_cuda, "CUDA")
-_library.impl("mm_all_reduce_norm", _mm_all_reduce_norm_cuda, "CUDA")
-_library.impl("all_reduce_norm_quant", _all_reduce_norm_quant_cuda, "CUDA")
-torch.library.register_fake("weave::all_reduce_norm", _fake_all_reduce_norm, lib=_library)
-torch.library.register_fake("weave::mm_all_reduce_norm", _fake_mm_all_reduce_norm, lib=_library)
-torch.library.register_fake("weave::all_reduce_norm_quant", _fake_all_reduce_norm_quant, lib=_library)
+_register(f"all_reduce_norm(Tensor partial, {_REST}", _all_reduce_norm, fake.all_reduce_norm)
+_register(
+    f"mm_all_reduce_norm(Tensor a, Tensor b, Tensor? addend, {_REST}", _mm_all_reduce_norm, fake.mm_all_reduce_norm
+)
+_register(f"all_reduce_norm_quant(Tensor partial, {_QUANT_REST}", _all_reduce_norm_quant, fake.all_reduce_norm_quant)

@@ -15,23 +15,29 @@ from typing import NamedTuple
 import torch
 
 from weaveopt.errors import ArenaError, WeaveError
-from weaveopt.fabrics import peer as arena_gpu
+from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
-from weaveopt.fabrics.peer import GpuArena
-from weaveopt.fabrics.replicated import expect_alike
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, SumOut, region_need
-from weaveopt.ops.all_reduce_norm.native import native_form
-from weaveopt.ops.all_reduce_norm.reference import QuantResults, row_scale_shape
-from weaveopt.records.candidate import Algorithm, Fabric, Form, Lowering
+from weaveopt.fabrics.arena import transport
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.peer import PeerArena
+from weaveopt.fabrics.replicated import expect_replicated
+from weaveopt.fabrics.traits import header_bytes
+from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
+from weaveopt.ops.all_reduce_norm.native import kernel_name, native_norm, out_kind
+from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
+from weaveopt.ops.all_reduce_norm.reference import row_scale_shape
+from weaveopt.ops.all_reduce_norm.variant import KernelRow
+from weaveopt.records.norm import Quant
 
 try:
     from weaveopt import _native
-except ImportError:  # built without it: arena_gpu.of() says so before anything here is needed
+except ImportError:  # built without it: arena.of() says so before anything here is needed
     _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
-Product = tuple[Tensor, Tensor, Tensor | None]
-"""`a`, `b` and what is added to `a @ b`."""
+Returned = tuple[Tensor, Tensor, Tensor | None]
+"""normalized, sum, and row_scale where there is one."""
 
 VECTOR_BYTES = 16
 """What a thread moves at once; rows, results and parameters begin at such a boundary."""
@@ -40,17 +46,17 @@ _SCALE, _QUANT_SCALE = 5, 6
 
 
 @dataclass(frozen=True)
-class Row:
+class Launch:
     """A row of the run-time table as it is launched."""
 
     max_tokens: int
-    form: int
-    """A `_native.GpuForm` as a number."""
+    kernel: int
+    """A `_native.GpuKernel` as a number."""
     num_ctas: int
     in_place: bool
     """The kernel reads the partial result from the arena."""
-    lands: bool
-    """Normed rows may be the region that peers write to."""
+    aliases_arena: bool
+    """Normalized rows may be the buffer that peers write to."""
     unsupported: str
     """Why the device cannot run it; then the library does."""
 
@@ -58,7 +64,7 @@ class Row:
 class Piece(NamedTuple):
     """Tokens that one kernel takes."""
 
-    row: Row
+    launch: Launch
     first: int
     num_tokens: int
 
@@ -67,14 +73,17 @@ class PeerSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_alike", "_arena", "_call", "_dtype", "_index", "_landing", "_native", "_normed_dtype", "_partial",
-        "_static", "_sum", "_where", "hidden", "rows",
+        "_aliased", "_arena", "_call", "_dtype", "_hidden", "_index", "_is_replicated", "_launches", "_native",
+        "_normalized_dtype", "_partial", "_partial_offset", "_static", "_sum", "_where",
     )  # fmt: skip
 
-    def __init__(self, call: AllReduceNormCall, native: _native.GpuAllReduceNorm, memory: GpuArena, where: str) -> None:
-        self.hidden = call.hidden
-        self.rows = tuple(_row(call, lowering, memory.device) for lowering in call.lowerings)
-        self._alike = False
+    def __init__(
+        self, call: AllReduceNormCall, native: _native.GpuAllReduceNorm, memory: PeerArena, where: str
+    ) -> None:
+        buffers = locate(call, memory.layout)
+        self._hidden = call.hidden
+        self._launches = tuple(_launch(call, row, memory.device) for row in call.table)
+        self._is_replicated = False
         """Whether the ranks have been seen to hold the same residual and parameters."""
         self._arena = memory
         self._call = call
@@ -82,37 +91,35 @@ class PeerSite:
         self._where = where
         self._index = memory.device
         self._dtype: torch.dtype = getattr(torch, call.dtype)
-        self._normed_dtype: torch.dtype | None = None if call.norm is None else getattr(torch, call.out_dtype)
+        self._normalized_dtype: torch.dtype | None = None if call.norm is None else getattr(torch, call.out_dtype)
         self._sum = call.sum_out is not SumOut.NONE
         self._static = call.quant is Quant.STATIC
-        in_place = [row.max_tokens for row in self.rows if row.in_place]
+        in_place = [launch.max_tokens for launch in self._launches if launch.in_place]
         self._partial: Tensor | None = None
+        self._partial_offset = 0
         if in_place:
-            self._partial = memory.tensor(memory.partial_offset, (in_place[-1], call.hidden), self._dtype)
-        landing = [row.max_tokens for row in self.rows if row.lands]
-        self._landing: Tensor | None = None
-        if landing and self._normed_dtype is not None:
-            self._landing = memory.tensor(memory.output_offset, (landing[-1], call.hidden), self._normed_dtype)
+            offset = buffers[PARTIAL].offset
+            self._partial_offset = header_bytes(call.fabric) + offset
+            self._partial = memory.tensor(offset, (in_place[-1], call.hidden), self._dtype)
+        aliased = [launch.max_tokens for launch in self._launches if launch.aliases_arena]
+        self._aliased: Tensor | None = None
+        if aliased and self._normalized_dtype is not None:
+            shape = (aliased[-1], call.hidden)
+            self._aliased = memory.tensor(buffers[OUTPUT].offset, shape, self._normalized_dtype)
 
     @staticmethod
     def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
-        Raises `ArenaError` if no arena was reserved or the call does not fit it.
+        Raises `ArenaError` if the fabric has no arena, none was reserved or the call does not fit it.
         """
-        memory = arena_gpu.of(call.group)
-        if len(memory.group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(memory.group.ranks)}")
-        if call.fabric is Fabric.MULTIMEM:
-            raise ArenaError(f"site {call.site}: the arena is not mapped for multicast, which fabric multimem needs")
+        transport(call.fabric)
+        memory = arena.of(call.group)
+        expect_world(call, memory.group)
         if call.max_tokens > watchdog.MAX_TOKENS:
             raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
-        for lowering in call.lowerings:
-            need = region_need(lowering, call.hidden, call.dtype, call.out_dtype, call.world)
-            if not arena_gpu.holds(memory.regions, need):
-                raise ArenaError(f"site {call.site}: needs {need}, but group {call.group!r} has {memory.regions}")
-        # Of the whole call: ranks whose plans differ in anything notice it at the first meeting.
-        site = native_site(call, watchdog.tag_of(zlib.crc32(text.encode())))
+        # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
+        site = native_site(call, watchdog.tag_of(zlib.crc32(text.encode())), memory.layout)
         try:
             native = _native.GpuAllReduceNorm(memory.native, site)
         except ValueError as error:
@@ -123,67 +130,53 @@ class PeerSite:
         where = f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}"
         return PeerSite(call, native, memory, where)
 
-    def row(self, tokens: int) -> Row | None:
+    def launch(self, tokens: int) -> Launch | None:
         """How `tokens` tokens run; None: through the library."""
-        for row in self.rows:
-            if tokens <= row.max_tokens:
-                return None if row.unsupported else row
+        for launch in self._launches:
+            if tokens <= launch.max_tokens:
+                return None if launch.unsupported else launch
         return None
 
     def pieces(self, tokens: int) -> tuple[Piece, ...]:
         """How `tokens` tokens run; none: through the library."""
-        most = self.rows[-1].max_tokens
+        most = self._launches[-1].max_tokens
         if tokens > most and not self._call.in_pieces:
             return ()
         found = []
         for first in range(0, max(tokens, 1), most):
             count = min(most, tokens - first)
-            row = self.row(count)
-            if row is None:
+            launch = self.launch(count)
+            if launch is None:
                 return ()
-            found.append(Piece(row, first, count))
+            found.append(Piece(launch, first, count))
         return tuple(found)
 
-    def run(
-        self,
-        pieces: tuple[Piece, ...],
-        tokens: int,
-        partial: Tensor | None,
-        product: Product | None,
-        reduced_bias: Tensor | None,
-        scale: Tensor | None,
-        residual: Tensor | None,
-        post_weight: Tensor | None,
-        post_bias: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        quant_scale: Tensor | None,
-    ) -> QuantResults:
-        """The op on `tokens` rows of `partial`, or of `product`, piece by piece.
-
-        The third result is empty without scales by row.
-        """
+    def run(self, partial: Tensor | Gemm, operands: Operands) -> Returned | None:
+        """The op on the rows of `partial`, piece by piece. None: the library does it."""
         arena = self._arena
         if arena.error is not None:
             watchdog.raise_again(arena.error)
-        if partial is not None:
-            partial = self._activation(partial, tokens, "partial")
-        elif product is not None:
-            partial = self._multiply(product, pieces, tokens)
-        assert partial is not None, "neither a partial result nor a product"
+        tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // self._hidden
+        pieces = self.pieces(tokens)
+        if not pieces:
+            return None
+        if isinstance(partial, Gemm):
+            rows = self._multiply(partial, pieces, tokens)
+        else:
+            rows = self._activation(partial, tokens, "partial")
+        residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        like = partial if residual is None else residual
-        results = self._results(like, pieces, tokens)
+        results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
             return results
-        if not self._alike and not torch.cuda.is_current_stream_capturing():
-            self._expect_alike(residual, reduced_bias, scale, post_weight, post_bias, weight, bias, quant_scale)
-        dtype, hidden = self._dtype, self.hidden
+        if not self._is_replicated and not torch.cuda.is_current_stream_capturing():
+            self._expect_replicated(operands)
+        dtype, hidden = self._dtype, self._hidden
         pointers = [0] * 5
         fp32 = 0
         kept = []  # converted parameters live until the kernel is in the stream, whose order keeps their memory
-        for index, parameter in enumerate((reduced_bias, post_weight, post_bias, weight, bias)):
+        for index, parameter in enumerate(operands.vectors):
             if parameter is not None:
                 if parameter.dtype is not dtype or not _is_plain(parameter) or parameter.numel() != hidden:
                     parameter = self._parameter(parameter, hidden)
@@ -192,7 +185,8 @@ class PeerSite:
                     fp32 |= 1 << index
                 pointers[index] = parameter.data_ptr()
         values = [0, 0]
-        for index, value in ((_SCALE, scale), (_QUANT_SCALE, quant_scale if self._static else None)):
+        scales = ((_SCALE, operands.scale), (_QUANT_SCALE, operands.quant_scale if self._static else None))
+        for index, value in scales:
             if value is not None:
                 value = self._value(value)
                 kept.append(value)
@@ -201,17 +195,17 @@ class PeerSite:
                 values[index - _SCALE] = value.data_ptr()
         if self._static and not values[1]:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
-        normed, total, row_scale = results
+        normalized, total, row_scale = results
         device = torch.cuda._exchange_device(self._index)
         try:
-            for row, first, count in pieces:
+            for launch, first, count in pieces:
                 code = self._native.run(
                     count,
-                    row.form,
-                    row.num_ctas,
+                    launch.kernel,
+                    launch.num_ctas,
                     torch._C._cuda_getCurrentRawStream(self._index),
-                    _from_row(partial, first, hidden),
-                    self._into_arena(partial, first, count) if row.in_place else 0,
+                    _from_row(rows, first, hidden),
+                    self._into_arena(rows, first, count) if launch.in_place else 0,
                     _from_row(residual, first, hidden),
                     pointers[0],
                     pointers[1],
@@ -221,7 +215,7 @@ class PeerSite:
                     values[0],
                     values[1],
                     fp32,
-                    _from_row(normed, first, hidden),
+                    _from_row(normalized, first, hidden),
                     _from_row(total, first, hidden),
                     _from_row(row_scale, first, 1),
                 )
@@ -233,52 +227,45 @@ class PeerSite:
             watchdog.fail(arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}")
         return results
 
-    def _results(self, like: Tensor, pieces: tuple[Piece, ...], tokens: int) -> QuantResults:
+    def _results(self, like: Tensor, pieces: tuple[Piece, ...], tokens: int) -> Returned:
         """Of the shape of `like`; empty where a result is not wanted."""
-        dtype, normed_dtype = self._dtype, self._normed_dtype
-        if normed_dtype is None:
-            normed = like.new_empty(0, dtype=getattr(torch, self._call.out_dtype))
-        elif self._landing is not None and len(pieces) == 1 and pieces[0].row.lands:
-            normed = self._landing[:tokens].view(like.shape)
+        dtype, wide = self._dtype, self._normalized_dtype
+        if wide is None:
+            normalized = like.new_empty(0, dtype=getattr(torch, self._call.out_dtype))
+        elif self._aliased is not None and len(pieces) == 1 and pieces[0].launch.aliases_arena:
+            normalized = self._aliased[:tokens].view(like.shape)
         else:
-            normed = torch.empty_like(like) if normed_dtype is dtype else torch.empty_like(like, dtype=normed_dtype)
+            normalized = torch.empty_like(like) if wide is dtype else torch.empty_like(like, dtype=wide)
         total = torch.empty_like(like) if self._sum else like.new_empty(0)
-        shape = row_scale_shape(like.shape, self._call) if normed_dtype is not None else (0,)
-        return normed, total, like.new_empty(shape, dtype=torch.float32)
+        if self._call.quant is not Quant.PER_TOKEN:
+            return normalized, total, None
+        return normalized, total, like.new_empty(row_scale_shape(like.shape, self._call), dtype=torch.float32)
 
-    def _expect_alike(self, residual: Tensor | None, *parameters: Tensor | None) -> None:
+    def _expect_replicated(self, operands: Operands) -> None:
         """Once: every rank reduces its own rows with its own residual and parameters, so they must be the same."""
         call = self._call
-        names = (
-            "bias", "scale", "weight of the first norm", "bias of the first norm", "norm weight", "norm bias",
-            "scale of the quantization",
-        )  # fmt: skip
-        values = [*zip(names, parameters, strict=True)]
-        if not call.residual_sharded:
-            values.append(("residual", residual))
-        expect_alike(call.group, f"weave::all_reduce_norm at site {call.site}", values, call.timeout_s)
-        self._alike = True
+        where = f"weave::all_reduce_norm at site {call.site}"
+        expect_replicated(call.group, where, operands.replicated(call), call.timeout_s)
+        self._is_replicated = True
 
-    def _multiply(self, product: Product, pieces: tuple[Piece, ...], tokens: int) -> Tensor:
-        a, b, addend = product
-        if len(pieces) != 1 or not pieces[0].row.in_place or self._partial is None:
-            return torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
-        out = self._partial[:tokens]
-        return torch.mm(a, b, out=out) if addend is None else torch.addmm(addend, a, b, out=out)
+    def _multiply(self, gemm: Gemm, pieces: tuple[Piece, ...], tokens: int) -> Tensor:
+        if len(pieces) != 1 or not pieces[0].launch.in_place or self._partial is None:
+            return gemm.compute()
+        return gemm.compute(self._partial[:tokens])
 
     def _into_arena(self, partial: Tensor, first: int, count: int) -> int:
         """Where the peers read this rank's partial result. Free again: the last call ended after they had read it."""
         assert self._partial is not None
         out = self._partial[:count]
         if partial.data_ptr() != out.data_ptr():
-            out.copy_(partial.view(-1, self.hidden)[first : first + count])
-        return self._arena.partial_offset
+            out.copy_(partial.view(-1, self._hidden)[first : first + count])
+        return self._partial_offset
 
     def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
-        if x.dtype is not self._dtype or x.numel() != tokens * self.hidden or x.shape[-1] != self.hidden:
+        if x.dtype is not self._dtype or x.numel() != tokens * self._hidden or x.shape[-1] != self._hidden:
             raise WeaveError(
                 f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {tokens} rows of "
-                f"{self.hidden} {self._dtype}"
+                f"{self._hidden} {self._dtype}"
             )
         if x.device.index != self._index:
             raise WeaveError(f"site {self._call.site}: {name} is on {x.device}, the arena on cuda:{self._index}")
@@ -314,46 +301,46 @@ def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0
 
 
-def _row(call: AllReduceNormCall, lowering: Lowering, device: int) -> Row:
-    form = native_form_of(lowering)
+def _launch(call: AllReduceNormCall, row: KernelRow, device: int) -> Launch:
+    kernel = native_kernel(row)
     dtype = getattr(_native.DType, call.dtype)
-    why = _native.unsupported(form, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)
-    return Row(
-        lowering.max_tokens,
-        int(form),
-        lowering.num_ctas,
-        in_place=form is _native.GpuForm.direct,
-        lands=call.normed_lands and form is _native.GpuForm.bulk,
+    why = _native.unsupported(kernel, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)
+    return Launch(
+        row.max_tokens,
+        int(kernel),
+        row.num_ctas,
+        in_place=kernel is _native.GpuKernel.direct,
+        aliases_arena=call.normalized_aliases_arena and kernel is _native.GpuKernel.bulk,
         unsupported=why,
     )
 
 
-def native_site(call: AllReduceNormCall, tag: int) -> _native.GpuSite:
-    """All of a call that native code asks for. `tag` is equal on all ranks if they run the same."""
+def native_kernel(row: KernelRow) -> _native.GpuKernel:
+    """The kernel that runs a row of the table. Raises `WeaveError` where there is none."""
+    kernel: _native.GpuKernel = getattr(_native.GpuKernel, kernel_name(row))
+    return kernel
+
+
+def native_site(call: AllReduceNormCall, tag: int, layout: Layout) -> _native.GpuSite:
+    """All of a call that native code asks for, in an arena of `layout`. Raises `ArenaError` if it does not fit.
+
+    `tag` is equal on all ranks if they run the same. What the call's kernels do not use has no bytes.
+    """
     site = _native.GpuSite()
     site.tag = tag
+    site.channel = call.channel
     site.hidden = call.hidden
     site.dtype = getattr(_native.DType, call.dtype)
-    site.out_kind = getattr(_native.OutKind, "same" if call.out_dtype == call.dtype else call.out_dtype)
+    site.out_kind = out_kind(call.dtype, call.out_dtype)
     site.quant = getattr(_native.QuantKind, call.quant.value)
-    site.post = native_form(call.post)
-    site.norm = native_form(call.norm)
+    site.post = native_norm(call.post)
+    site.norm = native_norm(call.norm)
     site.sum_whole = call.sum_out is SumOut.WHOLE
     site.scale = call.scale
     site.timeout_s = call.timeout_s
+    unused, header, found = Range(0, 0), header_bytes(call.fabric), locate(call, layout)
+    mailboxes, staging, output = (found.get(name, unused) for name in (MAILBOXES, STAGING, OUTPUT))
+    site.mailbox_offset, site.mailbox_bytes = header + mailboxes.offset, mailboxes.num_bytes // _native.NUM_MAILBOXES
+    site.staging_offset, site.staging_bytes = header + staging.offset, staging.num_bytes
+    site.output_offset, site.output_bytes = header + output.offset, output.num_bytes
     return site
-
-
-def native_form_of(lowering: Lowering) -> _native.GpuForm:
-    """The kernel that runs a row of the table. Raises `WeaveError` where there is none."""
-    forms = {
-        (Form.MAIL, Algorithm.ONE_SHOT): "mail_one_shot",
-        (Form.MAIL, Algorithm.TWO_SHOT): "mail_two_shot",
-        (Form.BULK, Algorithm.TWO_SHOT): "bulk",
-        (Form.DIRECT, Algorithm.TWO_SHOT): "direct",
-    }
-    name = forms.get((lowering.form, lowering.algorithm))
-    if name is None:
-        raise WeaveError(f"no GPU kernel for {lowering.algorithm.value} in the form {lowering.form.value}")
-    form: _native.GpuForm = getattr(_native.GpuForm, name)
-    return form

@@ -10,10 +10,12 @@ import torch
 
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics.replicated import expect_alike
-from weaveopt.fabrics.shm import Arena
+from weaveopt.fabrics.replicated import expect_replicated
+from weaveopt.fabrics.shm import ShmArena
+from weaveopt.ops.all_reduce_norm.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.native import native_form
+from weaveopt.ops.all_reduce_norm.native import native_norm
+from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
 
 try:
     from weaveopt import _native
@@ -21,8 +23,6 @@ except ImportError:  # built without it: arena.of() says so before anything here
     _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
-Product = tuple[Tensor, Tensor, Tensor | None]
-"""`a`, `b` and what is added to `a @ b`."""
 
 _names: dict[int, str] = {}
 """Tag -> site, for messages."""
@@ -32,165 +32,156 @@ class ShmSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_alike", "_arena", "_buffers", "_call", "_dtype", "_native", "_normed_dtype", "_scale", "_sum",
-        "hidden", "max_tokens",
+        "_arena", "_call", "_dtype", "_hidden", "_is_replicated", "_max_tokens", "_native", "_normalized_dtype",
+        "_partials", "_scale", "_sum",
     )  # fmt: skip
 
-    def __init__(self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: Arena) -> None:
-        self.hidden = call.hidden
-        self.max_tokens = call.max_tokens
-        self._alike = False
+    def __init__(
+        self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: ShmArena, partials: Range
+    ) -> None:
+        self._hidden = call.hidden
+        self._max_tokens = call.max_tokens
+        self._is_replicated = False
         """Whether the ranks have been seen to hold the same residual and parameters."""
         self._call = call
         self._native = native
         self._arena = memory
         self._scale = call.scale
         self._dtype: torch.dtype = getattr(torch, call.dtype)
-        self._normed_dtype: torch.dtype | None = None if call.norm is None else getattr(torch, call.out_dtype)
+        self._normalized_dtype: torch.dtype | None = None if call.norm is None else getattr(torch, call.out_dtype)
         self._sum = call.sum_out is not SumOut.NONE
-        shape = (call.max_tokens, call.hidden)
-        self._buffers = tuple(
-            memory.tensor(call.partial_offset + parity * call.partial_bytes, shape, self._dtype) for parity in (0, 1)
+        shape, each = (call.max_tokens, call.hidden), partials.num_bytes // NUM_PARTIALS
+        self._partials = tuple(
+            memory.tensor(partials.offset + parity * each, shape, self._dtype) for parity in range(NUM_PARTIALS)
         )
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
         """
         memory = arena.of(call.group)
+        expect_world(call, memory.group)
+        buffers = locate(call, memory.layout)
         site = _native.AllReduceNormSite()
-        # Of the whole call: ranks whose plans differ in anything notice it at the first meeting.
+        # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
         site.tag = zlib.crc32(text.encode())
         site.hidden = call.hidden
         site.dtype = getattr(_native.DType, call.dtype)
         site.out_dtype = getattr(_native.DType, call.out_dtype)
         layout = _native.Layout()
-        layout.partial_offset = call.partial_offset
-        layout.partial_bytes = call.partial_bytes
-        layout.output_offset = call.output_offset
+        layout.partial_offset = buffers[PARTIAL].offset
+        layout.partial_bytes = buffers[PARTIAL].num_bytes // NUM_PARTIALS
+        layout.output_offset = buffers[OUTPUT].offset
         site.layout = layout
         site.max_tokens = call.max_tokens
         site.one_shot_max_tokens = call.one_shot_max_tokens
-        site.post = native_form(call.post)
-        site.norm = native_form(call.norm)
+        site.post = native_norm(call.post)
+        site.norm = native_norm(call.norm)
         site.sum_out = getattr(_native.SumOut, call.sum_out.value)
         site.timeout_s = call.timeout_s
-        if len(memory.group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(memory.group.ranks)}")
         try:
             native = _native.AllReduceNorm(memory.native, site, torch.get_num_threads())
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
         _names[site.tag] = call.site
         memory.at_close(forget)
-        return ShmSite(call, native, memory)
+        return ShmSite(call, native, memory, buffers[PARTIAL])
 
-    def run(
-        self,
-        tokens: int,
-        partial: Tensor | None,
-        product: Product | None,
-        reduced_bias: Tensor | None,
-        scale: Tensor | None,
-        residual: Tensor | None,
-        post_weight: Tensor | None,
-        post_bias: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The op on `tokens` rows of `partial`, or of `product`, which is then computed into the arena."""
-        dtype = self._dtype
-        if partial is not None:
-            partial = self._activation(partial, tokens, "partial")
+    def run(self, partial: Tensor | Gemm, operands: Operands) -> tuple[Tensor, Tensor, None] | None:
+        """The op on the rows of `partial`, which as a GEMM is computed into the arena.
+
+        None: there are more tokens than were planned for, and the library does it.
+        """
+        dtype, hidden = self._dtype, self._hidden
+        gemm = partial if isinstance(partial, Gemm) else None
+        tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // hidden
+        if tokens > self._max_tokens:
+            return None
+        given = None if isinstance(partial, Gemm) else self._activation(partial, tokens, "partial")
+        residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        if not self._alike:
-            self._expect_alike(residual, reduced_bias, scale, post_weight, post_bias, weight, bias)
+        if not self._is_replicated:
+            self._expect_replicated(operands)
         pointers = [0] * 5
         fp32 = 0
         kept = []  # converted parameters live until the native call is over
-        for index, parameter in enumerate((reduced_bias, post_weight, post_bias, weight, bias)):
+        for index, parameter in enumerate(operands.vectors):
             if parameter is not None:
-                if parameter.dtype is not dtype or not parameter.is_contiguous() or parameter.numel() != self.hidden:
+                if parameter.dtype is not dtype or not parameter.is_contiguous() or parameter.numel() != hidden:
                     parameter = self._parameter(parameter)
                     kept.append(parameter)
                 if parameter.dtype is torch.float32:
                     fp32 |= 1 << index
                 pointers[index] = parameter.data_ptr()
-        factor = self._scale if scale is None else self._scale * float(scale)
-        like = residual if residual is not None else partial
+        factor = self._scale if operands.scale is None else self._scale * float(operands.scale)
+        like = residual if residual is not None else given
         if like is None:
-            like = self._buffers[0][:tokens]
-        normed_dtype = self._normed_dtype
-        if normed_dtype is None:
-            normed = like.new_empty(0)
+            like = self._partials[0][:tokens]
+        wide = self._normalized_dtype
+        if wide is None:
+            normalized = like.new_empty(0)
         else:
-            normed = torch.empty_like(like) if normed_dtype is dtype else torch.empty_like(like, dtype=normed_dtype)
+            normalized = torch.empty_like(like) if wide is dtype else torch.empty_like(like, dtype=wide)
         out = torch.empty_like(like) if self._sum else like.new_empty(0)
         native = self._native
-        if product is None:
+        if gemm is None:
             run = native.enter_and_run
         else:
-            self._multiply(product, tokens)
+            self._multiply(gemm, tokens)
             run = native.run
         code = run(
             tokens,
             torch.get_num_threads(),
-            0 if partial is None else partial.data_ptr(),
+            0 if given is None else given.data_ptr(),
             0 if residual is None else residual.data_ptr(),
             pointers[0],
             pointers[1],
             pointers[2],
             pointers[3],
             pointers[4],
-            normed.data_ptr(),
+            normalized.data_ptr(),
             out.data_ptr(),
             fp32,
             factor,
         )
         if code:
             self._fail(code)
-        return normed, out
+        return normalized, out, None
 
-    def _expect_alike(self, residual: Tensor | None, *parameters: Tensor | None) -> None:
+    def _expect_replicated(self, operands: Operands) -> None:
         """Once: every rank reduces its own rows with its own residual and parameters, so they must be the same."""
         call = self._call
-        names = ("bias", "scale", "weight of the first norm", "bias of the first norm", "norm weight", "norm bias")
-        values = [*zip(names, parameters, strict=True)]
-        if not call.residual_sharded:
-            values.append(("residual", residual))
-        expect_alike(call.group, f"weave::all_reduce_norm at site {call.site}", values, call.timeout_s)
-        self._alike = True
+        where = f"weave::all_reduce_norm at site {call.site}"
+        expect_replicated(call.group, where, operands.replicated(call), call.timeout_s)
+        self._is_replicated = True
 
-    def _multiply(self, product: Product, tokens: int) -> None:
-        """Takes the group and computes the product into this rank's buffer of the coming epoch."""
+    def _multiply(self, gemm: Gemm, tokens: int) -> None:
+        """Takes the group and computes the GEMM into this rank's buffer of the coming epoch."""
         code = self._native.enter(tokens)
         if code:
             self._fail(code)
         try:
-            out = self._buffers[self._native.next_parity][:tokens]
-            a, b, addend = product
-            if addend is None:
-                torch.mm(a, b, out=out)
-            else:
-                torch.addmm(addend, a, b, out=out)
+            gemm.compute(self._partials[self._native.next_parity][:tokens])
         except BaseException:
             self._native.leave()
             raise
 
     def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
-        if x.dtype is not self._dtype or x.numel() != tokens * self.hidden or x.shape[-1] != self.hidden:
+        if x.dtype is not self._dtype or x.numel() != tokens * self._hidden or x.shape[-1] != self._hidden:
             raise WeaveError(
                 f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {tokens} rows of "
-                f"{self.hidden} {self._dtype}"
+                f"{self._hidden} {self._dtype}"
             )
+        if not x.is_cpu:
+            raise WeaveError(f"site {self._call.site}: {name} is on {x.device}, the arena in memory of the host")
         return x if x.is_contiguous() else x.contiguous()
 
     def _parameter(self, x: Tensor) -> Tensor:
-        if x.numel() != self.hidden:
-            raise WeaveError(f"site {self._call.site}: a parameter is {tuple(x.shape)}, expected [{self.hidden}]")
+        if x.numel() != self._hidden:
+            raise WeaveError(f"site {self._call.site}: a parameter is {tuple(x.shape)}, expected [{self._hidden}]")
         if x.dtype is not self._dtype and x.dtype is not torch.float32:
             x = x.float()
         return x.contiguous()

@@ -8,12 +8,14 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.fabrics import topology
+from weaveopt.fabrics.arena import transport
 from weaveopt.measure.clock import Clock, Launch
 from weaveopt.measure.ranks import Ranks
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, region_need
-from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering
+from weaveopt.ops.all_reduce_norm.buffers import memory_plan
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import RegionNeed
+from weaveopt.records.norm import NormKind, NormSpec
 
 Tensor = torch.Tensor
 DTYPE = torch.bfloat16
@@ -25,7 +27,7 @@ TIMEOUT_S = 60.0
 class Fused:
     """A kernel of the fused all-reduce + add + norm at one size, residual and sum sharded by tokens."""
 
-    lowering: Lowering
+    row: KernelRow
     hidden: int
     tokens: int
 
@@ -33,19 +35,16 @@ class Fused:
     def bytes(self) -> int:
         return self.tokens * self.hidden * DTYPE.itemsize
 
-    def need(self, world: int) -> RegionNeed:
-        return region_need(self.lowering, self.hidden, "bfloat16", "bfloat16", world)
-
 
 def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
     """Whether the device has this kernel for such rows; the op would go through the library without a word."""
     if device.type != "cuda":
         return True
     from weaveopt import _native
-    from weaveopt.ops.all_reduce_norm.peer import native_form_of
+    from weaveopt.ops.all_reduce_norm.peer import native_kernel
 
-    form, dtype = native_form_of(fused.lowering), _native.DType.bfloat16
-    return not _native.unsupported(form, dtype, fused.hidden, world, False, device.index or 0)
+    kernel, dtype = native_kernel(fused.row), _native.DType.bfloat16
+    return not _native.unsupported(kernel, dtype, fused.hidden, world, False, device.index or 0)
 
 
 def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
@@ -55,31 +54,28 @@ def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) ->
     """
     return AllReduceNormCall(
         site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",
-        out_dtype="bfloat16", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=fused.tokens,
-        one_shot_max_tokens=0, post=None, norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True),
+        out_dtype="bfloat16", max_tokens=fused.tokens,
+        post=None, norm=NormSpec(NormKind.RMS, EPS, cast_before_weight=True),
         timeout_s=TIMEOUT_S, residual_sharded=sharded, sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE,
-        lowerings=(fused.lowering,), normed_lands=True,
+        table=(fused.row,), normalized_aliases_arena=True,
     )  # fmt: skip
 
 
-def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
+def reserve(ranks: Ranks, calls: list[AllReduceNormCall]) -> None:
     """The arena for all of them, before any is captured: graphs hold its addresses."""
-    from weaveopt.fabrics import peer as arena_gpu
-
-    need = RegionNeed()
-    for each in every:
-        need = need.union(each.need(ranks.world))
-    arena_gpu.reserve(topology.discover(ranks.name, TIMEOUT_S), need, TIMEOUT_S)
+    known = topology.discover(ranks.name, TIMEOUT_S)
+    plan = memory_plan(ranks.name, calls)
+    transport(plan.fabric).reserve(known, plan, 0, TIMEOUT_S)
 
 
-def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> int:
-    """The shared segment of CPU ranks; returns where its output begins."""
-    from weaveopt.fabrics import shm as arena
+def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
+    reserve(ranks, [peer_call(_site(each), ranks.name, ranks.world, each, True) for each in every])
 
-    need = arena_bytes(max_tokens, hidden, "bfloat16", "bfloat16", ranks.world)
-    begin = 2 * need.partial_bytes
-    arena.reserve(topology.discover(ranks.name, TIMEOUT_S), begin + need.output_bytes, TIMEOUT_S)
-    return begin
+
+def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> None:
+    """The shared segment of CPU ranks."""
+    largest = Fused(KernelRow(0, Algorithm.TWO_SHOT, Transfer.SEGMENT), hidden, max_tokens)
+    reserve(ranks, [shm_call(ranks, largest, max_tokens)])
 
 
 def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
@@ -93,20 +89,22 @@ def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
     return clock.together(lambda index: target.copy_(source), 10.0, ranks.process_group).us
 
 
-def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, sharded: bool = True) -> Launch:
-    """The op on `shm`; its partial result is copied into the arena by the op."""
-    need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
-    call = replace(
+def shm_call(ranks: Ranks, fused: Fused, max_tokens: int, sharded: bool = True) -> AllReduceNormCall:
+    """The op on `shm`, for up to `max_tokens` tokens."""
+    return replace(
         peer_call(_site(fused), ranks.name, ranks.world, fused, sharded),
-        fabric=Fabric.SHM, lowerings=(), normed_lands=False, max_tokens=max_tokens, partial_bytes=need.partial_bytes,
-        output_offset=output_offset,
-        one_shot_max_tokens=max_tokens if fused.lowering.algorithm is Algorithm.ONE_SHOT else 0,
+        fabric=Fabric.SHM, table=(), normalized_aliases_arena=False, max_tokens=max_tokens,
+        one_shot_max_tokens=max_tokens if fused.row.algorithm is Algorithm.ONE_SHOT else 0,
     )  # fmt: skip
-    return _repeated(ranks, fused, call)
+
+
+def fused_shm(ranks: Ranks, fused: Fused, max_tokens: int, sharded: bool = True) -> Launch:
+    """The op on `shm`; its partial result is copied into the arena by the op."""
+    return _repeated(ranks, fused, shm_call(ranks, fused, max_tokens, sharded))
 
 
 def _site(fused: Fused) -> str:
-    return f"calibrate.{fused.hidden}.{fused.tokens}.{fused.lowering}"
+    return f"calibrate.{fused.hidden}.{fused.tokens}.{fused.row}"
 
 
 def _repeated(ranks: Ranks, fused: Fused, call: AllReduceNormCall) -> Launch:

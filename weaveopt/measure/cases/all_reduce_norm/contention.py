@@ -13,7 +13,7 @@ from weaveopt.measure.clock import Launch
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering, Transfer
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 
 TOKENS, HIDDEN = 4096, 8192
 CTAS = (8, 16, 32, 64)
@@ -21,7 +21,7 @@ CTAS = (8, 16, 32, 64)
 
 def kernels() -> list[Fused]:
     """The exchanges that run beside a GEMM: for the arena."""
-    return [Fused(Lowering(TOKENS, Algorithm.TWO_SHOT, Transfer.BULK, ctas), HIDDEN, TOKENS) for ctas in CTAS]
+    return [Fused(KernelRow(TOKENS, Algorithm.TWO_SHOT, Transfer.BULK, ctas), HIDDEN, TOKENS) for ctas in CTAS]
 
 
 def contention_rows(ranks: Ranks) -> list[ContentionRow]:
@@ -37,7 +37,7 @@ def contention_rows(ranks: Ranks) -> list[ContentionRow]:
         exchange_beside_us = beside_us(ranks, step, 24, gemm, 3 * 24 * exchange_us / alone_us)
         found.append(
             ContentionRow(
-                fused.lowering.num_ctas,
+                fused.row.num_ctas,
                 round(max(gemm_us / alone_us, 1.0), 3),
                 round(max(exchange_beside_us / exchange_us, 1.0), 3),
             )

@@ -8,18 +8,18 @@ from weaveopt.cost_model.machine import Curve, Link
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.session import Rows
-from weaveopt.ops.all_reduce_norm.names import LL_PACKET, OP, Algorithm, Lowering, Transfer, variant_name
+from weaveopt.ops.all_reduce_norm.variant import OP, Algorithm, KernelRow, Transfer, variant_name
 
-Times = dict[tuple[int, int, Lowering], Rows]
+Times = dict[tuple[int, int, KernelRow], Rows]
 """(bytes, time) by world, row length and kernel; its `max_tokens` is 0."""
 WHAT = "fused all-reduce + add + RMSNorm, residual sharded, bfloat16"
 
 
-def curve_of(origin: str, world: int, row: int, kernel: Lowering, rows: Rows) -> Curve:
+def curve_of(origin: str, world: int, row: int, kernel: KernelRow, rows: Rows) -> Curve:
     """One kernel's curve; `row` 0 where it is not to tell."""
     points = never_falling([(size, sample.us) for size, sample in rows])
-    name = variant_name(kernel.algorithm, kernel.form, kernel.num_ctas)
-    if kernel.form is not LL_PACKET:
+    name = variant_name(kernel.algorithm, kernel.transfer, kernel.num_ctas)
+    if kernel.transfer is not Transfer.LL_PACKET:
         return Curve(origin, OP, name, world, points, row)
     # Mailboxes end where they are no longer worth their memory. On fewer CTAs than fit, LL packets are measured
     # where they may pay. Nothing is known beyond either end.
@@ -53,7 +53,7 @@ def fastest(times: Times, world: int, algorithm: Algorithm) -> Rows:
     """The fastest kernel's time at each size."""
     best: dict[int, Sample] = {}
     for (ranks, _, kernel), rows in times.items():
-        if ranks == world and kernel.algorithm is algorithm and kernel.form is not Transfer.DIRECT:
+        if ranks == world and kernel.algorithm is algorithm and kernel.transfer is not Transfer.DIRECT:
             for size, sample in rows:
                 if size not in best or sample.us < best[size].us:
                     best[size] = sample

@@ -14,7 +14,7 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.ops.all_reduce_norm.names import LL_PACKET, Algorithm, Lowering, Transfer
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -34,13 +34,13 @@ def kernels(quick: bool) -> Iterator[Fused]:
             size = count * row * DTYPE.itemsize
             if size > LIMIT_BYTES:
                 continue
-            found: list[Lowering] = []
+            found: list[KernelRow] = []
             if size <= LL_ONE_SHOT_BYTES:
-                found.append(Lowering(count, Algorithm.ONE_SHOT, LL_PACKET))
+                found.append(KernelRow(count, Algorithm.ONE_SHOT, Transfer.LL_PACKET))
             if size <= LL_TWO_SHOT_BYTES:
-                found.append(Lowering(count, Algorithm.TWO_SHOT, LL_PACKET))
+                found.append(KernelRow(count, Algorithm.TWO_SHOT, Transfer.LL_PACKET))
             if size >= BULK_BYTES:
-                found += [Lowering(count, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in BULK_CTAS]
+                found += [KernelRow(count, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in BULK_CTAS]
             for lowering in found:
                 yield Fused(lowering, row, count)
 
@@ -56,9 +56,9 @@ class PeerKernels(Family):
         every = [fused for fused in kernels(session.quick) if is_supported(fused, ranks.world, ranks.device)]
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_peer(ranks, [*every, *contention.kernels()])
-        curves: dict[tuple[int, Lowering], list[Fused]] = {}
+        curves: dict[tuple[int, KernelRow], list[Fused]] = {}
         for fused in every:
-            curves.setdefault((fused.hidden, replace(fused.lowering, max_tokens=0)), []).append(fused)
+            curves.setdefault((fused.hidden, replace(fused.row, max_tokens=0)), []).append(fused)
         for (row, kernel), sizes in curves.items():
 
             def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:

@@ -13,7 +13,7 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering, Transfer
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 
 ROW = 4096
@@ -32,16 +32,16 @@ class ShmKernels(Family):
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         tokens = TOKENS[::3] if session.quick else TOKENS
-        output = reserve_shm(ranks, ROW, tokens[-1])
+        reserve_shm(ranks, ROW, tokens[-1])
         copies_us = [copy_us(session.clock, ranks, count, ROW) for count in tokens]
 
         def timed(fused: Fused, copied_us: float, sharded: bool = True) -> Sample:
-            launch = fused_shm(ranks, fused, output, tokens[-1], sharded)
+            launch = fused_shm(ranks, fused, tokens[-1], sharded)
             sample = session.clock.together(launch, 100.0, ranks.process_group)
             return Sample(max(sample.us - copied_us, sample.us / 2), sample.spread)
 
         for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
-            kernel = Lowering(0, algorithm, Transfer.SEGMENT)
+            kernel = KernelRow(0, algorithm, Transfer.SEGMENT)
             every = [Fused(kernel, ROW, count) for count in tokens]
 
             def take(index: int, every: Sequence[Fused] = every) -> Sample:
@@ -49,7 +49,7 @@ class ShmKernels(Family):
 
             what = f"fused all-reduce of {ranks.world} ranks"
             self.times[ranks.world, ROW, kernel] = session.curve(what, [each.bytes for each in every], take)
-        largest = Fused(Lowering(0, Algorithm.TWO_SHOT, Transfer.SEGMENT), ROW, tokens[-1])
+        largest = Fused(KernelRow(0, Algorithm.TWO_SHOT, Transfer.SEGMENT), ROW, tokens[-1])
         self.whole_us[ranks.world] = timed(largest, copies_us[-1], sharded=False).us
 
     def write(self, draft: Draft) -> None:

@@ -1,10 +1,5 @@
-// The mail forms of all_reduce_norm: rows go to peers' mailboxes as words that carry their own arrival, so there is no
-// barrier, no flag and no fence between a store and the peer's first look at it.
-//
-// A mailbox word is "absent" until a peer writes it; whoever reads it makes it absent again. There are two mailboxes,
-// used in turn by the calls of a group. A rank that has finished call k has what every peer sent in k, at first hand or
-// in an owner's row, so each peer has at least started k and so has finished k - 1, all of its reading included. Call
-// k + 1 therefore writes to a mailbox that its owner emptied in k - 1.
+// all_reduce_norm with LL packets: rows go to peers' mailboxes as words that carry their own arrival. The protocol, and
+// why two mailboxes are enough: fabric/ll_packet.cuh.
 //
 // One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners,
 // who send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
@@ -14,38 +9,19 @@
 // later rows are on their way.
 #include <algorithm>
 
-#include "all_reduce_norm/mail_rows.cuh"
+#include "all_reduce_norm/ll_packet_rows.cuh"
+#include "fabric/call.cuh"
 
 namespace weave::gpu {
 namespace {
-
-using fabric::DeviceState;
-using fabric::Header;
 
 constexpr int kControlThreads = 32;
 // Of a thread, where rows are too long for one: only without clusters (before sm_90).
 constexpr int kMostVecs = 4;
 
-// A warp beside those that compute: counts the CTAs that have read the state, moves the state on with the last of them,
-// and has CTA 0 compare what the ranks run.
-__device__ void control(const Call& call, const DeviceState& before, const Watch& watch) {
-    Header* own = reinterpret_cast<Header*>(call.base[call.rank]);
-    const int lane = threadIdx.x & 31;
-    if (lane == 0) {
-        __threadfence();
-        if (atomicAdd(&own->state.num_arrived, 1u) == gridDim.x - 1) {
-            own->state.num_arrived = 0;
-            own->state.num_mail_calls = (before.num_mail_calls + 1) % fabric::kNumMailboxes;
-            own->state.num_calls = before.num_calls + 1;
-        }
-    }
-    if (blockIdx.x != 0 || lane >= call.world || lane == call.rank) return;
-    fabric::exchange_tags(watch, call.base[lane], call.rank, lane, before.num_calls);
-}
-
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
-    mail(const __grid_constant__ Call call, const __grid_constant__ MailLayout layout, int cluster) {
+    ll_packet(const __grid_constant__ Call call, const __grid_constant__ LLPacketLayout layout, int cluster) {
     __shared__ float parts[2][kMaxCluster * kMaxWarps];
     __shared__ alignas(8) uint64_t arrived[2];
     const int num_threads = blockDim.x - kControlThreads;
@@ -59,24 +35,22 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
                       static_cast<int>(call.hidden) / kElements<T>};
     const bool controls = static_cast<int>(threadIdx.x) >= num_threads;
     const int32_t first = place.cluster, stride = place.num_clusters;
-    const Header* own = reinterpret_cast<const Header*>(call.base[call.rank]);
-    Watch watch{reinterpret_cast<Header*>(call.base[call.rank]), call.record, call.timeout_ns, 0};
-    using Rows = Mail<T, kMaxW, kVecs, kTwoShot, kPlain>;
+    Watch watch{call.group, 0};
+    using Rows = LLPacketRows<T, kMaxW, kVecs, kTwoShot, kPlain>;
     Rows rows{call, watch, lanes, team, layout};
     // On its way before the state is, which says where it goes.
     typename Rows::Outgoing out;
     if (!controls && first < rows.num_outgoing()) rows.load(out, first);
-    DeviceState state;
-    state.num_calls = *reinterpret_cast<const volatile uint64_t*>(&own->state.num_calls);
-    state.num_mail_calls = *reinterpret_cast<const volatile uint32_t*>(&own->state.num_mail_calls);
-    watch.tag = fabric::tag_word(state.num_calls + 1, call.tokens, call.tag);
+    const fabric::CallState state = fabric::begin_call<true>(call.group);
+    watch.tag = fabric::tag_word(state.epoch, call.tokens, call.site);
     if (controls) {
+        // A warp beside those that compute.
         asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
         if (cluster > 1) team.await_peers();
-        control(call, state, watch);
+        fabric::end_call<true>(watch, state, threadIdx.x & 31);
         return;
     }
-    rows.mailbox = call.regions.mailbox(state.num_mail_calls);
+    rows.mailbox = call.buffers.mailbox_offset + state.mailbox * call.buffers.mailbox_bytes;
     for (int32_t index = first; index < rows.num_outgoing(); index += stride) {
         rows.send(out, index);
         if (index + stride < rows.num_outgoing()) rows.load(out, index + stride);
@@ -84,11 +58,11 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     asm volatile("bar.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
     if (cluster > 1) team.await_peers();
 
-    const int32_t begin = kTwoShot ? call.begin[call.rank] : 0;
-    const int32_t end = kTwoShot ? call.begin[call.rank + 1] : call.tokens;
+    const int32_t begin = kTwoShot ? call.begin[call.group.rank] : 0;
+    const int32_t end = kTwoShot ? call.begin[call.group.rank + 1] : call.tokens;
     EarlyWeight<T, kVecs, kPlain> weight(call.norm, lanes);
     Parts<kMaxW> ahead;
-    if (begin + first < end) rows.look_ahead(ahead, begin + first, first);
+    if (begin + first < end) rows.peek_ahead(ahead, begin + first, first);
     int32_t received = first;
     for (int32_t index = first; begin + index < end; index += stride) {
         rows.reduce(ahead, begin + index, index, stride, end, weight);
@@ -130,7 +104,7 @@ Shape shape_of(int64_t num_vecs, int64_t rows, int num_sms, bool has_clusters) {
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
-    const auto kernel = mail<T, kMaxW, kVecs, kTwoShot, kPlain>;
+    const auto kernel = ll_packet<T, kMaxW, kVecs, kTwoShot, kPlain>;
     int major = 0, num_sms = 0, device = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -180,12 +154,9 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     const int64_t rows = kTwoShot ? call.share : call.tokens;
     num_teams = static_cast<int>(std::min<int64_t>(num_teams, rows));
     config.gridDim = num_teams * shape.cluster;
-    const int32_t out_bytes = out_bytes_of(call.out_kind, launch.dtype);
-    MailLayout layout;
-    if (!MailLayout::make(layout, !kTwoShot, call.tokens, call.hidden, size_of(launch.dtype), out_bytes,
-                          call.quant == QuantKind::kPerToken, call.world, call.sum_whole != 0,
-                          call.regions.mailbox_bytes))
-        return cudaErrorInvalidValue;
+    const LLPacketLayout layout =
+        ll_packet_layout(row_kind(call, launch.dtype), call.tokens, call.group.world, !kTwoShot);
+    if (layout.num_bytes > std::min<int64_t>(call.buffers.mailbox_bytes, UINT32_MAX)) return cudaErrorInvalidValue;
     return cudaLaunchKernelEx(&config, kernel, call, layout, shape.cluster);
 }
 
@@ -197,18 +168,18 @@ int with_norm(const Call& call, const Launch& launch, const Shape& shape) {
 }
 
 template <typename T, int kMaxW, int kVecs>
-int with_form(const Call& call, const Launch& launch, const Shape& shape) {
-    return launch.form == Form::kMailOneShot ? with_norm<T, kMaxW, kVecs, false>(call, launch, shape)
-                                             : with_norm<T, kMaxW, kVecs, true>(call, launch, shape);
+int with_steps(const Call& call, const Launch& launch, const Shape& shape) {
+    return launch.kernel == GpuKernel::kLLPacketOneShot ? with_norm<T, kMaxW, kVecs, false>(call, launch, shape)
+                                                        : with_norm<T, kMaxW, kVecs, true>(call, launch, shape);
 }
 
 template <typename T>
 int with_world(const Call& call, const Launch& launch, const Shape& shape) {
     if (shape.vecs > kMostVecs) return cudaErrorInvalidValue;
-    if (shape.vecs > 1) return with_form<T, kMaxWorld, kMostVecs>(call, launch, shape);
-    if (call.world <= 2) return with_form<T, 2, 1>(call, launch, shape);
-    if (call.world <= 4) return with_form<T, 4, 1>(call, launch, shape);
-    return with_form<T, kMaxWorld, 1>(call, launch, shape);
+    if (shape.vecs > 1) return with_steps<T, kMaxWorld, kMostVecs>(call, launch, shape);
+    if (call.group.world <= 2) return with_steps<T, 2, 1>(call, launch, shape);
+    if (call.group.world <= 4) return with_steps<T, 4, 1>(call, launch, shape);
+    return with_steps<T, kMaxWorld, 1>(call, launch, shape);
 }
 
 bool has_clusters(int device) {
@@ -219,18 +190,17 @@ bool has_clusters(int device) {
 
 }  // namespace
 
-const char* mail_unsupported(DType dtype, int64_t hidden, int32_t device) {
+const char* ll_packet_unsupported(DType dtype, int64_t hidden, int32_t device) {
     const int64_t num_vecs = hidden * size_of(dtype) / 16;
-    return shape_of(num_vecs, 1, 1, has_clusters(device)).vecs > kMostVecs ? "rows are too long for the mail forms"
-                                                                           : "";
+    return shape_of(num_vecs, 1, 1, has_clusters(device)).vecs > kMostVecs ? "rows are too long for LL packets" : "";
 }
 
-int run_mail(const Call& call, const Launch& launch) {
+int run_ll_packet(const Call& call, const Launch& launch) {
     int device = 0;
     cudaGetDevice(&device);
     int num_sms = 0;
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    const int64_t rows = launch.form == Form::kMailOneShot ? call.tokens : call.share;
+    const int64_t rows = launch.kernel == GpuKernel::kLLPacketOneShot ? call.tokens : call.share;
     const Shape shape =
         shape_of(static_cast<int64_t>(call.hidden) * size_of(launch.dtype) / 16, rows, num_sms, has_clusters(device));
     switch (launch.dtype) {

@@ -1,0 +1,85 @@
+// The calls of a channel, which are kernels that follow one another in a stream: their number, and whether all ranks
+// make the same one.
+//
+//   begin_call   every thread of every CTA, first: reads how many calls there were
+//   end_call     `world` + 1 threads of every CTA, after all its threads have begun: the grid's last CTA counts the
+//                call, and CTA 0 compares with every peer what is run
+//
+// | word (who writes it)         | order                                    | who reads it, and when               |
+// |------------------------------|------------------------------------------|--------------------------------------|
+// | num_calls (the last CTA of   | one thread a CTA, after all others have  | the next kernel of the stream, after |
+// | the owner's grid)            | read it: threadfence, atomicAdd          | griddepcontrol.wait                  |
+// | tag[parity of the epoch]     | relaxed, alone: the word is all there is | the owner, in the same call          |
+// | [source] (the source)        |                                          |                                      |
+//
+// A source writes tag[parity] again two calls later. Its call in between ended only with this rank's tag of that call,
+// which this rank wrote after its own call before, comparison included, had ended.
+#pragma once
+
+#include "fabric/signal.cuh"
+
+namespace weave::fabric {
+
+// The kernel before this one in the stream may still run until here (programmatic dependent launch); its results are
+// there afterwards. The kernel behind this one may be launched from here on, and waits the same way.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// One call of a channel.
+struct CallState {
+    uint64_t epoch;    // its number, from 1
+    uint32_t mailbox;  // which of the mailboxes it uses, in turn; 0 for calls that use none
+};
+
+template <bool kUsesMailbox>
+__device__ __forceinline__ CallState begin_call(const GroupView& group) {
+    const ChannelState* state = &group.channel(group.rank)->state;
+    CallState call;
+    call.epoch = *reinterpret_cast<const volatile uint64_t*>(&state->num_calls) + 1;
+    call.mailbox = kUsesMailbox ? *reinterpret_cast<const volatile uint32_t*>(&state->num_mailbox_calls) : 0;
+    return call;
+}
+
+// Tells `peer` what this rank runs and compares what the peer runs: `watch.tag` on both, or neither goes on.
+__device__ __forceinline__ void exchange_tags(const Watch& watch, const CallState& call, int32_t peer) {
+    constexpr int32_t kEpochShift = 2 * kTagFieldBits;
+    const GroupView& group = watch.group;
+    const int parity = static_cast<int>(call.epoch & 1);
+    store_relaxed(&group.channel(peer)->tag[parity][group.rank], watch.tag);
+    const uint64_t* word = &group.channel(group.rank)->tag[parity][peer];
+    Deadline deadline;
+    uint64_t theirs;
+    while ((theirs = load_relaxed(word)) >> kEpochShift != watch.tag >> kEpochShift) {
+        if (deadline.has_passed(watch))
+            give_up(watch, deadline.code(), peer, Slot::kTag, watch.tag >> kEpochShift, theirs >> kEpochShift, 0);
+    }
+    if (theirs != watch.tag) give_up(watch, Code::kSiteMismatch, peer, Slot::kTag, watch.tag, theirs, theirs);
+}
+
+// `helper` is 0 .. world, one thread each: the last one counts this CTA, the others stand for a peer.
+template <bool kUsesMailbox>
+__device__ __forceinline__ void end_call(const Watch& watch, const CallState& call, int32_t helper) {
+    const GroupView& group = watch.group;
+    if (helper == group.world) {
+        ChannelState* state = &group.channel(group.rank)->state;
+        __threadfence();
+        if (atomicAdd(&state->num_arrived, 1u) == gridDim.x - 1) {
+            state->num_arrived = 0;
+            if (kUsesMailbox) state->num_mailbox_calls = (call.mailbox + 1) % kNumMailboxes;
+            state->num_calls = call.epoch;
+        }
+    } else if (blockIdx.x == 0 && helper < group.world && helper != group.rank) {
+        exchange_tags(watch, call, helper);
+    }
+}
+
+}  // namespace weave::fabric

@@ -1,0 +1,147 @@
+// Signals between the kernels of different GPUs: words in a peer's arena that only grow, and bounded waits for them.
+//
+//   signal(word, value)       store, release at system scope: whoever waits for that value sees every store before it,
+//                             of this thread and of those that it met at a barrier
+//   signal_add(word, epoch, n)    adds n to what the word counts in that epoch, release at system scope: for several
+//                             threads or CTAs that signal by one word; whoever waits for their sum sees what was before
+//                             each of them
+//   store_relaxed(word, value)    only the word itself; orders nothing. After fence() it is a signal()
+//   wait(word, value)         until the word has at least this value; acquire at system scope
+//   load_acquire, load_relaxed    one look
+//
+// Words never go back. Most hold signal_word(epoch, count): the epoch of a channel (its calls, from 1) above what is
+// counted in it, so nothing has to be reset between calls and a word from an earlier call is smaller than any of this
+// one. They are 64 bits wide, so they do not wrap. Every wait is bounded: a thread that gives up writes a Record into
+// host memory and ends the kernel with a trap, so nothing goes on with wrong data.
+//
+// A signal after ordinary stores of several threads comes after the barrier that makes those stores part of it. A
+// signal after bulk copies comes after they have arrived (await_arrival, which is `wait_group` without `.read`).
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "fabric/arena.h"
+
+namespace weave::fabric {
+
+constexpr int32_t kCountBits = 24;
+
+__device__ __forceinline__ uint64_t signal_word(uint64_t epoch, uint32_t count) {
+    return epoch << kCountBits | count;
+}
+
+__device__ __forceinline__ uint32_t count_in(uint64_t word) {
+    return static_cast<uint32_t>(word & ((1u << kCountBits) - 1));
+}
+
+__device__ __forceinline__ void signal(uint64_t* word, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// The first one of an epoch takes the word there, and all add: both are atomic, and those of one thread on one word
+// keep their order, so no addition is lost and none is seen in the epoch before.
+__device__ __forceinline__ void signal_add(uint64_t* word, uint64_t epoch, uint32_t count) {
+    asm volatile("red.relaxed.sys.global.max.u64 [%0], %1;" ::"l"(word), "l"(signal_word(epoch, 0)) : "memory");
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(static_cast<uint64_t>(count)) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(uint64_t* word, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Both halves of signal() for several words: fence() once, then store_relaxed() each.
+__device__ __forceinline__ void fence() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* word) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint64_t load_relaxed(const uint64_t* word) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// What a wait needs to end, and to say why.
+struct Watch {
+    const GroupView& group;
+    uint64_t tag;  // of the running call, see tag_word()
+};
+
+// Tells the host why, waits until it has read that, and ends the kernel. Does not return. Takes values: a reference
+// would put what it refers to into local memory, and every use of it with that.
+static __device__ __noinline__ void report_and_trap(uint32_t* failed, Record* to, uint64_t own_tag, Code code,
+                                                    int32_t peer, Slot slot, uint64_t expected, uint64_t seen,
+                                                    uint64_t peer_tag) {
+    volatile Record* record = to;
+    if (atomicExch(failed, 1u) == 0) {
+        record->peer = peer;
+        record->slot = static_cast<uint32_t>(slot);
+        record->expected = expected;
+        record->seen = seen;
+        record->own_tag = own_tag;
+        record->peer_tag = peer_tag;
+        __threadfence_system();
+        record->code = static_cast<uint32_t>(code);
+        __threadfence_system();
+    }
+    constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
+    const uint64_t begin = nanoseconds();
+    while (record->acknowledged == 0 && nanoseconds() - begin < kHostReadsWithinNs)
+        __nanosleep(1000);
+    __trap();
+}
+
+__device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot, uint64_t expected,
+                                        uint64_t seen, uint64_t peer_tag) {
+    report_and_trap(&watch.group.header()->failed, watch.group.record, watch.tag, code, peer, slot, expected, seen,
+                    peer_tag);
+}
+
+// When a thread that polls gives up. Looks at the clock and at the host only once in 1024 polls.
+class Deadline {
+  public:
+    // True once the wait is to end; `code` says why.
+    __device__ __forceinline__ bool has_passed(const Watch& watch) {
+        if ((++num_polls_ & 0x3ff) != 0) return false;
+        const uint64_t now = nanoseconds();
+        if (begin_ == 0) begin_ = now;
+        if (now - begin_ > watch.group.timeout_ns) {
+            code_ = Code::kTimeout;
+            return true;
+        }
+        const uint32_t abort = reinterpret_cast<volatile Record*>(watch.group.record)->abort;
+        code_ = static_cast<Code>(abort);
+        return abort != 0;
+    }
+    __device__ Code code() const { return code_; }
+
+  private:
+    uint64_t begin_ = 0;
+    uint32_t num_polls_ = 0;
+    Code code_ = Code::kOk;
+};
+
+// Returns what it saw.
+__device__ __forceinline__ uint64_t wait(const uint64_t* word, uint64_t value, const Watch& watch, int32_t peer,
+                                         Slot slot) {
+    Deadline deadline;
+    uint64_t seen;
+    while ((seen = load_acquire(word)) < value) {
+        if (deadline.has_passed(watch)) give_up(watch, deadline.code(), peer, slot, value, seen, 0);
+    }
+    return seen;
+}
+
+}  // namespace weave::fabric

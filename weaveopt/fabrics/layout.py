@@ -1,0 +1,92 @@
+"""What lies where in an arena: named buffers that stay, then one zone for all that lives only for a while.
+
+Offsets count from the first byte behind the arena's header. They are a function of the union of all plans that the
+arena was made for, whatever their order, so they are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics.topology import Group, Payload
+from weaveopt.records.memory import Lifetime, MemoryPlan, PlacedBuffer
+from weaveopt.solver.placement import aligned, arena_bytes, place_kept, transient_begin, unite
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buffers of an arena. Equal layouts have equal offsets."""
+
+    buffers: tuple[PlacedBuffer, ...] = ()
+    """Those that live as long as the arena, in the order of their names."""
+    transient_bytes: int = 0
+    """What the largest plan needs of the transient zone."""
+    floor_bytes: int = 0
+    """The arena is no smaller than this, header excluded; the transient zone has what is left."""
+
+    @staticmethod
+    def of(plan: MemoryPlan, floor_bytes: int = 0) -> Layout:
+        kept = [b for b in plan.buffers if b.lifetime is Lifetime.ARENA]
+        # Owners and intervals are a graph's; the arena outlives it.
+        nameless = (replace(buffer, owners=(), first=0, last=0) for buffer in kept)
+        ends = (
+            aligned(buffer.offset_in_zone + buffer.num_bytes, buffer.alignment)
+            for buffer in plan.buffers
+            if buffer.lifetime is not Lifetime.ARENA
+        )
+        return Layout(place_kept(unite(nameless, ())), max(ends, default=0), max(floor_bytes, 0))
+
+    def union(self, other: Layout) -> Layout:
+        """Room for either: buffer by buffer the larger one."""
+        return Layout(
+            place_kept(unite(self.buffers, other.buffers)),
+            max(self.transient_bytes, other.transient_bytes),
+            max(self.floor_bytes, other.floor_bytes),
+        )
+
+    def holds(self, other: Layout) -> bool:
+        """Whether an arena laid out like this has room for what `other` asks for."""
+        own = {buffer.name: buffer for buffer in self.buffers}
+        return (
+            all(b.name in own and own[b.name].num_bytes >= b.num_bytes for b in other.buffers)
+            and all(own[b.name].fill == b.fill and own[b.name].alignment >= b.alignment for b in other.buffers)
+            and (not other.transient_bytes or self.num_bytes - self.transient_begin >= other.transient_bytes)
+            and self.num_bytes >= other.floor_bytes
+        )
+
+    @property
+    def transient_begin(self) -> int:
+        return transient_begin(self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a rank's arena, header excluded."""
+        end = self.transient_begin + self.transient_bytes if self.transient_bytes else arena_bytes(self.buffers)
+        return max(end, self.floor_bytes)
+
+    def buffer(self, name: str) -> PlacedBuffer:
+        """Where the named buffer lies. Raises `ArenaError` if there is none."""
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        known = ", ".join(f"{buffer.name} ({buffer.num_bytes} bytes)" for buffer in self.buffers)
+        raise ArenaError(f"the arena has no buffer {name!r}; it was reserved with {known or 'none'}")
+
+    def fills(self) -> tuple[tuple[int, int, int], ...]:
+        """Offset, bytes and word of every buffer that has to be filled before the first call."""
+        return tuple((b.offset, b.num_bytes, b.fill) for b in self.buffers if b.fill is not None and b.num_bytes)
+
+    def text(self) -> str:
+        """For comparing it between ranks, and for messages: equal texts are equal layouts."""
+        buffers = {b.name: [b.num_bytes, b.alignment, b.fill] for b in self.buffers}
+        return json.dumps({"buffers": buffers, "transient": self.transient_bytes, "floor": self.floor_bytes})
+
+
+def expect_equal_layouts(group: Group, told: Sequence[Payload]) -> None:
+    """Raises `ArenaError` if the ranks announced different `layout` texts."""
+    if len({str(record["layout"]) for record in told}) > 1:
+        asked = "; ".join(f"rank {rank}: {r['layout']}" for rank, r in zip(group.ranks, told, strict=True))
+        raise ArenaError(f"group {group.name!r}: ranks ask for arenas of different buffers: {asked}")

@@ -1,0 +1,117 @@
+"""What the fabrics are: one line a fabric, so that nobody else has to ask which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from weaveopt.records.candidate import Fabric, Rejection
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: is_built() says so
+    _native = None  # type: ignore[assignment]
+
+
+class NativePart(StrEnum):
+    """A part of the native module; the value is its name in messages."""
+
+    HOST = "native part"
+    CUDA = "CUDA part"
+
+    @property
+    def code(self) -> str:
+        """Of the rejection where it is missing."""
+        return f"{self.value.lower().replace(' ', '_')}_missing"
+
+
+def is_built(part: NativePart) -> bool:
+    """Whether this installation has the part; the CUDA part is built where nvcc is found."""
+    if _native is None:
+        return False
+    return part is NativePart.HOST or bool(_native.has_cuda)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What holds for a fabric wherever it is used."""
+
+    device: str | None
+    """`cpu` or `cuda`: whose ranks it joins. None: either's."""
+    crosses_hosts: bool
+    native_part: NativePart | None = None
+    """What has to be built for it."""
+    max_world: int | None = None
+    """Ranks that its kernels join at most; None: any number."""
+    header_bytes: int = 0
+    """What an arena of it begins with, before the first buffer."""
+    buffer_alignment: int = 256
+    """Bytes at a multiple of which buffers begin."""
+    serves: frozenset[Fabric] = frozenset()
+    """Other fabrics whose kernels find what they need in an arena of this one."""
+    cannot_probe: Rejection | None = None
+    """Why nobody finds out on a running machine whether it reaches all ranks; None: the other traits say so."""
+
+
+_PAGE_BYTES = 4096
+# Creating a multicast object to find out can put the GPUs of a shared host out of service.
+_NO_MULTICAST_PROBE = Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
+
+_PEER = Traits("cuda", crosses_hosts=False, native_part=NativePart.CUDA)
+if _native is not None:
+    _PEER = replace(
+        _PEER,
+        max_world=_native.MAX_WORLD,
+        header_bytes=_native.HEADER_BYTES,
+        buffer_alignment=_native.GPU_ALIGNMENT,
+    )
+
+TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
+    # What multicast maps, peers reach too.
+    Fabric.MULTIMEM: replace(_PEER, cannot_probe=_NO_MULTICAST_PROBE, serves=frozenset({Fabric.PEER})),
+    Fabric.PEER: _PEER,
+    # On pages, no two buffers on one: the first touch decides where a page lives.
+    Fabric.SHM: Traits("cpu", crosses_hosts=False, native_part=NativePart.HOST, buffer_alignment=_PAGE_BYTES),
+    Fabric.NVSHMEM: Traits("cuda", crosses_hosts=True),
+    Fabric.LIBRARY: Traits(None, crosses_hosts=True),
+})  # fmt: skip
+
+
+def header_bytes(fabric: Fabric) -> int:
+    """What an arena of `fabric` begins with, before the first buffer."""
+    return TRAITS[fabric].header_bytes
+
+
+def arena_fabric(fabrics: Iterable[Fabric]) -> Fabric:
+    """The fabric of `fabrics` whose arena serves the kernels of all of them.
+
+    A group's ranks have one kind of device, so there is one.
+    """
+    asked = frozenset(fabrics)
+    found = [fabric for fabric in Fabric if fabric in asked and asked <= {fabric, *TRAITS[fabric].serves}]
+    assert found, f"no arena serves sites on {sorted(fabric.value for fabric in asked)} at once"
+    return found[0]
+
+
+_RANKS = {"cpu": "CPU ranks", "cuda": "GPUs"}
+
+
+def rejection(fabric: Fabric, device: str, num_hosts: int, fake: bool) -> Rejection | None:
+    """Why `fabric` does not reach ranks on `num_hosts` hosts that use `device`; None: it does.
+
+    `fake`: there are no ranks; what is built here, and what could be probed, says nothing of the machine meant.
+    """
+    traits = TRAITS[fabric]
+    if traits.device not in (None, device):
+        values = (("device", device),)
+        return Rejection(f"fabric_needs_{traits.device}", f"{fabric.value} joins {_RANKS[str(traits.device)]}", values)
+    if not fake:
+        if traits.native_part is not None and not is_built(traits.native_part):
+            return Rejection(traits.native_part.code, f"weaveopt was installed without its {traits.native_part.value}")
+        if traits.cannot_probe is not None:
+            return traits.cannot_probe
+    if num_hosts > 1 and not traits.crosses_hosts:
+        return Rejection("fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", num_hosts),))
+    return None
