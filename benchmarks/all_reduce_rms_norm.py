@@ -34,6 +34,8 @@ from weaveopt import cost_model
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, arena_bytes
 from weaveopt.records.candidate import Algorithm, Fabric
 from weaveopt.records.site import Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
+from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens
 
 HIDDEN = 4096
 DTYPE = torch.bfloat16
@@ -140,9 +142,9 @@ def measure(world: int, quick: bool) -> list[record.Row]:
         ours = {algorithm.value: us[algorithm.value] for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)}
         # What the op itself would run here: the profile's choice, not the faster of the two measured.
         workload = Workload(first.tokens, first.tokens, HIDDEN, "bfloat16", world)
-        threshold = cost_model.one_shot_max_tokens(machine, Fabric.SHM, HIDDEN, "bfloat16", world)
+        threshold = one_shot_max_tokens(machine, Fabric.SHM, HIDDEN, "bfloat16", world)
         chosen = Algorithm.ONE_SHOT if first.tokens <= threshold else Algorithm.TWO_SHOT
-        predicted = cost_model.estimate_all_reduce_norm(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
+        predicted = estimate_all_reduce_norm(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
         rows.append(
             record.row(
                 case={"ranks": world, "tokens": first.tokens, "hidden": HIDDEN, "dtype": "bfloat16"},

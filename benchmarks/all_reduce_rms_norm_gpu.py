@@ -28,17 +28,19 @@ from benchmarks.all_reduce_rms_norm_variants import (
     SymmetricBuffers,
     Variant,
     bulk_variants,
-    mail_variants,
+    ll_packet_variants,
     measure,
 )
 from benchmarks.gpu_ranks import Place, table
 from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
-from weaveopt.measure.exchanges import TIMEOUT_S
-from weaveopt.measure.suite import BULK_BYTES
+from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
+from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
 from weaveopt.ops.all_reduce_norm.call import RegionNeed
 from weaveopt.records.candidate import Fabric, Lowering
 from weaveopt.records.site import Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
+from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 TOKENS = tuple(1 << power for power in range(16))
@@ -133,7 +135,7 @@ class Bench:
         if suite == CTAS:
             variants = bulk_variants(case, CTA_COUNTS)
         elif suite == MAIN:
-            variants = mail_variants(case)
+            variants = ll_packet_variants(case)
             if case.bytes >= BULK_BYTES:
                 variants += bulk_variants(case, MAIN_CTAS)
         variants = [each for each in variants if each.is_supported(case, self.place)]
@@ -145,7 +147,7 @@ class Bench:
 
     def choice(self, case: Case) -> Variant | None:
         """What the profile's table picks for graphs of this one size; None where it leaves them to the library."""
-        rows = cost_model.lowerings(
+        rows = lowerings(
             self.machine, Fabric.PEER, case.hidden, "bfloat16", self.place.world, 1, case.tokens, case.tokens
         )
         row = next((row for row in rows if case.tokens <= row.max_tokens), None)
@@ -153,7 +155,7 @@ class Bench:
 
     def predicted_us(self, case: Case, lowering: Lowering, whole: bool) -> float:
         workload = Workload(case.tokens, case.tokens, case.hidden, "bfloat16", self.place.world)
-        estimate = cost_model.estimate_all_reduce_norm(
+        estimate = estimate_all_reduce_norm(
             self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.form, lowering.num_ctas
         )
         return estimate.us

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.measure import exchanges, kernels, suite
-from weaveopt.measure.exchanges import EPS, Fused
+from weaveopt.measure.cases.all_reduce_norm import calls, peer
+from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
+from weaveopt.measure.cases.memory import add_norm
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
 from weaveopt.records.candidate import Algorithm, Form, Lowering
 from weaveopt.records.memory import RegionNeed
@@ -76,10 +77,10 @@ class Variant:
 
     def call(self, case: Case, place: Place) -> AllReduceNormCall:
         site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
-        return exchanges.peer_call(site, place.group, place.world, self._fused(case), sharded=not self.whole)
+        return calls.peer_call(site, place.group, place.world, self._fused(case), sharded=not self.whole)
 
     def is_supported(self, case: Case, place: Place) -> bool:
-        return exchanges.is_supported(self._fused(case), place.world, place.device)
+        return calls.is_supported(self._fused(case), place.world, place.device)
 
     def need(self, case: Case, world: int) -> RegionNeed:
         return self._fused(case).need(world)
@@ -128,7 +129,7 @@ class Shape:
         self.symmetric = symmetric.of(case)
         self.residual = random(same)
         self.weight = torch.rand(case.hidden, generator=same, device=place.device).to(DTYPE)
-        self.add_norm = torch.compile(kernels.add_norm, dynamic=False, fullgraph=True)
+        self.add_norm = torch.compile(add_norm, dynamic=False, fullgraph=True)
         self.restore()
 
     def restore(self) -> None:
@@ -194,7 +195,7 @@ class Shape:
                 # Or the next one could pass by leaving this memory as it finds it.
                 for result in (normed, total):
                     result.fill_(float("nan"))
-                gpu_ranks.meet()
+                gpu_ranks.barrier()
         self.restore()
 
 
@@ -253,7 +254,7 @@ def measure(
     replays = {name: graph.replay for name, graph in graphs.items()}
     settle = torch.zeros(1, device=place.device)
     us = gpu_ranks.median_us(replays, shape.restore, effort.num_rounds, effort.num_replays, settle)
-    gpu_ranks.meet()
+    gpu_ranks.barrier()
     for graph in graphs.values():
         graph.reset()
     if case.bytes > ROTATION[-1][0]:
@@ -261,12 +262,12 @@ def measure(
     return {name: found / num_calls for name, found in us.items()}
 
 
-def mail_variants(case: Case) -> list[Variant]:
-    """The mail forms where they may pay: their mailboxes grow with the tokens."""
+def ll_packet_variants(case: Case) -> list[Variant]:
+    """LL packets where they may pay: their mailboxes grow with the tokens."""
     found = []
-    if case.bytes <= suite.MAIL_ONE_SHOT_BYTES:
+    if case.bytes <= peer.LL_ONE_SHOT_BYTES:
         found.append(Variant(Lowering(case.tokens, Algorithm.ONE_SHOT, Form.MAIL)))
-    if case.bytes <= suite.MAIL_TWO_SHOT_BYTES:
+    if case.bytes <= peer.LL_TWO_SHOT_BYTES:
         found.append(Variant(Lowering(case.tokens, Algorithm.TWO_SHOT, Form.MAIL)))
     return found
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weaveopt.measure import clock
-from weaveopt.measure.clock import meet as meet
+from weaveopt.measure.clock import barrier as barrier
 
 Step = Callable[[], object]
 
@@ -63,7 +63,7 @@ def run_and_exit(program: Callable[[Place], None]) -> None:
     code = 0
     try:
         program(_join())
-        meet()  # peers may still read this rank's memory
+        barrier()  # peers may still read this rank's memory
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -91,7 +91,7 @@ def slowest(values: Sequence[float]) -> list[float]:
 
 def capture(step: Step, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
     """`step`, run once and then captured, once all ranks are there."""
-    meet()
+    barrier()
     return clock.capture(step, pool)
 
 
@@ -106,7 +106,7 @@ def median_us(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(num_rounds + 1):
         for name in steps if turn % 2 else reversed(list(steps)):
-            meet()
+            barrier()
             torch.cuda._sleep(clock.HEAD_START_CYCLES)
             events = []
             for _ in range(num_replays if turn else 1):

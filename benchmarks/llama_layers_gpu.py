@@ -175,7 +175,7 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
     for name in (INDUCTOR, WEAVE):
         workload.reset()
         graphs[name].replay()
-        gpu_ranks.meet()
+        gpu_ranks.barrier()
         errors.append(largest_error(outputs[name].float(), eager))
     inductor_error, weave_error = gpu_ranks.slowest(errors)
     del eager
@@ -185,7 +185,7 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
     settle = torch.zeros(1, device=place.device)
     num_rounds, num_replays = (2, 3) if asked.quick else (6, 4 if case.tokens > 2048 else 10)
     us = gpu_ranks.median_us(steps, workload.reset, num_rounds, num_replays, settle)
-    gpu_ranks.meet()
+    gpu_ranks.barrier()
 
     def again(name: str) -> gpu_ranks.Step:
         def step() -> None:
@@ -230,7 +230,7 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
 def observed(step: gpu_ranks.Step, us: float, place: Place) -> gpu_clocks.Clocks | None:
     """Of the rank with the lowest clock, and of the one most limited, while a step of `us` repeats; None if a rank
     cannot tell."""
-    gpu_ranks.meet()
+    gpu_ranks.barrier()
     found = gpu_clocks.observe(step, math.ceil(CLOCK_US / us), place.device)
     mhz, limited = gpu_ranks.slowest([-found.sm_mhz, found.limited] if found else [0.0, 0.0])
     return gpu_clocks.Clocks(-mhz, limited) if mhz else None

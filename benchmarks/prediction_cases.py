@@ -12,13 +12,15 @@ from benchmarks import prediction_sweep, record
 from benchmarks.prediction_model import choice_row, name_of, predicted_us
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.fused import Way, ways
-from weaveopt.measure import exchanges, kernels, suite
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, meet, slowest
-from weaveopt.measure.exchanges import Fused, Ranks
-from weaveopt.measure.kernels import AttentionCase
-from weaveopt.records.candidate import LEAVE, Algorithm, Fabric, Form, Lowering
-from weaveopt.records.site import Product
+from weaveopt.measure.cases import attention, collectives, gemm, memory
+from weaveopt.measure.cases.all_reduce_norm import calls, peer
+from weaveopt.measure.cases.all_reduce_norm.calls import Fused
+from weaveopt.measure.cases.attention import AttentionCase
+from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, barrier, slowest
+from weaveopt.measure.ranks import Ranks, subgroup
+from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering, Transfer
+from weaveopt.records.candidate import LEAVE, Fabric
+from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,12 @@ class Trial:
             self.products()
             self.kernels()
             for world in self.worlds:
-                ranks = exchanges.subgroup(world, self.device)
+                ranks = subgroup(world, self.device)
                 for step in (self.collectives, self.sites, self.sweep):
                     if ranks.inside:
                         step(ranks)
                     # After each one, because ranks outside the group wait here, and no longer than a collective may.
-                    meet()
+                    barrier()
         return self.rows
 
     def products(self) -> None:
@@ -115,39 +117,39 @@ class Trial:
         low, high = self.cases.product_rows
         sides, count = self.cases.product_sides, 6 if self.quick else self.cases.products
         largest = (high, sides[-1], sides[-1])
-        cache_bytes = suite.GPU_CACHE_BYTES if self.is_gpu else suite.CPU_CACHE_BYTES
-        products = kernels.Products(self.device, torch.bfloat16, cache_bytes, largest)
+        cache_bytes = gemm.GPU_CACHE_BYTES if self.is_gpu else gemm.CPU_CACHE_BYTES
+        runner = gemm.GemmRunner(self.device, torch.bfloat16, cache_bytes, largest)
         for _ in range(count):
             m = int(low * (high / low) ** numbers.random())
             n, k = numbers.choice(sides), numbers.choice(sides)
-            guess_us = cost_model.product_us(self.machine, Product(m, k, n), "bfloat16")
-            [sample] = slowest([products.sample(self.clock, m, n, k, guess_us)])
+            guess_us = cost_model.gemm_us(self.machine, cost_model.Gemm(m, k, n), "bfloat16")
+            [sample] = slowest([runner.sample(self.clock, m, n, k, guess_us)])
             self.add("product", {"m": m, "n": n, "k": k}, sample)
 
     def kernels(self) -> None:
         torch._dynamo.config.recompile_limit = 1024
         for tokens, hidden in self.cases.norms[:2] if self.quick else self.cases.norms:
-            _, sample = kernels.fused_kernel(self.clock, self.device, kernels.NORM, tokens, hidden, 10.0)
+            _, sample = memory.fused_kernel(self.clock, self.device, memory.NORM, tokens, hidden, 10.0)
             launch = self.machine.launch
             if not self.is_gpu and launch is not None:
                 # On CPU ranks the call of a compiled function is paid once a graph.
                 sample = Sample(max(sample.us - launch.graph_us, 0.3), sample.spread)
             self.add("add_norm", {"tokens": tokens, "hidden": hidden}, slowest([sample])[0])
         for case in self.cases.attention[:2] if self.quick else self.cases.attention:
-            sample = slowest([kernels.attention(self.clock, self.device, case, 30.0)])[0]
+            sample = slowest([attention.attention(self.clock, self.device, case, 30.0)])[0]
             named: dict[str, record.Scalar] = {
                 "batch": case.batch, "heads": case.heads, "q": case.queries, "kv": case.keys, "causal": case.causal,
             }  # fmt: skip
             self.add("attention", named, sample)
 
     def collectives(self, ranks: Ranks) -> None:
-        kinds = exchanges.COLLECTIVES if self.is_gpu else exchanges.COLLECTIVES[:3]
+        kinds = collectives.COLLECTIVES if self.is_gpu else collectives.COLLECTIVES[:3]
         launch = self.machine.launch
         assert launch is not None, f"profile {self.machine.name} was not made by weaveopt calibrate"
         little_us = launch.graph_us if self.is_gpu else launch.eager_us
         for kind in kinds[:1] if self.quick else kinds:
             for size in self.cases.message_bytes:
-                sample = self.clock.together(exchanges.collective(ranks, kind, size), 50.0, ranks.process_group)
+                sample = self.clock.together(collectives.collective(ranks, kind, size), 50.0, ranks.process_group)
                 own = Sample(sample.us - little_us, sample.spread)
                 self.add(kind, {"ranks": ranks.world, "bytes": size}, own)
 
@@ -155,16 +157,18 @@ class Trial:
 
     def candidates(self, ranks: Ranks, hidden: int, tokens: int) -> list[Fused]:
         """Every kernel that the model may choose, and for the bulk form other numbers of CTAs as well."""
-        found: list[Way] = []
-        num_bytes = tokens * hidden * exchanges.DTYPE.itemsize
-        for way in ways(self.machine, self.fabric, hidden, ranks.world):
-            if way.reaches(num_bytes) and (way.form is not Form.BULK or num_bytes >= suite.BULK_BYTES):
-                found.append(way)
-        every = [Lowering(tokens, way.algorithm, way.form, way.num_ctas) for way in found]
-        if any(way.form is Form.BULK for way in found):
-            every += [Lowering(tokens, Algorithm.TWO_SHOT, Form.BULK, ctas) for ctas in self.cases.ctas]
+        num_bytes = tokens * hidden * calls.DTYPE.itemsize
+        found = [
+            variant
+            for variant in kernel_variants(self.machine, self.fabric, hidden, ranks.world)
+            if variant.covers(num_bytes)
+            if variant.transfer is not Transfer.BULK or num_bytes >= peer.BULK_BYTES
+        ]
+        every = [Lowering(tokens, each.algorithm, each.transfer, each.num_ctas) for each in found]
+        if any(each.transfer is Transfer.BULK for each in found):
+            every += [Lowering(tokens, Algorithm.TWO_SHOT, Transfer.BULK, ctas) for ctas in self.cases.ctas]
         fused = [Fused(lowering, hidden, tokens) for lowering in every]
-        return [each for each in fused if exchanges.is_supported(each, ranks.world, ranks.device)]
+        return [each for each in fused if calls.is_supported(each, ranks.world, ranks.device)]
 
     def sites(self, ranks: Ranks) -> None:
         cases = [(hidden, tokens) for hidden in self.cases.site_hiddens for tokens in self.cases.site_tokens]
@@ -181,10 +185,10 @@ class Trial:
         """Symmetric memory for these and for the sweep, once: ranks meet for it, and graphs hold its addresses."""
         every = every + [each.fused for each in self.swept(ranks) if each.fused is not None]
         if self.is_gpu:
-            exchanges.reserve_peer(ranks, every)
+            calls.reserve_peer(ranks, every)
             return
         self.most = max(fused.tokens for fused in every)
-        self.output = exchanges.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
+        self.output = calls.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
 
     def sweep(self, ranks: Ranks) -> None:
         """Sites at which only leaving and the choice are measured."""
@@ -207,11 +211,11 @@ class Trial:
     def exchange(self, ranks: Ranks, fused: Fused, copy_us: float | None = None) -> prediction_sweep.Timed:
         """A fused kernel, ready for the clock; on CPU ranks without the copy that spares a product, of `copy_us`."""
         if self.is_gpu:
-            launch = exchanges.fused_peer(ranks, fused)
+            launch = calls.fused_peer(ranks, fused)
             return lambda expected_us: self.clock.together(launch, expected_us, ranks.process_group)
-        launch = exchanges.fused_shm(ranks, fused, self.output, self.most)
+        launch = calls.fused_shm(ranks, fused, self.output, self.most)
         if copy_us is None:
-            copy_us = exchanges.copy_us(self.clock, ranks, fused.tokens, fused.hidden)
+            copy_us = calls.copy_us(self.clock, ranks, fused.tokens, fused.hidden)
 
         def timed(expected_us: float) -> Sample:
             sample = self.clock.together(launch, expected_us, ranks.process_group)
@@ -225,7 +229,7 @@ class Trial:
         sample = self.leave(ranks, unfused_site(ranks, hidden, tokens), 50.0)
         self.add(LEAVE, case, sample)
         us[LEAVE] = sample.us
-        copy_us = 0.0 if self.is_gpu else exchanges.copy_us(self.clock, ranks, tokens, hidden)
+        copy_us = 0.0 if self.is_gpu else calls.copy_us(self.clock, ranks, tokens, hidden)
         for fused in every:
             sample = self.exchange(ranks, fused, copy_us)(50.0)
             name = name_of(fused.lowering)
@@ -235,10 +239,10 @@ class Trial:
         self.rows.append(choice_row(self.machine, case, us))
 
 
-def unfused_site(ranks: Ranks, hidden: int, tokens: int) -> exchanges.Launch:
+def unfused_site(ranks: Ranks, hidden: int, tokens: int) -> Launch:
     """Leaving a site alone in a graph of one size."""
     torch._dynamo.reset()
     x = torch.randn(tokens, hidden, device=ranks.device, dtype=torch.bfloat16)
     residual, weight = torch.zeros_like(x), torch.ones(hidden, device=ranks.device, dtype=torch.bfloat16)
-    compiled = torch.compile(kernels.add_norm, dynamic=False)
+    compiled = torch.compile(memory.add_norm, dynamic=False)
     return prediction_sweep.left_alone(ranks, compiled, x, residual, weight)

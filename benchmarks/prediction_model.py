@@ -8,9 +8,12 @@ from benchmarks.accuracy import CHOICE, SWEPT
 from benchmarks.record import Row, Scalar, row
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.fused import ways
-from weaveopt.records.candidate import LEAVE, Algorithm, Fabric, Form, Lowering
+from weaveopt.ops.all_reduce_norm.names import Lowering, parse_variant, variant_name
+from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.site import Product, Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
+from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
+from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
 
 ITEM_BYTES = 2
 HEAD = 128
@@ -30,28 +33,35 @@ def workload_of(case: Case) -> Workload:
 
 
 def name_of(kernel: Lowering) -> str:
-    return " ".join(str(word) for word in (kernel.algorithm.value, kernel.form.value, kernel.num_ctas or "") if word)
+    """As profiles name it."""
+    return variant_name(kernel.algorithm, kernel.form, kernel.num_ctas)
 
 
 def kernel_of(name: str) -> Lowering:
-    """The kernel that `name_of` named."""
-    algorithm, form, *ctas = name.split()
-    return Lowering(0, Algorithm(algorithm), Form(form), int(ctas[0]) if ctas else 0)
+    """The kernel that `name_of` named, in older result files too: `two_shot mail`, `two_shot bulk 16`."""
+    algorithm, transfer, *ctas = name.replace("mail", "ll_packet").split()
+    words = [algorithm, transfer, *(f"ctas={word.removeprefix('ctas=')}" for word in ctas)]
+    return Lowering(0, *parse_variant(" ".join(words)))
+
+
+def named_today(us: Mapping[str, float]) -> dict[str, float]:
+    """Times by the names that kernels have today."""
+    return {name if name == LEAVE else name_of(kernel_of(name)): each for name, each in us.items()}
 
 
 def is_candidate(machine: Machine, workload: Workload, kernel: Lowering) -> bool:
     """Whether the model knows the kernel at that size; one with another number of CTAs is read between those known."""
-    known = ways(machine, fabric_of(machine), workload.hidden, workload.world)
-    same = [way for way in known if (way.algorithm, way.form) == (kernel.algorithm, kernel.form)]
-    exact = [way for way in same if way.num_ctas == kernel.num_ctas]
-    return any(way.reaches(workload.message_bytes) for way in exact or same)
+    known = kernel_variants(machine, fabric_of(machine), workload.hidden, workload.world)
+    same = [each for each in known if (each.algorithm, each.transfer) == (kernel.algorithm, kernel.form)]
+    exact = [each for each in same if each.num_ctas == kernel.num_ctas]
+    return any(each.covers(workload.message_bytes) for each in exact or same)
 
 
 def predicted_us(machine: Machine, case: Case) -> float | None:
     """Microseconds; None for what is not predicted from the case (whole layers) or not known to the model."""
     kind = str(case["kind"])
     if kind == "product":
-        return cost_model.product_us(machine, Product(int(case["m"]), int(case["k"]), int(case["n"])), "bfloat16")
+        return cost_model.gemm_us(machine, cost_model.Gemm(int(case["m"]), int(case["k"]), int(case["n"])), "bfloat16")
     if kind == "add_norm":
         tokens, hidden = int(case["tokens"]), int(case["hidden"])
         return cost_model.norm_us(machine, 4 * tokens * hidden * ITEM_BYTES, hidden)
@@ -60,13 +70,13 @@ def predicted_us(machine: Machine, case: Case) -> float | None:
     if kind in COLLECTIVES:
         return cost_model.collective_us(machine, kind, float(case["bytes"]), int(case["ranks"]))
     if kind == LEAVE:
-        return cost_model.estimate_unfused(machine, workload_of(case)).us
+        return estimate_unfused(machine, workload_of(case)).us
     if kind != "fused":
         return None
     workload, kernel = workload_of(case), kernel_of(str(case["kernel"]))
     if not is_candidate(machine, workload, kernel):
         return None
-    return cost_model.estimate_all_reduce_norm(
+    return estimate_all_reduce_norm(
         machine, workload, fabric_of(machine), kernel.algorithm, True, kernel.form, kernel.num_ctas
     ).us
 
@@ -80,22 +90,18 @@ def attention_of(case: Case) -> cost_model.Attention:
 def chosen(machine: Machine, case: Case) -> str:
     """What a graph of this one size runs at the site."""
     workload, fabric = workload_of(case), fabric_of(machine)
-    rows = cost_model.lowerings(
-        machine, fabric, workload.hidden, "bfloat16", workload.world, 1, workload.tokens, workload.tokens
-    )
+    rows = lowerings(machine, fabric, workload.hidden, "bfloat16", workload.world, 1, workload.tokens, workload.tokens)
     kernel = next((kernel for kernel in rows if workload.tokens <= kernel.max_tokens), None)
     if kernel is None:
         return LEAVE
-    fused = cost_model.estimate_all_reduce_norm(
-        machine, workload, fabric, kernel.algorithm, True, kernel.form, kernel.num_ctas
-    )
-    saving_us = cost_model.estimate_unfused(machine, workload).us - fused.us
+    fused = estimate_all_reduce_norm(machine, workload, fabric, kernel.algorithm, True, kernel.form, kernel.num_ctas)
+    saving_us = estimate_unfused(machine, workload).us - fused.us
     return name_of(kernel) if saving_us > fused.error_us else LEAVE
 
 
 def choice_row(machine: Machine, site: Case, us: Mapping[str, float]) -> Row:
     """The chosen candidate's time beside those of all that the model may choose from; `us` holds them by name."""
-    workload = workload_of(site)
+    workload, us = workload_of(site), named_today(us)
     able = {
         name: each for name, each in us.items() if name == LEAVE or is_candidate(machine, workload, kernel_of(name))
     }
@@ -118,7 +124,7 @@ def swept_row(machine: Machine, site: Case, us: Mapping[str, float], times: int)
 
     Without `of_leaving` where `us` does not hold what the model chooses now.
     """
-    choice = chosen(machine, site)
+    choice, us = chosen(machine, site), named_today(us)
     parameters: dict[str, Scalar] = {"chosen": choice, SWEPT: times}
     if choice in us:
         parameters["of_leaving"] = round(us[LEAVE] / us[choice], 4)

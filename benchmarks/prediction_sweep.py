@@ -22,9 +22,10 @@ from benchmarks.accuracy import NEVER_SLOWER
 from benchmarks.prediction_model import Case, chosen, kernel_of, predicted_us, swept_row
 from benchmarks.record import Row
 from weaveopt.cost_model import Machine
-from weaveopt.measure import kernels
+from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused
+from weaveopt.measure.cases.memory import add_norm
 from weaveopt.measure.clock import Launch, Sample
-from weaveopt.measure.exchanges import DTYPE, Fused, Ranks
+from weaveopt.measure.ranks import Ranks
 from weaveopt.records.candidate import LEAVE, Lowering
 
 Site = tuple[int, int]
@@ -110,7 +111,7 @@ class Unfused:
         torch._dynamo.reset()
         self._ranks = ranks
         self._weight = torch.ones(hidden, device=ranks.device, dtype=DTYPE)
-        self._compiled = torch.compile(kernels.add_norm)
+        self._compiled = torch.compile(add_norm)
         # The first graph is for any number of tokens but one; without the marks it would be for these alone.
         x, residual = self._rows(COMPILED_TOKENS)
         torch._dynamo.mark_dynamic(x, 0)

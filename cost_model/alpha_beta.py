@@ -1,7 +1,7 @@
 """The α–β model of collectives over one kind of link: dependent steps, and bytes on the wire.
 
-`M` message bytes, `n` ranks, `α` latency of a step, `β` bytes per second and direction. A schedule says what an
-algorithm does whatever the message and the link; with both it has a cost. On one rank, and for no bytes, it is 0.
+`M` message bytes, `n` ranks, `α` latency of a step, `β` bytes per second and direction. Its steps say what an
+algorithm does whatever the message and the link; with both they have a cost. On one rank, and for no bytes, it is 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOTHING = Cost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Steps:
     """What an algorithm does: `num_steps` messages that wait for one another, and `traffic` in whole messages.
 
     The traffic is that of the busiest rank in its busier direction: `traffic * M` bytes leave, or reach, it.
@@ -52,27 +52,27 @@ class Schedule:
         return self.cost(message_bytes, link).us
 
 
-def reduce_scatter(ranks: int) -> Schedule:
+def reduce_scatter(ranks: int) -> Steps:
     """By ring: `(n - 1) α + (n - 1) / n · M / β` (NVRAR eq. 3). `M` is the whole message, before it is scattered."""
-    return Schedule(ranks - 1, (ranks - 1) / ranks)
+    return Steps(ranks - 1, (ranks - 1) / ranks)
 
 
-def all_gather(ranks: int) -> Schedule:
+def all_gather(ranks: int) -> Steps:
     """By ring: `(n - 1) α + (n - 1) / n · M / β` (NVRAR eq. 5). `M` is the whole message, after it is gathered."""
-    return Schedule(ranks - 1, (ranks - 1) / ranks)
+    return Steps(ranks - 1, (ranks - 1) / ranks)
 
 
-def ring(ranks: int) -> Schedule:
+def ring(ranks: int) -> Steps:
     """All-reduce as a reduce-scatter and an all-gather: `2 (n - 1) α + 2 (n - 1) / n · M / β` (NVRAR eq. 1)."""
-    return Schedule(2 * (ranks - 1), 2 * (ranks - 1) / ranks)
+    return Steps(2 * (ranks - 1), 2 * (ranks - 1) / ranks)
 
 
-def library(ranks: int) -> Schedule:
+def library(ranks: int) -> Steps:
     """All-reduce of a library: `2 log2(n) α` of a tree for small messages, the traffic of a ring for large ones."""
-    return Schedule(2.0 * log2(ranks), ring(ranks).traffic)
+    return Steps(2.0 * log2(ranks), ring(ranks).traffic)
 
 
-def recursive_doubling(ranks: int) -> Schedule:
+def recursive_doubling(ranks: int) -> Steps:
     """All-reduce in which a rank trades its whole sum with rank `r XOR 2^i` at step `i` (NVRAR §4.1, Algorithm 1).
 
     `log2(n) (α + M / β)`. Where `n` is no power of two, `p` being the one below: the `n - p` ranks beyond first
@@ -80,37 +80,37 @@ def recursive_doubling(ranks: int) -> Schedule:
     form in MPICH, NVRAR reference 40).
     """
     if ranks <= 1:
-        return Schedule(0, 0.0)
+        return Steps(0, 0.0)
     doublings = ranks.bit_length() - 1
     if ranks == 1 << doublings:
-        return Schedule(doublings, float(doublings))
-    return Schedule(doublings + 2, float(doublings + 1))
+        return Steps(doublings, float(doublings))
+    return Steps(doublings + 2, float(doublings + 1))
 
 
-def one_shot(ranks: int) -> Schedule:
+def one_shot(ranks: int) -> Steps:
     """All-reduce in which every rank reads all peers' messages and adds: `α + (n - 1) M / β`."""
-    return Schedule(1 if ranks > 1 else 0, float(ranks - 1))
+    return Steps(1 if ranks > 1 else 0, float(ranks - 1))
 
 
-def two_shot(ranks: int) -> Schedule:
+def two_shot(ranks: int) -> Steps:
     """All-reduce in which every rank adds its share, then hands it out: `2 α + 2 (n - 1) / n · M / β`.
 
     Every rank reaches every peer at once, so each half is one step and not the `n - 1` of a ring.
     """
-    return Schedule(2 if ranks > 1 else 0, 2.0 * (ranks - 1) / ranks)
+    return Steps(2 if ranks > 1 else 0, 2.0 * (ranks - 1) / ranks)
 
 
-def multicast_one_shot(ranks: int) -> Schedule:
+def multicast_one_shot(ranks: int) -> Steps:
     """One-shot through a switch that reduces: `α + n M / β`.
 
     A rank receives one sum instead of `n - 1` messages, but the switch fetches its message once for every reader.
     """
-    return Schedule(1, float(ranks)) if ranks > 1 else Schedule(0, 0.0)
+    return Steps(1, float(ranks)) if ranks > 1 else Steps(0, 0.0)
 
 
-def multicast_two_shot(ranks: int) -> Schedule:
+def multicast_two_shot(ranks: int) -> Steps:
     """Two-shot through a switch that reduces and multiplies: `2 α + (1 + 1 / n) M / β` (TokenWeave §4.3).
 
     The switch fetches each rank's message once, a share for every reader; each rank sends `M / n` of the sum, once.
     """
-    return Schedule(2, 1.0 + 1.0 / ranks) if ranks > 1 else Schedule(0, 0.0)
+    return Steps(2, 1.0 + 1.0 / ranks) if ranks > 1 else Steps(0, 0.0)

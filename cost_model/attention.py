@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weaveopt.cost_model.curve import interpolate_rate
+from weaveopt.cost_model.gemm import num_waves
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import AttentionCosts, Machine
-from weaveopt.cost_model.products import num_waves
 from weaveopt.records.site import DTYPE_BYTES
 
 ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
@@ -18,7 +18,7 @@ ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
     ("cpu", "float16"): 0.19,
     ("cpu", "float32"): 0.80,
 }
-"""Share of the rate of a plain product that attention reaches, by device and dtype; profiles carry no curve of it yet.
+"""Share of the rate of a plain GEMM that attention reaches, by device and dtype; profiles carry no curve of it yet.
 
 CUDA: FlashAttention-class kernels without a mask tensor. CPU: measured on one core, head sizes of 64.
 """
@@ -72,7 +72,7 @@ def attention_us(machine: Machine, attention: Attention) -> float:
     """Microseconds of one attention on one rank: a launch, and the larger of its arithmetic and its traffic.
 
     Where the profile has measured attention, the arithmetic is `waves · steps · step_us`: tiles of queries in waves,
-    each with a loop over tiles of keys, whatever is masked. Else it runs at `ATTENTION_EFFICIENCY` of a product's
+    each with a loop over tiles of keys, whatever is masked. Else it runs at `ATTENTION_EFFICIENCY` of a GEMM's
     rate: at full waves, or on machines without waves at `q_len` rows. The traffic runs at the memory's bandwidth
     (decode: reading keys and values). 0 where it is empty.
     """
@@ -80,7 +80,7 @@ def attention_us(machine: Machine, attention: Attention) -> float:
         return 0.0
     if machine.attention is not None and attention.dtype in ("bfloat16", "float16"):
         return _measured_us(machine.attention, attention)
-    rate = _product_rate(machine, attention.dtype, attention.q_len)
+    rate = _gemm_rate(machine, attention.dtype, attention.q_len)
     rate *= ATTENTION_EFFICIENCY.get((machine.device, attention.dtype), OTHER_EFFICIENCY)
     if attention.mask_bytes and machine.device == "cuda":
         rate *= MASK_FACTOR
@@ -97,9 +97,9 @@ def _measured_us(costs: AttentionCosts, attention: Attention) -> float:
     return costs.launch_us + max(arithmetic_us, attention.num_bytes / costs.bytes_per_s * 1e6)
 
 
-def _product_rate(machine: Machine, dtype: str, rows: int) -> float:
-    by_dtype = {costs.dtype: costs for costs in machine.products}
-    costs = by_dtype.get(dtype) or by_dtype.get("bfloat16") or machine.products[0]
+def _gemm_rate(machine: Machine, dtype: str, rows: int) -> float:
+    by_dtype = {costs.dtype: costs for costs in machine.gemms}
+    costs = by_dtype.get(dtype) or by_dtype.get("bfloat16") or machine.gemms[0]
     if costs.tiles:
         return max(tile.flops_per_s for tile in costs.tiles)
     return interpolate_rate(costs.rates, rows)

@@ -1,26 +1,26 @@
-"""Time of many products in one kernel: a batch of equal ones, or one for each expert that tokens chose."""
+"""Time of many GEMMs in one kernel: a batch of equal ones, or one for each expert that tokens chose."""
 
 from __future__ import annotations
 
 from math import ceil
 
+from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import Machine
-from weaveopt.cost_model.products import product_us
-from weaveopt.records.site import DTYPE_BYTES, Product
+from weaveopt.records.site import DTYPE_BYTES
 
 
-def batched_product_us(machine: Machine, batch: int, product: Product, dtype: str) -> float:
+def batched_gemm_us(machine: Machine, batch: int, gemm: Gemm, dtype: str) -> float:
     """`a[batch, m, k] @ b[batch, k, n]` on one rank, in microseconds.
 
-    Taken as one product with a result `batch` times as wide, which keeps rows and waves; never less than reading all
+    Taken as one GEMM with a result `batch` times as wide, which keeps rows and waves; never less than reading all
     of `a`, which that leaves out, and `b`, and writing the result.
     """
     if batch <= 1:
-        return product_us(machine, product, dtype) if batch == 1 else 0.0
-    m, k, n = product.m, product.k, product.n
+        return gemm_us(machine, gemm, dtype) if batch == 1 else 0.0
+    m, k, n = gemm.m, gemm.k, gemm.n
     moved = batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]
-    return max(product_us(machine, Product(m, k, n * batch), dtype), memory_us(machine, moved))
+    return max(gemm_us(machine, Gemm(m, k, n * batch), dtype), memory_us(machine, moved))
 
 
 def num_active_experts(experts: int, rows: int) -> int:
@@ -28,18 +28,18 @@ def num_active_experts(experts: int, rows: int) -> int:
     return max(1, min(experts, rows, round(experts * (1.0 - (1.0 - 1.0 / experts) ** rows))))
 
 
-def grouped_product_us(machine: Machine, experts: int, product: Product, dtype: str) -> float:
-    """`product.m` rows in all, each times the `[k, n]` weights of its expert, on one rank, in microseconds.
+def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> float:
+    """`gemm.m` rows in all, each times the `[k, n]` weights of its expert, on one rank, in microseconds.
 
-    Only the weights of experts that get rows are read. Taken as one product of the same work (`same_work`), times
+    Only the weights of experts that get rows are read. Taken as one GEMM of the same work (`same_work`), times
     what the machine's grouped kernel takes more.
     """
-    if product.m <= 0 or experts <= 0:
+    if gemm.m <= 0 or experts <= 0:
         return 0.0
     grouped = 1.0 if machine.compiled is None else machine.compiled.grouped
-    return product_us(machine, same_work(num_active_experts(experts, product.m), product), dtype) * grouped
+    return gemm_us(machine, same_work(num_active_experts(experts, gemm.m), gemm), dtype) * grouped
 
 
-def same_work(active: int, product: Product) -> Product:
-    """One product with the rows of one of `active` experts, and the results of all side by side."""
-    return Product(ceil(product.m / active), product.k, product.n * active)
+def same_work(active: int, gemm: Gemm) -> Gemm:
+    """One GEMM with the rows of one of `active` experts, and the results of all side by side."""
+    return Gemm(ceil(gemm.m / active), gemm.k, gemm.n * active)

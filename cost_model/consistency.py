@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weaveopt.cost_model.machine import FabricCosts, Machine, Point, Rate, Samples
+from weaveopt.cost_model.machine import FabricCosts, KernelCurve, Machine, Point, Rate, Samples, SizePoint
 from weaveopt.cost_model.records import walk
 from weaveopt.cost_model.validate import refuse
-from weaveopt.records.candidate import Algorithm, Form
 
 
 def check(file: str, machine: Machine) -> None:
@@ -18,19 +17,27 @@ def check(file: str, machine: Machine) -> None:
         if origin is not None and origin not in known:
             refuse(file, f"{field}.origin", origin, f"one of the origins {', '.join(known)}")
     for field, record in walk(machine):
-        _check_points(file, f"{field}.points", getattr(record, "points", ()))
+        points, size = getattr(record, "points", ()), "size" if isinstance(record, KernelCurve) else "bytes"
+        _check_points(file, f"{field}.points", points, size)
         _check_rates(file, f"{field}.rates", getattr(record, "rates", ()))
         if isinstance(record, Samples):
             _check_samples(file, field, record)
         elif isinstance(record, FabricCosts):
-            _check_fused(file, f"{field}.all_reduce_norm", record)
+            _check_curves(file, f"{field}.curves", record)
+    seen: dict[tuple[str, str], int] = {}
+    for index, kernel in enumerate(machine.kernels):
+        key = (kernel.op, kernel.variant)
+        if key in seen:
+            refuse(file, f"kernels[{index}]", " ".join(key), f"another kernel than in row {seen[key]}")
+        seen[key] = index
 
 
-def _check_points(file: str, where: str, points: Sequence[Point]) -> None:
+def _check_points(file: str, where: str, points: Sequence[Point | SizePoint], size: str) -> None:
     for index in range(1, len(points)):
         before, point = points[index - 1], points[index]
-        if point.bytes <= before.bytes:
-            refuse(file, f"{where}[{index}].bytes", point.bytes, f"more than the point before ({before.bytes})")
+        smaller, larger = getattr(before, size), getattr(point, size)
+        if larger <= smaller:
+            refuse(file, f"{where}[{index}].{size}", larger, f"more than the point before ({smaller})")
         if point.us < before.us:
             refuse(file, f"{where}[{index}].us", point.us, f"no less than the smaller size before it ({before.us})")
 
@@ -52,14 +59,15 @@ def _check_samples(file: str, where: str, samples: Samples) -> None:
         refuse(file, f"{where}.us", len(samples.us), f"{corners} times, one for each m, n and k")
 
 
-def _check_fused(file: str, where: str, costs: FabricCosts) -> None:
-    """Every fused curve is of a form that its algorithm has, and tells something that no other curve tells."""
+def _check_curves(file: str, where: str, costs: FabricCosts) -> None:
+    """Every curve tells something that no other curve tells, and covers some size."""
     seen: dict[tuple[object, ...], int] = {}
-    for index, curve in enumerate(costs.all_reduce_norm):
-        if curve.form is Form.BULK and curve.algorithm is not Algorithm.TWO_SHOT:
-            expected = "two_shot: bulk copies have no other"
-            refuse(file, f"{where}[{index}].algorithm", curve.algorithm.value, expected)
-        key = (curve.algorithm.value, curve.form.value, curve.ctas, curve.world, curve.hidden)
+    for index, curve in enumerate(costs.curves):
+        if curve.last_bytes is not None and curve.last_bytes < curve.first_bytes:
+            refuse(
+                file, f"{where}[{index}].last_bytes", curve.last_bytes, f"at least first_bytes ({curve.first_bytes})"
+            )
+        key = (curve.op, curve.variant, curve.world, curve.row)
         if key in seen:
             refuse(file, f"{where}[{index}]", " ".join(map(str, key)), f"another kernel than in row {seen[key]}")
         seen[key] = index

@@ -21,13 +21,21 @@ def memory_us(machine: Machine, num_bytes: float) -> float:
     return max(memory.floor_us, num_bytes / memory.bytes_per_s * 1e6)
 
 
-def norm_us(machine: Machine, num_bytes: float, hidden: int) -> float:
-    """`memory_us` of a kernel that reduces rows of `hidden` (add and norm), by its own curve where there is one."""
+def norm_us(machine: Machine, num_bytes: float, row: int) -> float:
+    """`memory_us` of a kernel that reduces rows of `row` elements (add, norm), by its own curve where there is one."""
     norms = machine.memory.norms
     if num_bytes <= 0 or not norms:
         return memory_us(machine, num_bytes)
-    nearest = min(norms, key=lambda curve: (abs(log(curve.hidden / hidden)), curve.hidden))
+    nearest = min(norms, key=lambda curve: (abs(log(curve.row / row)), curve.row))
     return interpolate_us(nearest.points, num_bytes)
+
+
+def kernel_us(machine: Machine, num_bytes: float, reduced_row: int = 1) -> float:
+    """A kernel bound by memory, in microseconds: `norm_us` where it reduces rows, else `memory_us`.
+
+    `reduced_row`: elements of each row that it reduces to one; 1 or less where it reduces none.
+    """
+    return norm_us(machine, num_bytes, reduced_row) if reduced_row > 1 else memory_us(machine, num_bytes)
 
 
 def traffic_us(machine: Machine, num_bytes: float) -> float:

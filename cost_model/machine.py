@@ -9,18 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weaveopt.cost_model.records import KEYED, NAMED
-from weaveopt.records.candidate import Algorithm, Fabric, Form
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import MachineSummary
 
 MEASURED = "measured"
-FORMS: dict[Fabric, tuple[Form, ...]] = {
-    Fabric.SHM: (Form.SEGMENT,),
-    Fabric.PEER: (Form.MAIL, Form.BULK),
-    Fabric.MULTIMEM: (Form.DIRECT,),
-    Fabric.NVSHMEM: (Form.DIRECT,),
-    Fabric.LIBRARY: (),
-}
-"""Forms of the fused kernel that a fabric's devices can run, where the profile does not say."""
+TRANSFERS = frozenset({"segment", "ll_packet", "bulk", "direct"})
+"""How rows travel between ranks: words of variants and of `FabricCosts.transfers`. Families may have others.
+
+Loads from peers' shared segments; LL packets, words that carry their own arrival; bulk copies (TMA) with a signal
+behind each; loads that reduce and stores that broadcast, in place.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,52 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time by message size for one algorithm among `world` ranks of one host; sizes grow, times never fall."""
+    """Time by message size of one operation between `world` ranks of one host; sizes grow, times never fall."""
 
     origin: str
-    algorithm: Algorithm
+    op: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or a fused operation such as `all_reduce_norm`."""
+    variant: str
+    """Words that name the kernel, then parameters: `library`, `two_shot`, `two_shot bulk ctas=16`."""
     world: int
     points: tuple[Point, ...]
-    form: Form = Form.SEGMENT
-    """Of the fused kernel; a bare all-reduce has none."""
-    ctas: int = 0
-    """CTAs of the fused kernel; 0: as many as are co-resident."""
-    hidden: int = 0
-    """Row length that it was measured at; 0: not told."""
+    row: int = 0
+    """Elements of a row at which it was measured; 0: not told."""
+    first_bytes: int = 0
+    """The smallest message that may be read from it; below the first point the time is that point's."""
+    last_bytes: int | None = None
+    """The largest message that may be read from it; None: any, the last two points' cost per byte goes on."""
 
-    @property
-    def first_bytes(self) -> int:
-        """The smallest message that may be read from it; below its first point the time is that point's."""
-        # Mail on fewer CTAs than fit is measured where it may pay: nothing is known of smaller messages.
-        return self.points[0].bytes if self.form is Form.MAIL and self.ctas else 0
+    def covers(self, message_bytes: float) -> bool:
+        """Whether such a message may be read from it."""
+        return self.first_bytes <= message_bytes and (self.last_bytes is None or message_bytes <= self.last_bytes)
 
-    @property
-    def last_bytes(self) -> int | None:
-        """The largest message that may be read from it; None: any (it goes on with its last cost per byte)."""
-        # Mail stops where its mailboxes were no longer worth their memory: nothing is known beyond.
-        return self.points[-1].bytes if self.form is Form.MAIL else None
+
+def kernel_name(variant: str) -> str:
+    """A variant without its parameters: `two_shot bulk` of `two_shot bulk ctas=16`."""
+    return " ".join(word for word in variant.split() if "=" not in word)
+
+
+@dataclass(frozen=True)
+class SizePoint:
+    """Time of one size, in whatever the curve counts."""
+
+    size: int
+    us: float
+
+
+@dataclass(frozen=True)
+class KernelCurve:
+    """Time by size of a kernel of one rank's own; sizes grow, times never fall. Open to every family of kernels."""
+
+    origin: str
+    op: str
+    """`attention`, `grouped_gemm`, ..."""
+    variant: str
+    """Words that name the kernel, then what is fixed: `causal heads=16 head_dim=128`."""
+    counts: str
+    """What a size counts: `bytes`, `rows`, `keys`, ..."""
+    points: tuple[SizePoint, ...]
 
 
 @dataclass(frozen=True)
@@ -92,27 +112,23 @@ class Link:
 
 @dataclass(frozen=True)
 class FabricCosts:
-    """A fabric's link, the measured curves of a bare all-reduce, and those of the fused all-reduce + add + norm."""
+    """A fabric's link, and the curves of everything that was measured on it."""
 
     fabric: Fabric
     link: Link
-    all_reduce: tuple[Curve, ...] = ()
-    all_reduce_norm: tuple[Curve, ...] = ()
-    forms: tuple[Form, ...] = ()
-    """Forms of the fused kernel that the devices can run, where they differ from `FORMS`."""
-    all_gather: tuple[Curve, ...] = ()
-    """By the bytes that a rank ends with; likewise the bytes that a rank begins with in the two that follow."""
-    reduce_scatter: tuple[Curve, ...] = ()
-    all_to_all: tuple[Curve, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    """A message is what each rank begins with; of an all-gather, what each ends with."""
+    transfers: tuple[str, ...] = ()
+    """Of `TRANSFERS`, those that the devices can run, where the profile tells; empty: what the fabric usually has."""
 
-    @property
-    def usable_forms(self) -> tuple[Form, ...]:
-        return self.forms or FORMS[self.fabric]
+    def curves_of(self, op: str, variant: str | None = None) -> tuple[Curve, ...]:
+        """The curves of an operation; with `variant`, of that one alone."""
+        return tuple(each for each in self.curves if each.op == op and variant in (None, each.variant))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One output tile `[m, n]` of a product; `flops_per_s` is the rate of the whole machine at full waves of it."""
+    """One output tile `[m, n]` of a GEMM; `flops_per_s` is the rate of the whole machine at full waves of it."""
 
     m: int
     n: int
@@ -121,7 +137,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Rate:
-    """Rate of a product with `m` rows (for machines without waves)."""
+    """Rate of a GEMM with `m` rows (for machines without waves)."""
 
     m: int
     flops_per_s: float
@@ -129,7 +145,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Samples:
-    """Measured products of a grid: `us` by n, then k, then m (the last runs fastest); 0 where none was measured."""
+    """Measured GEMMs of a grid: `us` by n, then k, then m (the last runs fastest); 0 where none was measured."""
 
     m: tuple[int, ...]
     n: tuple[int, ...]
@@ -146,8 +162,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class ProductCosts:
-    """Products of one dtype: either tiles in waves over `units` processors, or rates by number of rows."""
+class GemmCosts:
+    """GEMMs of one dtype: either tiles in waves over `units` processors, or rates by number of rows."""
 
     dtype: str
     origin: str
@@ -164,15 +180,15 @@ class ProductCosts:
     """What was measured; between its corners the tiles' error is interpolated."""
 
     def __hash__(self) -> int:
-        """Cheap, because products are priced through caches; equality still compares everything."""
+        """Cheap, because GEMMs are priced through caches; equality still compares everything."""
         return hash((self.dtype, self.origin, self.launch_us, self.bytes_per_s, self.fill_us))
 
 
 @dataclass(frozen=True)
 class RowCurve:
-    """Time of a norm's kernel (add, norm) by bytes read and written, at one row length."""
+    """Time of a kernel that reduces rows (add, norm) by bytes read and written, at one row length in elements."""
 
-    hidden: int
+    row: int
     points: tuple[Point, ...]
 
 
@@ -207,12 +223,12 @@ class AttentionCosts:
 
 
 @dataclass(frozen=True)
-class Crowded:
-    """A product beside a fused exchange of `ctas` CTAs: each one's time together with the other, of its time alone."""
+class ContentionRow:
+    """A GEMM beside communication of `ctas` CTAs: each one's time beside the other, of its time alone."""
 
     ctas: int
-    product: float
-    exchange: float
+    gemm: float
+    communication: float
 
 
 @dataclass(frozen=True)
@@ -220,12 +236,12 @@ class Contention:
     """Communication and computation at the same time on one device."""
 
     origin: str
-    rows: tuple[Crowded, ...]
+    rows: tuple[ContentionRow, ...]
 
 
 @dataclass(frozen=True)
 class CopyEngine:
-    """Copies from a peer without any SM: alone, and while products run and peers do the same."""
+    """Copies from a peer without any SM: alone, and while GEMMs run and peers do the same."""
 
     origin: str
     latency_us: float
@@ -252,7 +268,7 @@ class CompiledCosts:
     """Of every kernel, for Inductor's wrapper, which allocates, checks and calls. 0 where the host runs ahead of the
     device, or a CUDA graph replays without it."""
     grouped: float = 1.0
-    """Time of a grouped product, one for each expert that tokens chose, of one product's of the same work."""
+    """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +297,7 @@ class Machine:
     """The model's own error: a rewrite needs a predicted saving beyond it."""
     origins: tuple[tuple[str, Origin], ...]
     memory: MemoryCosts
-    products: tuple[ProductCosts, ...] = field(metadata={KEYED: "dtype"})
+    gemms: tuple[GemmCosts, ...] = field(metadata={KEYED: "dtype"})
     inter_host: Link
     fabric_costs: tuple[FabricCosts, ...] = field(metadata={KEYED: "fabric", NAMED: "fabrics"})
     attention: AttentionCosts | None = None
@@ -291,6 +307,8 @@ class Machine:
     wiring: Wiring | None = None
     compiled: CompiledCosts | None = None
     """None: as if nothing were taken beyond."""
+    kernels: tuple[KernelCurve, ...] = ()
+    """Kernels of a rank's own that have no block above."""
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
@@ -301,8 +319,8 @@ class Machine:
         """The fabrics that exist on such a machine."""
         return tuple(costs.fabric for costs in self.fabric_costs)
 
-    def crowding(self, world: int, hosts: int) -> float:
-        """How many times slower a rank runs because ranks share processors (CPU ranks beyond the cores)."""
+    def oversubscription(self, world: int, hosts: int) -> float:
+        """How many times slower a rank runs because ranks share processors: CPU ranks beyond the cores."""
         if self.device != "cpu":
             return 1.0
         return max(1.0, -(-world // hosts) / self.ranks_per_host)
@@ -310,14 +328,12 @@ class Machine:
     def summary(self, dtypes: tuple[str, ...] = (), hosts: int | None = None) -> MachineSummary:
         """Name, whether every constant was measured, and the origin of each block of constants.
 
-        `dtypes` and `hosts`, where given, leave out what such workloads never use: the products of other dtypes,
+        `dtypes` and `hosts`, where given, leave out what such workloads never use: the GEMMs of other dtypes,
         and on one host the link to another.
         """
         named = dict(self.origins)
         used = [("memory", self.memory.origin)]
-        used += [
-            (f"products.{each.dtype}", each.origin) for each in self.products if not dtypes or each.dtype in dtypes
-        ]
+        used += [(f"gemms.{each.dtype}", each.origin) for each in self.gemms if not dtypes or each.dtype in dtypes]
         if hosts != 1:
             used += [("inter_host", self.inter_host.origin)]
         blocks = {
@@ -332,14 +348,14 @@ class Machine:
         for costs in self.fabric_costs:
             prefix = f"fabrics.{costs.fabric.value}"
             used.append((f"{prefix}.link", costs.link.origin))
-            used += [(f"{prefix}.all_reduce.{c.algorithm.value}.world{c.world}", c.origin) for c in costs.all_reduce]
-            for curve in costs.all_reduce_norm:
-                form = "" if curve.form is Form.SEGMENT else f".{curve.form.value}"
-                where = f"{prefix}.all_reduce_norm.{curve.algorithm.value}{form}.world{curve.world}"
-                used.append((where, curve.origin))
+            for curve in costs.curves:
+                name = kernel_name(curve.variant).replace(" ", ".")
+                used.append((f"{prefix}.{curve.op}.{name}.world{curve.world}", curve.origin))
+        for kernel in self.kernels:
+            used.append((f"kernels.{kernel.op}.{kernel_name(kernel.variant).replace(' ', '.')}", kernel.origin))
         return MachineSummary(
             name=self.name,
             measured=all(named[origin].kind == MEASURED for _, origin in used),
-            # The same kernel with other CTAs or rows has the same line.
+            # The same kernel with other parameters or rows has the same line.
             origins=tuple((where, str(named[origin])) for where, origin in dict.fromkeys(used)),
         )

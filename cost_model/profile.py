@@ -6,19 +6,19 @@ import json
 import os
 import re
 import textwrap
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from weaveopt.cost_model import schema_1
 from weaveopt.cost_model.consistency import check
-from weaveopt.cost_model.machine import FORMS, FabricCosts, Machine
+from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.records import from_document, to_document
-from weaveopt.cost_model.validate import checked
+from weaveopt.cost_model.validate import NEWEST_SCHEMA, checked, schema_of
 from weaveopt.errors import ProfileError, closest
-from weaveopt.records.candidate import Algorithm, Fabric, Form
 
 _PROFILES = Path(__file__).parent / "profiles"
-SCHEMA = 1
+_LINE = 110
+"""Columns of a line of numbers or points."""
 
 
 @cache
@@ -47,16 +47,28 @@ def _shipped(name: str) -> Machine:
 
 
 def dumps(machine: Machine) -> str:
-    """The profile of `machine` as JSON text: `load` gives the same machine back."""
-    text = json.dumps({"schema": SCHEMA, **to_document(machine)}, indent=2)
-    # Innermost objects (points, tiles, links, origins) go on one line each, and lists of numbers on few.
+    """The profile of `machine` as JSON text, of the newest schema: `load` gives the same machine back."""
+    text = json.dumps({"schema": NEWEST_SCHEMA, **to_document(machine)}, indent=2)
+    # Innermost objects (points, tiles, links, origins) go on one line each, and lists of numbers or points on few.
     text = re.sub(r"\{[^{}\[\]]*\}", lambda leaf: " ".join(leaf.group().split()), text)
-    return re.sub(r"\[[^{}\[\]]*\]", lambda leaf: _filled(leaf.group()), text) + "\n"
+    text = re.sub(r"\[(\s*)(\{[^{}\[\]]*\},?\s*)+\]", _filled_objects, text)
+    return re.sub(r"\[[^{}\[\]]*\]", lambda leaf: _filled_numbers(leaf.group()), text) + "\n"
 
 
-def _filled(numbers: str) -> str:
+def _filled_objects(found: re.Match[str]) -> str:
+    """As many objects on a line as fit."""
+    indent = found[1].removeprefix("\n")
+    lines = [indent]
+    for each in re.findall(r"\{[^{}]*\},?", found[0]):
+        if lines[-1] != indent and len(lines[-1]) + 1 + len(each) > _LINE:
+            lines.append(indent)
+        lines[-1] += each if lines[-1] == indent else f" {each}"
+    return "[\n" + "\n".join(lines) + f"\n{indent[:-2]}]"
+
+
+def _filled_numbers(numbers: str) -> str:
     text = " ".join(numbers[1:-1].split())
-    lines = textwrap.wrap(text, 110)
+    lines = textwrap.wrap(text, _LINE)
     return f"[{text}]" if len(lines) < 2 else "[\n" + "\n".join(lines) + "\n]"
 
 
@@ -70,21 +82,9 @@ def _read(path: Path) -> str:
 
 
 def _machine(path: Path, shipped: bool) -> Machine:
-    machine = from_document(Machine, checked(str(path), _read(path), shipped))
+    document = checked(str(path), _read(path), shipped)
+    if schema_of(document) == schema_1.SCHEMA:
+        document = schema_1.upgraded(str(path), document)
+    machine = from_document(Machine, document)
     check(str(path), machine)
-    return replace(machine, fabric_costs=tuple(map(_with_forms, machine.fabric_costs)))
-
-
-def _with_forms(costs: FabricCosts) -> FabricCosts:
-    """Fused curves that do not tell their form: profiles were written before there were several."""
-    fused = tuple(
-        replace(curve, form=_default_form(costs.fabric, curve.algorithm)) if curve.form is Form.SEGMENT else curve
-        for curve in costs.all_reduce_norm
-    )
-    return replace(costs, all_reduce_norm=fused)
-
-
-def _default_form(fabric: Fabric, algorithm: Algorithm) -> Form:
-    if fabric is Fabric.PEER:
-        return Form.MAIL if algorithm is Algorithm.ONE_SHOT else Form.BULK
-    return next(iter(FORMS[fabric]), Form.SEGMENT)
+    return machine

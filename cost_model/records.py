@@ -30,14 +30,18 @@ def _name(field: Field[object]) -> str:
 
 
 def to_document(record: object) -> dict[str, Json]:
-    """The fields of a dataclass as JSON values."""
+    """The fields of a dataclass as JSON values: the plain ones first, then lists and records."""
     assert is_dataclass(record)
     document: dict[str, Json] = {}
-    for field in fields(record):
+    for field in sorted(fields(record), key=lambda field: _is_nested(getattr(record, field.name))):
         value = getattr(record, field.name)
         if field.default is MISSING or value != field.default:
             document[_name(field)] = _value(value, field.metadata.get(KEYED))
     return document
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, tuple) or is_dataclass(value)
 
 
 def _value(value: object, key: str | None = None) -> Json:

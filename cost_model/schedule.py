@@ -64,7 +64,7 @@ def stream_contention(machine: Machine) -> tuple[float, float]:
     if machine.contention is None:
         return 1.0, 1.0
     row = min(machine.contention.rows, key=lambda row: (abs(log(row.ctas / LIBRARY_CTAS)), -row.ctas))
-    return row.product, row.exchange
+    return row.gemm, row.communication
 
 
 @dataclass

@@ -13,15 +13,23 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import ValidationError
 
-_SCHEMA = Path(__file__).parent / "profile.schema.json"
+_FOLDER = Path(__file__).parent
+_SCHEMAS = {1: _FOLDER / "profile.schema.1.json", 2: _FOLDER / "profile.schema.json"}
+NEWEST_SCHEMA = max(_SCHEMAS)
 _LONGEST_SHOWN = 60
 
 
 @cache
-def _validator() -> Draft202012Validator:
+def _validator(schema: int) -> Draft202012Validator:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(json.loads(_SCHEMA.read_text(encoding="utf-8")))
+    return Draft202012Validator(json.loads(_SCHEMAS[schema].read_text(encoding="utf-8")))
+
+
+def schema_of(document: object) -> int:
+    """The schema that a document says it keeps to; the newest one where it says none that is known."""
+    found = document.get("schema") if isinstance(document, dict) else None
+    return found if type(found) is int and found in _SCHEMAS else NEWEST_SCHEMA
 
 
 def refuse(file: str, field: str, found: object, expected: str) -> NoReturn:
@@ -71,7 +79,7 @@ def _check_schema(file: str, document: object) -> None:
     except ImportError:
         needed = "only shipped profiles can be read without the package jsonschema: pip install jsonschema"
         raise ProfileError(f"profile {file}: {needed}") from None
-    error = best_match(_validator().iter_errors(document))
+    error = best_match(_validator(schema_of(document)).iter_errors(document))
     if error is None:
         return
     field = error.json_path.removeprefix("$").removeprefix(".")

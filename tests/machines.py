@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
-from weaveopt.records.candidate import Algorithm, Fabric
+from weaveopt.records.candidate import Fabric
 
 Times = dict[int, float]
 """Microseconds by tokens; they never fall."""
@@ -23,15 +23,15 @@ def made_up(library: Times, fused: Times, row_bytes: int, *, error: float = 0.0)
     for costs in cpu.fabric_costs:
         origin = costs.link.origin
         if costs.fabric is Fabric.LIBRARY:
-            curves = (Curve(origin, Algorithm.LIBRARY, 2, points(library)),)
-            costs = replace(costs, all_reduce=curves)
+            others = tuple(curve for curve in costs.curves if curve.op != "all_reduce")
+            costs = replace(costs, curves=(Curve(origin, "all_reduce", "library", 2, points(library)), *others))
         elif costs.fabric is Fabric.SHM:
             never = dict.fromkeys(fused, 1000000000.0)
-            two_shot = Curve(origin, Algorithm.TWO_SHOT, 2, points(fused))
-            one_shot = Curve(origin, Algorithm.ONE_SHOT, 2, points(never))
+            two_shot = Curve(origin, "all_reduce_norm", "two_shot segment", 2, points(fused))
+            one_shot = Curve(origin, "all_reduce_norm", "one_shot segment", 2, points(never))
             # Handing a sum out whole takes no time either.
             link = replace(costs.link, bytes_per_s=1e18)
-            costs = replace(costs, all_reduce=(), all_reduce_norm=(one_shot, two_shot), link=link)
+            costs = replace(costs, curves=(one_shot, two_shot), link=link)
         every.append(costs)
     memory = replace(cpu.memory, floor_us=1e-6, bytes_per_s=1e18, points=(Point(1, 1e-6), Point(1 << 40, 1e-6)))
     return replace(cpu, name="made_up", memory=memory, fabric_costs=tuple(every), relative_error=error)

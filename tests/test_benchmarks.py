@@ -15,7 +15,8 @@ from benchmarks.gpu_ranks import Place
 from benchmarks.peer_library import flashinfer
 from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
-from weaveopt.measure import kernels, suite
+from weaveopt.measure.cases import gemm, memory
+from weaveopt.measure.cases.all_reduce_norm import peer, shm
 from weaveopt.ops.all_reduce_norm.call import decode
 from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Algorithm, Form, Lowering
@@ -66,7 +67,7 @@ def test_a_call_means_what_inductor_is_given() -> None:
     first, second, residual = (torch.randn(5, 64).bfloat16() for _ in range(3))
     weight = torch.rand(64).bfloat16()
     normed, total, *_ = reference([first, second], None, None, residual, None, None, weight, None, call)
-    want_total, want_normed = kernels.add_norm((first.float() + second.float()).bfloat16(), residual, weight)
+    want_total, want_normed = memory.add_norm((first.float() + second.float()).bfloat16(), residual, weight)
     torch.testing.assert_close(total, want_total, rtol=2e-2, atol=4e-2)
     torch.testing.assert_close(normed, want_normed, rtol=3e-2, atol=6e-2)
 
@@ -141,10 +142,10 @@ def test_accuracy_has_its_own_table_and_plot(tmp_path: Path) -> None:
 
 
 def test_predictions_are_of_cases_that_no_profile_holds() -> None:
-    for cases, grid, tokens in ((GPU, suite.GPU_GRID, suite.GPU_TOKENS), (CPU, suite.CPU_GRID, suite.SHM_TOKENS)):
+    for cases, grid, tokens in ((GPU, gemm.GPU_GRID, peer.TOKENS), (CPU, gemm.CPU_GRID, shm.TOKENS)):
         assert not set(cases.product_sides) & set(grid.n) & set(grid.k)
         assert len(set(cases.site_tokens) & set(tokens)) <= 1
-    assert not set(GPU.ctas) & set(suite.BULK_CTAS)
+    assert not set(GPU.ctas) & set(peer.BULK_CTAS)
 
 
 def test_cases_of_an_earlier_run_stay_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

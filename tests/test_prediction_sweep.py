@@ -15,8 +15,8 @@ from benchmarks.prediction_sweep import AGAIN, CPU, GPU, Span, draw, is_doubtful
 from benchmarks.record import Row
 from tests.ranks import run_ranks
 from weaveopt import cost_model
-from weaveopt.measure import exchanges
 from weaveopt.measure.clock import Sample
+from weaveopt.measure.ranks import subgroup
 from weaveopt.records.candidate import LEAVE
 
 H200 = cost_model.load("h200x4")
@@ -121,7 +121,7 @@ def sweep_of(rank: int) -> tuple[list[Row], list[int]]:
     torch.set_grad_enabled(False)
     device, machine = torch.device("cpu"), cost_model.load("cpu")
     trial = Trial(device, machine, quick=True, num_swept=2)
-    ranks = exchanges.subgroup(2, device)
+    ranks = subgroup(2, device)
     trial.span = SPAN
     trial.reserve(ranks, [])
     trial.sweep(ranks)

@@ -1,6 +1,6 @@
 """The ways to lower a fused all-reduce + norm on each fabric: their estimates, and what speaks against them.
 
-Which of them runs is a function of what all sites of a chain share (see `weaveopt.cost_model.lowerings`), so sites
+Which of them runs is a function of what all sites of a chain share (see `table.lowerings`), so sites
 that hand a token-sharded residual to each other always agree on who holds which rows.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from weaveopt import cost_model
-from weaveopt.cost_model import Machine
+from weaveopt.cost_model import Machine, host_us
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.all_reduce_norm import call as op
 from weaveopt.records.candidate import (
@@ -27,6 +26,9 @@ from weaveopt.records.candidate import (
     Values,
 )
 from weaveopt.records.site import TokenCounts, Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
+from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
+from weaveopt.rewrites.all_reduce_rms_norm.variants import KernelVariant, kernel_variants
 from weaveopt.rewrites.all_reduce_rms_norm.workload import workload_of
 from weaveopt.sites.reduction import ReductionFacts
 
@@ -117,10 +119,10 @@ def candidates(
         takes_gemm = fabric in GEMM_IN_ARENA and facts.gemm_depth > 0 and not quantizes
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
-        ways = cost_model.ways(machine, fabric, workload.hidden, workload.world, workload.hosts)
-        if fabric in op.GPU_FABRICS and ways:
+        variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+        if fabric in op.GPU_FABRICS and variants:
             reasons.extend(_shape_rejections(workload))
-            found.extend(_from_table(base, ways, reasons, known, usable_only))
+            found.extend(_from_table(base, variants, reasons, known, usable_only))
         else:
             found.extend(_by_threshold(base, reasons, machine, usable_only))
     return tuple(found)
@@ -143,7 +145,7 @@ def _shape_rejections(workload: Workload) -> list[Rejection]:
 
 
 def _from_table(
-    base: Lowered, ways: tuple[cost_model.Way, ...], reasons: list[Rejection], known: Terms, usable_only: bool
+    base: Lowered, variants: tuple[KernelVariant, ...], reasons: list[Rejection], known: Terms, usable_only: bool
 ) -> list[Found]:
     """One candidate for each transfer and algorithm; the run-time table says which of them runs at the hint."""
     workload = base.workload
@@ -151,9 +153,9 @@ def _from_table(
     row = next((row for row in table if workload.tokens <= row.max_tokens), None)
     end = table[-1].max_tokens if table else 0
     found: list[Found] = []
-    for algorithm, form in dict.fromkeys((way.algorithm, way.form) for way in ways):
-        alike = [way for way in ways if (way.algorithm, way.form) == (algorithm, form)]
-        able = [way for way in alike if way.reaches(workload.message_bytes)]
+    for algorithm, form in dict.fromkeys((kernel.algorithm, kernel.transfer) for kernel in variants):
+        alike = [kernel for kernel in variants if (kernel.algorithm, kernel.transfer) == (algorithm, form)]
+        able = [kernel for kernel in alike if kernel.covers(workload.message_bytes)]
         is_chosen = row is not None and (row.algorithm, row.form) == (algorithm, form)
         why = [*reasons, *_against(workload, row, end, is_chosen, able)]
         if why and usable_only:
@@ -162,8 +164,10 @@ def _from_table(
         estimate, gather_us = None, 0.0
         if able:
             if is_chosen and row is not None:
-                able = [way for way in able if way.num_ctas == row.num_ctas]
-            estimates = [(_estimates(workload, base.fabric, algorithm, known.machine, way), way) for way in able]
+                able = [kernel for kernel in able if kernel.num_ctas == row.num_ctas]
+            estimates = [
+                (_estimates(workload, base.fabric, algorithm, known.machine, kernel), kernel) for kernel in able
+            ]
             (estimate, gather_us), best = min(estimates, key=lambda pair: pair[0][0].us - pair[0][1])
             parameters = (
                 ("form", form.value),
@@ -201,7 +205,7 @@ def _division(
 def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[Lowering, ...]:
     """A graph of one size has one row, and reserves memory for that alone."""
     static = workload.is_static
-    table = cost_model.lowerings(
+    table = lowerings(
         known.machine,
         fabric,
         workload.hidden,
@@ -217,7 +221,7 @@ def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[Lowering, 
 
 
 def _against(
-    workload: Workload, row: Lowering | None, end: int, is_chosen: bool, able: list[cost_model.Way]
+    workload: Workload, row: Lowering | None, end: int, is_chosen: bool, able: list[KernelVariant]
 ) -> list[Rejection]:
     """Why the table has something else at the hint."""
     reasons = []
@@ -236,16 +240,16 @@ def _against(
 
 
 def _estimates(
-    workload: Workload, fabric: Fabric, algorithm: Algorithm, machine: Machine, way: cost_model.Way | None = None
+    workload: Workload, fabric: Fabric, algorithm: Algorithm, machine: Machine, kernel: KernelVariant | None = None
 ) -> tuple[Estimate, float]:
     """With the sum handed out whole; and what that takes, where the sum may stay sharded. The host's part included."""
-    form, num_ctas = (None, None) if way is None else (way.form, way.num_ctas)
-    estimate = cost_model.estimate_all_reduce_norm(
-        machine, workload, fabric, algorithm, sum_sharded=False, form=form, num_ctas=num_ctas
+    form, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
+    estimate = estimate_all_reduce_norm(
+        machine, workload, fabric, algorithm, sum_sharded=False, transfer=form, num_ctas=num_ctas
     )
     gather_us = sum(term.us for term in estimate.terms if term.name == "gather")
-    host_us = cost_model.host_us(machine) * machine.crowding(workload.world, workload.hosts)
-    estimate = estimate.plus(Estimate((Term("host", host_us),)))
+    waited_us = host_us(machine) * machine.oversubscription(workload.world, workload.hosts)
+    estimate = estimate.plus(Estimate((Term("host", waited_us),)))
     return estimate, gather_us if workload.sum_may_shard else 0.0
 
 
@@ -255,7 +259,7 @@ def _by_threshold(base: Lowered, reasons: list[Rejection], machine: Machine, usa
     known = fabric in machine.fabrics
     threshold = 0
     if known:
-        threshold = cost_model.one_shot_max_tokens(
+        threshold = one_shot_max_tokens(
             machine, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
         )
     chosen = Algorithm.ONE_SHOT if workload.tokens <= threshold else Algorithm.TWO_SHOT

@@ -15,7 +15,8 @@ from weaveopt import cost_model
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
 from weaveopt.records.candidate import Algorithm, Fabric
-from weaveopt.records.site import Product, Workload
+from weaveopt.records.site import Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -40,7 +41,7 @@ def profile(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*command, "--base", str(base)], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 ranks measured" in done.stdout and "measuring products bfloat16" in done.stderr
+    assert "2 ranks measured" in done.stdout and "measuring GEMMs bfloat16" in done.stderr
     assert f"kept from {base}: " in done.stdout and "library.all_reduce of 4" in done.stdout
     assert "of 2" not in done.stdout.partition("kept")[2]
     return path
@@ -55,18 +56,18 @@ def test_the_profile_tells_of_everything_where_it_comes_from(profile: Path) -> N
     assert kinds.pop("between") == kinds.pop("compiled") == "estimate" and set(kinds.values()) == {"measured"}
     assert machine.compiled == cost_model.load("cpu").compiled
     spreads = {name: origin.spread for name, origin in machine.origins}
-    assert all(spreads[name] is not None for name in ("fused", "gloo", "memory", "products.bfloat16"))
+    assert all(spreads[name] is not None for name in ("fused", "gloo", "memory", "gemms.bfloat16"))
     assert machine.launch is not None and machine.wiring is not None
     assert machine.wiring.processors == len(os.sched_getaffinity(0))
 
 
 def test_the_profile_predicts(profile: Path) -> None:
     machine = cost_model.load(str(profile))
-    small, large = (cost_model.product_us(machine, Product(m, 1024, 1024), "bfloat16") for m in (8, 1024))
+    small, large = (cost_model.gemm_us(machine, cost_model.Gemm(m, 1024, 1024), "bfloat16") for m in (8, 1024))
     assert 1 < small < large
     workload = Workload(64, 64, 4096, "bfloat16", 2)
-    unfused = cost_model.estimate_unfused(machine, workload)
-    fused = cost_model.estimate_all_reduce_norm(machine, workload, Fabric.SHM, Algorithm.TWO_SHOT)
+    unfused = estimate_unfused(machine, workload)
+    fused = estimate_all_reduce_norm(machine, workload, Fabric.SHM, Algorithm.TWO_SHOT)
     assert fused.us > 0 and unfused.us > fused.error_us
     assert cost_model.collective_us(machine, "all_gather", 1 << 20, 2) > 0
 
@@ -83,9 +84,9 @@ def test_a_base_keeps_the_groups_that_two_ranks_cannot_measure(profile: Path, ba
     four, machine = cost_model.load(str(base)), cost_model.load(str(profile))
     named, before = dict(machine.origins), dict(four.origins)
     for costs, theirs in zip(machine.fabric_costs, four.fabric_costs, strict=True):
-        fused = costs.fabric is Fabric.SHM
-        curves = costs.all_reduce_norm if fused else costs.all_reduce
-        kept = [curve for curve in (theirs.all_reduce_norm if fused else theirs.all_reduce) if curve.world > 2]
+        op = "all_reduce_norm" if costs.fabric is Fabric.SHM else "all_reduce"
+        curves = costs.curves_of(op)
+        kept = [curve for curve in theirs.curves_of(op) if curve.world > 2]
         assert [curve.world for curve in curves] == sorted(curve.world for curve in curves)
         assert {curve.world for curve in curves} == {2, 3, 4}
         assert [curve.points for curve in curves if curve.world > 2] == [curve.points for curve in kept]

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.cost_model.alpha_beta import Schedule, library
+from weaveopt.cost_model.alpha_beta import Steps, library
 from weaveopt.cost_model.machine import Link
 
 LINK = Link("", 5.0, 1e11)
 SIZES = [0, *(1 << exponent for exponent in range(0, 33, 4))]
-SCHEDULES: tuple[Callable[[int], Schedule], ...] = (
+ALGORITHMS: tuple[Callable[[int], Steps], ...] = (
     cost_model.reduce_scatter,
     cost_model.all_gather,
     cost_model.ring,
@@ -24,26 +24,26 @@ SCHEDULES: tuple[Callable[[int], Schedule], ...] = (
     cost_model.multicast_one_shot,
     cost_model.multicast_two_shot,
 )
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.__name__)
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda each: each.__name__)
 
 
-@every_schedule
+@every_algorithm
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 7, 8, 16])
-def test_never_falls_with_bytes(schedule: Callable[[int], Schedule], ranks: int) -> None:
-    times = [schedule(ranks).us(size, LINK) for size in SIZES]
+def test_never_falls_with_bytes(algorithm: Callable[[int], Steps], ranks: int) -> None:
+    times = [algorithm(ranks).us(size, LINK) for size in SIZES]
     assert times == sorted(times)
     assert times[0] == 0.0
     assert (times[-1] > 0.0) == (ranks > 1)
 
 
-@every_schedule
-def test_one_rank_sends_nothing(schedule: Callable[[int], Schedule]) -> None:
-    assert schedule(1) == Schedule(0, 0.0)
+@every_algorithm
+def test_one_rank_sends_nothing(algorithm: Callable[[int], Steps]) -> None:
+    assert algorithm(1) == Steps(0, 0.0)
 
 
-@every_schedule
-def test_more_ranks_move_no_fewer_steps(schedule: Callable[[int], Schedule]) -> None:
-    steps = [schedule(1 << exponent).num_steps for exponent in range(6)]
+@every_algorithm
+def test_more_ranks_move_no_fewer_steps(algorithm: Callable[[int], Steps]) -> None:
+    steps = [algorithm(1 << exponent).num_steps for exponent in range(6)]
     assert steps == sorted(steps)
 
 
@@ -93,15 +93,15 @@ def _doubling_by_hand(ranks: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32])
 def test_recursive_doubling_as_executed(ranks: int) -> None:
-    schedule = cost_model.recursive_doubling(ranks)
-    assert (schedule.num_steps, schedule.traffic) == _doubling_by_hand(ranks)
+    algorithm = cost_model.recursive_doubling(ranks)
+    assert (algorithm.num_steps, algorithm.traffic) == _doubling_by_hand(ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_no_all_reduce_moves_less_than_a_ring(ranks: int) -> None:
     """Without a switch that adds, `2 (n - 1) / n` messages are the least that an all-reduce can move."""
-    for schedule in (cost_model.recursive_doubling, cost_model.one_shot, cost_model.two_shot):
-        assert schedule(ranks).traffic >= cost_model.ring(ranks).traffic - 1e-12
+    for algorithm in (cost_model.recursive_doubling, cost_model.one_shot, cost_model.two_shot):
+        assert algorithm(ranks).traffic >= cost_model.ring(ranks).traffic - 1e-12
 
 
 def test_one_shot_for_small_two_shot_for_large() -> None:

@@ -1,4 +1,4 @@
-"""Attention, and many products in one kernel: known figures, and what must hold for any machine."""
+"""Attention, and many GEMMs in one kernel: known figures, and what must hold for any machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Attention, attention_us
-from weaveopt.cost_model.batched import batched_product_us, grouped_product_us, num_active_experts, same_work
+from weaveopt.cost_model.batched import batched_gemm_us, grouped_gemm_us, num_active_experts, same_work
+from weaveopt.cost_model.gemm import Gemm
 from weaveopt.cost_model.machine import CompiledCosts, Machine
-from weaveopt.records.site import Product
 
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
 PREFILL = Attention(1, 8, 8, 2048, 2048, 64, "bfloat16")
@@ -76,16 +76,16 @@ def test_experts_that_rows_meet() -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
-def test_many_products_in_one_kernel(machine: Machine) -> None:
-    one = Product(2048, 4096, 4096)
-    assert batched_product_us(machine, 1, one, "bfloat16") == cost_model.product_us(machine, one, "bfloat16")
-    assert batched_product_us(machine, 0, one, "bfloat16") == 0.0
-    eight = batched_product_us(machine, 8, one, "bfloat16")
-    assert eight == pytest.approx(8 * cost_model.product_us(machine, one, "bfloat16"), rel=0.2), "waves fill better"
+def test_many_gemms_in_one_kernel(machine: Machine) -> None:
+    one = Gemm(2048, 4096, 4096)
+    assert batched_gemm_us(machine, 1, one, "bfloat16") == cost_model.gemm_us(machine, one, "bfloat16")
+    assert batched_gemm_us(machine, 0, one, "bfloat16") == 0.0
+    eight = batched_gemm_us(machine, 8, one, "bfloat16")
+    assert eight == pytest.approx(8 * cost_model.gemm_us(machine, one, "bfloat16"), rel=0.2), "waves fill better"
     # Few rows: what is read is the weights of the experts that they meet.
-    few, more = (grouped_product_us(machine, 64, Product(rows, 4096, 4096), "bfloat16") for rows in (2, 16))
+    few, more = (grouped_gemm_us(machine, 64, Gemm(rows, 4096, 4096), "bfloat16") for rows in (2, 16))
     assert 5.0 * few < more < 9.0 * few
-    assert grouped_product_us(machine, 64, Product(0, 4096, 4096), "bfloat16") == 0.0
+    assert grouped_gemm_us(machine, 64, Gemm(0, 4096, 4096), "bfloat16") == 0.0
 
 
 def test_only_cpu_kernels_wait_for_the_host() -> None:
@@ -94,10 +94,10 @@ def test_only_cpu_kernels_wait_for_the_host() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 def test_what_compiled_graphs_take_beyond_is_the_machines(machine: Machine) -> None:
-    product = Product(4096, 4096, 1792)
+    gemm = Gemm(4096, 4096, 1792)
     bare = replace(machine, name="bare", compiled=None)
-    one = cost_model.product_us(machine, same_work(8, product), "bfloat16")
-    assert cost_model.grouped_product_us(bare, 8, product, "bfloat16") == one and cost_model.host_us(bare) == 0.0
+    one = cost_model.gemm_us(machine, same_work(8, gemm), "bfloat16")
+    assert cost_model.grouped_gemm_us(bare, 8, gemm, "bfloat16") == one and cost_model.host_us(bare) == 0.0
     other = replace(machine, name="other", compiled=CompiledCosts("memory", host_us=7.0, grouped=1.5))
-    assert cost_model.grouped_product_us(other, 8, product, "bfloat16") == 1.5 * one
+    assert cost_model.grouped_gemm_us(other, 8, gemm, "bfloat16") == 1.5 * one
     assert cost_model.host_us(other) == 7.0

@@ -14,10 +14,10 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.curve import kernel_curve_us
 from weaveopt.cost_model.validate import checked
 from weaveopt.errors import ProfileError
-from weaveopt.records.candidate import Algorithm, Fabric, Form
-from weaveopt.records.site import Workload
+from weaveopt.records.candidate import Fabric
 
 FOLDER = Path(cost_model.__file__).parent
 SHIPPED = (
@@ -65,9 +65,9 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     path.write_text(cost_model.dumps(machine))
     again = cost_model.load(str(path))
     assert again == machine
-    for tokens in (1, 77, 4096):
-        work = Workload(tokens, tokens, 8192, "bfloat16", 2)
-        assert cost_model.estimate_unfused(again, work) == cost_model.estimate_unfused(machine, work)
+    for size in (1, 77 << 10, 4096 << 10):
+        times = {cost_model.collective_us(each, "all_reduce", size, 2) for each in (again, machine)}
+        assert len(times) == 1
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -118,42 +118,45 @@ except ProfileError as error:
     assert done.stdout.startswith(f"profile {path}: ") and "pip install jsonschema" in done.stdout
 
 
-FUSED = "fabrics.peer.all_reduce_norm"
-_FORMS = [curve.get("form") for curve in _document()["fabrics"]["peer"]["all_reduce_norm"]]
-BULK = f"{FUSED}[{_FORMS.index('bulk')}]"
+def _place(op: str, words: str = "", fabric: str = "peer") -> str:
+    """The field of the first curve of an operation whose variant holds the words."""
+    curves = _document()["fabrics"][fabric]["curves"]
+    index = next(i for i, curve in enumerate(curves) if curve["op"] == op and words in curve["variant"])
+    return f"fabrics.{fabric}.curves[{index}]"
 
 
-def test_a_fused_curve_tells_form_ctas_and_row(tmp_path: Path) -> None:
+def test_a_curve_tells_operation_variant_row_and_range(tmp_path: Path) -> None:
     document = _document()
-    curve = {"origin": "fused", "algorithm": "two_shot", "world": 2, "points": [{"bytes": 16384, "us": 5.0}]}
-    document["fabrics"]["peer"]["forms"] = ["mail", "bulk", "direct"]
-    document["fabrics"]["peer"]["all_reduce_norm"] = [
-        {**curve, "form": "mail", "hidden": 4096},
-        {**curve, "form": "bulk", "ctas": 64},
-        {**curve, "algorithm": "one_shot"},
-        curve,
+    curve = {"origin": "fused", "op": "all_reduce_norm", "world": 2, "points": [{"bytes": 16384, "us": 5.0}]}
+    document["fabrics"]["peer"]["transfers"] = ["ll_packet", "bulk", "direct"]
+    document["fabrics"]["peer"]["curves"] = [
+        {**curve, "variant": "two_shot ll_packet", "row": 4096, "first_bytes": 4096, "last_bytes": 16384},
+        {**curve, "variant": "two_shot bulk ctas=64"},
+        {**curve, "op": "gemm_reduce_scatter", "variant": "waves=3"},
     ]
+    document["kernels"] = [
+        {
+            "origin": "attention", "op": "attention", "variant": "paged heads=8", "counts": "keys",
+            "points": [{"size": 1, "us": 2.0}, {"size": 100, "us": 20.0}],
+        }
+    ]  # fmt: skip
     path = tmp_path / "x.json"
     path.write_text(json.dumps(document))
     machine = cost_model.load(str(path))
     costs = fabric_costs(machine, Fabric.PEER)
-    found = [(c.algorithm, c.form, c.ctas, c.hidden, c.last_bytes) for c in costs.all_reduce_norm]
-    assert found == [
-        (Algorithm.TWO_SHOT, Form.MAIL, 0, 4096, 16384),
-        (Algorithm.TWO_SHOT, Form.BULK, 64, 0, None),
-        (Algorithm.ONE_SHOT, Form.MAIL, 0, 0, 16384),  # profiles from before there were forms
-        (Algorithm.TWO_SHOT, Form.BULK, 0, 0, None),
+    found = [(c.variant, c.row, c.first_bytes, c.last_bytes) for c in costs.curves_of("all_reduce_norm")]
+    assert found == [("two_shot ll_packet", 4096, 4096, 16384), ("two_shot bulk ctas=64", 0, 0, None)]
+    assert [c.covers(size) for c in costs.curves[:2] for size in (4095, 4096, 16384, 16385)] == [
+        *(False, True, True, False),
+        *(True, True, True, True),
     ]
-    assert costs.usable_forms == (Form.MAIL, Form.BULK, Form.DIRECT)
+    assert len(costs.curves_of("gemm_reduce_scatter", "waves=3")) == 1 and not costs.curves_of("all_reduce_norm", "x")
+    assert costs.transfers == ("ll_packet", "bulk", "direct")
+    assert kernel_curve_us(machine.kernels[0], 10) == pytest.approx(40.0**0.5)
+    lines = dict(machine.summary().origins)
+    assert {"fabrics.peer.all_reduce_norm.two_shot.bulk.world2", "kernels.attention.paged"} <= set(lines)
     path.write_text(cost_model.dumps(machine))
     assert cost_model.load(str(path)) == machine
-
-
-def test_forms_of_a_fabric_that_does_not_tell() -> None:
-    machine = cost_model.load("h100x8")
-    forms = {each.fabric: each.usable_forms for each in machine.fabric_costs}
-    assert forms == {Fabric.LIBRARY: (), Fabric.MULTIMEM: (Form.DIRECT,), Fabric.PEER: (Form.MAIL, Form.BULK)}
-    assert {c.form for c in fabric_costs(machine, Fabric.MULTIMEM).all_reduce_norm} == {Form.DIRECT}
 
 
 def _set(path: str, value: object) -> Broken:
@@ -172,7 +175,12 @@ def _set(path: str, value: object) -> Broken:
     return breaks
 
 
-CURVE = "fabrics.library.all_reduce[0].points[2]"
+BULK, OF_LIBRARY = _place("all_reduce_norm", "bulk"), _place("all_reduce", fabric="library")
+CURVE = f"{OF_LIBRARY}.points[2]"
+LL_PACKET = _place("all_reduce_norm", "ll_packet")
+KERNEL = {
+    "origin": "attention", "op": "attention", "variant": "paged", "counts": "keys", "points": [{"size": 1, "us": 2.0}],
+}  # fmt: skip
 CASES = [
     (f"{CURVE}.us", -3, f"field {CURVE}.us: found -3, expected a number > 0"),
     (f"{CURVE}.us", 0, f"field {CURVE}.us: found 0, expected a number > 0"),
@@ -182,14 +190,14 @@ CASES = [
     (f"{CURVE}.us", ..., f"field {CURVE}.us: found nothing, expected a number > 0"),
     (f"{CURVE}.bytes", 7, f"field {CURVE}.bytes: found 7, expected more than the point before (4096)"),
     (f"{CURVE}.us", 0.5, f"field {CURVE}.us: found 0.5, expected no less than the smaller size before it ("),
-    ("products.bfloat16.samples.us", [1.0], "samples.us: found 1, expected 2760 times, one for each m, n and k"),
-    ("products.bfloat16.samples.m", [1, 1], "samples.m[1]: found 1, expected more than 1 before it"),
-    ("products.bfloat16.last_wave", 1.5, "products.bfloat16.last_wave: found 1.5, expected a number <= 1"),
+    ("gemms.bfloat16.samples.us", [1.0], "samples.us: found 1, expected 2760 times, one for each m, n and k"),
+    ("gemms.bfloat16.samples.m", [1, 1], "samples.m[1]: found 1, expected more than 1 before it"),
+    ("gemms.bfloat16.last_wave", 1.5, "gemms.bfloat16.last_wave: found 1.5, expected a number <= 1"),
     ("attention.step_us", -1.0, "field attention.step_us: found -1.0, expected a number > 0"),
     ("attention.origin", "nowhere", 'field attention.origin: found "nowhere", expected one of the origins'),
-    ("contention.rows[0].product", 0.5, "field contention.rows[0].product: found 0.5, expected a number >= 1"),
+    ("contention.rows[0].gemm", 0.5, "field contention.rows[0].gemm: found 0.5, expected a number >= 1"),
     ("memory.norms[0].points[1].us", 0.1, "field memory.norms[0].points[1].us: found 0.1, expected no less than"),
-    ("fabrics.library.all_to_all[0].points", [], "found [], expected at least one entry"),
+    (f"{OF_LIBRARY}.points", [], "found [], expected at least one entry"),
     ("origins.nccl.spread", -0.1, "field origins.nccl.spread: found -0.1, expected a number >= 0"),
     ("memory.bytes_per_s", ..., "field memory.bytes_per_s: found nothing, expected a number > 0"),
     ("memory.floor_us", float("nan"), "field memory.floor_us: found NaN, expected a finite number"),
@@ -198,19 +206,25 @@ CASES = [
     ("ranks_per_host", 2.5, "field ranks_per_host: found 2.5, expected an integer"),
     ("relative_error", 1.0, "field relative_error: found 1.0, expected a number < 1"),
     ("device", "tpu", 'field device: found "tpu", expected one of cpu, cuda'),
-    ("schema", 2, "field schema: found 2, expected 1"),
-    ("products.bfloat16.tiles", ..., "expected either tiles with units, or rates"),
-    ("products.float32", ..., "field products.float32: found nothing, expected this field"),
-    ("products.bfloat16.origin", "nowhere", 'bfloat16.origin: found "nowhere", expected one of the origins'),
+    ("schema", 3, "field schema: found 3, expected 2"),
+    ("schema", "1", 'field schema: found "1", expected 2'),
+    ("gemms.bfloat16.tiles", ..., "expected either tiles with units, or rates"),
+    ("gemms.float32", ..., "field gemms.float32: found nothing, expected this field"),
+    ("gemms.bfloat16.origin", "nowhere", 'bfloat16.origin: found "nowhere", expected one of the origins'),
     ("fabrics.library", ..., "field fabrics.library: found nothing, expected this field"),
-    ("fabrics.library.all_reduce[0].points", [], "found [], expected at least one entry"),
     ("fabrics.ethernet", {}, "field fabrics.ethernet: found {}, expected one of the fields library"),
-    (f"{BULK}.form", "post", 'form: found "post", expected one of segment, mail, bulk, direct'),
-    (f"{BULK}.ctas", -1, f"field {BULK}.ctas: found -1, expected a number >= 0"),
-    (f"{BULK}.hidden", 0, f"field {BULK}.hidden: found 0, expected a number >= 1"),
-    (f"{BULK}.algorithm", "one_shot", f'field {BULK}.algorithm: found "one_shot", expected two_shot'),
-    ("fabrics.peer.forms", [], "field fabrics.peer.forms: found [], expected at least one entry"),
-    ("fabrics.peer.forms", ["mail", "mail"], "expected every entry once"),
+    (f"{BULK}.op", "", f'field {BULK}.op: found "", expected at least one entry'),
+    (f"{BULK}.variant", ..., f"field {BULK}.variant: found nothing, expected this field"),
+    (f"{BULK}.form", "bulk", f'field {BULK}.form: found "bulk", expected one of the fields origin, op, variant'),
+    (f"{BULK}.world", 1, f"field {BULK}.world: found 1, expected a number >= 2"),
+    (f"{BULK}.row", 0, f"field {BULK}.row: found 0, expected a number >= 1"),
+    (f"{BULK}.origin", "nowhere", f'field {BULK}.origin: found "nowhere", expected one of the origins'),
+    (f"{LL_PACKET}.first_bytes", 1 << 40, f"field {LL_PACKET}.last_bytes: found "),
+    ("fabrics.peer.transfers", [], "field fabrics.peer.transfers: found [], expected at least one entry"),
+    ("fabrics.peer.transfers", ["bulk", "bulk"], "expected every entry once"),
+    ("kernels", [KERNEL, KERNEL], 'field kernels[1]: found "attention paged", expected another kernel than in row 0'),
+    ("kernels", [{**KERNEL, "points": [{"size": 2, "us": 1.0}] * 2}], "field kernels[0].points[1].size: found 2"),
+    ("kernels", [{**KERNEL, "origin": "nowhere"}], 'field kernels[0].origin: found "nowhere", expected one of'),
     ("colour", "red", 'field colour: found "red", expected one of the fields schema'),
     ("origins.nccl.kind", "guess", 'field origins.nccl.kind: found "guess", expected one of measured, datasheet'),
 ]
@@ -225,9 +239,9 @@ def test_refused(path: str, value: object, expected: str, tmp_path: Path) -> Non
 
 def test_two_curves_of_one_kernel(tmp_path: Path) -> None:
     document = _document()
-    curves = document["fabrics"]["peer"]["all_reduce_norm"]
+    curves = document["fabrics"]["peer"]["curves"]
     curves.append(copy.deepcopy(curves[0]))
-    where = f"field {FUSED}[{len(curves) - 1}]: found "
+    where = f"field fabrics.peer.curves[{len(curves) - 1}]: found "
     assert _refusal(tmp_path, json.dumps(document)).startswith(where)
 
 
@@ -241,8 +255,8 @@ def test_not_an_object(tmp_path: Path) -> None:
 
 def test_falling_rates_rows(tmp_path: Path) -> None:
     document = json.loads((FOLDER / "profiles" / "cpu.json").read_text())
-    document["products"]["float32"]["rates"][1]["m"] = 1
-    expected = "field products.float32.rates[1].m: found 1, expected more than the row before (1)"
+    document["gemms"]["float32"]["rates"][1]["m"] = 1
+    expected = "field gemms.float32.rates[1].m: found 1, expected more than the row before (1)"
     assert _refusal(tmp_path, json.dumps(document)) == expected
 
 
@@ -263,7 +277,7 @@ def test_unknown_name_suggests_the_nearest() -> None:
 
 def test_absent_fabric_is_named() -> None:
     with pytest.raises(ProfileError, match="'h200x4' has no fabric 'multimem'; it has: library, peer"):
-        cost_model.all_reduce_us(cost_model.load("h200x4"), Fabric.MULTIMEM, Algorithm.TWO_SHOT, 1024, 4)
+        cost_model.all_reduce_us(cost_model.load("h200x4"), Fabric.MULTIMEM, "two_shot", 1024, 4)
 
 
 def test_imports_nothing_but_records_and_errors() -> None:
@@ -275,7 +289,7 @@ def test_imports_nothing_but_records_and_errors() -> None:
         "weaveopt.records.site",
         "weaveopt.errors",
     }
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -8,11 +8,21 @@ from pathlib import Path
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.cost_model.machine import Crowded, Curve, FabricCosts, Machine, Origin, Point, Wiring
+from weaveopt.cost_model.machine import (
+    ContentionRow,
+    Curve,
+    FabricCosts,
+    KernelCurve,
+    Machine,
+    Origin,
+    Point,
+    SizePoint,
+    Wiring,
+)
 from weaveopt.errors import OptionError
-from weaveopt.measure.assemble import relative_error
-from weaveopt.measure.base import KINDS, accept, renew
-from weaveopt.records.candidate import Algorithm, Fabric, Form
+from weaveopt.measure.base import accept, renew
+from weaveopt.measure.draft import relative_error
+from weaveopt.records.candidate import Fabric
 
 TODAY = "2037-02-03"
 
@@ -27,11 +37,8 @@ def of_one_run(machine: Machine) -> Machine:
     } | {"compiled": Origin("estimate", "", "", "")}
 
     def once(costs: FabricCosts) -> FabricCosts:
-        curves = {
-            kind: tuple(replace(curve, origin=curve.origin.partition("@")[0]) for curve in getattr(costs, kind))
-            for kind in KINDS
-        }
-        return replace(costs, link=replace(costs.link, origin=costs.link.origin.partition("@")[0]), **curves)
+        curves = tuple(replace(curve, origin=curve.origin.partition("@")[0]) for curve in costs.curves)
+        return replace(costs, link=replace(costs.link, origin=costs.link.origin.partition("@")[0]), curves=curves)
 
     return replace(
         machine,
@@ -50,15 +57,8 @@ def slower(curve: Curve) -> Curve:
 
 
 def of_two(costs: FabricCosts) -> FabricCosts:
-    curves = {
-        kind: tuple(slower(curve) for curve in getattr(costs, kind) if curve.world == 2)
-        for kind in KINDS
-    }  # fmt: skip
-    link = replace(costs.link, latency_us=99.0)
-    return FabricCosts(
-        costs.fabric, link, curves["all_reduce"], curves["all_reduce_norm"], (), curves["all_gather"],
-        curves["reduce_scatter"], curves["all_to_all"],
-    )  # fmt: skip
+    curves = tuple(slower(curve) for curve in costs.curves if curve.world == 2)
+    return FabricCosts(costs.fabric, replace(costs.link, latency_us=99.0), curves)
 
 
 def measured_today(base: Machine = BASE) -> Machine:
@@ -77,7 +77,7 @@ def measured_today(base: Machine = BASE) -> Machine:
         memory=replace(base.memory, floor_us=99.0),
         fabric_costs=tuple(map(of_two, base.fabric_costs)),
         launch=replace(base.launch, graph_us=99.0),
-        contention=replace(base.contention, rows=(Crowded(8, 1.0, 1.0),)),
+        contention=replace(base.contention, rows=(ContentionRow(8, 1.0, 1.0),)),
         copy_engine=replace(base.copy_engine, latency_us=99.0),
         wiring=replace(base.wiring, links=(("gpus", "1 peers reached"),)),
     )
@@ -93,14 +93,14 @@ def test_what_was_measured_is_todays_and_the_rest_is_the_bases(tmp_path: Path) -
     machine = found.machine
     assert machine.name == "today" and machine.ranks_per_host == 4
     assert machine.memory == today.memory and machine.launch == today.launch
-    assert machine.products == today.products and machine.attention == today.attention
+    assert machine.gemms == today.gemms and machine.attention == today.attention
     for ours, theirs, merged in zip(today.fabric_costs, BASE.fabric_costs, machine.fabric_costs, strict=True):
-        for kind in KINDS:
-            small = tuple(curve for curve in getattr(merged, kind) if curve.world == 2)
-            large = [curve for curve in getattr(merged, kind) if curve.world == 4]
-            assert small == getattr(ours, kind), kind
-            kept = [curve for curve in getattr(theirs, kind) if curve.world == 4]
-            assert [curve.points for curve in large] == [curve.points for curve in kept], kind
+        for op in {curve.op for curve in theirs.curves}:
+            small = tuple(curve for curve in merged.curves_of(op) if curve.world == 2)
+            large = [curve for curve in merged.curves_of(op) if curve.world == 4]
+            assert small == ours.curves_of(op), op
+            kept = [curve for curve in theirs.curves_of(op) if curve.world == 4]
+            assert [curve.points for curve in large] == [curve.points for curve in kept], op
             assert all(origin_of(machine, curve.origin).date == TODAY for curve in small)
             assert all(
                 origin_of(machine, curve.origin) == origin_of(BASE, before.origin)
@@ -109,7 +109,7 @@ def test_what_was_measured_is_todays_and_the_rest_is_the_bases(tmp_path: Path) -
         assert replace(merged.link, origin="") == replace(theirs.link, origin=""), "of the largest group"
         assert origin_of(machine, merged.link.origin).host == "4 x NVIDIA H200"
     assert origin_of(machine, machine.memory.origin).host == "2 x NVIDIA H200"
-    # Four ranks crowd each other more than two.
+    # Four ranks contend more than two.
     assert machine.contention is not None and BASE.contention is not None
     assert machine.contention.rows == BASE.contention.rows
     assert origin_of(machine, machine.contention.origin).host == "4 x NVIDIA H200"
@@ -148,16 +148,14 @@ def test_runs_of_one_day_keep_their_own_origins() -> None:
     costs, library = BASE.fabric_costs[1], BASE.fabric_costs[0]
     named = dict(BASE.origins)
     other = replace(named["fused"], spread=0.5)
-    three = tuple(
-        replace(curve, world=3, origin=f"fused@{BEFORE}") for curve in costs.all_reduce_norm if curve.world == 2
-    )
+    three = tuple(replace(curve, world=3, origin=f"fused@{BEFORE}") for curve in costs.curves if curve.world == 2)
     base = replace(
         BASE,
         origins=tuple(sorted({**named, f"fused@{BEFORE}": other}.items())),
-        fabric_costs=(library, replace(costs, all_reduce_norm=(*costs.all_reduce_norm, *three))),
+        fabric_costs=(library, replace(costs, curves=(*costs.curves, *three))),
     )
     machine = renew(measured_today(), base).machine
-    origins = {curve.world: curve.origin for curve in machine.fabric_costs[1].all_reduce_norm}
+    origins = {curve.world: curve.origin for curve in machine.fabric_costs[1].curves}
     assert origins == {2: "fused", 3: f"fused@{BEFORE}", 4: f"fused@{BEFORE}.2"}
     assert origin_of(machine, origins[3]) == other and origin_of(machine, origins[4]) == named["fused"]
 
@@ -176,15 +174,15 @@ def test_fabrics_dtypes_and_kinds_that_were_not_measured_are_kept() -> None:
     library = next(costs for costs in today.fabric_costs if costs.fabric is Fabric.LIBRARY)
     today = replace(
         today,
-        products=today.products[:1],
+        gemms=today.gemms[:1],
         attention=None,
-        fabric_costs=(replace(library, all_to_all=()),),
+        fabric_costs=(replace(library, curves=tuple(c for c in library.curves if c.op != "all_to_all")),),
     )
     found = renew(today, BASE)
-    assert [costs.dtype for costs in found.machine.products] == ["bfloat16", "float32"]
+    assert [costs.dtype for costs in found.machine.gemms] == ["bfloat16", "float32"]
     assert found.machine.attention is not None
-    assert {"products.float32", "attention", "peer", "library.all_to_all of 2"} <= set(found.kept)
-    both = found.machine.fabric_costs[0].all_to_all
+    assert {"gemms.float32", "attention", "peer", "library.all_to_all of 2"} <= set(found.kept)
+    both = found.machine.fabric_costs[0].curves_of("all_to_all")
     assert [curve.world for curve in both] == [2, 4]
     assert {origin_of(found.machine, curve.origin).host for curve in both} == {"4 x NVIDIA H200"}
 
@@ -193,10 +191,11 @@ def test_kernels_of_one_group_size_are_all_of_one_run() -> None:
     """A coarse look measures fewer kernels; one of last year's beside them would win or lose by the year."""
     today = measured_today()
     costs = today.fabric_costs[1]
-    few = tuple(curve for curve in costs.all_reduce_norm if curve.hidden == 4096 and curve.ctas in (0, 8))
-    merged = renew(replace(today, fabric_costs=(today.fabric_costs[0], replace(costs, all_reduce_norm=few))), BASE)
+    few = tuple(c for c in costs.curves if c.row == 4096 and ("=" not in c.variant or c.variant.endswith("=8")))
+    assert few
+    merged = renew(replace(today, fabric_costs=(today.fabric_costs[0], replace(costs, curves=few))), BASE)
     peer = merged.machine.fabric_costs[1]
-    assert tuple(curve for curve in peer.all_reduce_norm if curve.world == 2) == few
+    assert tuple(curve for curve in peer.curves if curve.world == 2) == few
 
 
 def test_a_datasheets_numbers_stand_behind_measured_ones() -> None:
@@ -209,36 +208,49 @@ def test_a_datasheets_numbers_stand_behind_measured_ones() -> None:
     assert by_fabric[Fabric.LIBRARY].link == today.fabric_costs[0].link
     assert Fabric.MULTIMEM in by_fabric and "multimem" in found.kept
     named = dict(found.machine.origins)
-    for curve in by_fabric[Fabric.LIBRARY].all_reduce:
+    for curve in by_fabric[Fabric.LIBRARY].curves_of("all_reduce"):
         assert (named[curve.origin].kind == "measured") == (curve.world == 2)
 
 
-def test_forms_of_the_base_go_where_they_would_hide_what_was_measured() -> None:
+def test_transfers_of_the_base_go_where_they_would_hide_what_was_measured() -> None:
     today = measured_today()
-    only_mail = tuple(
-        replace(costs, forms=(Form.MAIL,)) if costs.fabric is Fabric.PEER else costs for costs in BASE.fabric_costs
+    only_packets = tuple(
+        replace(costs, transfers=("ll_packet",)) if costs.fabric is Fabric.PEER else costs
+        for costs in BASE.fabric_costs
     )
-    base = replace(BASE, fabric_costs=only_mail)
-    assert renew(today, base).machine.fabric_costs[1].forms == ()
+    base = replace(BASE, fabric_costs=only_packets)
+    assert renew(today, base).machine.fabric_costs[1].transfers == ()
     peer = today.fabric_costs[1]
-    mail = tuple(curve for curve in peer.all_reduce_norm if curve.form is Form.MAIL)
-    today = replace(today, fabric_costs=(today.fabric_costs[0], replace(peer, all_reduce_norm=mail)))
-    assert renew(today, base).machine.fabric_costs[1].forms == (Form.MAIL,)
+    packets = tuple(curve for curve in peer.curves if "ll_packet" in curve.variant)
+    today = replace(today, fabric_costs=(today.fabric_costs[0], replace(peer, curves=packets)))
+    assert renew(today, base).machine.fabric_costs[1].transfers == ("ll_packet",)
+
+
+def test_kernels_of_families_that_were_not_measured_are_kept() -> None:
+    def kernel(op: str, us: float) -> KernelCurve:
+        return KernelCurve("attention", op, "paged", "keys", (SizePoint(1, us),))
+
+    base = replace(BASE, kernels=(kernel("attention", 1.0), kernel("grouped_gemm", 2.0)))
+    found = renew(replace(measured_today(), kernels=(kernel("attention", 3.0),)), base)
+    assert [(each.op, each.points[0].us) for each in found.machine.kernels] == [
+        ("attention", 3.0),
+        ("grouped_gemm", 2.0),
+    ]
+    assert "kernels.grouped_gemm" in found.kept and "kernels.attention" not in found.kept
 
 
 def test_the_error_is_of_all_curves() -> None:
     """Points that bend, in the base's larger groups only, are what the merged profile rests on too."""
     bent = tuple(Point(1 << place, 10.0 * (1 if place < 4 else 3 ** (place % 2 + 1))) for place in range(8))
-    assert BASE.fabric_costs[0].all_reduce[0].algorithm is Algorithm.LIBRARY
     curves = tuple(
         replace(curve, points=tuple(sorted(bent, key=lambda point: (point.us, point.bytes))))
-        for curve in BASE.fabric_costs[1].all_reduce_norm
+        for curve in BASE.fabric_costs[1].curves
     )
     rising = tuple(
         replace(curve, points=tuple(Point(1 << index, point.us) for index, point in enumerate(curve.points)))
         for curve in curves
     )
-    base = replace(BASE, fabric_costs=(BASE.fabric_costs[0], replace(BASE.fabric_costs[1], all_reduce_norm=rising)))
+    base = replace(BASE, fabric_costs=(BASE.fabric_costs[0], replace(BASE.fabric_costs[1], curves=rising)))
     assert renew(measured_today(), base).machine.relative_error > renew(measured_today(), BASE).machine.relative_error
 
 

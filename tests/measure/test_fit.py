@@ -8,12 +8,14 @@ from random import Random
 
 import pytest
 
-from weaveopt.cost_model.machine import Point, ProductCosts, Tile
-from weaveopt.cost_model.products import modelled_us
+from weaveopt.cost_model.gemm import Gemm, modelled_us
+from weaveopt.cost_model.machine import GemmCosts, Point, Tile
 from weaveopt.measure import fit
+from weaveopt.measure.cases import gemm_fit
+from weaveopt.measure.cases.attention import AttentionCase, attention_costs, steps_of
+from weaveopt.measure.cases.gemm_fit import Grid
+from weaveopt.measure.cases.grouped_gemm import GroupedCase, grouped_slowdown
 from weaveopt.measure.clock import Sample, calm, sample_of
-from weaveopt.measure.kernels import AttentionCase, Grid, GroupedCase
-from weaveopt.records.site import Product
 
 GRID = Grid((1, 16, 64, 128, 256, 512, 1024, 4096), (1024, 4096, 8192), (1024, 4096, 8192))
 
@@ -33,14 +35,14 @@ def test_a_line_through_points_of_a_line_is_that_line() -> None:
     assert 8.5 < slope < 10
 
 
-def test_products_of_a_made_up_machine_are_predicted_between_its_samples() -> None:
-    made_up = ProductCosts(
-        "bfloat16", "made up", 2.0, 4e12, 132, tuple(Tile(m, n, 7e14) for m, n in fit.TILES), fill_us=1.0,
+def test_gemms_of_a_made_up_machine_are_predicted_between_its_samples() -> None:
+    made_up = GemmCosts(
+        "bfloat16", "made up", 2.0, 4e12, 132, tuple(Tile(m, n, 7e14) for m, n in gemm_fit.TILES), fill_us=1.0,
         last_wave=0.6, samples=None,
     )  # fmt: skip
     times = {corner: Sample(modelled_us(made_up, *corner), 0.01) for corner in GRID.corners}
-    fitted = fit.tiled_products("bfloat16", "made up", 132, GRID, times)
-    assert fitted == fit.tiled_products("bfloat16", "made up", 132, GRID, times), "the same samples, the same profile"
+    fitted = gemm_fit.tiled_gemms("bfloat16", "made up", 132, GRID, times)
+    assert fitted == gemm_fit.tiled_gemms("bfloat16", "made up", 132, GRID, times), "the same samples, the same profile"
     assert fitted.samples is not None and fitted.samples.at(2, 1, 0) == pytest.approx(
         times[64, 4096, 1024].us, abs=1e-3
     )
@@ -54,19 +56,19 @@ def test_attention_of_a_made_up_machine() -> None:
     def us(case: AttentionCase) -> float:
         if case.queries == 1:
             return 4 * case.batch * case.heads * case.keys * 128 / 4e6
-        return 6.0 + (1.5 if case.causal else 3.0) * fit.steps_of(case, 132)
+        return 6.0 + (1.5 if case.causal else 3.0) * steps_of(case, 132)
 
     cases = [AttentionCase(1, heads, n, n, causal) for heads in (8, 16) for n in (256, 1024, 4096) for causal in (0, 1)]
     cases += [AttentionCase(32, 16, 1, 2048)]
-    found = fit.attention_costs("made up", 132, {case: Sample(us(case), 0.0) for case in cases})
+    found = attention_costs("made up", 132, {case: Sample(us(case), 0.0) for case in cases})
     assert (found.launch_us, found.step_us, found.causal_step_us) == pytest.approx((6.0, 3.0, 1.5), rel=1e-3)
     assert found.bytes_per_s == pytest.approx(4e12, rel=1e-3)
 
 
 def test_tiles_of_queries_go_in_waves() -> None:
-    assert fit.steps_of(AttentionCase(1, 16, 1024, 1024), 132) == 8, "128 tiles: one wave, eight steps"
-    assert fit.steps_of(AttentionCase(1, 17, 1024, 1024), 132) == 16, "136 tiles: two waves"
-    assert fit.steps_of(AttentionCase(1, 1, 1, 129), 132) == 2
+    assert steps_of(AttentionCase(1, 16, 1024, 1024), 132) == 8, "128 tiles: one wave, eight steps"
+    assert steps_of(AttentionCase(1, 17, 1024, 1024), 132) == 16, "136 tiles: two waves"
+    assert steps_of(AttentionCase(1, 1, 1, 129), 132) == 2
 
 
 def test_spread_is_of_the_quartiles_and_noise_is_measured_again() -> None:
@@ -110,8 +112,8 @@ def test_times_that_stand_out_of_a_curve_are_measured_again() -> None:
     assert fit.calmed(straight, again) == straight and asked == [2]
 
 
-def test_one_slow_case_makes_no_grouped_product_slow() -> None:
+def test_one_slow_case_makes_no_grouped_gemm_slow() -> None:
     pairs = [(Sample(us, 0.0), Sample(100.0, 0.0)) for us in (110.0, 120.0, 130.0, 125.0, 900.0)]
-    assert fit.grouped_slowdown(pairs) == 1.25
+    assert grouped_slowdown(pairs) == 1.25
     case = GroupedCase(8, 512, 4096, 7168)
-    assert case.one == Product(64, 4096, 8 * 7168)
+    assert case.one == Gemm(64, 4096, 8 * 7168)

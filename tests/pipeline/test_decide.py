@@ -16,11 +16,12 @@ from weaveopt.pipeline.decide import decide
 from weaveopt.records.candidate import LEAVE, Algorithm, Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.report import Decision
 from weaveopt.records.site import Site, Workload
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_unfused
 from weaveopt.rule import ArenaNeed, Context, Finding, Match
 
 MACHINE = cost_model.load("cpu")
 WORKLOAD = Workload(tokens=64, max_tokens=64, hidden=1024, dtype="bfloat16", world=2)
-UNFUSED_US = cost_model.estimate_unfused(MACHINE, WORKLOAD).us
+UNFUSED_US = estimate_unfused(MACHINE, WORKLOAD).us
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from weaveopt.records.candidate import LEAVE, Algorithm, Candidate, Estimate, Fa
 from weaveopt.records.report import Decision
 from weaveopt.records.site import Product, Site, Workload
 from weaveopt.rewrites import RULES
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_unfused
 from weaveopt.rule import ArenaNeed, Context, Finding, Match, Rule
 
 MACHINE = cost_model.load("cpu")
-UNFUSED_US = cost_model.estimate_unfused(MACHINE, Workload(64, 64, 1024, "bfloat16", 2)).us
+UNFUSED_US = estimate_unfused(MACHINE, Workload(64, 64, 1024, "bfloat16", 2)).us
 Offer = tuple[Fabric, float, float]
 """A fabric, the time with the sum sharded, and what it takes longer to hand it out whole."""
 
@@ -87,7 +88,7 @@ def decided(
     offers: list[list[Offer]], findings: list[Finding], error: float = 0.0, **settings: object
 ) -> list[Decision]:
     """Times are relative to what the site takes unfused; `plan` shards the sums that were priced as sharded."""
-    unfused = [cost_model.estimate_unfused(MACHINE, f.site.workload).us for f in findings]  # type: ignore[arg-type]
+    unfused = [estimate_unfused(MACHINE, f.site.workload).us for f in findings]  # type: ignore[arg-type]
     rule = Chained(
         [[(f, base + us, more) for f, us, more in row] for base, row in zip(unfused, offers, strict=True)], error
     )
@@ -152,7 +153,7 @@ def test_different_candidates_break_the_sharing() -> None:
 
 def test_a_rewrite_saves_more_than_the_models_error() -> None:
     """Unfused u, fused f with an error of 10 % of f: rewritten if u - f > f / 10."""
-    u = cost_model.estimate_unfused(MACHINE, chain(1)[0].site.workload).us  # type: ignore[arg-type]
+    u = estimate_unfused(MACHINE, chain(1)[0].site.workload).us  # type: ignore[arg-type]
     assert chosen(decided([[(SHM, -u / 11 - 0.01, 0.0)]], chain(1), error=0.1)) == ["shm"]
     assert chosen(decided([[(SHM, -u / 11 + 0.01, 0.0)]], chain(1), error=0.1)) == [LEAVE]
     assert chosen(decided([[(SHM, u, 0.0)]], chain(1), error=0.1, force=("chained",))) == ["shm"]

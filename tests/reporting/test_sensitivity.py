@@ -108,12 +108,12 @@ def test_each_change_changes_one_constant() -> None:
 
 def test_a_measured_curve_is_slowed_as_the_model_reads_it() -> None:
     machine = cost_model.load("h100x8")
-    (before,) = next(costs.all_reduce for costs in machine.fabric_costs if costs.fabric.value == "library")
+    (before,) = next(costs.curves for costs in machine.fabric_costs if costs.fabric.value == "library")
     found = dict(changes(machine, "bfloat16"))
 
     def curve(name: str) -> list[float]:
         costs = next(c for c in found[f"fabrics.library {name}"].fabric_costs if c.fabric.value == "library")
-        return [point.us for point in costs.all_reduce[0].points]
+        return [point.us for point in costs.curves[0].points]
 
     us = [point.us for point in before.points]
     assert curve("latency ×2") == pytest.approx([each + us[0] for each in us])

@@ -18,12 +18,14 @@ from weaveopt.config import Config
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, region_need
+from weaveopt.ops.all_reduce_norm.names import variant_name
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import Site, Workload
 from weaveopt.rewrites.all_reduce_rms_norm import candidates as lowering
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rule import CapturedGraph, Context
 
 RULE = "all_reduce_rms_norm"
@@ -144,16 +146,18 @@ def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
     every = []
     for costs in H200.fabric_costs:
         if costs.fabric is Fabric.PEER:
-            costs = replace(costs, all_reduce_norm=curves)
+            costs = replace(costs, curves=curves)
         elif library_us is not None:
             points = (Point(1, library_us), Point(1 << 40, library_us))
-            costs = replace(costs, all_reduce=(Curve("nccl", Algorithm.LIBRARY, 4, points),))
+            costs = replace(costs, curves=(Curve("nccl", "all_reduce", "library", 4, points),))
         every.append(costs)
     return replace(H200, fabric_costs=tuple(every))
 
 
 def kernel(algorithm: Algorithm, form: Form, *points: tuple[int, float], ctas: int = 0) -> Curve:
-    return Curve("fused", algorithm, 4, tuple(Point(*point) for point in points), form, ctas)
+    last_bytes = points[-1][0] if form is Form.MAIL else None
+    name = variant_name(algorithm, form, ctas)
+    return Curve("fused", "all_reduce_norm", name, 4, tuple(Point(*each) for each in points), last_bytes=last_bytes)
 
 
 ROW = 16384
@@ -210,13 +214,13 @@ def test_the_candidate_at_the_hint_is_the_tables_row(tokens: int, chosen: object
     best = next(c for c in found.values() if c.allowed)
     row = next(row for row in best.lowerings if tokens <= row.max_tokens)
     assert dict(best.parameters)["num_ctas"] == row.num_ctas
-    assert best.estimate is not None and best.estimate == cost_model.estimate_all_reduce_norm(
+    assert best.estimate is not None and best.estimate == estimate_all_reduce_norm(
         with_kernels(*KERNELS),
         Workload(tokens, tokens, 8192, "bfloat16", 4),
         Fabric.PEER,
         row.algorithm,
         sum_sharded=False,
-        form=row.form,
+        transfer=row.form,
         num_ctas=row.num_ctas,
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from weaveopt.cost_model import Machine
-    from weaveopt.measure.suite import Tell
+    from weaveopt.measure.session import Tell
 
 DEFAULT_OUTPUT = "weaveopt-profile.json"
 GROUP_TIMEOUT_S = 300
@@ -41,7 +41,7 @@ class Question:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures products, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
+        "Measures GEMMs, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
         "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ..."
     )
     parser.add_argument(
@@ -107,13 +107,13 @@ def run(asked: Question) -> int:
 def _base(asked: str, device: torch.device) -> Machine:
     """The profile to renew, before anything is measured."""
     from weaveopt import cost_model
-    from weaveopt.measure import assemble, base
+    from weaveopt.measure import base, draft
 
     try:
         found = cost_model.load(asked)
     except ProfileError as error:
         raise OptionError(f"--base {asked}: {error}") from None
-    base.accept(asked, found, device.type, assemble.wiring(device))
+    base.accept(asked, found, device.type, draft.wiring(device))
     return found
 
 
@@ -121,20 +121,18 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
     import torch.distributed as dist
 
     from weaveopt import cost_model
-    from weaveopt.measure import assemble
     from weaveopt.measure.base import renew
-    from weaveopt.measure.suite import Suite
+    from weaveopt.measure.session import Session
+    from weaveopt.measure.suite import measure
 
     rank, world = dist.get_rank(), dist.get_world_size()
     if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
         raise WeaveError(f"calibrate measures one host: {world} ranks, of which {os.environ['LOCAL_WORLD_SIZE']} here")
     started = time.monotonic()
-    with _progress(rank == 0) as tell:
-        suite = Suite(device, tell, asked.quick)
-        found = suite.run()
     name = asked.name or asked.output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
-    machine = assemble.machine(name, device, found, world, suite.grid, before)
+    with _progress(rank == 0) as tell:
+        machine = measure(Session(device, tell, asked.quick), name, before)
     said = ""
     if base is not None:
         renewed = renew(machine, base)

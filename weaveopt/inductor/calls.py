@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt import cost_model
-from weaveopt.cost_model import Attention, Machine
+from weaveopt.cost_model import Attention, Gemm, Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import group_of
 from weaveopt.inductor.values import (
@@ -27,7 +27,6 @@ from weaveopt.inductor.values import (
     tensor_inputs,
     tensors_of,
 )
-from weaveopt.records.site import Product
 
 GEMM = "gemm"
 ATTENTION = "attention"
@@ -87,7 +86,7 @@ class Call(Protocol):
 class GemmCall:
     """`batch` GEMMs of `[m, k] @ [k, n]`; or one grouped by rows among `groups` experts."""
 
-    gemm: Product
+    gemm: Gemm
     dtype: str
     batch: int = 1
     groups: int = 0
@@ -98,8 +97,8 @@ class GemmCall:
     def us(self, machine: Machine, ratio: float) -> float:
         gemm = replace(self.gemm, m=max(round(self.gemm.m * ratio), 1)) if self.grows else self.gemm
         if self.groups:
-            return cost_model.grouped_product_us(machine, self.groups, gemm, self.dtype)
-        return cost_model.batched_product_us(machine, self.batch, gemm, self.dtype)
+            return cost_model.grouped_gemm_us(machine, self.groups, gemm, self.dtype)
+        return cost_model.batched_gemm_us(machine, self.batch, gemm, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,9 @@ def _gemm(node: fx.Node, tokens: int) -> GemmCall | None:
     k, n = shape_of(a)[-1], shape_of(out[0])[-1]
     rows, grows = num_elements(a) // max(k, 1), has_rows(a, tokens)
     if "grouped" in name:
-        return GemmCall(Product(rows, k, n), dtype, groups=shape_of(b)[0] if b.ndim == 3 else 1, grows=grows)
+        return GemmCall(Gemm(rows, k, n), dtype, groups=shape_of(b)[0] if b.ndim == 3 else 1, grows=grows)
     batch = shape_of(a)[0] if name in ("bmm", "baddbmm") else 1
-    return GemmCall(Product(rows // max(batch, 1), k, n), dtype, batch, grows=grows)
+    return GemmCall(Gemm(rows // max(batch, 1), k, n), dtype, batch, grows=grows)
 
 
 def _operand(node: fx.Node, which: str) -> torch.Tensor | None:

@@ -66,7 +66,7 @@ class Surroundings:
     @staticmethod
     def of(machine: Machine, topologies: Iterable[Topology]) -> Surroundings:
         return Surroundings(
-            machine, max((machine.crowding(each.world, each.num_hosts) for each in topologies), default=1.0)
+            machine, max((machine.oversubscription(each.world, each.num_hosts) for each in topologies), default=1.0)
         )
 
     def us(self, kernel: Kernel, ratio: float = 1.0) -> float:

@@ -1,24 +1,23 @@
 """A profile renewed by a smaller run: what the run measured replaces the base's, what it could not measure is kept.
 
-Every block and curve keeps the origin of the run that it comes from. The unit of a curve is a kind of exchange at one
+Every block and curve keeps the origin of the run that it comes from. What is renewed at once is an operation at one
 group size: kernels that compete at a site come from one run, or the runs' difference would choose between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar, cast
 
 from weaveopt.cost_model.consistency import check
 from weaveopt.cost_model.machine import (
-    FORMS,
     MEASURED,
+    TRANSFERS,
     AttentionCosts,
     CompiledCosts,
     Contention,
     CopyEngine,
-    Curve,
     FabricCosts,
     Launch,
     Machine,
@@ -27,11 +26,9 @@ from weaveopt.cost_model.machine import (
 )
 from weaveopt.cost_model.records import walk
 from weaveopt.errors import OptionError
-from weaveopt.measure.assemble import curve_order, relative_error
+from weaveopt.measure.draft import curve_order, relative_error
 from weaveopt.records.candidate import Fabric
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce_norm")
-"""Fields of `FabricCosts` that hold curves."""
 SAME_MEMORY = 0.05
 """What drivers keep for themselves differs by less; H100 and H200 have as many SMs and not as much memory."""
 R = TypeVar("R")
@@ -67,13 +64,13 @@ def _processors(machine: Machine) -> int | None:
     """SMs or cores, where the profile tells."""
     if machine.wiring is not None:
         return machine.wiring.processors
-    # Profiles from datasheets have no wiring, but their products are tiled over the SMs.
-    return next((costs.units for costs in machine.products if costs.tiles), None)
+    # Profiles from datasheets have no wiring, but their GEMMs are tiled over the SMs.
+    return next((costs.units for costs in machine.gemms if costs.tiles), None)
 
 
 def largest_group(machine: Machine) -> int:
     """Ranks of the largest group that was measured together; 0 where none was."""
-    return max((curve.world for costs in machine.fabric_costs for _, curve in _curves(costs)), default=0)
+    return max((curve.world for costs in machine.fabric_costs for curve in costs.curves), default=0)
 
 
 def renew(today: Machine, base: Machine) -> Renewed:
@@ -97,24 +94,28 @@ def renew(today: Machine, base: Machine) -> Renewed:
         for theirs in base.fabric_costs
     ]
     fabrics += [ours for ours in today.fabric_costs if ours.fabric not in base.fabrics]
-    dtypes = {costs.dtype for costs in today.products}
-    others = [costs for costs in base.products if costs.dtype not in dtypes]
-    kept += [f"products.{costs.dtype}" for costs in others]
+    dtypes = {costs.dtype for costs in today.gemms}
+    others = [costs for costs in base.gemms if costs.dtype not in dtypes]
+    kept += [f"gemms.{costs.dtype}" for costs in others]
+    had = {kernel.op for kernel in today.kernels}
+    more_kernels = tuple(kernel for kernel in base.kernels if kernel.op not in had)
+    kept += [f"kernels.{op}" for op in dict.fromkeys(kernel.op for kernel in more_kernels)]
     sees_less = today.ranks_per_host < base.ranks_per_host
     merged = replace(
         today,
         # GPUs that this run does not see are still there.
         ranks_per_host=max(today.ranks_per_host, base.ranks_per_host),
-        products=tuple(sorted((*today.products, *others), key=lambda costs: costs.dtype)),
+        gemms=tuple(sorted((*today.gemms, *others), key=lambda costs: costs.dtype)),
         fabric_costs=tuple(sorted(fabrics, key=lambda costs: costs.fabric.value)),
         attention=block("attention", today.attention, base.attention, keep=False),
-        # A two-shot exchange of more ranks moves more bytes a rank, and so crowds a product more; and it is when all
+        # A two-shot exchange of more ranks moves more bytes a rank, and so slows a GEMM more; and it is when all
         # ranks of the host pull that copies contend. Both were measured with the largest group of their run.
         contention=block("contention", today.contention, base.contention, more),
         copy_engine=block("copy_engine", today.copy_engine, base.copy_engine, more),
         launch=block("launch", today.launch, base.launch, keep=False),
         compiled=block("compiled", today.compiled, base.compiled, keep=False),
         wiring=block("wiring", today.wiring, base.wiring, sees_less),
+        kernels=(*today.kernels, *more_kernels),
     )
     known = dict(base.origins) | dict(today.origins)
     origins = tuple((name, known[name]) for name in sorted(_named(merged)))
@@ -130,35 +131,28 @@ def _whole(theirs: FabricCosts, kept: list[str]) -> FabricCosts:
 
 def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], kept: list[str]) -> FabricCosts:
     """One fabric's curves: the base's of every kind and group size that today's run has none of."""
-    had = {(kind, curve.world) for kind, curve in _curves(ours)}
-    found: dict[str, list[Curve]] = {kind: list(getattr(ours, kind)) for kind in KINDS}
-    for kind, curve in _curves(theirs):
-        if (kind, curve.world) not in had:
-            found[kind].append(curve)
-            name = f"{theirs.fabric.value}.{kind} of {curve.world}"
+    had = {(curve.op, curve.world) for curve in ours.curves}
+    curves = list(ours.curves)
+    for curve in theirs.curves:
+        if (curve.op, curve.world) not in had:
+            curves.append(curve)
+            name = f"{theirs.fabric.value}.{curve.op} of {curve.world}"
             if name not in kept:
                 kept.append(name)
-    curves = {kind: tuple(sorted(each, key=curve_order)) for kind, each in found.items()}
     link = ours.link
     # α and β are of the largest group's ends; on shared memory of the smallest's, which every run has.
     larger = _most_ranks(theirs) > _most_ranks(ours) and theirs.link.origin in measured
     if larger and ours.fabric is not Fabric.SHM:
         kept.append(f"{theirs.fabric.value}.link")
         link = theirs.link
-    told = theirs.forms or FORMS[theirs.fabric]
-    forms = ours.forms or (theirs.forms if all(each.form in told for each in ours.all_reduce_norm) else ())
-    return FabricCosts(
-        ours.fabric, link, curves["all_reduce"], curves["all_reduce_norm"], forms,
-        curves["all_gather"], curves["reduce_scatter"], curves["all_to_all"],
-    )  # fmt: skip
-
-
-def _curves(costs: FabricCosts) -> Iterable[tuple[str, Curve]]:
-    return ((kind, curve) for kind in KINDS for curve in cast(tuple[Curve, ...], getattr(costs, kind)))
+    # A list of transfers that leaves out what was measured today is out of date.
+    measured_today = {word for curve in ours.curves for word in curve.variant.split()} & TRANSFERS
+    transfers = ours.transfers or (theirs.transfers if measured_today <= set(theirs.transfers) else ())
+    return FabricCosts(ours.fabric, link, tuple(sorted(curves, key=curve_order)), transfers)
 
 
 def _most_ranks(costs: FabricCosts) -> int:
-    return max((curve.world for _, curve in _curves(costs)), default=0)
+    return max((curve.world for curve in costs.curves), default=0)
 
 
 def _with_names_apart(base: Machine, taken: Mapping[str, Origin]) -> Machine:

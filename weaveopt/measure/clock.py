@@ -49,7 +49,7 @@ def calm(measure: Callable[[float], Sequence[float]]) -> Sample:
     return min(first, second, key=lambda sample: sample.spread)
 
 
-def meet(group: dist.ProcessGroup | None = None) -> None:
+def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Waits for all ranks, on the host, with nothing left to do on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -112,7 +112,7 @@ class CpuClock:
         count = int(min(400, max(8, self.LONGEST_S * 1e6 / probe.item())))
         passes = []
         for _ in range(self.NUM_PASSES):
-            meet(group)
+            barrier(group)
             passes += slowest([sample_of([once(index) for index in range(count)])], group)
         return min(passes, key=lambda sample: sample.us)
 
@@ -197,7 +197,7 @@ class CudaClock:
 
     def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
         """Ranks meet on the device, in a small all-reduce of all of them, before each replay."""
-        meet(group)
+        barrier(group)
         graph, count = self._chain(launch, expected_us, least=4)
         best: Sample | None = None
         for effort in (1, 2):
@@ -205,7 +205,7 @@ class CudaClock:
             best = found if best is None else min(best, found, key=lambda sample: sample.spread)
             if best.spread <= NOISY:
                 break
-        meet(group)
+        barrier(group)
         graph.reset()
         assert best is not None
         return best
@@ -213,7 +213,7 @@ class CudaClock:
     def _in_step(
         self, graph: torch.cuda.CUDAGraph, replays: int, count: int, group: dist.ProcessGroup | None
     ) -> list[float]:
-        meet(group)
+        barrier(group)
         torch.cuda._sleep(HEAD_START_CYCLES)
         events = []
         for _ in range(replays + 1):

@@ -19,7 +19,7 @@ def changes(machine: Machine, dtype: str, hosts: int = 1) -> Iterator[tuple[str,
     """(`fabrics.peer bandwidth -20 %`, the machine with it) for each constant that such a workload rests on.
 
     A measured curve is read as the cost model reads it: its first time is latency, the rest grows with traffic. The
-    products of other dtypes, and on one host the link to another, are left out.
+    GEMMs of other dtypes, and on one host the link to another, are left out.
     """
     for name, factor, changed in _changed(machine, dtype, hosts):
         label = f"{name} {_WORDS[factor]}"
@@ -44,7 +44,7 @@ def _changed(machine: Machine, dtype: str, hosts: int) -> Iterator[tuple[str, fl
         memory = replace(memory, bytes_per_s=memory.bytes_per_s * factor, points=points)
         yield "memory bandwidth", factor, replace(machine, memory=memory)
     for factor in (SLOWER, FASTER):
-        products = tuple(
+        gemms = tuple(
             replace(
                 each,
                 tiles=tuple(replace(tile, flops_per_s=tile.flops_per_s * factor) for tile in each.tiles),
@@ -52,10 +52,10 @@ def _changed(machine: Machine, dtype: str, hosts: int) -> Iterator[tuple[str, fl
             )
             if each.dtype == dtype
             else each
-            for each in machine.products
+            for each in machine.gemms
         )
-        if products != machine.products:
-            yield f"products.{dtype} rate", factor, replace(machine, products=products)
+        if gemms != machine.gemms:
+            yield f"gemms.{dtype} rate", factor, replace(machine, gemms=gemms)
     for factor in (SHORTER, LONGER):
         yield "relative_error", factor, replace(machine, relative_error=machine.relative_error * factor)
 
@@ -72,8 +72,7 @@ def _fabric(costs: FabricCosts, bandwidth: float, latency: float) -> FabricCosts
     return replace(
         costs,
         link=_link(costs.link, bandwidth, latency),
-        all_reduce=tuple(_curve(curve, bandwidth, latency) for curve in costs.all_reduce),
-        all_reduce_norm=tuple(_curve(curve, bandwidth, latency) for curve in costs.all_reduce_norm),
+        curves=tuple(_curve(curve, bandwidth, latency) for curve in costs.curves),
     )
 
 

@@ -1,0 +1,123 @@
+"""Time of a GEMM: output tiles in waves, and where GEMMs were measured, the tiles' error between them.
+
+The tiles' part follows what libraries do: a grid of output tiles (TokenWeave §3: 300 CTAs on 132 SMs are three
+waves, the last one 27 % full), the K-loop of a tile perhaps split among several CTAs, a fixed cost of every wave for
+its first loads and last stores, and never faster than reading both operands and writing the result once. What it
+cannot know (which kernel a library's heuristic picks) is in the measured grid: at its corners the prediction is the
+measurement, and between them the logarithm of measured / modelled is interpolated along log m, log n and log k.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache
+from math import exp, floor, log
+
+from weaveopt.cost_model.curve import interpolate_rate
+from weaveopt.cost_model.machine import GemmCosts, Machine, Samples
+from weaveopt.records.site import DTYPE_BYTES
+
+# Where a profile has no row for a dtype: the row that stands in, and how many times slower that dtype runs.
+_STAND_INS: dict[str, tuple[str, float]] = {"float16": ("bfloat16", 1.0), "float64": ("float32", 2.0)}
+SPLITS = (1, 2, 4, 8)
+"""CTAs that may share the K-loop of a tile; their partial results meet in fp32 through memory."""
+SHARPNESS = 4.0
+"""Arithmetic and traffic overlap: their p-norm, nearly the larger of the two."""
+
+
+def num_waves(num_tiles: int, num_units: int) -> int:
+    """`ceil(num_tiles / num_units)`: 300 CTAs on 132 SMs take 3 waves (TokenWeave §3)."""
+    return -(-num_tiles // num_units)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`a[m, k] @ b[k, n]` on one rank."""
+
+    m: int
+    k: int
+    n: int
+
+
+def gemm_us(machine: Machine, gemm: Gemm | None, dtype: str) -> float:
+    """`a[m, k] @ b[k, n]` on one rank, in microseconds; 0 without a GEMM or with an empty one."""
+    if gemm is None or min(gemm.m, gemm.k, gemm.n) == 0:
+        return 0.0
+    by_dtype = {costs.dtype: costs for costs in machine.gemms}
+    slowdown = 1.0
+    if dtype not in by_dtype:
+        dtype, slowdown = _STAND_INS.get(dtype, ("float32", 1.0))
+    return _us(by_dtype[dtype], gemm.m, gemm.n, gemm.k) * slowdown
+
+
+@cache
+def _us(costs: GemmCosts, m: int, n: int, k: int) -> float:
+    modelled = modelled_us(costs, m, n, k)
+    return modelled if costs.samples is None else modelled * exp(_correction(costs, costs.samples, m, n, k))
+
+
+def modelled_us(costs: GemmCosts, m: int, n: int, k: int) -> float:
+    """The tiles' part alone: launch, and the p-norm of arithmetic and traffic."""
+    traffic_us = (m * k + k * n + m * n) * DTYPE_BYTES[costs.dtype] / costs.bytes_per_s * 1e6
+    if not costs.tiles:
+        arithmetic_us = 2.0 * m * k * n / interpolate_rate(costs.rates, m) * 1e6
+        return costs.launch_us + max(arithmetic_us, traffic_us)
+    arithmetic_us = min(_split_us(costs, m, n, k, split) for split in _splits(costs))
+    if costs.samples is None:
+        return costs.launch_us + max(arithmetic_us, traffic_us)
+    return costs.launch_us + float((arithmetic_us**SHARPNESS + traffic_us**SHARPNESS) ** (1 / SHARPNESS))
+
+
+def _splits(costs: GemmCosts) -> tuple[int, ...]:
+    # Without a measured cost of a wave, splitting would look free.
+    return SPLITS if costs.fill_us > 0 else SPLITS[:1]
+
+
+def _split_us(costs: GemmCosts, m: int, n: int, k: int, split: int) -> float:
+    """The fastest tile shape (a library keeps the fastest) with the K-loop shared by `split` CTAs."""
+    best = float("inf")
+    for tile in costs.tiles:
+        num_tiles = num_waves(m, tile.m) * num_waves(n, tile.n) * split
+        wave_us = 2.0 * tile.m * tile.n * costs.units * (k / split) / tile.flops_per_s * 1e6 + costs.fill_us
+        best = min(best, _waves(num_tiles / costs.units, costs.last_wave) * wave_us)
+    meeting_us = 0.0 if split == 1 else costs.fill_us + 8.0 * m * n * split / costs.bytes_per_s * 1e6
+    return best + meeting_us
+
+
+def _waves(full: float, last_wave: float) -> float:
+    """Waves in time: a last one that is partly full takes between `last_wave` and one wave."""
+    whole = floor(full)
+    rest = full - whole
+    return max(whole + (last_wave + (1 - last_wave) * rest if rest > 0 else 0.0), min(last_wave, 1.0))
+
+
+def _correction(costs: GemmCosts, samples: Samples, m: int, n: int, k: int) -> float:
+    """log(measured / modelled), trilinear between the corners around (m, n, k); beyond the grid its edge holds."""
+    total = weight = 0.0
+    for i, share_m in _around(samples.m, m):
+        for j, share_n in _around(samples.n, n):
+            for h, share_k in _around(samples.k, k):
+                known = _corner(costs, samples, i, j, h)
+                if known is not None:
+                    share = share_m * share_n * share_k
+                    total += share * known
+                    weight += share
+    return total / weight if weight > 0 else 0.0
+
+
+@cache
+def _corner(costs: GemmCosts, samples: Samples, i: int, j: int, h: int) -> float | None:
+    us = samples.at(i, j, h)
+    return log(us / modelled_us(costs, samples.m[i], samples.n[j], samples.k[h])) if us > 0 else None
+
+
+def _around(axis: tuple[int, ...], value: int) -> tuple[tuple[int, float], ...]:
+    """Indices on both sides of `value` with their shares, linear in the logarithm."""
+    inside = min(max(value, axis[0]), axis[-1])
+    right = bisect_left(axis, inside)
+    if axis[right] == inside:
+        return ((right, 1.0),)
+    low, high = axis[right - 1], axis[right]
+    share = log(inside / low) / log(high / low)
+    return ((right - 1, 1.0 - share), (right, share))

@@ -1,0 +1,122 @@
+"""Two streams: known schedules, and random ones against a clock that ticks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from weaveopt import cost_model
+from weaveopt.cost_model import Interval, Schedule, Stream, Task, schedule_streams, stream_contention
+from weaveopt.cost_model.machine import Contention, ContentionRow
+
+COMPUTE, COMMUNICATION = Stream.COMPUTE, Stream.COMMUNICATION
+
+
+def ends(found: Schedule) -> list[float]:
+    return [each.end_us for each in found.intervals]
+
+
+def test_nothing_takes_no_time() -> None:
+    assert schedule_streams([]) == Schedule(())
+    assert schedule_streams([]).us == 0.0
+    assert schedule_streams([Task(0.0), Task(0.0, COMMUNICATION, (0,))]).us == 0.0
+
+
+def test_streams_overlap_and_slow_each_other_down_while_both_are_busy() -> None:
+    tasks = [Task(10.0), Task(30.0, COMMUNICATION)]
+    assert schedule_streams(tasks) == Schedule((Interval(0.0, 10.0), Interval(0.0, 30.0)))
+    # Until 20 both run, the second at two thirds of its speed; its other 16.67 us run alone.
+    assert ends(schedule_streams(tasks, 2.0, 1.5)) == pytest.approx([20.0, 20.0 + 30.0 - 20.0 / 1.5])
+
+
+def test_a_task_waits_for_those_before_it_on_its_stream_and_for_those_it_reads() -> None:
+    tasks = [Task(5.0), Task(7.0, COMMUNICATION, (0,)), Task(4.0), Task(1.0, waits_for=(1,)), Task(2.0, COMMUNICATION)]
+    assert [(each.start_us, each.end_us) for each in schedule_streams(tasks).intervals] == [
+        (0.0, 5.0), (5.0, 12.0), (5.0, 9.0), (12.0, 13.0), (12.0, 14.0),
+    ]  # fmt: skip
+
+
+def test_a_task_of_no_length_disturbs_nobody() -> None:
+    tasks = [Task(10.0), Task(3.3), Task(0.0, COMMUNICATION), Task(0.0, COMMUNICATION, (0,))]
+    assert schedule_streams(tasks, 2.0, 2.0).us == 10.0 + 3.3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_overlap_the_makespan_is_the_sum_bit_by_bit(seed: int) -> None:
+    numbers = Random(seed)
+    tasks = [
+        Task(numbers.choice((0.0, numbers.uniform(0.01, 1e4))), numbers.choice(list(Stream)), (i - 1,) if i else ())
+        for i in range(60)
+    ]
+    total = 0.0
+    for task in tasks:
+        total += task.us
+    found = schedule_streams(tasks, 1.3, 1.7)
+    assert found.us == total
+    assert all(a.end_us == b.start_us for a, b in zip(found.intervals, found.intervals[1:], strict=False))
+    one_stream = [replace(task, stream=COMPUTE, waits_for=()) for task in tasks]
+    assert schedule_streams(one_stream, 1.3, 1.7).us == total
+
+
+def ticked(tasks: list[Task], factors: dict[Stream, float], tick_us: float) -> list[float]:
+    """Ends by brute force: in every tick each stream's head gets on by a tick, or by less while both are busy."""
+    left = [task.us for task in tasks]
+    done_at: list[float | None] = [None if task.us > 0 else -1.0 for task in tasks]
+    ticks = 0
+    while None in done_at:
+        heads = {}
+        for stream in Stream:
+            queue = [i for i, task in enumerate(tasks) if task.stream is stream and done_at[i] is None]
+            if queue and all(done_at[other] is not None for other in tasks[queue[0]].waits_for):
+                heads[stream] = queue[0]
+        ticks += 1
+        for stream, head in heads.items():
+            left[head] -= tick_us / (factors[stream] if len(heads) == 2 else 1.0)
+            if left[head] <= 0:
+                done_at[head] = ticks * tick_us
+    return [0.0 if end is None else end for end in done_at]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_schedules_are_those_of_a_ticking_clock(seed: int) -> None:
+    numbers, tick_us = Random(seed), 1e-3
+    count = numbers.randint(2, 12)
+    tasks = [
+        Task(
+            numbers.uniform(0.2, 3.0),
+            numbers.choice(list(Stream)),
+            tuple(sorted(numbers.sample(range(i), min(i, numbers.choice((0, 0, 1, 2)))))),
+        )
+        for i in range(count)
+    ]
+    factors = {COMPUTE: numbers.uniform(1, 2), COMMUNICATION: numbers.uniform(1, 2)}
+    found = schedule_streams(tasks, factors[COMPUTE], factors[COMMUNICATION])
+    assert ends(found) == pytest.approx(ticked(tasks, factors, tick_us), abs=2 * count * tick_us)
+    for stream in Stream:
+        own = [each for each, task in zip(found.intervals, tasks, strict=True) if task.stream is stream]
+        assert all(a.end_us <= b.start_us for a, b in itertools.pairwise(own))
+    for each, task in zip(found.intervals, tasks, strict=True):
+        assert all(found.intervals[other].end_us <= each.start_us for other in task.waits_for)
+        assert task.us - 1e-9 <= each.end_us - each.start_us <= task.us * max(factors.values()) + 1e-9
+    assert schedule_streams(tasks).us <= found.us + 1e-9
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for tasks in ([Task(1.0, waits_for=(0,))], [Task(1.0), Task(1.0, waits_for=(2,))], [Task(-1.0)]):
+        with pytest.raises(AssertionError):
+            schedule_streams(tasks)
+    with pytest.raises(AssertionError, match="contention"):
+        schedule_streams([Task(1.0)], 0.5)
+
+
+def test_contention_is_that_of_the_row_nearest_to_the_librarys_ctas() -> None:
+    measured, unmeasured = cost_model.load("h200x4"), cost_model.load("h100x8")
+    assert stream_contention(unmeasured) == (1.0, 1.0)
+    assert measured.contention is not None
+    by_ctas = {row.ctas: row for row in measured.contention.rows}
+    assert stream_contention(measured) == (by_ctas[32].gemm, by_ctas[32].communication)
+    tie = Contention("contention", (ContentionRow(12, 1.1, 1.2), ContentionRow(48, 1.3, 1.4)))
+    assert stream_contention(replace(measured, contention=tie)) == (1.3, 1.4)

@@ -1,0 +1,28 @@
+"""The families of measurements, in the order in which they are taken. A new family is one file and one line here."""
+
+from __future__ import annotations
+
+from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
+from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
+from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
+from weaveopt.measure.cases.attention import AttentionKernels
+from weaveopt.measure.cases.collectives import Collectives
+from weaveopt.measure.cases.copy_engine import Copies
+from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.gemm import Gemms
+from weaveopt.measure.cases.grouped_gemm import GroupedGemms
+from weaveopt.measure.cases.launch import Launches
+from weaveopt.measure.cases.memory import MemoryKernels
+
+FAMILIES: tuple[type[Family], ...] = (
+    Launches,
+    Gemms,
+    MemoryKernels,
+    AttentionKernels,
+    GroupedGemms,
+    Collectives,
+    PeerKernels,
+    ShmKernels,
+    StreamContention,
+    Copies,
+)

@@ -1,0 +1,124 @@
+"""Calls of the fused all-reduce + add + norm, by one kernel at one size, as compiled graphs make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.fabrics import topology
+from weaveopt.measure.clock import Clock, Launch
+from weaveopt.measure.ranks import Ranks
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind, SumOut, arena_bytes, region_need
+from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import RegionNeed
+
+Tensor = torch.Tensor
+DTYPE = torch.bfloat16
+EPS = 1e-5
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A kernel of the fused all-reduce + add + norm at one size, residual and sum sharded by tokens."""
+
+    lowering: Lowering
+    hidden: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * self.hidden * DTYPE.itemsize
+
+    def need(self, world: int) -> RegionNeed:
+        return region_need(self.lowering, self.hidden, "bfloat16", "bfloat16", world)
+
+
+def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
+    """Whether the device has this kernel for such rows; the op would go through the library without a word."""
+    if device.type != "cuda":
+        return True
+    from weaveopt import _native
+    from weaveopt.ops.all_reduce_norm.peer import native_form_of
+
+    form, dtype = native_form_of(fused.lowering), _native.DType.bfloat16
+    return not _native.unsupported(form, dtype, fused.hidden, world, False, device.index or 0)
+
+
+def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
+    """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank.
+
+    Its rows may lie in the arena, as where only products read them; elsewhere they are taken out, which is not in it.
+    """
+    return AllReduceNormCall(
+        site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",
+        out_dtype="bfloat16", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=fused.tokens,
+        one_shot_max_tokens=0, post=None, norm=NormForm(NormKind.RMS, EPS, cast_before_weight=True),
+        timeout_s=TIMEOUT_S, residual_sharded=sharded, sum_out=SumOut.SHARDED if sharded else SumOut.WHOLE,
+        lowerings=(fused.lowering,), normed_lands=True,
+    )  # fmt: skip
+
+
+def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
+    """The arena for all of them, before any is captured: graphs hold its addresses."""
+    from weaveopt.fabrics import peer as arena_gpu
+
+    need = RegionNeed()
+    for each in every:
+        need = need.union(each.need(ranks.world))
+    arena_gpu.reserve(topology.discover(ranks.name, TIMEOUT_S), need, TIMEOUT_S)
+
+
+def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> int:
+    """The shared segment of CPU ranks; returns where its output begins."""
+    from weaveopt.fabrics import shm as arena
+
+    need = arena_bytes(max_tokens, hidden, "bfloat16", "bfloat16", ranks.world)
+    begin = 2 * need.partial_bytes
+    arena.reserve(topology.discover(ranks.name, TIMEOUT_S), begin + need.output_bytes, TIMEOUT_S)
+    return begin
+
+
+def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
+    """The op on `peer`, which sends a partial result from where it is."""
+    return _repeated(ranks, fused, peer_call(_site(fused), ranks.name, ranks.world, fused, True))
+
+
+def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
+    """What the op on `shm` copies into the arena, where in a model the product writes: no part of the exchange."""
+    source, target = torch.randn(2, tokens, hidden, device=ranks.device).to(DTYPE).unbind()
+    return clock.together(lambda index: target.copy_(source), 10.0, ranks.process_group).us
+
+
+def fused_shm(ranks: Ranks, fused: Fused, output_offset: int, max_tokens: int, sharded: bool = True) -> Launch:
+    """The op on `shm`; its partial result is copied into the arena by the op."""
+    need = arena_bytes(max_tokens, fused.hidden, "bfloat16", "bfloat16", ranks.world)
+    call = replace(
+        peer_call(_site(fused), ranks.name, ranks.world, fused, sharded),
+        fabric=Fabric.SHM, lowerings=(), normed_lands=False, max_tokens=max_tokens, partial_bytes=need.partial_bytes,
+        output_offset=output_offset,
+        one_shot_max_tokens=max_tokens if fused.lowering.algorithm is Algorithm.ONE_SHOT else 0,
+    )  # fmt: skip
+    return _repeated(ranks, fused, call)
+
+
+def _site(fused: Fused) -> str:
+    return f"calibrate.{fused.hidden}.{fused.tokens}.{fused.lowering}"
+
+
+def _repeated(ranks: Ranks, fused: Fused, call: AllReduceNormCall) -> Launch:
+    # The same on all ranks, as a residual is.
+    numbers = torch.Generator(ranks.device).manual_seed(fused.tokens)
+    size, device = (fused.tokens, fused.hidden), ranks.device
+    partials = [torch.randn(size, generator=numbers, device=device).to(DTYPE) for _ in range(2)]
+    residual = torch.zeros(size, device=device, dtype=DTYPE)
+    weight = torch.ones(fused.hidden, device=device, dtype=DTYPE)
+    op, site = torch.ops.weave.all_reduce_norm.default, call.encode()
+
+    def run(index: int) -> object:
+        return op(partials[index % 2], None, None, residual, None, None, weight, None, site)
+
+    return run

@@ -1,0 +1,70 @@
+"""A GEMM beside the fused kernels: how much slower computation and communication are at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from weaveopt.cost_model.machine import Contention, ContentionRow
+from weaveopt.measure.beside import LargeGemm, Step, beside_us
+from weaveopt.measure.cases.all_reduce_norm.calls import Fused, fused_peer
+from weaveopt.measure.cases.family import Family
+from weaveopt.measure.clock import Launch
+from weaveopt.measure.draft import Draft
+from weaveopt.measure.ranks import Ranks
+from weaveopt.measure.session import Session
+from weaveopt.ops.all_reduce_norm.names import Algorithm, Lowering, Transfer
+
+TOKENS, HIDDEN = 4096, 8192
+CTAS = (8, 16, 32, 64)
+
+
+def kernels() -> list[Fused]:
+    """The exchanges that run beside a GEMM: for the arena."""
+    return [Fused(Lowering(TOKENS, Algorithm.TWO_SHOT, Transfer.BULK, ctas), HIDDEN, TOKENS) for ctas in CTAS]
+
+
+def contention_rows(ranks: Ranks) -> list[ContentionRow]:
+    """For each number of CTAs, how much slower GEMM and exchange are beside each other."""
+    gemm = LargeGemm(ranks.device)
+    found = []
+    for fused in kernels():
+        exchange = fused_peer(ranks, fused)
+        step = _numbered(exchange)
+        alone_us, exchange_us = beside_us(ranks, gemm, 12, None, 0), beside_us(ranks, step, 24, None, 0)
+        # The other one runs from before the timed one's start until after its end.
+        gemm_us = beside_us(ranks, gemm, 12, step, 2 * 12 * alone_us / exchange_us)
+        exchange_beside_us = beside_us(ranks, step, 24, gemm, 3 * 24 * exchange_us / alone_us)
+        found.append(
+            ContentionRow(
+                fused.lowering.num_ctas,
+                round(max(gemm_us / alone_us, 1.0), 3),
+                round(max(exchange_beside_us / exchange_us, 1.0), 3),
+            )
+        )
+    return found
+
+
+def _numbered(launch: Launch) -> Step:
+    def step() -> object:
+        return launch(0)
+
+    return step
+
+
+@dataclass
+class StreamContention(Family):
+    """Of the largest group, whose exchanges move most bytes a rank."""
+
+    devices: ClassVar = frozenset({"cuda"})
+    rows: list[ContentionRow] = field(default_factory=list)
+
+    def measure_together(self, session: Session, ranks: Ranks) -> None:
+        if ranks.world == session.world and not session.quick:
+            session.tell("GEMM beside exchange", 0, 1)
+            self.rows = contention_rows(ranks)
+
+    def write(self, draft: Draft) -> None:
+        if self.rows:
+            what = "4096 x 8192 x 7168 bfloat16 beside bulk copies at 4096 tokens"
+            draft.contention = Contention(draft.origin("contention", (), what), tuple(self.rows))

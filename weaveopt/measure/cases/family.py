@@ -1,0 +1,30 @@
+"""What every family of measurements has in common."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from weaveopt.measure.draft import Draft
+from weaveopt.measure.ranks import Ranks
+from weaveopt.measure.session import Session
+
+
+class Family(Protocol):
+    """One kind of measurement: when it is taken, and what it writes into the profile.
+
+    A family is a dataclass, made without arguments, that keeps its samples in its fields: rank 0 sends it to all
+    others before any of them writes. All ranks call the same methods in the same order.
+    """
+
+    devices: ClassVar[frozenset[str]]
+    """Types of torch devices, `cpu` and `cuda`, that it is measured on."""
+
+    def measure_alone(self, session: Session) -> None:
+        """Kernels of a rank's own: no rank waits for another while one of them is timed."""
+
+    def measure_together(self, session: Session, ranks: Ranks) -> None:
+        """Steps that the ranks of a group take together; called by those inside, for each size of a group."""
+
+    def write(self, draft: Draft) -> None:
+        """Blocks, links and curves of the profile, each with its origin."""
+        ...

@@ -1,0 +1,93 @@
+"""Grouped GEMMs: one for each expert of a mixture, in one kernel, against one GEMM of the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import ClassVar
+
+import torch
+
+from weaveopt.cost_model.batched import same_work
+from weaveopt.cost_model.gemm import Gemm
+from weaveopt.cost_model.machine import CompiledCosts
+from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.gemm import guess_us
+from weaveopt.measure.clock import Clock, Sample, slowest
+from weaveopt.measure.draft import Draft
+from weaveopt.measure.session import Session
+
+
+@dataclass(frozen=True)
+class GroupedCase:
+    """`rows` rows, spread evenly over `experts`, each `[k, n]`."""
+
+    experts: int
+    rows: int
+    k: int
+    n: int
+
+    @property
+    def one(self) -> Gemm:
+        return same_work(self.experts, Gemm(self.rows, self.k, self.n))
+
+
+CASES = tuple(GroupedCase(8, rows, k, n) for k, n in ((4096, 7168), (3584, 4096)) for rows in (64, 512, 2048, 8192))
+"""Experts of mixtures as ranks hold them, from few rows each to many."""
+
+
+def has_grouped(device: torch.device) -> bool:
+    """Whether this torch has grouped GEMMs for the device: older ones have them for some GPUs only."""
+    rows, weights = torch.zeros(32, 16, device=device), torch.zeros(2, 16, 16, device=device)
+    ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
+    try:
+        torch._grouped_mm(rows.bfloat16(), weights.bfloat16().transpose(1, 2), ends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def grouped(clock: Clock, device: torch.device, case: GroupedCase, expected_us: float) -> tuple[Sample, Sample]:
+    """The grouped GEMM, and one GEMM of the same work on the same weights."""
+    rows = torch.randn(case.rows, case.k, device=device, dtype=torch.bfloat16)
+    weights = torch.randn(case.experts, case.n, case.k, device=device, dtype=torch.bfloat16) * 0.05
+    step = case.rows // case.experts
+    ends = torch.arange(step, case.rows + 1, step, device=device, dtype=torch.int32)
+    wide = weights.view(case.experts * case.n, case.k).t()
+    by_expert = clock.alone(lambda index: torch._grouped_mm(rows, weights.transpose(1, 2), ends), expected_us)
+    at_once = clock.alone(lambda index: torch.mm(rows[: case.one.m], wide), expected_us)
+    return by_expert, at_once
+
+
+def grouped_slowdown(pairs: Iterable[tuple[Sample, Sample]]) -> float:
+    """Of a grouped GEMM against one GEMM of the same work: the median over the cases."""
+    return median(by_expert.us / at_once.us for by_expert, at_once in pairs)
+
+
+@dataclass
+class GroupedGemms(Family):
+    """On GPUs, where torch has grouped GEMMs for them."""
+
+    devices: ClassVar = frozenset({"cuda"})
+    times: dict[GroupedCase, tuple[Sample, Sample]] = field(default_factory=dict)
+    """Grouped, and as one GEMM."""
+
+    def measure_alone(self, session: Session) -> None:
+        if not has_grouped(session.device):
+            return
+        cases = CASES[::3] if session.quick else CASES
+        mine: list[tuple[Sample, Sample]] = []
+        for done, case in enumerate(cases):
+            session.tell("grouped GEMMs", done, len(cases))
+            expected_us = 3.0 + guess_us(case.one.m, case.one.n, case.one.k)
+            mine.append(grouped(session.clock, session.device, case, expected_us))
+        by_expert, at_once = (slowest([pair[which] for pair in mine]) for which in (0, 1))
+        self.times = dict(zip(cases, zip(by_expert, at_once, strict=True), strict=True))
+
+    def write(self, draft: Draft) -> None:
+        if self.times:
+            samples = [sample for pair in self.times.values() for sample in pair]
+            what = "grouped GEMMs of 8 experts against one of the same work, bfloat16"
+            origin = draft.origin("compiled", samples, what)
+            draft.compiled = CompiledCosts(origin, grouped=round(grouped_slowdown(self.times.values()), 3))

@@ -1,0 +1,135 @@
+"""Kernels bound by memory: norms, point-wise kernels, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from weaveopt.cost_model.machine import MemoryCosts, RowCurve
+from weaveopt.measure.cases.family import Family
+from weaveopt.measure.clock import Clock, Sample, slowest
+from weaveopt.measure.draft import Draft
+from weaveopt.measure.fit import never_falling
+from weaveopt.measure.session import Rows, Session
+
+Tensor = torch.Tensor
+NORM_TOKENS = (1, 16, 64, 256, 512, 1024, 4096, 16384)
+NORM_ROWS = (2048, 4096, 8192)
+"""Elements of the rows that norms reduce."""
+GATE_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+GATE_ROW = 7168
+CPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+CPU_ROW = 4096
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What follows the all-reduce in most models."""
+    total = x + residual
+    wide = total.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return total, (wide * scale).to(x.dtype) * weight
+
+
+def gate(x: Tensor, y: Tensor) -> Tensor:
+    """The point-wise kernel of a gated MLP."""
+    return F.silu(x) * y
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel: its inputs of [tokens, hidden], and the passes over such memory that it makes."""
+
+    function: Callable[..., object]
+    inputs: int
+    passes: int
+    takes_weight: bool
+
+    def num_bytes(self, tokens: int, hidden: int) -> int:
+        return self.passes * tokens * hidden * torch.bfloat16.itemsize
+
+
+NORM = Kernel(add_norm, 2, 4, True)
+GATE = Kernel(gate, 2, 3, False)
+
+
+def fused_kernel(
+    clock: Clock, device: torch.device, kernel: Kernel, tokens: int, hidden: int, expected_us: float
+) -> tuple[int, Sample]:
+    """Inductor's kernel for static shapes, as (bytes read and written, time)."""
+    torch._dynamo.reset()
+    compiled = torch.compile(kernel.function, dynamic=False)
+    inputs = [torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) for _ in range(kernel.inputs)]
+    if kernel.takes_weight:
+        inputs.append(torch.randn(hidden, device=device, dtype=torch.bfloat16))
+    compiled(*inputs)
+    return kernel.num_bytes(tokens, hidden), clock.alone(lambda index: compiled(*inputs), expected_us)
+
+
+def copy(clock: Clock, device: torch.device, num_bytes: int, expected_us: float) -> Sample:
+    """A copy of memory that no cache holds: `num_bytes` read and written in all."""
+    source = torch.randn(num_bytes // 8, device=device)
+    target = torch.empty_like(source)
+    return clock.alone(lambda index: target.copy_(source), expected_us)
+
+
+@dataclass
+class MemoryKernels(Family):
+    """Inductor's kernels for static shapes, in bfloat16."""
+
+    devices: ClassVar = frozenset({"cpu", "cuda"})
+    norms: dict[int, Rows] = field(default_factory=dict)
+    """(bytes read and written, time) by row length."""
+    gates: Rows = field(default_factory=list)
+    copied: tuple[int, Sample] | None = None
+    """Bytes of one large copy, and its time."""
+
+    def measure_alone(self, session: Session) -> None:
+        torch._inductor.config.compile_threads = 1  # a pool of compilers would be measured too
+        torch._dynamo.config.recompile_limit = 1024
+        rows: tuple[int, ...] = NORM_ROWS if session.is_gpu else (CPU_ROW,)
+        tokens: tuple[int, ...] = NORM_TOKENS if session.is_gpu else CPU_TOKENS
+        if session.quick:
+            rows, tokens = rows[:1], tokens[::3]
+        cases = [(NORM, row, count) for row in rows for count in tokens]
+        if session.is_gpu:
+            cases += [(GATE, GATE_ROW, count) for count in (GATE_TOKENS[::3] if session.quick else GATE_TOKENS)]
+        mine: list[tuple[int, Sample]] = []
+        with session.as_many_as_cores() as active:
+            for done, (kernel, row, count) in enumerate(cases):
+                session.tell("kernels bound by memory", done, len(cases))
+                if active:
+                    num_bytes = kernel.num_bytes(count, row)
+                    guess_us = 2.0 + num_bytes / (3e6 if session.is_gpu else 2e4)
+                    mine.append(fused_kernel(session.clock, session.device, kernel, count, row, guess_us))
+                else:
+                    mine.append((kernel.num_bytes(count, row), Sample(0.0, 0.0)))
+            large = 1 << (31 if session.is_gpu else 28)
+            copied = Sample(0.0, 0.0)
+            if active:
+                copied = copy(session.clock, session.device, large, large / (3e6 if session.is_gpu else 1e4))
+        merged = slowest([sample for _, sample in mine] + [copied])
+        call_us = 0.0 if session.is_gpu else session.launch_us
+        for (kernel, row, _), (num_bytes, _), sample in zip(cases, mine, merged, strict=False):
+            # On CPU ranks the call of a compiled function is paid once a graph, not once a kernel.
+            own = Sample(max(sample.us - call_us, 0.3), sample.spread)
+            found = self.norms.setdefault(row, []) if kernel is NORM else self.gates
+            found.append((num_bytes, own))
+        self.copied = (large, merged[-1])
+
+    def write(self, draft: Draft) -> None:
+        samples = [sample for rows in (*self.norms.values(), self.gates) for _, sample in rows]
+        origin = draft.origin("memory", samples, "Inductor's kernels for static shapes, bfloat16")
+        norms = tuple(
+            RowCurve(row, never_falling([(size, sample.us) for size, sample in rows]))
+            for row, rows in sorted(self.norms.items())
+        )
+        # Without a point-wise kernel measured apart, the norm's curve stands for all.
+        points = never_falling([(size, sample.us) for size, sample in self.gates]) if self.gates else norms[0].points
+        assert self.copied is not None, "write() before measure_alone()"
+        copied_bytes, copied = self.copied
+        bytes_per_s = round(copied_bytes / copied.us * 1e6, -6)
+        draft.memory = MemoryCosts(origin, points[0].us, bytes_per_s, points, norms if self.gates else ())

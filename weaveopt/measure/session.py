@@ -1,0 +1,51 @@
+"""What every family measures with: the device, its clock, and the order in which ranks take steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from weaveopt.measure import fit
+from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, barrier
+
+Tell = Callable[[str, int, int], None]
+"""(what, steps done, steps in all)."""
+Rows = list[tuple[int, Sample]]
+"""(size, time) of a curve, sizes ascending."""
+
+
+class Session:
+    """One run of `calibrate` on one rank. `quick`: a coarse look for tests."""
+
+    def __init__(self, device: torch.device, tell: Tell, quick: bool = False) -> None:
+        self.device, self.tell, self.quick = device, tell, quick
+        self.is_gpu = device.type == "cuda"
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
+        self.launch_us = self.eager_us = 0.0
+        """From kernel to kernel, and of an eager call, as this rank measured them first of all."""
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """Sizes of the groups that measure together."""
+        every = range(2, self.world + 1)
+        # GPU groups are halves of halves; CPU ranks come in any number.
+        return tuple(n for n in every if not self.is_gpu or n == self.world or n & (n - 1) == 0)
+
+    @contextmanager
+    def as_many_as_cores(self) -> Iterator[bool]:
+        """Whether this rank measures now: CPU ranks beyond the cores wait, or they would share what is measured."""
+        yield self.is_gpu or self.rank < len(os.sched_getaffinity(0))
+        barrier()
+
+    def curve(self, what: str, sizes: Sequence[int], take: Callable[[int], Sample]) -> Rows:
+        """A time for each size, by its position; those that stand out are measured again."""
+        rows = []
+        for index, size in enumerate(sizes):
+            self.tell(what, index, len(sizes))
+            rows.append((size, take(index)))
+        return fit.calmed(rows, take)
