@@ -183,20 +183,3 @@ def test_wheel_names_its_entry_points_and_needs(wheel: zipfile.ZipFile) -> None:
     assert "weave = weaveopt.backend:weave" in wheel.read(f"{info}/entry_points.txt").decode()
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert "Requires-Dist: torch>=2.11" in metadata and "Requires-Python: >=3.11" in metadata
-
-
-def test_readme_lists_every_option_and_rule() -> None:
-    from weaveopt.config import OPTIONS
-    from weaveopt.rewrites import RULES
-
-    readme = (ROOT / "README.md").read_text()
-    for option in OPTIONS:
-        start = f"| `{option.name}` | `{option.env}` |"
-        (line,) = (line for line in readme.splitlines() if line.startswith(start))
-        assert line.endswith(f"| {option.help} |"), line
-        assert option.default in ((), None) or f"| {option.default:g} |" in line or f"| {option.default} |" in line, (
-            line
-        )
-    for rule in RULES:
-        (line,) = (line for line in readme.splitlines() if line.startswith(f"| `{rule.name}`"))
-        assert "planned" not in line
