@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from weaveopt.ops.all_reduce_norm.call import NormForm, NormKind
+from weaveopt.ops.all_reduce_norm.call import NormSpec, NormKind
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import CapturedGraph, FoundSite
@@ -16,7 +16,7 @@ from weaveopt.sites.reduced import Reduced
 from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-RMS = NormForm(NormKind.RMS, 1e-6)
+RMS = NormSpec(NormKind.RMS, 1e-6)
 
 
 class Reductions:

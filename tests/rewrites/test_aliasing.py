@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from tests import forms
 from tests.preview import fake_group, previewed
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormForm, NormKind
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormSpec, NormKind
 from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
 from weaveopt.records.site import Site
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import landed_values
@@ -207,7 +207,7 @@ def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
         call = AllReduceNormCall(
             site="s", group=dist.group.WORLD.group_name, fabric=Fabric.PEER, world=2, hidden=64, dtype="float32",
             out_dtype="float32", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=64,
-            one_shot_max_tokens=0, post=None, norm=NormForm(NormKind.RMS, 1e-6), timeout_s=1.0, lowerings=(BULK,),
+            one_shot_max_tokens=0, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0, lowerings=(BULK,),
             normed_lands=lands,
         ).encode()  # fmt: skip
         arguments = (torch.ones(64, 64), torch.ones(64, 64), torch.ones(64), torch.ones(64, 64))
