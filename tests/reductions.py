@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
-from weaveopt.ops.all_reduce_norm.call import NormSpec, NormKind
+from weaveopt.ops.all_reduce_norm.call import NormKind, NormSpec
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import CapturedGraph, FoundSite

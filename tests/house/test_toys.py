@@ -98,7 +98,6 @@ def test_a_local_rewrite_that_costs_more_is_left() -> None:
 @pytest.mark.parametrize(("rows", "winner"), [(4, "all_reduce_rms_norm"), (64, "library_sum"), (512, "leave")])
 def test_a_second_candidate_wins_at_some_sizes(rows: int, winner: str) -> None:
     """One site, not two: 4 rows are faster fused, 64 by the toy, and 512 by the library."""
-    machine = made_up({4: 900.0, 64: 900.0, 512: 100.0}, {4: 100.0, 64: 700.0, 512: 900.0}, HIDDEN * 4)
     # Times never fall in a profile, so the largest size is a machine of its own.
     if rows == 512:
         machine = made_up({1: 10.0, 512: 10.0}, {1: 700.0, 512: 900.0}, HIDDEN * 4)
@@ -133,8 +132,8 @@ def overlapping_machine() -> Machine:
     """An all-reduce takes as long as the GEMM in front of it, and a half takes half."""
     points = {2**exponent: float(2**exponent) for exponent in range(14)}
     machine = made_up(points, points, HIDDEN * 4)
-    gemms = tuple(replace(each, launch_us=0.0, samples=None) for each in machine.products)
-    return replace(machine, products=gemms)
+    gemms = tuple(replace(each, launch_us=0.0, samples=None) for each in machine.gemms)
+    return replace(machine, gemms=gemms)
 
 
 def test_a_variant_of_the_graph_is_priced_as_a_schedule() -> None:
@@ -150,7 +149,7 @@ def test_a_variant_of_the_graph_is_priced_as_a_schedule() -> None:
 def test_a_variant_that_may_not_be_used_says_why() -> None:
     report = previewed(summed, (torch.randn(7, INNER), torch.randn(INNER, HIDDEN)), HALVES, overlapping_machine())
     assert report.variant == "captured"
-    assert [each.code for each in report.variants[1].rejections] == ["odd_rows"]
+    assert "odd_rows" in [each.code for each in report.variants[1].rejections]
 
 
 def test_a_variant_without_a_saving_is_not_taken() -> None:

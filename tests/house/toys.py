@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -165,14 +166,10 @@ class LibrarySum:
         op = torch.ops.house.sum_norm.default
         fused = call_after(graph, position, op, (*args, *rest), like=reduced.collectives[0])
         for index, old in ((0, norm.output), (1, reduced.total)):
-            result = call_after(graph, fused, _getitem, (fused, index), like=old)
+            result = call_after(graph, fused, operator.getitem, (fused, index), like=old)
             replace_uses(graph, old, result)
         erase_dead(graph, chosen.proposal.consumes)
         return ("library_sum: the sum is not rounded before the residual is added",)
-
-
-def _getitem(values: Sequence[Tensor], index: int) -> Tensor:
-    return values[index]
 
 
 # --- a block with buffers ---------------------------------------------------------------------------------------------
@@ -194,7 +191,7 @@ def _kept_relu(x: Tensor, call: str) -> Tensor:
     )
     scratch.copy_(x)
     dist.all_reduce(scratch, group=process_group(known["group"]))
-    torch.relu(scratch, out=result)
+    torch.clamp(scratch, min=0, out=result)
     scratch.fill_(float("nan"))  # whoever reads it after the call reads nonsense
     return result.clone()
 

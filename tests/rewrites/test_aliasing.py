@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from tests import forms
 from tests.preview import fake_group, previewed
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormSpec, NormKind
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormKind, NormSpec
 from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
 from weaveopt.records.site import Site
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import landed_values

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics import topology
@@ -39,7 +40,8 @@ def bind(groups: Sequence[str], report: GraphReport, context: Context) -> None:
         known = context.topologies[plan.group]
         if not known.fake:
             config = context.config
-            transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
+            with unset_fake_temporarily():  # the arena is real memory, though the graph is traced with fake tensors
+                transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
 
 
 def await_peers(groups: Sequence[str], context: Context) -> None:

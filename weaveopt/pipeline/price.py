@@ -103,7 +103,7 @@ class PricedGraph:
                 continue
             due = tuple(task for wait, task in pending if wait <= position)
             pending = [each for each in pending if each[0] > position]
-            us = item if isinstance(item, float) else self.surroundings.us(item)
+            us = self.surroundings.us(item) if isinstance(item, Kernel) else item
             tasks.append(Task(us, Stream.COMPUTE, due))
             last_computed = len(tasks) - 1
         return tasks
