@@ -2,22 +2,42 @@
 //
 // Rows are taken in units of 16 or 32 KiB. Unit j of CTA c is unit c + j * (CTAs) of a share, on every rank, so CTA c
 // deals with CTA c of each peer alone. In a CTA
-//   - one thread, the loader, brings partial rows into shared memory, and what peers pushed here unless it landed where
-//     it is read;
-//   - a second one sends those: to their owners' staging regions, and to the caller's tensors; and sees them arrive;
-//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers,
-//   into
-//     shared memory;
-//   - a third thread sends those to all output regions and sees them arrive;
-//   - one warp tells the peers. A fence at system scope waits for everything that its SM has under way (5 us and more
-//     while copies flow), so this warp does nothing else: it looks how far the senders are, fences once, signals it
-//     all.
+//   - one thread, the loader, brings partial rows into shared memory, and finished rows that peers pushed into the
+//     output buffer, unless the caller reads them there;
+//   - a second one sends those: to their owners' staging buffers, and to the caller's tensors; and waits until they
+//     have arrived;
+//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers, and
+//     store them to shared memory;
+//   - a third thread sends those to all output buffers and waits until they have arrived;
+//   - one warp signals. A fence at system scope waits for everything that its SM has in flight (5 us and more while
+//     copies flow), so this warp does nothing else: it polls how far the senders are, fences once, signals it all.
 //
-// One staging and one output region are enough: a rank that has finished a call has every row of every owner, so all
-// owners have read their staging; and a row is pushed only after all ranks' partial rows of that call have come, so
-// each of them has finished the call before and has copied its output. For the same reason the caller's normalized rows
-// may be the output region itself: then they land where they are read, and nobody copies them. What was there before is
-// overwritten once this rank's partial rows have come to the owner, which is after all that the stream did before.
+// Memory order, by what is shared:
+//
+//   partial rows in the owner's staging buffer
+//     store   the source's bulk copies
+//     fence   wait_group in the thread that copies; release to the signalling warp, which acquires and fences
+//             at system scope
+//     flag    partial[source][CTA], relaxed
+//     wait    one lane a source of each of the owner's warps, acquire; __syncwarp; then plain loads
+//     again   in the source's next call: by then it has all of the owner's rows, which are made of these
+//   finished rows in every rank's output buffer
+//     store   the owner's bulk copies
+//     fence   the same
+//     flag    rows[owner][CTA], relaxed
+//     wait    the loader, acquire; fence.proxy.async; then bulk copies. Or kernels behind this one, where the
+//             caller's rows alias the buffer
+//     again   in the owner's next call, once partial rows of that call have come from here: this kernel has ended then
+//   finished rows in shared memory
+//     store   a team, plain
+//     fence   fence.proxy.async.shared::cta in every thread, then a barrier of the team
+//     flag    mbarrier place_full
+//     wait    the third thread; then bulk copies
+//     again   once mbarrier place_empty says that the copies have read it (wait_group.read)
+//
+// So one staging and one output buffer are enough. Where the caller's normalized rows alias the output buffer, what was
+// there before is overwritten once this rank's partial rows have come to the owner, which is after all that the stream
+// did before.
 #include <algorithm>
 #include <type_traits>
 
@@ -28,9 +48,9 @@
 namespace weave::gpu {
 namespace {
 
-// Copies under way at once on a GPU: enough to keep the link busy for a round trip. More would only queue, and signals
+// Bytes in flight on a GPU: enough to keep the link busy for a round trip. More would only queue, and signals
 // behind them.
-constexpr uint32_t kBytesUnderWay = 1536 << 10;
+constexpr uint32_t kBytesInFlight = 1536 << 10;
 constexpr uint32_t kUnitBytes = 16 << 10;
 constexpr uint32_t kLeastUnitBytes = 4 << 10;
 // Units that make a long unit worth it: fewer, larger copies and signals, but coarser shares of the work.
@@ -40,8 +60,8 @@ constexpr int kTeamThreads = 512 / kTeams;
 constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, signals
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kMostVecs = 8;
-// Vectors of peers' parts that a thread is told to have on their way, but at least one of every peer; the compiler
-// takes what registers are left.
+// Vectors of peers' parts that a thread loads at once, but at least one of every peer. The compiler takes what
+// registers are left.
 [[maybe_unused]] constexpr int kMostLoads = 4;
 
 #ifdef WEAVE_BULK_COPY
@@ -92,7 +112,7 @@ struct Finisher {
     const Work work;
     const Lanes& lanes;
     Team& team;
-    uint64_t seen = 0;  // this lane's word, when it was last looked at
+    uint64_t seen = 0;  // this lane's word, at its last load
 
     __device__ __forceinline__ Row row_at(int32_t unit, int32_t in_unit) const {
         const int32_t first = work.first(unit);
@@ -113,7 +133,7 @@ struct Finisher {
         __syncwarp();
     }
 
-    // The parts of a row, summed: what this rank has of it, on its way before peers' parts have come, then the slots in
+    // The parts of a row, summed: what this rank has of it, loaded before peers' parts have come, then the slots in
     // order. Only the owner sums a row, so any fixed order is the same for everyone.
     __device__ __forceinline__ void sum(const Row& row, float (&x)[kVecs][E]) {
         Vec16 own[kEarly], residual[kEarly];
@@ -281,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0) StageSender{work, ring}.run();
     } else if (lane == 0) {
         Loader{work}.run();
-    } else if (lane - 1 <= call.group.world) {
+    } else {
         fabric::end_call<false>(watch, state, lane - 1);
     }
 #endif
@@ -332,8 +352,8 @@ int enqueue_as(const Call& call, const Launch& launch) {
         if (unit_bytes <= kLeastUnitBytes) return cudaErrorInvalidValue;
         unit_bytes /= 2;
     }
-    const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
-    layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
+    const uint32_t in_flight = kBytesInFlight / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
+    layout.max_in_flight = std::clamp<int32_t>(in_flight, 1, fabric::kMaxPending);
     layout.aliases_output = call.normalized == call.group.base[call.group.rank] + call.buffers.output_offset;
     if (layout.aliases_output && layout.out_row_bytes != layout.out_bytes) return cudaErrorInvalidValue;
     layout.collects = !layout.aliases_output || call.sum_whole;

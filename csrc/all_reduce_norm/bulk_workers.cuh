@@ -30,7 +30,7 @@ struct BulkLayout {
     int32_t stages;  // between loader and sender; even
     int32_t places;  // of a team for finished units, used in turn
     int32_t place_bytes;
-    int32_t travelling;      // copies of a sender on their way at once
+    int32_t max_in_flight;   // copies of a sender
     int32_t aliases_output;  // the caller's normalized rows are the output buffer itself
     int32_t collects;        // what peers push into the output buffer is taken out of it
     int32_t collects_early;  // and that while partial rows are still being sent
@@ -53,7 +53,7 @@ struct Shared {
     Job jobs[kMaxStages];
     uint32_t pushed[kMaxWorld];  // by owner: units whose partial rows have arrived there
     uint32_t published;          // finished units that have arrived everywhere
-    // The loader's own, by owner: units that were collected, and units that were there when it last looked.
+    // The loader's own, by owner: units that were collected, and units that were there at its last load.
     uint32_t collected[kMaxWorld], seen[kMaxWorld];
 
     // One thread.
@@ -74,7 +74,7 @@ struct Shared {
     }
 };
 
-// A word that one warp writes and another polls. Atomic operations, as both are under way at once; everything before
+// A word that one warp writes and another polls. Atomic operations, as both run at once; everything before
 // the store, arrived copies included, is seen by who loads what was stored.
 __device__ __forceinline__ void store_release_shared(uint32_t& word, uint32_t value) {
     [[maybe_unused]] uint32_t before;
@@ -273,10 +273,10 @@ struct Loader {
 
 // Sends stages as they fill, in order, and reports the partial rows that have arrived.
 struct StageSender {
-    // More than are ever on their way at once.
+    // More than are ever in flight.
     static constexpr uint32_t kRing = 16;
     const Work work;
-    uint32_t* ring;  // owner and units of what is on its way
+    uint32_t* ring;  // owner and units of what is in flight
     Turn turn, to_free;
     uint32_t num_sent = 0, num_freed = 0, num_arrived = 0;
 
@@ -300,7 +300,8 @@ struct StageSender {
                 fabric::await_reading<1>();
                 free(1);
             }
-            if (num_sent - num_arrived > static_cast<uint32_t>(work.layout.travelling)) report(work.layout.travelling);
+            if (num_sent - num_arrived > static_cast<uint32_t>(work.layout.max_in_flight))
+                report(work.layout.max_in_flight);
         }
         while (num_sent != num_arrived)
             report(num_sent - num_arrived - 1);
@@ -314,7 +315,7 @@ struct StageSender {
         }
     }
 
-    // Waits until at most `pending` copies are on their way, which is one less.
+    // Waits until at most `pending` copies are in flight, which is one less.
     __device__ __forceinline__ void report(uint32_t pending) {
         fabric::await_arrival(pending);
         const uint32_t what = ring[num_arrived++ % kRing];
@@ -352,7 +353,7 @@ struct RowSender {
             store_release_shared(work.shared.published, num_arrived = j);
             if (team == kTeams - 1) turn.next(work.layout.places);
         }
-        fabric::await_arrival<0>();
+        Remote::flush();
         store_release_shared(work.shared.published, num_units);
     }
 
@@ -384,7 +385,7 @@ struct RowSender {
     }
 };
 
-// The warp that tells the peers: lane `step - 1` the rank `step` behind. One fence for all that was stored.
+// The warp that signals: lane `step - 1` to the rank `step` after this one. One fence for all that has arrived.
 __device__ __forceinline__ void publish(const Work work) {
     const Call& call = work.call;
     const int32_t step = (threadIdx.x & 31) + 1;

@@ -118,7 +118,7 @@ struct LLPacketRows {
         return parts().peek(step_to(source), index, lanes.at(j) * 16);
     }
 
-    // The own part and the residual, and a first look at peers' parts.
+    // The own part and the residual, and a first load of peers' parts.
     __device__ __forceinline__ void peek(Parts<kMaxW>& found, int32_t row, int32_t index, int j) const {
 #pragma unroll
         for (int r = 0; r < kMaxW; ++r)
