@@ -202,7 +202,7 @@ class GpuSite:
     channel: int
     mailbox_offset: int
     mailbox_bytes: int
-    """Of one."""
+    """Of one: of the buffer that all sites of the channel share, divided by `NUM_MAILBOXES`."""
     staging_offset: int
     staging_bytes: int
     """-1: up to the arena's end, as far as launches check it; the same below."""

@@ -2,254 +2,62 @@
 //
 // Rows are taken in units of 16 or 32 KiB. Unit j of CTA c is unit c + j * (CTAs) of a share, on every rank, so CTA c
 // deals with CTA c of each peer alone. In a CTA
-//   - one thread, the loader, brings partial rows into shared memory, and what peers pushed here unless it landed where
-//     it is read;
-//   - a second one sends those: to their owners' staging regions, and to the caller's tensors; and sees them arrive;
-//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers,
-//   into
-//     shared memory;
-//   - a third thread sends those to all output regions and sees them arrive;
-//   - one warp tells the peers. A fence at system scope waits for everything that its SM has under way (5 us and more
-//     while copies flow), so this warp does nothing else: it looks how far the senders are, fences once, signals it
-//     all.
+//   - one thread, the loader, brings partial rows into shared memory, and finished rows that peers pushed into the
+//     output buffer, unless the caller reads them there;
+//   - a second one sends those: to their owners' staging buffers, and to the caller's tensors; and waits until they
+//     have arrived;
+//   - two teams of threads take turns with the units that this rank owns: they reduce and finish them in registers, and
+//     store them to shared memory;
+//   - a third thread sends those to all output buffers and waits until they have arrived;
+//   - one warp signals. A fence at system scope waits for everything that its SM has in flight (5 us and more while
+//     copies flow), so this warp does nothing else: it polls how far the senders are, fences once, signals it all.
 //
-// One staging and one output region are enough: a rank that has finished a call has every row of every owner, so all
-// owners have read their staging; and a row is pushed only after all ranks' partial rows of that call have come, so
-// each of them has finished the call before and has copied its output. For the same reason the caller's normalized rows
-// may be the output region itself: then they land where they are read, and nobody copies them. What was there before is
-// overwritten once this rank's partial rows have come to the owner, which is after all that the stream did before.
+// Memory order, by what is shared:
+//
+//   partial rows in the owner's staging buffer
+//     store   the source's bulk copies
+//     fence   wait_group in the thread that copies; release to the signalling warp, which acquires and fences
+//             at system scope
+//     flag    partial[source][CTA], relaxed
+//     wait    one lane a source of each of the owner's warps, acquire; __syncwarp; then plain loads
+//     again   in the source's next call: by then it has all of the owner's rows, which are made of these
+//   finished rows in every rank's output buffer
+//     store   the owner's bulk copies
+//     fence   the same
+//     flag    rows[owner][CTA], relaxed
+//     wait    the loader, acquire; fence.proxy.async; then bulk copies. Or kernels behind this one, where the
+//             caller's rows alias the buffer
+//     again   in the owner's next call, once partial rows of that call have come from here: this kernel has ended then
+//   finished rows in shared memory
+//     store   a team, plain
+//     fence   fence.proxy.async.shared::cta in every thread, then a barrier of the team
+//     flag    mbarrier place_full
+//     wait    the third thread; then bulk copies
+//     again   once mbarrier place_empty says that the copies have read it (wait_group.read)
+//
+// So one staging and one output buffer are enough. Where the caller's normalized rows alias the output buffer, what was
+// there before is overwritten once this rank's partial rows have come to the owner, which is after all that the stream
+// did before.
 #include <algorithm>
-#include <type_traits>
 
-#include "all_reduce_norm/bulk_workers.cuh"
-#include "all_reduce_norm/finish.cuh"
+#include "all_reduce_norm/bulk_finisher.cuh"
+#include "all_reduce_norm/bulk_loader.cuh"
+#include "all_reduce_norm/bulk_senders.cuh"
 #include "fabric/call.cuh"
 
 namespace weave::gpu {
 namespace {
 
-// Copies under way at once on a GPU: enough to keep the link busy for a round trip. More would only queue, and signals
+// Bytes in flight on a GPU: enough to keep the link busy for a round trip. More would only queue, and signals
 // behind them.
-constexpr uint32_t kBytesUnderWay = 1536 << 10;
+constexpr uint32_t kBytesInFlight = 1536 << 10;
 constexpr uint32_t kUnitBytes = 16 << 10;
 constexpr uint32_t kLeastUnitBytes = 4 << 10;
 // Units that make a long unit worth it: fewer, larger copies and signals, but coarser shares of the work.
 constexpr int kManyUnits = 16;
-constexpr int kTeamThreads = 512 / kTeams;
-[[maybe_unused]] constexpr int kTeamWarps = kTeamThreads / 32;
 constexpr int kWorkers = 4;  // warps beside the teams: loader, two senders, signals
 constexpr int kThreads = 32 * kWorkers + kTeams * kTeamThreads;
 constexpr int kMostVecs = 8;
-// Vectors of peers' parts that a thread is told to have on their way, but at least one of every peer; the compiler
-// takes what registers are left.
-[[maybe_unused]] constexpr int kMostLoads = 4;
-
-#ifdef WEAVE_BULK_COPY
-
-// The threads that finish a row. Sums are made in one order.
-struct Team {
-    float (*parts)[kTeamWarps];  // by reduction parity
-    int index;
-    int thread;
-    uint32_t num_reductions = 0;
-
-    __device__ __forceinline__ void barrier() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "n"(kTeamThreads) : "memory");
-    }
-    template <class Combine>
-    __device__ __forceinline__ float reduce(float value, const Combine& combine) {
-        float* row = parts[num_reductions++ & 1];
-        value = combine(value);
-        if ((thread & 31) == 0) row[thread >> 5] = value;
-        barrier();
-        return combine((thread & 31) < kTeamWarps ? row[thread & 31] : 0.0f);
-    }
-    __device__ __forceinline__ float sum(float value) {
-        return reduce(value, [](float part) { return warp_sum(part); });
-    }
-    __device__ __forceinline__ float max(float value) {
-        return reduce(value, [](float part) { return warp_max(part); });
-    }
-};
-
-// A row that this rank owns: its unit, and where it is in the unit, in the share and among the tokens.
-struct Row {
-    int32_t unit;
-    int32_t in_unit;
-    int32_t count;  // rows of the unit
-    int32_t index;
-    int64_t token;
-};
-
-template <typename T, int kMaxW, int kVecs, bool kPlain>
-struct Finisher {
-    static constexpr int E = kElements<T>;
-    // Of these, and of the own part and the residual: more would take too many registers, and what then goes to memory
-    // costs most where CTAs are few.
-    static constexpr int kAtOnce = kMaxW < kMostLoads ? kMostLoads / kMaxW : 1;
-    static constexpr int kEarly = kVecs < 4 ? kVecs : 4;
-    static constexpr int kStride = kTeamThreads * 16;
-    const Work work;
-    const Lanes& lanes;
-    Team& team;
-    uint64_t seen = 0;  // this lane's word, when it was last looked at
-
-    __device__ __forceinline__ Row row_at(int32_t unit, int32_t in_unit) const {
-        const int32_t first = work.first(unit);
-        return Row{unit, in_unit, work.unit(work.call.group.rank, first), first + in_unit,
-                   work.call.begin[work.call.group.rank] + first + in_unit};
-    }
-    // `count` is 0 behind the last row.
-    __device__ __forceinline__ Row after(const Row& row) const {
-        return row.in_unit + 1 < row.count ? row_at(row.unit, row.in_unit + 1) : row_at(row.unit + kTeams, 0);
-    }
-
-    // The parts of the row's unit have come from all ranks. A word covers all units up to it.
-    __device__ __forceinline__ void await_unit(const Row& row) {
-        const int lane = team.thread & 31;
-        if (lane < work.call.group.world && lane != work.call.group.rank && seen < work.word(row.unit + 1))
-            seen = fabric::wait(&work.channel(work.call.group.rank)->partial[lane][blockIdx.x], work.word(row.unit + 1),
-                                work.watch, lane, fabric::Slot::kPartial);
-        __syncwarp();
-    }
-
-    // The parts of a row, summed: what this rank has of it, on its way before peers' parts have come, then the slots in
-    // order. Only the owner sums a row, so any fixed order is the same for everyone.
-    __device__ __forceinline__ void sum(const Row& row, float (&x)[kVecs][E]) {
-        Vec16 own[kEarly], residual[kEarly];
-        load_own(row, 0, own, residual);
-        await_unit(row);
-        widen_own(0, own, residual, x);
-#pragma unroll
-        for (int from = kEarly; from < kVecs; from += kEarly) {
-            load_own(row, from, own, residual);
-            widen_own(from, own, residual, x);
-        }
-#pragma unroll
-        for (int from = 0; from < kVecs; from += kAtOnce)
-            add_peers(row, from, x);
-    }
-
-    __device__ __forceinline__ void load_own(const Row& row, int from, Vec16 (&own)[kEarly],
-                                             Vec16 (&residual)[kEarly]) const {
-        const int64_t at = row.token * work.layout.row_bytes + lanes.first * 16 + from * kStride;
-        const char* partial = static_cast<const char*>(work.call.partial) + at;
-        const char* residuals = static_cast<const char*>(work.call.residual) + at;
-#pragma unroll
-        for (int k = 0; k < kEarly; ++k) {
-            own[k] = lanes.has(from + k) ? fabric::load(partial + k * kStride) : Vec16{};
-            residual[k] =
-                lanes.has(from + k) && adds_residual_first() ? fabric::load(residuals + k * kStride) : Vec16{};
-        }
-    }
-
-    __device__ __forceinline__ void widen_own(int from, const Vec16 (&own)[kEarly], const Vec16 (&residual)[kEarly],
-                                              float (&x)[kVecs][E]) const {
-#pragma unroll
-        for (int k = 0; k < kEarly; ++k) {
-            fabric::widen(own[k], x[from + k], static_cast<const T*>(nullptr));
-            if (adds_residual_first()) plus(residual[k], x[from + k]);
-        }
-    }
-
-    __device__ __forceinline__ void add_peers(const Row& row, int from, float (&x)[kVecs][E]) const {
-        const Call& call = work.call;
-        const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
-        const char* slots = work.staging(call.group.rank, row.index * row_bytes).pointer() + lanes.first * 16;
-        Vec16 part[kMaxW][kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-#pragma unroll
-            for (int slot = 1; slot < kMaxW; ++slot)
-                part[slot][k] = lanes.has(from + k) && slot < call.group.world
-                                    ? fabric::load(slots + (slot - 1) * slot_bytes + (from + k) * kStride)
-                                    : Vec16{};
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-#pragma unroll
-            for (int slot = 1; slot < kMaxW; ++slot)
-                plus(part[slot][k], x[from + k]);
-    }
-
-    __device__ __forceinline__ static void plus(const Vec16& part, float (&x)[E]) {
-        float widened[E];
-        fabric::widen(part, widened, static_cast<const T*>(nullptr));
-#pragma unroll
-        for (int i = 0; i < E; ++i)
-            x[i] += widened[i];
-    }
-
-    // Where nothing comes between the sum over ranks and the residual, it is loaded with the parts: in registers it
-    // would have to wait for the rest.
-    __device__ __forceinline__ bool adds_residual_first() const {
-        const Call& call = work.call;
-        if (kPlain) return true;
-        return call.residual != nullptr && call.reduced_bias.data == nullptr && call.scale == 1.0f &&
-               call.scale_value.data == nullptr && call.post.spec.kind == NormKind::kNone;
-    }
-
-    __device__ __forceinline__ void run() {
-        Turn turn;
-        bool first_round = true;
-        for (Row row = row_at(team.index, 0); row.count > 0; row = after(row)) {
-            float x[kVecs][E];
-            sum(row, x);
-            // The place is free once what it held before was read out of it.
-            if (row.in_unit == 0 && !first_round)
-                fabric::await_phase(&work.shared.place_empty[team.index][turn.at], turn.parity ^ 1);
-            finish_row(row, work.place(team.index, turn.at), x);
-            if (row.in_unit + 1 < row.count) continue;
-            fabric::order_shared_stores_before_copies();
-            team.barrier();
-            if (team.thread == 0) fabric::arrive(&work.shared.place_full[team.index][turn.at]);
-            turn.next(work.layout.places);
-            first_round &= turn.at != 0;
-        }
-    }
-
-    __device__ __forceinline__ void finish_row(const Row& row, char* place, float (&x)[kVecs][E]) {
-        const Call& call = work.call;
-        const BulkLayout& layout = work.layout;
-        char* sums = place + layout.rows_a_unit * layout.out_row_bytes + row.in_unit * layout.row_bytes;
-        char* sum_row = static_cast<char*>(call.sum) + row.token * layout.row_bytes;
-        LateWeight<T, kVecs, kPlain> weight;
-        const auto residual = [&](int j) {
-            return fabric::load(static_cast<const char*>(call.residual) + row.token * layout.row_bytes +
-                                lanes.at(j) * 16);
-        };
-        const bool adds_residual = call.residual != nullptr && !adds_residual_first();
-        finish<T, kPlain>(x, call, lanes, adds_residual, residual, team, weight, [&](int j, const Vec16& sum) {
-            if (call.sum != nullptr) fabric::store(sum_row + lanes.at(j) * 16, sum);
-            if (!kPlain && call.sum_whole) *reinterpret_cast<Vec16*>(sums + lanes.at(j) * 16) = sum;
-        });
-        float scale;
-        const float inverse = inverse_scale<T, kPlain>(x, call, lanes, scale, team);
-        put(place, row.in_unit, row.token, x, inverse, scale);
-    }
-
-    __device__ __forceinline__ void put(char* place, int32_t i, int64_t row, float (&x)[kVecs][E], float inverse,
-                                        float scale) const {
-        const Call& call = work.call;
-        char* normalized = place + i * work.layout.out_row_bytes;
-#pragma unroll
-        for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j) || (!kPlain && call.normalized == nullptr)) continue;
-            OutVector out = out_vector<T, kPlain>(x[j], call.out_kind, inverse);
-            const int32_t bytes = out_vector_bytes<T, kPlain>(call.out_kind);
-            char* to = normalized + lanes.at(j) * bytes;
-            for_each_piece(out, bytes, [&](const auto& piece, int32_t at) {
-                using Piece = std::decay_t<decltype(piece)>;
-                *reinterpret_cast<Piece*>(to + at) = piece;
-            });
-        }
-        if (!kPlain && call.quant == QuantKind::kPerToken && team.thread == 0) {
-            *reinterpret_cast<float*>(normalized + work.layout.out_bytes) = scale;
-            static_cast<float*>(call.row_scale)[row] = scale;
-        }
-    }
-};
-
-#endif  // WEAVE_BULK_COPY
 
 template <typename T, int kMaxW, int kVecs, bool kPlain>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -281,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0) StageSender{work, ring}.run();
     } else if (lane == 0) {
         Loader{work}.run();
-    } else if (lane - 1 <= call.group.world) {
+    } else {
         fabric::end_call<false>(watch, state, lane - 1);
     }
 #endif
@@ -332,8 +140,8 @@ int enqueue_as(const Call& call, const Launch& launch) {
         if (unit_bytes <= kLeastUnitBytes) return cudaErrorInvalidValue;
         unit_bytes /= 2;
     }
-    const uint32_t under_way = kBytesUnderWay / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
-    layout.travelling = std::clamp<int32_t>(under_way, 1, fabric::kMaxPending);
+    const uint32_t in_flight = kBytesInFlight / layout.unit_bytes / static_cast<uint32_t>(num_ctas);
+    layout.max_in_flight = std::clamp<int32_t>(in_flight, 1, fabric::kMaxPending);
     layout.aliases_output = call.normalized == call.group.base[call.group.rank] + call.buffers.output_offset;
     if (layout.aliases_output && layout.out_row_bytes != layout.out_bytes) return cudaErrorInvalidValue;
     layout.collects = !layout.aliases_output || call.sum_whole;

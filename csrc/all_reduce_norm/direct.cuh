@@ -4,6 +4,21 @@
 //
 // The body is written once over a fabric with two operations, reduce_load and broadcast_store: `peer` does them with
 // loads and stores to each rank in turn, `multimem` with one instruction on a multicast address.
+//
+// Memory order, by what is shared (fence.proxy.alias on multimem only, where the same bytes have two addresses):
+//
+//   partial rows in every rank's arena
+//     store   kernels before this one in the stream
+//     fence   griddepcontrol.wait; release, in signal
+//     flag    partial[source][CTA]
+//     wait    CTA c of each owner, acquire; fence.proxy.alias; __syncthreads
+//     again   behind this kernel: it ends with `rows` of every peer's CTAs, signalled after they have read
+//   finished rows in every rank's output buffer
+//     store   CTA c of the owner, broadcast_store
+//     fence   fence.proxy.alias; __syncthreads; release, in signal
+//     flag    rows[owner][CTA]
+//     wait    CTA c of every rank, acquire; fence.proxy.alias; __syncthreads
+//     again   in the owner's next call, after `partial` of that call from here: this kernel has ended then
 #pragma once
 
 #include <algorithm>
@@ -55,7 +70,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     const uint64_t word = fabric::signal_word(state.epoch, 1);
     const int peer = threadIdx.x;
     const bool has_peer = peer < call.group.world && peer != call.group.rank;
-    if (peer <= call.group.world) fabric::end_call<false>(watch, state, peer);
+    fabric::end_call<false>(watch, state, peer);
     const fabric::Channel* own = call.group.channel(call.group.rank);
     if (has_peer) {
         // The partial rows were written by kernels before this one.

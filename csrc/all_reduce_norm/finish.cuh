@@ -59,7 +59,7 @@ __device__ __forceinline__ float load_value(const Parameter& parameter) {
     return static_cast<float>(*static_cast<const T*>(parameter.data));
 }
 
-// A norm's weight. One in the activations' type is on its way to registers while something else is waited for: by
+// A norm's weight. One in the activations' type is loaded while something else is waited for: by
 // default the sum over the row's threads.
 template <typename T, int kVecs, bool kPlain = false>
 class LateWeight {

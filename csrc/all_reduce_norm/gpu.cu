@@ -1,4 +1,4 @@
-// The one way into the GPU kernels of all_reduce_norm.
+// The entry to the GPU kernels of all_reduce_norm.
 #include <cuda_runtime.h>
 
 #include "all_reduce_norm/gpu.h"

@@ -48,7 +48,8 @@ struct GpuNorm {
     Parameter bias;
 };
 
-// Where the buffers of a site begin in every arena, and how large they are.
+// Where the buffers of a site begin in every arena, and how large they are. Equal for all sites of a channel, whatever
+// each of them needs: with mailboxes of another size the second one would begin inside another site's.
 struct Buffers {
     int64_t mailbox_offset;  // of the first of kNumMailboxes, one behind the other
     int64_t mailbox_bytes;   // of one

@@ -4,9 +4,8 @@
 // One-shot: every rank sends its rows to all peers and computes all rows. Two-shot: partial rows go to their owners,
 // who send finished rows to everyone. A row is shared by the CTAs of a cluster, one 16-byte vector a thread.
 //
-// The link stands still whenever all threads wait for something at once: from one row to the next, what is there of
-// the next is loaded before this one is finished and sent; and a finished row that came from a peer is taken while
-// later rows are on their way.
+// The link idles whenever all threads wait for something at once. So what has arrived of the next row is loaded before
+// this one is finished and sent, and a finished row that came from a peer is taken while later rows are in flight.
 #include <algorithm>
 
 #include "all_reduce_norm/ll_packet_rows.cuh"
@@ -38,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     Watch watch{call.group, 0};
     using Rows = LLPacketRows<T, kMaxW, kVecs, kTwoShot, kPlain>;
     Rows rows{call, watch, lanes, team, layout};
-    // On its way before the state is, which says where it goes.
+    // Loaded before the state is, which says where it goes.
     typename Rows::Outgoing out;
     if (!controls && first < rows.num_outgoing()) rows.load(out, first);
     const fabric::CallState state = fabric::begin_call<true>(call.group);

@@ -64,10 +64,6 @@ struct LLPacketRows {
     __device__ __forceinline__ Mailbox mailbox_of(uint32_t first, uint32_t row_bytes) const {
         return Mailbox{call.group, mailbox, first, layout.slot_rows, row_bytes};
     }
-    // How far after this rank `rank` is, around the ring.
-    __device__ __forceinline__ int32_t step_to(int32_t rank) const {
-        return rank > call.group.rank ? rank - call.group.rank : rank - call.group.rank + call.group.world;
-    }
     __device__ __forceinline__ bool has_row(int32_t step, int32_t index) const {
         const int32_t owner = call.group.after(step);
         return call.begin[owner] + index < call.begin[owner + 1];
@@ -115,10 +111,10 @@ struct LLPacketRows {
     }
 
     __device__ __forceinline__ Vec16 peek_part(int32_t source, int32_t index, int j) const {
-        return parts().peek(step_to(source), index, lanes.at(j) * 16);
+        return parts().peek(call.group.step_to(source), index, lanes.at(j) * 16);
     }
 
-    // The own part and the residual, and a first look at peers' parts.
+    // The own part and the residual, and a first load of peers' parts.
     __device__ __forceinline__ void peek(Parts<kMaxW>& found, int32_t row, int32_t index, int j) const {
 #pragma unroll
         for (int r = 0; r < kMaxW; ++r)
@@ -150,7 +146,8 @@ struct LLPacketRows {
         }
 #pragma unroll
         for (int r = 0; r < kMaxW; ++r)
-            if (r < call.group.world && r != call.group.rank) parts().clear(step_to(r), index, lanes.at(j) * 16);
+            if (r < call.group.world && r != call.group.rank)
+                parts().clear(call.group.step_to(r), index, lanes.at(j) * 16);
     }
 
     // Token row `row`, whose peers' parts come in slot row `index`: summed, finished, stored; and sent if kTwoShot.

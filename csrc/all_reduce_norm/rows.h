@@ -65,7 +65,7 @@ extern const RowFunctions kRowsAvx512;
 // What this processor can run, widest first. Never empty.
 std::vector<const RowFunctions*> usable_rows();
 
-// The widest; all ranks of a host choose alike, so their results agree bitwise.
+// The widest; all ranks of a host choose the same, so their results agree bitwise.
 const RowFunctions& choose_rows();
 
 }  // namespace weave

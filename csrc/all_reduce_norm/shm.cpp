@@ -166,7 +166,7 @@ void AllReduceNorm::reduce(const Rows& rows, int64_t begin, int64_t end, int32_t
 }
 
 Status AllReduceNorm::one_shot(int64_t tokens, const Rows& rows, int32_t num_threads) {
-    group_.relaxed_signal_rows();
+    group_.store_rows_relaxed();
     Status status = wait_all_ready(fabric::shm::tag(site_.tag, tokens));
     if (status.ok()) reduce(rows, 0, tokens, num_threads);
     return status;

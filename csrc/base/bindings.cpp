@@ -53,7 +53,7 @@ struct AllReduceNormHandle {
         throw std::invalid_argument("this processor does not run " + isa);
     }
 
-    // A region outside the segment would be a wild store later.
+    // A buffer outside the segment would be a wild store later.
     static Group& check(GroupHandle& handle, const AllReduceNormSite& site) {
         const auto data_bytes = static_cast<int64_t>(handle.segments.at(0)->data_bytes());
         const fabric::shm::Layout& at = site.layout;
@@ -61,7 +61,7 @@ struct AllReduceNormHandle {
         const int64_t output_end = at.output_offset + AllReduceNorm::output_bytes(site, handle.group.world());
         if (at.partial_offset < 0 || at.output_offset < 0 || partial_end > data_bytes || output_end > data_bytes ||
             site.max_tokens * site.hidden * size_of(site.dtype) > at.partial_bytes) {
-            throw std::invalid_argument("regions [" + std::to_string(at.partial_offset) + ", " +
+            throw std::invalid_argument("buffers [" + std::to_string(at.partial_offset) + ", " +
                                         std::to_string(partial_end) + ") and [" + std::to_string(at.output_offset) +
                                         ", " + std::to_string(output_end) + ") for " + std::to_string(site.max_tokens) +
                                         " tokens do not fit an arena of " + std::to_string(data_bytes) + " bytes");

@@ -36,7 +36,7 @@ struct GpuSite {
     float scale = 1;
     double timeout_s = 120;
     int32_t channel = 0;
-    // In every arena. A buffer of -1 bytes goes to the arena's end, as far as launches check it.
+    // The buffers of the channel, in every arena. One of -1 bytes goes to the arena's end, as far as launches check it.
     int64_t mailbox_offset = 0;
     int64_t mailbox_bytes = 0;  // of one
     int64_t staging_offset = 0;
@@ -57,6 +57,9 @@ class GpuAllReduceNorm {
         call_.buffers = {site.mailbox_offset, site.mailbox_bytes, site.staging_offset,
                          site.staging_bytes,  site.output_offset, site.output_bytes};
         fit("mailboxes", site.mailbox_offset, fabric::kNumMailboxes * site.mailbox_bytes);
+        if (site.mailbox_bytes % 16 != 0)
+            throw std::invalid_argument("mailboxes of " + std::to_string(site.mailbox_bytes) +
+                                        " bytes: expected a multiple of 16");
         call_.buffers.staging_bytes = fit("staging", site.staging_offset, site.staging_bytes);
         call_.buffers.output_bytes = fit("output", site.output_offset, site.output_bytes);
         call_.hidden = static_cast<int32_t>(site.hidden);

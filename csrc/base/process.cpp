@@ -13,7 +13,7 @@ namespace {
 
 enum class Presence { kUnknown, kGone, kThere };
 
-struct Look {
+struct Entry {
     Presence presence = Presence::kUnknown;
     uint64_t start = 0;
 };
@@ -24,7 +24,7 @@ bool says_gone(int error) {
 
 // Fields 3 (state) and 22 (start time) of /proc/<pid>/stat. The command in field 2 may hold spaces, so count from its
 // last bracket.
-Look look_up(int32_t pid) {
+Entry entry_of(int32_t pid) {
     char path[32], text[1024];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -50,14 +50,14 @@ Look look_up(int32_t pid) {
 }  // namespace
 
 std::optional<uint64_t> process_start(int32_t pid) {
-    const Look look = look_up(pid);
-    if (look.presence != Presence::kThere) return std::nullopt;
-    return look.start;
+    const Entry entry = entry_of(pid);
+    if (entry.presence != Presence::kThere) return std::nullopt;
+    return entry.start;
 }
 
 bool process_has_ended(int32_t pid, uint64_t start) {
-    const Look look = look_up(pid);
-    return look.presence == Presence::kGone || (look.presence == Presence::kThere && look.start != start);
+    const Entry entry = entry_of(pid);
+    return entry.presence == Presence::kGone || (entry.presence == Presence::kThere && entry.start != start);
 }
 
 }  // namespace weave

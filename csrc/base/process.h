@@ -10,8 +10,8 @@ namespace weave {
 // there is no such process, only its remains (a zombie), or nobody can say.
 std::optional<uint64_t> process_start(int32_t pid);
 
-// Whether the process that started at `start` is gone, a zombie included. Only if the system says so: a look that fails
-// for another reason (no descriptor left, no /proc) finds it alive. Knows only within one pid namespace.
+// Whether the process that started at `start` is gone, a zombie included. Only if the system says so: where asking
+// fails for another reason (no descriptor left), it counts as alive. Knows only within one pid namespace.
 bool process_has_ended(int32_t pid, uint64_t start);
 
 }  // namespace weave

@@ -87,6 +87,10 @@ struct GroupView {
         const int32_t next = rank + step;
         return next < world ? next : next - world;
     }
+    // How far after this rank `other` is: after(step_to(other)) == other.
+    WEAVE_HOST_DEVICE int32_t step_to(int32_t other) const {
+        return other > rank ? other - rank : other - rank + world;
+    }
 };
 
 }  // namespace weave::fabric

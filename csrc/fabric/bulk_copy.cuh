@@ -13,7 +13,7 @@
 
 namespace weave::fabric {
 
-// Copies of one thread on their way at once that await_arrival() can tell apart.
+// Copies of one thread in flight at once that await_arrival() can distinguish.
 constexpr int kMaxPending = 8;
 
 #ifdef WEAVE_BULK_COPY

@@ -5,15 +5,19 @@
 //   end_call     `world` + 1 threads of every CTA, after all its threads have begun: the grid's last CTA counts the
 //                call, and CTA 0 compares with every peer what is run
 //
-// | word (who writes it)         | order                                    | who reads it, and when               |
-// |------------------------------|------------------------------------------|--------------------------------------|
-// | num_calls (the last CTA of   | one thread a CTA, after all others have  | the next kernel of the stream, after |
-// | the owner's grid)            | read it: threadfence, atomicAdd          | griddepcontrol.wait                  |
-// | tag[parity of the epoch]     | relaxed, alone: the word is all there is | the owner, in the same call          |
-// | [source] (the source)        |                                          |                                      |
+// Memory order, by what is shared:
 //
-// A source writes tag[parity] again two calls later. Its call in between ended only with this rank's tag of that call,
-// which this rank wrote after its own call before, comparison included, had ended.
+//   state (num_calls, num_mailbox_calls)
+//     store   the last CTA of the owner's grid, plain
+//     fence   __threadfence, in one thread of each CTA after all its threads have read the state
+//     flag    num_arrived, by atomicAdd: it only says which CTA is the last
+//     wait    griddepcontrol.wait of the next kernel in the stream, the only reader
+//   tag[parity of the epoch][source]
+//     store   the source, relaxed at system scope
+//     fence   none: the word is all there is
+//     wait    the owner, relaxed, in the same call
+//     again   two calls later: the source's call in between ended only with this rank's tag of that call, which
+//             this rank wrote after its own call before, comparison included, had ended
 #pragma once
 
 #include "fabric/signal.cuh"
@@ -49,7 +53,7 @@ __device__ __forceinline__ CallState begin_call(const GroupView& group) {
     return call;
 }
 
-// Tells `peer` what this rank runs and compares what the peer runs: `watch.tag` on both, or neither goes on.
+// Sends `peer` what this rank runs and compares it with what the peer runs: `watch.tag` on both, or neither goes on.
 __device__ __forceinline__ void exchange_tags(const Watch& watch, const CallState& call, int32_t peer) {
     constexpr int32_t kEpochShift = 2 * kTagFieldBits;
     const GroupView& group = watch.group;

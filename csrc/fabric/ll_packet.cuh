@@ -1,16 +1,22 @@
 // LL packets (Lamport packets): data whose every word says itself whether it has arrived, so nothing comes between a
-// store and the peer's first look at it: no flag, no fence, no barrier.
+// store and the peer's first load of it: no flag, no fence, no barrier.
 //
 // A word is empty (kEmptyWord) until a peer writes it, and data never hold that value: put() makes a pair of 2-byte
 // elements (+0, -0), or a float -0, into zeros. Elements are not touched otherwise; a rank treats its own data in the
 // same way (without_empty), so all sum the same bits.
 //
-// | word (who writes it)          | order                                | who reads it, and when |
-// |-------------------------------|--------------------------------------|---------------------------------------------|
-// | data (the source, by put)     | relaxed at system scope; each 4-byte | the owner: polls it with relaxed loads | |
-// | word arrives whole                   | until no word is empty                      | | empty (the owner, once it
-// has | plain store; the end of the kernel   | the source's call after the next: see below | | taken the data) |
-// releases it                          |                                             |
+// Memory order, by what is shared:
+//
+//   data in a mailbox
+//     store   the source, relaxed at system scope
+//     fence   none: each 4-byte word arrives whole
+//     flag    every word itself
+//     wait    the owner polls with relaxed loads until no word is empty
+//     again   two calls with LL packets later, into words that are empty
+//   empty words in a mailbox
+//     store   the owner, plain, once it has taken the data
+//     fence   the end of the kernel
+//     wait    none, as the source's call that uses the mailbox again comes later: see below
 //
 // A channel has kNumMailboxes = 2 mailboxes, which its calls with LL packets use in turn. A rank that has finished call
 // k has what every peer sent in k, at first hand or in an owner's row; so each peer has at least begun k, and so has

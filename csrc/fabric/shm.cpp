@@ -22,7 +22,7 @@ namespace weave::fabric::shm {
 namespace {
 
 constexpr uint64_t kMagic = 0x77656176656f7074;  // "weaveopt"
-// Looks at a peer's process this often while asleep: a dead peer is noticed within this time.
+// A sleeping wait checks the peer's process this often: a dead peer is noticed within this time.
 constexpr long kSliceNs = 20'000'000;
 
 using Clock = std::chrono::steady_clock;
@@ -49,15 +49,15 @@ bool reached(uint32_t seen, uint32_t epoch) {
     return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
-bool relaxed_wait(const std::atomic<uint32_t>& word, uint32_t epoch) {
+bool reached_relaxed(const std::atomic<uint32_t>& word, uint32_t epoch) {
     return reached(word.load(std::memory_order_relaxed), epoch);
 }
 
-void relaxed_signal(std::atomic<uint32_t>& word, uint32_t epoch) {
+void store_relaxed(std::atomic<uint32_t>& word, uint32_t epoch) {
     word.store(epoch, std::memory_order_relaxed);
 }
 
-// The full fence puts the store before the look at `num_waiters`. A waiter counts itself before it sleeps, and the
+// The full fence puts the store before the load of `num_waiters`. A waiter counts itself before it sleeps, and the
 // kernel compares the word once more then, so either it sees the epoch or we see it waiting.
 void signal(std::atomic<uint32_t>& word, uint32_t epoch, std::atomic<uint32_t>& num_waiters) {
     word.store(epoch, std::memory_order_release);
@@ -65,22 +65,22 @@ void signal(std::atomic<uint32_t>& word, uint32_t epoch, std::atomic<uint32_t>& 
     if (num_waiters.load(std::memory_order_relaxed) != 0) futex_wake_all(word);
 }
 
-// Spins, then yields, and says whether the epoch came. Only looks: the caller makes it an acquire.
+// Spins, then yields, and says whether the epoch came. Relaxed: the caller makes it an acquire.
 bool spins_until(const std::atomic<uint32_t>& word, uint32_t epoch, const SpinPolicy& policy) {
     constexpr int kPollsPerTurn = 64;
-    if (relaxed_wait(word, epoch)) return true;
+    if (reached_relaxed(word, epoch)) return true;
     const auto start = Clock::now();
     const auto elapsed = [start] { return Clock::now() - start; };
     const std::chrono::microseconds spin(policy.spin_us), yield(policy.spin_us + policy.yield_us);
     while (elapsed() < spin) {
         for (int i = 0; i < kPollsPerTurn; ++i) {
-            if (relaxed_wait(word, epoch)) return true;
+            if (reached_relaxed(word, epoch)) return true;
             pause();
         }
     }
     for (int32_t i = 0; i < policy.min_yields || elapsed() < yield; ++i) {
         sched_yield();
-        if (relaxed_wait(word, epoch)) return true;
+        if (reached_relaxed(word, epoch)) return true;
     }
     return false;
 }
@@ -166,8 +166,8 @@ Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first
     header->pid = getpid();
     header->pid_namespace = pid_namespace();
     header->start_time = process_start(header->pid).value_or(0);
-    relaxed_signal(header->ready, first_epoch);
-    relaxed_signal(header->rows, first_epoch);
+    store_relaxed(header->ready, first_epoch);
+    store_relaxed(header->rows, first_epoch);
     header->magic = kMagic;
     auto* segment = new Segment(base, data_bytes, fd);
     segment->mark(State::kLive);
@@ -212,7 +212,7 @@ Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes
     cpu_set_t cores;
     CPU_ZERO(&cores);
     const int num_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    // With a core for every rank, look for longer than waking a sleeper takes (an idle virtual core: 100 us). With
+    // With a core for every rank, poll for longer than waking a sleeper takes (an idle virtual core: 100 us). With
     // less, each rank finds the other asleep, wakes it, falls asleep itself meanwhile, and every call costs a wake-up.
     // Yield after a while, in case the scheduler has put both ranks on one core. Where ranks outnumber cores, spinning
     // would only keep the peer from running.
@@ -249,7 +249,7 @@ Status Group::wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, 
         } else {
             continue;
         }
-        // The peer may have signalled between the two looks, as its last act.
+        // The peer may have signalled since `seen` was loaded, as its last act.
         status.seen = word.load(std::memory_order_acquire);
         if (reached(status.seen, epoch_)) return {};
         return status;
@@ -268,7 +268,7 @@ Status Group::enter(const Layout& layout, uint64_t tag, double timeout_s) {
         return {};
     }
     signal_ready(tag);
-    relaxed_signal_rows();
+    store_rows_relaxed();
     for (int32_t step = 1; step < world(); ++step) {
         Status status = wait_ready((rank_ + step) % world(), tag, timeout_s);
         if (!status.ok()) return poison(status);
@@ -291,8 +291,8 @@ void Group::signal_rows() {
     signal(own.rows, epoch_, own.num_waiters);
 }
 
-void Group::relaxed_signal_rows() {
-    relaxed_signal(segments_[rank_]->header()->rows, epoch_);
+void Group::store_rows_relaxed() {
+    store_relaxed(segments_[rank_]->header()->rows, epoch_);
 }
 
 Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {

@@ -3,10 +3,32 @@
 // Every rank owns one segment: a header with its epoch words, then data. All peers map it. The vocabulary is the
 // same on every fabric:
 //
-//   signal(word, epoch)          release: every store before it is seen by whoever waits for that epoch
-//   relaxed_signal(word, epoch)  only the word itself; orders nothing, wakes nobody
+//   signal(word, epoch)          store, release: every store before it is seen by whoever waits for that epoch
+//   store_relaxed(word, epoch)   only the word itself; orders nothing, wakes nobody
 //   wait(word, epoch)            acquire: pairs with signal
-//   relaxed_wait(word, epoch)    only looks; orders nothing
+//   reached_relaxed(word, epoch) one load; orders nothing
+//
+// Memory order, by what is shared:
+//
+//   partial result (in the buffer of the epoch's parity) and tag[parity]
+//     store   the owner, plain; the tag relaxed
+//     fence   release, in signal(ready)
+//     flag    ready
+//     wait    every peer: acquire, in wait(ready)
+//     again   two epochs later: by then this rank has every peer's `ready` of the epoch between, which a peer
+//             signals after it has finished this one
+//   output rows
+//     store   the owner, plain, after wait(ready) of every peer
+//     fence   release, in signal(rows)
+//     flag    rows
+//     wait    every peer: acquire, in wait(rows)
+//     again   in the next epoch, after wait(ready) of every peer, which a peer signals after it has finished this one
+//   num_waiters
+//     store   a peer, seq_cst, before it sleeps on a word; the system compares the word once more then
+//     fence   seq_cst, in signal(), between the word and the load of num_waiters: one of the two sees the other
+//
+// This speaks of buffers that lie at the same place in all calls. A call whose buffers lie elsewhere than those of the
+// call before begins with a barrier (Group::enter).
 //
 // Epochs count the calls of a group and never reset, so nothing has to be cleared between calls. They are 32 bits
 // wide and compared by distance, so they may wrap; for that every word must move at least once in 2^31 calls.
@@ -83,7 +105,7 @@ struct Layout {
 
 // How a wait polls before it sleeps.
 struct SpinPolicy {
-    int64_t spin_us;     // with a pause between looks
+    int64_t spin_us;     // with a pause between polls
     int64_t yield_us;    // then with sched_yield between them, for so long ...
     int32_t min_yields;  // ... and at least so often
 };
@@ -111,10 +133,10 @@ class Group {
     void signal_ready(uint64_t tag);
     void signal_rows();
     // For calls that hand out no rows: keeps the word within 2^31 of the epoch.
-    void relaxed_signal_rows();
+    void store_rows_relaxed();
     Status wait_ready(int32_t peer, uint64_t tag, double timeout_s);
     Status wait_rows(int32_t peer, double timeout_s);
-    // Keeps the first failure and tells the peers, so that they need not wait for their own timeout.
+    // Keeps the first failure and marks it for the peers, so that they need not wait for their own timeout.
     Status poison(const Status& status);
     void leave() { busy_.clear(std::memory_order_release); }
 

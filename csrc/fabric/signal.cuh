@@ -1,13 +1,13 @@
 // Signals between the kernels of different GPUs: words in a peer's arena that only grow, and bounded waits for them.
 //
 //   signal(word, value)       store, release at system scope: whoever waits for that value sees every store before it,
-//                             of this thread and of those that it met at a barrier
+//                             of this thread and of those behind the same barrier
 //   signal_add(word, epoch, n)    adds n to what the word counts in that epoch, release at system scope: for several
 //                             threads or CTAs that signal by one word; whoever waits for their sum sees what was before
 //                             each of them
 //   store_relaxed(word, value)    only the word itself; orders nothing. After fence() it is a signal()
 //   wait(word, value)         until the word has at least this value; acquire at system scope
-//   load_acquire, load_relaxed    one look
+//   load_acquire, load_relaxed    one load
 //
 // Words never go back. Most hold signal_word(epoch, count): the epoch of a channel (its calls, from 1) above what is
 // counted in it, so nothing has to be reset between calls and a word from an earlier call is smaller than any of this
@@ -40,7 +40,8 @@ __device__ __forceinline__ void signal(uint64_t* word, uint64_t value) {
 }
 
 // The first one of an epoch takes the word there, and all add: both are atomic, and those of one thread on one word
-// keep their order, so no addition is lost and none is seen in the epoch before.
+// keep their order, so no addition is lost and none counts in the epoch before. Needs atomics at the peer: NVLink, not
+// PCIe.
 __device__ __forceinline__ void signal_add(uint64_t* word, uint64_t epoch, uint32_t count) {
     asm volatile("red.relaxed.sys.global.max.u64 [%0], %1;" ::"l"(word), "l"(signal_word(epoch, 0)) : "memory");
     asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(static_cast<uint64_t>(count)) : "memory");
@@ -79,8 +80,8 @@ struct Watch {
     uint64_t tag;  // of the running call, see tag_word()
 };
 
-// Tells the host why, waits until it has read that, and ends the kernel. Does not return. Takes values: a reference
-// would put what it refers to into local memory, and every use of it with that.
+// Writes why into host memory, waits until the host has read that, and ends the kernel. Does not return. Takes values:
+// a reference would put what it refers to into local memory, and every use of it with that.
 static __device__ __noinline__ void report_and_trap(uint32_t* failed, Record* to, uint64_t own_tag, Code code,
                                                     int32_t peer, Slot slot, uint64_t expected, uint64_t seen,
                                                     uint64_t peer_tag) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t p
                     peer_tag);
 }
 
-// When a thread that polls gives up. Looks at the clock and at the host only once in 1024 polls.
+// When a thread that polls gives up. Reads the clock and host memory only once in 1024 polls.
 class Deadline {
   public:
     // True once the wait is to end; `code` says why.

@@ -11,7 +11,7 @@ import argparse
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,7 +37,6 @@ from weaveopt.ops.all_reduce_norm.buffers import OUTPUT, PARTIAL, locate
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
 from weaveopt.ops.all_reduce_norm.peer import native_kernel, native_site
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.norm import Quant
 
 Tensor = torch.Tensor
@@ -105,10 +104,11 @@ class Gpu:
         self.call("cudaGraphDestroy", graph)
         return replay
 
-    def replay(self, graphs: Sequence[ctypes.c_void_p], streams: Sequence[int]) -> None:
+    def replay(self, graphs: Sequence[ctypes.c_void_p], streams: Sequence[int], rounds: int = 1) -> None:
         """Each on its stream, all at once; they are given back."""
-        for graph, stream in zip(graphs, streams, strict=True):
-            self.call("cudaGraphLaunch", graph, ctypes.c_void_p(stream))
+        for _ in range(rounds):
+            for graph, stream in zip(graphs, streams, strict=True):
+                self.call("cudaGraphLaunch", graph, ctypes.c_void_p(stream))
         self.finish()
         for graph in graphs:
             self.call("cudaGraphExecDestroy", graph)
@@ -129,58 +129,85 @@ class Gpu:
         self.call("cudaMemcpy", ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), kind)
 
 
-class Ranks:
-    """`world` arenas on one GPU, and a stream for each."""
+@dataclass(frozen=True)
+class Launched:
+    """One call on every rank, captured on a stream of each, and where its results will be."""
 
-    def __init__(self, gpu: Gpu, world: int, plan: MemoryPlan) -> None:
+    graphs: list[ctypes.c_void_p]
+    streams: list[int]
+    outputs: list[list[int]]
+    like: Results
+
+
+class Ranks:
+    """`world` arenas on one GPU, with buffers and streams for each of `calls`: they share neither."""
+
+    def __init__(self, gpu: Gpu, world: int, calls: Sequence[AllReduceNormCall]) -> None:
         self.gpu, self.world = gpu, world
-        self.layout = Layout.of(plan)
-        num_bytes = HEADER_BYTES + self.layout.num_bytes
+        self.layouts = [Layout.of(plan_of([call])) for call in calls]
+        ends = itertools.accumulate((layout.num_bytes for layout in self.layouts), aligned_sum, initial=HEADER_BYTES)
+        *self.begins, num_bytes = ends
         self.bases = [gpu.memory(num_bytes) for _ in range(world)]
-        self.streams = [gpu.stream() for _ in range(world)]
-        fills = [(HEADER_BYTES + offset, size, word) for offset, size, word in self.layout.fills()]
+        self.streams = [[gpu.stream() for _ in range(world)] for _ in calls]
+        fills = [
+            (begin + offset, size, word)
+            for begin, layout in zip(self.begins, self.layouts, strict=True)
+            for offset, size, word in layout.fills()
+        ]
         self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, num_bytes, fills) for rank in range(world)]
 
-    def run(self, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int, like: Results) -> list[Results]:
-        """What each rank gets, of the shapes and dtypes of `like`."""
-        gpu, native = self.gpu, native_kernel(kernel.row())
-        owned = gpu.num_owned
-        operands, at = inputs.operands, locate(call, self.layout)
+    def launch(
+        self, index: int, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int, like: Results
+    ) -> Launched:
+        """A call with the `index`-th buffers; results of the shapes and dtypes of `like`."""
+        gpu, native, begin = self.gpu, native_kernel(kernel.row()), self.begins[index]
+        operands, at = inputs.operands, locate(call, self.layouts[index])
         parameters = (*operands.vectors, operands.scale, operands.quant_scale)
         fp32 = sum(1 << i for i, x in enumerate(parameters) if x is not None and x.dtype is torch.float32)
         pointers = [gpu.copy(x) for x in parameters]
         in_place = native is _native.GpuKernel.direct
-        results = []
+        prepared = []
         for rank in range(self.world):
             source = gpu.copy(inputs.partials[rank])
             if in_place:
                 source_bytes = inputs.partials[rank].nbytes
-                into = self.bases[rank] + HEADER_BYTES + at[PARTIAL].offset
+                into = self.bases[rank] + begin + at[PARTIAL].offset
                 gpu.call("cudaMemcpy", ctypes.c_void_p(into), ctypes.c_void_p(source), ctypes.c_size_t(source_bytes), 3)
             outputs = [gpu.poisoned(x.nbytes) if x.numel() else 0 for x in like]
             if OUTPUT in at:
-                output = self.bases[rank] + HEADER_BYTES + at[OUTPUT].offset
+                output = self.bases[rank] + begin + at[OUTPUT].offset
                 gpu.poison(output, at[OUTPUT].num_bytes)
                 if call.normalized_aliases_arena:
                     outputs[0] = output
-            results.append((source, gpu.copy(operands.residual), outputs))
+            prepared.append((source, gpu.copy(operands.residual), outputs))
         gpu.finish()
         graphs = []
-        for rank, (source, own_residual, outputs) in enumerate(results):
-            site = _native.GpuAllReduceNorm(self.groups[rank], native_site(call, tag=7, layout=self.layout))
+        for rank, (source, own_residual, outputs) in enumerate(prepared):
+            site = native_site(call, tag=7 + index, layout=self.layouts[index])
+            site.mailbox_offset += begin - HEADER_BYTES
+            site.staging_offset += begin - HEADER_BYTES
+            site.output_offset += begin - HEADER_BYTES
+            stream = self.streams[index][rank]
             arguments = [
-                tokens, int(native), kernel.num_ctas or NUM_CTAS, self.streams[rank], source,
-                HEADER_BYTES + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
+                tokens, int(native), kernel.num_ctas or NUM_CTAS, stream, source,
+                begin + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
             ]  # fmt: skip
-            launch = partial(site.run, *arguments)
-            graphs.append(gpu.captured(self.streams[rank], launch))
-        gpu.replay(graphs, self.streams)
+            launch = partial(_native.GpuAllReduceNorm(self.groups[rank], site).run, *arguments)
+            graphs.append(gpu.captured(stream, launch))
+        return Launched(graphs, self.streams[index], [outputs for _, _, outputs in prepared], like)
+
+    def results(self, launched: Launched) -> list[Results]:
+        """What each rank got."""
         got = []
-        for _, _, outputs in results:
-            a, b, c = (gpu.read(p, x) if p else x for p, x in zip(outputs, like, strict=True))
+        for outputs in launched.outputs:
+            a, b, c = (self.gpu.read(p, x) if p else x for p, x in zip(outputs, launched.like, strict=True))
             got.append((a, b, c))
-        gpu.free(owned)
         return got
+
+
+def aligned_sum(begin: int, num_bytes: int) -> int:
+    alignment: int = _native.GPU_ALIGNMENT
+    return begin + -(-num_bytes // alignment) * alignment
 
 
 def bits(x: Tensor) -> Tensor:
@@ -188,7 +215,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, tokens: int, world: int) -> int:
-    """One call; with rows that lie in the arena a second one. How many were made."""
+    """One call; with rows that alias the arena a second one. How many were made."""
     fp8 = case.quant is not Quant.NONE
     native = native_kernel(kernel.row())
     if _native.unsupported(native, getattr(_native.DType, dtype), hidden, world, fp8, 0):
@@ -197,18 +224,46 @@ def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, toke
     inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed=tokens, device="cpu")
     want = reference_of(inputs, call)
     owned = gpu.num_owned
-    ranks = Ranks(gpu, world, plan_of([call]))
+    ranks = Ranks(gpu, world, [call])
     calls = [call]
     if native is _native.GpuKernel.bulk and call.norm is not None and case.quant is not Quant.PER_TOKEN:
         calls.append(replace(call, normalized_aliases_arena=True))
     for each in calls:
+        launched = ranks.launch(0, kernel, each, inputs, tokens, want)
+        gpu.replay(launched.graphs, launched.streams)
         what = f"{kernel.name}, {world} ranks, {tokens} tokens of {hidden} {dtype}, {case}"
-        got = ranks.run(kernel, each, inputs, tokens, want)
-        for rank, results in enumerate(got):
-            check(results, want, each, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.operands.quant_scale)
-            assert torch.equal(bits(results[0]), bits(got[0][0])), f"rank {rank} differs from rank 0: {what}"
+        check_all(ranks.results(launched), want, each, inputs, tokens, what)
     gpu.free(owned)
     return len(calls)
+
+
+def check_all(
+    got: Sequence[Results], want: Results, call: AllReduceNormCall, inputs: Inputs, tokens: int, what: str
+) -> None:
+    for rank, results in enumerate(got):
+        check(results, want, call, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.operands.quant_scale)
+        assert torch.equal(bits(results[0]), bits(got[0][0])), f"rank {rank} differs from rank 0: {what}"
+
+
+def run_channels(gpu: Gpu, kernels: Sequence[Kernel], channels: Sequence[int], rounds: int) -> int:
+    """Calls of two ranks on several channels at once, again and again, with nothing that keeps channels in step."""
+    world, hidden, dtype, case = 2, 1024, "bfloat16", CASES[0]
+    owned = gpu.num_owned
+    made = []
+    for index, (kernel, channel) in enumerate(zip(kernels, channels, strict=True)):
+        tokens = 37 + 11 * index
+        call = replace(make_call(case, hidden, dtype, world, (kernel.row(tokens),)), channel=channel)
+        inputs = make_inputs(case, tokens, hidden, getattr(torch, dtype), world, seed=tokens, device="cpu")
+        made.append((kernel, call, inputs, tokens, reference_of(inputs, call)))
+    ranks = Ranks(gpu, world, [call for _, call, *_ in made])
+    launched = [ranks.launch(index, *each) for index, each in enumerate(made)]
+    graphs = [graph for each in launched for graph in each.graphs]
+    gpu.replay(graphs, [stream for each in launched for stream in each.streams], rounds)
+    for each, (kernel, call, inputs, tokens, want) in zip(launched, made, strict=True):
+        what = f"{kernel.name} on channel {call.channel} beside {', '.join(other.name for other in kernels)}"
+        check_all(ranks.results(each), want, call, inputs, tokens, what)
+    gpu.free(owned)
+    return len(kernels)
 
 
 def main() -> None:
@@ -224,6 +279,11 @@ def main() -> None:
     for kernel in KERNELS:
         count += run_case(gpu, kernel, CASES[0], "bfloat16", 1024, 300, 2)
         count += run_case(gpu, kernel, CASES[0], "bfloat16", 16384, 23, 2)
+    # At most 8 streams: more of them would share the queues of the GPU, and a kernel wait behind one that waits for it.
+    for first, second in itertools.combinations_with_replacement(KERNELS, 2):
+        count += run_channels(gpu, (first, second), (1, _native.NUM_CHANNELS - 1), rounds=20)
+    all_four = (*KERNELS[:3], KERNELS[-1])
+    count += run_channels(gpu, all_four, range(len(all_four)), rounds=20)
     print(f"{count} calls agree with the reference and on all ranks")
 
 
