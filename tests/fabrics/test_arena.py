@@ -23,7 +23,9 @@ from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
 from weaveopt.ops.all_reduce_norm.operands import Operands
 from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.solver.placement import Request, place
 
 HIDDEN = 64
 MAX_TOKENS = 16
@@ -103,6 +105,19 @@ def run_grow(rank: int, world: int) -> None:
         run_op(call, partial_of(rank))
 
 
+def run_filled(rank: int, world: int) -> None:
+    """What a buffer holds before the first call, in every arena that is made; ranks find it in their own part."""
+    known = topology.discover("0", 30.0)
+    for num_bytes in (8, 4096):
+        buffers = [Buffer("count", num_bytes, Lifetime.ARENA, fill=0x80000001), Buffer("other", 64, Lifetime.ARENA)]
+        plan = MemoryPlan("0", Fabric.SHM, 0, place([Request("site", buffer, 0, 0) for buffer in buffers]))
+        memory = shm.reserve(known, plan, 0, 30.0)
+        count, other = memory.buffer("count"), memory.buffer("other")
+        assert set(memory.tensor(count.offset, (num_bytes // 4,), torch.int32).tolist()) == {-(2**31) + 1}
+        assert not memory.tensor(other.offset, (64,), torch.uint8).any()
+    shm.release("0")
+
+
 def run_short_of_memory(rank: int, world: int) -> None:
     """What one rank cannot give, or asks for differently, all ranks hear of."""
     with pytest.raises(ArenaError, match=r"rank 0: cannot reserve .* rank 1: cannot reserve"):
@@ -131,6 +146,7 @@ def run_remade_group(rank: int, world: int, port: int) -> None:
 
 def run_all_of_these(rank: int, world: int, port: int) -> None:
     run_grow(rank, world)
+    run_filled(rank, world)
     run_short_of_memory(rank, world)
     run_remade_group(rank, world, port)
     shm.release_all()

@@ -219,13 +219,15 @@ def _fabrics() -> tuple[Check, ...]:
         import torch.distributed as dist
 
         from weaveopt.fabrics.topology import Group, Topology
+        from weaveopt.fabrics.traits import TRAITS, NativePart
         from weaveopt.records.candidate import Fabric
     except ImportError as error:
         return (Check("fabric shm", Status.MISSING, f"cannot be examined: {error}", "repair what is missing above"),)
     checks = []
     for fabric in Fabric:
         name = f"fabric {fabric.value}"
-        if fabric is Fabric.LIBRARY:
+        device = TRAITS[fabric].device
+        if device is None:
             backends = [
                 b for b, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
             ]
@@ -234,17 +236,17 @@ def _fabrics() -> tuple[Check, ...]:
                 Check(name, Status.OK if backends else Status.MISSING, ", ".join(backends) or "no backend", advice)
             )
             continue
-        on_gpus = fabric is not Fabric.SHM
+        on_gpus = device == "cuda"
         if on_gpus and not torch.cuda.is_available():
             checks.append(Check(name, Status.NOTE, "joins GPUs; there is none"))
             continue
-        here = Topology(Group("0", (0, 1), 0), ("here", "here"), "cuda" if on_gpus else "cpu")
+        here = Topology(Group("0", (0, 1), 0), ("here", "here"), device)
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
             checks.append(Check(name, Status.OK, "reaches every rank of this host"))
         else:
             status = Status.NOTE if on_gpus else Status.MISSING
-            advice = "see the native part above" if rejection.code == "native_part_missing" else ""
+            advice = "see the native part above" if rejection.code == NativePart.HOST.code else ""
             checks.append(Check(name, status, f"{rejection.code}: {rejection.message}", advice))
     return tuple(checks)
 

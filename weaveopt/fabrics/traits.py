@@ -29,9 +29,7 @@ class NativePart(StrEnum):
 
 def is_built(part: NativePart) -> bool:
     """Whether this installation has the part; the CUDA part is built where nvcc is found."""
-    if _native is None:
-        return False
-    return part is NativePart.HOST or bool(_native.has_cuda)
+    return _native is not None and (part is NativePart.HOST or bool(_native.has_cuda))
 
 
 @dataclass(frozen=True)
