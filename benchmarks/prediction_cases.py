@@ -85,8 +85,8 @@ class Trial:
         self.worlds = sorted({2, self.world}, reverse=True)
         self.fabric = Fabric.PEER if self.is_gpu else Fabric.SHM
         self.span = prediction_sweep.GPU if self.is_gpu else prediction_sweep.CPU
-        self.output = self.most = 0
-        """On shared memory: where the output begins, and the most tokens of a site."""
+        self.most = 0
+        """On shared memory: the most tokens of a site."""
 
     def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample) -> None:
         named: dict[str, record.Scalar] = {"kind": kind, **case}
@@ -188,7 +188,7 @@ class Trial:
             calls.reserve_peer(ranks, every)
             return
         self.most = max(fused.tokens for fused in every)
-        self.output = calls.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
+        calls.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
 
     def sweep(self, ranks: Ranks) -> None:
         """Sites at which only leaving and the choice are measured."""
@@ -213,7 +213,7 @@ class Trial:
         if self.is_gpu:
             launch = calls.fused_peer(ranks, fused)
             return lambda expected_us: self.clock.together(launch, expected_us, ranks.process_group)
-        launch = calls.fused_shm(ranks, fused, self.output, self.most)
+        launch = calls.fused_shm(ranks, fused, self.most)
         if copy_us is None:
             copy_us = calls.copy_us(self.clock, ranks, fused.tokens, fused.hidden)
 

@@ -133,8 +133,8 @@ def overlapping_machine() -> Machine:
     """An all-reduce takes as long as the GEMM in front of it, and a half takes half."""
     points = {2**exponent: float(2**exponent) for exponent in range(14)}
     machine = made_up(points, points, HIDDEN * 4)
-    gemms = tuple(replace(each, launch_us=0.0, samples=None) for each in machine.products)
-    return replace(machine, products=gemms)
+    gemms = tuple(replace(each, launch_us=0.0, samples=None) for each in machine.gemms)
+    return replace(machine, gemms=gemms)
 
 
 def test_a_variant_of_the_graph_is_priced_as_a_schedule() -> None:
