@@ -2,7 +2,7 @@
 
     python -m benchmarks.prediction [--device cuda] [--profile NAME|FILE] [--ranks N] [--layers prefill:1024 decode:8]
 
-Products, kernels bound by memory, attention, collectives, every kernel of the fused all-reduce + norm at sizes and
+GEMMs, kernels bound by memory, attention, collectives, every kernel of the fused all-reduce + norm at sizes and
 row lengths that no profile holds, sites left alone, and whole layers. A site's candidates are all measured, so the
 choice can be held against the best of them and against leaving the site alone. At many more sites (`--sites`) only the
 choice and leaving are measured: see `benchmarks/prediction_sweep.py`.

@@ -37,7 +37,7 @@ class Cases:
     site_tokens: tuple[int, ...]
     site_hiddens: tuple[int, ...]
     ctas: tuple[int, ...]
-    """Numbers of CTAs that no profile holds, for the bulk form."""
+    """Numbers of CTAs that no profile holds, for bulk copies."""
 
 
 GPU = Cases(
@@ -85,8 +85,8 @@ class Trial:
         self.worlds = sorted({2, self.world}, reverse=True)
         self.fabric = Fabric.PEER if self.is_gpu else Fabric.SHM
         self.span = prediction_sweep.GPU if self.is_gpu else prediction_sweep.CPU
-        self.output = self.most = 0
-        """On shared memory: where the output begins, and the most tokens of a site."""
+        self.most = 0
+        """On shared memory: the most tokens of a site."""
 
     def add(self, kind: str, case: dict[str, record.Scalar], sample: Sample) -> None:
         named: dict[str, record.Scalar] = {"kind": kind, **case}
@@ -156,7 +156,7 @@ class Trial:
     # Sites: every candidate of one, and leaving it alone.
 
     def candidates(self, ranks: Ranks, hidden: int, tokens: int) -> list[Fused]:
-        """Every kernel that the model may choose, and for the bulk form other numbers of CTAs as well."""
+        """Every kernel that the model may choose, and for bulk copies other numbers of CTAs as well."""
         num_bytes = tokens * hidden * calls.DTYPE.itemsize
         found = [
             variant
@@ -182,13 +182,13 @@ class Trial:
         return prediction_sweep.plan(self.machine, ranks.world, self.num_swept, self.span)
 
     def reserve(self, ranks: Ranks, every: list[Fused]) -> None:
-        """Symmetric memory for these and for the sweep, once: ranks meet for it, and graphs hold its addresses."""
+        """Symmetric memory for these and for the sweep, once, as ranks wait for it and graphs hold addresses."""
         every = every + [each.fused for each in self.swept(ranks) if each.fused is not None]
         if self.is_gpu:
             calls.reserve_peer(ranks, every)
             return
         self.most = max(fused.tokens for fused in every)
-        self.output = calls.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
+        calls.reserve_shm(ranks, max(fused.hidden for fused in every), self.most)
 
     def sweep(self, ranks: Ranks) -> None:
         """Sites at which only leaving and the choice are measured."""
@@ -209,11 +209,11 @@ class Trial:
         return sample
 
     def exchange(self, ranks: Ranks, fused: Fused, copy_us: float | None = None) -> prediction_sweep.Timed:
-        """A fused kernel, ready for the clock; on CPU ranks without the copy that spares a product, of `copy_us`."""
+        """A fused kernel, ready for the clock; on CPU ranks without the copy that spares a GEMM, of `copy_us`."""
         if self.is_gpu:
             launch = calls.fused_peer(ranks, fused)
             return lambda expected_us: self.clock.together(launch, expected_us, ranks.process_group)
-        launch = calls.fused_shm(ranks, fused, self.output, self.most)
+        launch = calls.fused_shm(ranks, fused, self.most)
         if copy_us is None:
             copy_us = calls.copy_us(self.clock, ranks, fused.tokens, fused.hidden)
 

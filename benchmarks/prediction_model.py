@@ -26,7 +26,7 @@ def fabric_of(machine: Machine) -> Fabric:
 
 
 def workload_of(case: Case) -> Workload:
-    """The site without the time of its product, which writes where the exchange wants its rows."""
+    """The site without the time of its GEMM, which writes where the exchange wants its rows."""
     tokens, hidden = int(case["tokens"]), int(case["hidden"])
     product = Product(tokens, 0, hidden)
     return Workload(tokens, tokens, hidden, "bfloat16", int(case["ranks"]), product=product, sum_may_shard=True)

@@ -24,7 +24,7 @@ def batched_gemm_us(machine: Machine, batch: int, gemm: Gemm, dtype: str) -> flo
 
 
 def num_active_experts(experts: int, rows: int) -> int:
-    """Experts that `rows` rows meet, spread evenly at random: `experts · (1 - (1 - 1 / experts) ** rows)`, rounded."""
+    """Experts that get any of `rows` rows, spread at random: `experts · (1 - (1 - 1 / experts) ** rows)`, rounded."""
     return max(1, min(experts, rows, round(experts * (1.0 - (1.0 - 1.0 / experts) ** rows))))
 
 

@@ -99,7 +99,7 @@ class KernelCurve:
 
 @dataclass(frozen=True)
 class Link:
-    """The α–β model of a way between ranks: `latency_us` a step, `bytes_per_s` per rank and direction."""
+    """The α–β model of a connection between ranks: `latency_us` a step, `bytes_per_s` per rank and direction."""
 
     origin: str
     latency_us: float
@@ -286,7 +286,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Machine:
-    """A host, or several alike, as the cost model sees it. Made by `load`."""
+    """A host, or several equal ones, as the cost model sees it. Made by `load`."""
 
     name: str
     device: str

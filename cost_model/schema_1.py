@@ -13,8 +13,8 @@ from weaveopt.cost_model.validate import refuse
 
 Document = dict[str, object]
 SCHEMA = 1
-BARE = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-FUSED = "all_reduce_norm"
+BARE = frozenset({"all_gather", "all_reduce", "all_to_all", "reduce_scatter"})
+"""Lists of curves of the library's collectives; the one other list is of a fused operation, under its name."""
 TRANSFERS = {"segment": "segment", "mail": "ll_packet", "bulk": "bulk", "direct": "direct"}
 """What a `form` of schema 1 is called in schema 2."""
 _OF_FABRIC = {"shm": "segment", "multimem": "direct", "nvshmem": "direct"}
@@ -51,7 +51,8 @@ def _with_rows(block: Mapping[str, object], rows: str) -> Document:
 
 def _fabric(file: str, fabric: str, costs: Mapping[str, object]) -> Document:
     made: Document = {"link": costs["link"]}
-    curves = [curve for op in sorted((*BARE, FUSED)) for curve in _curves(file, fabric, op, costs)]
+    ops = sorted(name for name in costs if name not in ("link", "forms"))
+    curves = [curve for op in ops for curve in _curves(file, fabric, op, costs)]
     if curves:
         made["curves"] = curves
     if "forms" in costs:
@@ -60,9 +61,9 @@ def _fabric(file: str, fabric: str, costs: Mapping[str, object]) -> Document:
 
 
 def _curves(file: str, fabric: str, op: str, costs: Mapping[str, object]) -> Iterator[Document]:
-    for index, curve in enumerate(cast(Sequence[Mapping[str, object]], costs.get(op, ()))):
+    for index, curve in enumerate(cast(Sequence[Mapping[str, object]], costs[op])):
         algorithm = str(curve["algorithm"])
-        if op != FUSED:
+        if op in BARE:
             yield {"origin": curve["origin"], "op": op, "variant": algorithm, **_rest(curve)}
             continue
         form = _form(fabric, algorithm, curve)

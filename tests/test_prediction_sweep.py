@@ -76,7 +76,7 @@ def test_rows_hold_the_choice_and_leaving() -> None:
     assert [(each.case["hidden"], each.case["tokens"]) for each in planned] == sites
     for each, (hidden, tokens) in zip(planned, sites, strict=True):
         assert each.fused is not None and each.us < each.leave_us
-        assert (each.fused.hidden, each.fused.tokens, each.fused.lowering.max_tokens) == (hidden, tokens, tokens)
+        assert (each.fused.hidden, each.fused.tokens, each.fused.row.max_tokens) == (hidden, tokens, tokens)
     assert all(each.fused is None and each.name == LEAVE for each in plan(NEVER_SURE, 2, 20, GPU))
     name = str(row_of({LEAVE: 100.0}).parameters["chosen"])
     assert name != LEAVE

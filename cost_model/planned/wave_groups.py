@@ -27,7 +27,7 @@ class SendingGemm:
     num_tiles: int
     num_units: int
     num_sending_units: int
-    """Processors that communication takes away from the gemm."""
+    """Processors that communication takes away from the GEMM."""
     message_bytes: float
     transfer_us: Callable[[float], float]
     """Time of the collective by message size: the interpolated curve of Algorithm 1, line 5."""
@@ -60,7 +60,7 @@ def pipeline_us(partition: tuple[int, ...], *ranks: SendingGemm) -> float:
     """When the last group of `partition` has arrived (Algorithm 1, lines 10-22).
 
     A group leaves when it is computed and the one before it has arrived: `t_m = max(t_p, t_m) + comm(group)`. Of
-    several ranks with unequal gemms, the latest decides at every group (§4.2.2); one stands for all that are alike.
+    several ranks with unequal GEMMs, the latest decides at every group (§4.2.2); one stands for all that are equal.
     """
     waves = max(rank.num_waves for rank in ranks)
     assert sum(partition) == waves, f"groups {partition} of {waves} waves"

@@ -30,7 +30,7 @@ class TiledGemm:
         return num_waves(num_waves(tokens, self.tile_m) * num_waves(self.num_columns, self.tile_n), num_units)
 
     def added_waves(self, tokens: int, prefix: int) -> int:
-        """Waves that two gemms, of `prefix` tokens and of the rest, take beyond the whole one's."""
+        """Waves that two GEMMs, of `prefix` tokens and of the rest, take beyond the whole one's."""
         left = self.num_units - self.num_reserved_units
         split = self.num_waves(prefix, left) + self.num_waves(tokens - prefix, left)
         return split - self.num_waves(tokens, self.num_units)

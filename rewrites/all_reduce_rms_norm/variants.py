@@ -167,7 +167,7 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     if world <= 1 or message <= 0:
         return []
     one_shot = variant.algorithm is Algorithm.ONE_SHOT
-    # The residual is read and the sum written in the same pass; the normed row's write belongs to the exchange.
+    # The residual is read and the sum written in the same pass; the normalized row's write belongs to the exchange.
     passes = workload.has_residual + workload.sum_is_used + (workload.num_norms - 1)
     rows = 1.0 if one_shot else 1.0 / world
     norm_us = traffic_us(machine, passes * message * rows) * machine.oversubscription(world, workload.hosts)

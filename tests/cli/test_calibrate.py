@@ -14,7 +14,8 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
-from weaveopt.records.candidate import Algorithm, Fabric
+from weaveopt.ops.all_reduce_norm.variant import Algorithm
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 

@@ -36,7 +36,6 @@ ROOMS = {
         "rewrites/all_reduce_rms_norm/",
         "weaveopt/ops/all_reduce_norm/",
         "weaveopt/measure/cases/all_reduce_norm/",
-        "cost_model/schema_1.py",
         "csrc/all_reduce_norm/",
     ),
 }

@@ -9,7 +9,8 @@ from itertools import product as combinations
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.records.candidate import Algorithm, Estimate, Fabric
+from weaveopt.ops.all_reduce_norm.variant import Algorithm
+from weaveopt.records.candidate import Estimate, Fabric
 from weaveopt.records.site import Product, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens

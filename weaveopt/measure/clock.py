@@ -20,7 +20,7 @@ Launch = Callable[[int], object]
 NOISY = 0.15
 """A spread above it is measured again, twice as long; the calmer of the two counts."""
 HEAD_START_CYCLES = 600_000
-"""About 0.3 ms on the device: the host has enqueued the first replay before the ranks meet on the device."""
+"""About 0.3 ms on the device: the host has enqueued the first replay before the ranks' barrier on the device."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Clock(Protocol):
     """How steps are timed on a kind of device."""
 
     def alone(self, launch: Launch, expected_us: float) -> Sample:
-        """A kernel of this rank's own, back to back with itself; ranks need not meet."""
+        """A kernel of this rank's own, back to back with itself; ranks need not wait for one another."""
         ...
 
     def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
@@ -145,9 +145,9 @@ def capture(step: Callable[[], object], pool: tuple[int, int]) -> torch.cuda.CUD
 class CudaClock:
     """By events around replays of a CUDA graph that holds many calls, on a device that is warm.
 
-    A graph of products at full power lowers the device's clock after some ten milliseconds; what comes before that
-    is not what a model sees, so a kernel runs for `WARM_MS` before it counts. (With 15 ms, large products took a sixth
-    more in the order of a grid, on four GPUs, than the same products in random order on one.)
+    A graph of GEMMs at full power lowers the device's clock after some ten milliseconds; what comes before that
+    is not what a model sees, so a kernel runs for `WARM_MS` before it counts. (With 15 ms, large GEMMs took a sixth
+    more in the order of a grid, on four GPUs, than the same GEMMs in random order on one.)
     """
 
     WARM_MS = 60.0
@@ -196,7 +196,7 @@ class CudaClock:
         return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
     def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
-        """Ranks meet on the device, in a small all-reduce of all of them, before each replay."""
+        """A barrier on the device, a small all-reduce of all ranks, precedes each replay."""
         barrier(group)
         graph, count = self._chain(launch, expected_us, least=4)
         best: Sample | None = None

@@ -50,7 +50,7 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
 def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
     """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank.
 
-    Its rows may lie in the arena, as where only products read them; elsewhere they are taken out, which is not in it.
+    Its rows may lie in the arena, as where only GEMMs read them; elsewhere they are taken out, which is not in it.
     """
     return AllReduceNormCall(
         site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",
@@ -84,7 +84,7 @@ def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
 
 
 def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
-    """What the op on `shm` copies into the arena, where in a model the product writes: no part of the exchange."""
+    """What the op on `shm` copies into the arena, where in a model the GEMM writes: no part of the exchange."""
     source, target = torch.randn(2, tokens, hidden, device=ranks.device).to(DTYPE).unbind()
     return clock.together(lambda index: target.copy_(source), 10.0, ranks.process_group).us
 

@@ -1,0 +1,148 @@
+"""Families of measurements: what each writes, from made-up samples, and that a new one needs nothing but itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from weaveopt import cost_model
+from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
+from weaveopt.measure.cases import FAMILIES
+from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
+from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES, PeerKernels, kernels
+from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
+from weaveopt.measure.cases.collectives import Collectives
+from weaveopt.measure.cases.copy_engine import Copies
+from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.gemm import Gemms, shared_out
+from weaveopt.measure.cases.gemm_fit import Grid
+from weaveopt.measure.cases.launch import Launches
+from weaveopt.measure.cases.memory import MemoryKernels
+from weaveopt.measure.clock import Sample
+from weaveopt.measure.draft import Draft, curve_order
+from weaveopt.measure.session import Rows
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Fabric
+
+GRID = Grid((1, 64, 1024), (512, 2048), (512, 2048))
+
+
+def rows(us: float) -> Rows:
+    return [(size, Sample(us + size / 2e5, 0.01)) for size in (1 << 12, 1 << 18, 1 << 24)]
+
+
+def own_kernels() -> list[Family]:
+    """What every profile needs."""
+    times = {corner: Sample(3 + corner[0] * corner[1] * corner[2] / 3e8, 0.02) for corner in GRID.corners}
+    by_dtype = {"bfloat16": times, "float32": times}
+    return [
+        Launches(1.5, 7.25),
+        Gemms(dict.fromkeys(by_dtype, GRID), by_dtype),
+        MemoryKernels({4096: rows(3.0)}, [], (1 << 28, Sample(5000.0, 0.0))),
+        Collectives({(op, world): rows(8.0 * world) for op in ("all_reduce", "all_gather") for world in (2, 4)}),
+    ]
+
+
+def written(*more: Family) -> cost_model.Machine:
+    draft = Draft(torch.device("cpu"), 4, None)
+    for family in (*own_kernels(), *more):
+        family.write(draft)
+    return draft.machine("made_up")
+
+
+def test_every_family_is_measured_somewhere_and_once() -> None:
+    assert len(set(FAMILIES)) == len(FAMILIES)
+    for family in FAMILIES:
+        assert family.devices and family.devices <= {"cpu", "cuda"}
+    assert FAMILIES[0] is Launches, "others leave out what is a launch's"
+
+
+def test_what_the_families_of_cpu_ranks_write_is_a_profile(tmp_path: Path) -> None:
+    times = {
+        (world, 4096, KernelRow(0, algorithm, Transfer.SEGMENT)): rows(us * world)
+        for world in (2, 4)
+        for algorithm, us in ((Algorithm.ONE_SHOT, 3.0), (Algorithm.TWO_SHOT, 5.0))
+    }
+    machine = written(ShmKernels(times, {2: 500.0, 4: 900.0}))
+    path = tmp_path / "made_up.json"
+    path.write_text(cost_model.dumps(machine))
+    assert cost_model.load(str(path)) == machine
+    shm = fabric_costs(machine, Fabric.SHM)
+    assert [(curve.variant, curve.world, curve.row) for curve in shm.curves] == [
+        ("one_shot segment", 2, 0), ("two_shot segment", 2, 0), ("one_shot segment", 4, 0), ("two_shot segment", 4, 0),
+    ]  # fmt: skip
+    assert shm.link.latency_us == pytest.approx(4.0), "two-shot beyond one-shot, of two ranks"
+    assert {name for name, _ in machine.origins} == {
+        *("between", "compiled", "fused", "gemms.bfloat16", "gemms.float32", "gloo", "host", "launch", "memory"),
+    }
+    assert cost_model.gemm_us(machine, cost_model.Gemm(64, 512, 512), "bfloat16") == pytest.approx(3.056, abs=1e-3)
+
+
+def test_what_is_measured_between_gpus_tells_its_range() -> None:
+    every = {
+        (4, row, KernelRow(0, *kernel)): rows(4.0)
+        for row in (2048, 8192)
+        for kernel in (
+            (Algorithm.TWO_SHOT, Transfer.LL_PACKET, 0),
+            (Algorithm.TWO_SHOT, Transfer.LL_PACKET, 132),
+            (Algorithm.TWO_SHOT, Transfer.BULK, 16),
+            (Algorithm.TWO_SHOT, Transfer.BULK, 8),
+        )
+    }
+    machine = written(PeerKernels(every), StreamContention([ContentionRow(8, 1.1, 1.2)]), Copies((5.5, 4e11, 5e11)))
+    curves = fabric_costs(machine, Fabric.PEER).curves
+    assert list(curves) == sorted(curves, key=curve_order)
+    assert [(c.variant, c.first_bytes, c.last_bytes) for c in curves if c.row == 2048] == [
+        ("two_shot bulk ctas=8", 0, None),
+        ("two_shot bulk ctas=16", 0, None),
+        ("two_shot ll_packet", 0, 1 << 24),
+        ("two_shot ll_packet ctas=132", 1 << 12, 1 << 24),
+    ]
+    assert machine.contention is not None and cost_model.stream_contention(machine) == (1.1, 1.2)
+    assert machine.copy_engine is not None
+    assert machine.copy_engine.contended_bytes_per_s == machine.copy_engine.bytes_per_s == 4e11
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_kernels_are_measured_where_they_may_pay(quick: bool) -> None:
+    every = list(kernels(quick))
+    assert len({(fused.row, fused.hidden) for fused in every}) == len(every)
+    assert all(fused.bytes >= BULK_BYTES for fused in every if fused.row.transfer is Transfer.BULK)
+    assert {fused.row.transfer for fused in every} == {Transfer.LL_PACKET, Transfer.BULK}
+
+
+def test_ranks_share_corners_out() -> None:
+    for world, copies in ((1, 1), (2, 2), (4, 2), (3, 3), (8, 2)):
+        taken = [index for rank in range(world) for index in shared_out(range(50), rank, world, copies)]
+        assert set(taken) == set(range(50)) and len(taken) >= 50 * min(copies, world)
+
+
+@dataclass
+class Whispers(Family):
+    """A family that nobody else has heard of."""
+
+    devices: ClassVar = frozenset({"cpu"})
+    times: Rows = field(default_factory=lambda: rows(1.0))
+
+    def write(self, draft: Draft) -> None:
+        origin = draft.origin("whispers", (sample for _, sample in self.times), "made up")
+        points = tuple(Point(size, sample.us) for size, sample in self.times)
+        draft.add_curve(Fabric.LIBRARY, Curve(origin, "whisper", "aloud ears=2", 2, points, row=64))
+        draft.kernels.append(KernelCurve(origin, "whisper", "alone", "words", (SizePoint(1, 2.0), SizePoint(8, 9.0))))
+
+
+def test_a_new_family_is_one_class(tmp_path: Path) -> None:
+    machine = written(Whispers())
+    path = tmp_path / "made_up.json"
+    path.write_text(cost_model.dumps(machine))
+    assert cost_model.load(str(path)) == machine
+    (curve,) = fabric_costs(machine, Fabric.LIBRARY).curves_of("whisper")
+    assert (curve.variant, curve.row) == ("aloud ears=2", 64)
+    assert [kernel.op for kernel in machine.kernels] == ["whisper"]
+    lines = dict(machine.summary().origins)
+    assert "fabrics.library.whisper.aloud.world2" in lines and "kernels.whisper.alone" in lines
