@@ -59,7 +59,9 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
         found = asked[decision.site.id]
         assert (found.tokens, found.choice) == (4096, words(decision.chosen))
         assert found.stretches[0].tokens == 1
-        assert {choice for _, choice in found.constants} > {found.choice}, "some constant turns it"
+        assert found.constants
+        if decision.rewritten:
+            assert {choice for _, choice in found.constants} > {found.choice}, "some constant turns it"
 
 
 def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
