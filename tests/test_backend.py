@@ -154,7 +154,7 @@ def _mesh(rank: int) -> None:
     import weaveopt
 
     decisions = [d for graph in weaveopt.report().graphs for d in graph.decisions]
-    assert len({d.site.group for d in decisions}) == 2 and all(d.rewritten for d in decisions)
+    assert len({d.site.groups for d in decisions}) == 2 and all(d.rewritten for d in decisions)
 
 
 def test_several_groups_in_one_graph() -> None:
@@ -248,12 +248,12 @@ def test_a_failing_step_falls_back_or_raises(strict: bool) -> None:
 def _failing_work(rank: int, strict: bool) -> str:
     """An estimate of the work outside the sites that breaks: the graph is rewritten all the same, and both are told."""
     import weaveopt
-    from weaveopt import backend
+    from weaveopt.pipeline import price
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    backend.work_of = broken  # type: ignore[assignment]
+    price.outside = broken  # type: ignore[assignment]
     error = _raised_by_a_block(rank, strict)
     if error is not None:
         return error

@@ -33,7 +33,13 @@ from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.calls import call_of, memory_of
-from weaveopt.rewrites.all_reduce_rms_norm.candidates import RULE, Lowered, Terms, candidates
+from weaveopt.rewrites.all_reduce_rms_norm.candidates import (
+    FP8_ROW_ALIGNMENT,
+    RULE,
+    Lowered,
+    Terms,
+    candidates,
+)
 from weaveopt.rewrites.all_reduce_rms_norm.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.norms import Norm
@@ -85,7 +91,7 @@ class AllReduceRMSNorm:
                     sum_sharded=total_of(each.found) in sharded,
                     aliases_arena=norm is not None and norm.output in aliasing,
                 )
-                candidate = with_fields(each.proposal.candidate, notes=_notes(plan))
+                candidate = with_fields(each.proposal.candidate, notes=_notes(plan, each.found.facts))
                 settled[each.found.site.id] = with_fields(each.proposal, candidate=candidate, plan=plan)
         return settled
 
@@ -129,8 +135,13 @@ class AllReduceRMSNorm:
         return _rounding(reduced, quantized)
 
 
-def _notes(lowered: Lowered) -> tuple[str, ...]:
+def _notes(lowered: Lowered, facts: object) -> tuple[str, ...]:
     notes = []
+    if isinstance(facts, ReductionFacts) and facts.quantization != "none" and not lowered.quantizes:
+        why = f"{lowered.fabric.value} has no kernel that does"
+        if lowered.fabric in op.GPU_FABRICS:
+            why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
+        notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
     if lowered.workload.sum_is_used and not lowered.sum_sharded and lowered.algorithm is Algorithm.TWO_SHOT:
         notes.append("gather: two-shot hands out the whole sum, which others read")
     if lowered.aliases_arena:

@@ -10,10 +10,10 @@ import pytest
 from weaveopt.cli import model_source
 from weaveopt.cli.explain import DEFAULT_MACHINE
 from weaveopt.cli.main import main
+from weaveopt.pipeline.sensitivity import words
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision, Report
 from weaveopt.reporting import document as report_json
-from weaveopt.reporting.sensitivity import words
 
 EMBEDDING = int(not model_source.experts_come_alone())
 """All-reduces behind the embedding: later transformers share it by vocabulary."""
@@ -31,8 +31,8 @@ def _num_all_reduces(report: Report) -> int:
 
 def _assert_complete(decision: Decision) -> None:
     """A choice, an estimate with its terms before and after, and every alternative with its reasons."""
-    assert decision.unfused is not None
-    assert decision.unfused.terms
+    assert decision.baseline is not None
+    assert decision.baseline.terms
     assert decision.chosen.estimate is not None
     assert decision.chosen.estimate.terms
     assert decision.chosen.allowed
@@ -52,15 +52,16 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
     assert _num_all_reduces(report) == 160 + EMBEDDING
     for decision in graph.decisions:
         _assert_complete(decision)
-        assert decision.site.workload is not None
-        assert (decision.site.workload.tokens, decision.site.workload.hidden) == (4096, 8192)
+        assert (decision.site.tokens.hint, dict(decision.site.facts)["hidden"]) == (4096, 8192)
     asked = {site: found for found in graph.sensitivity for site in found.sites}
     assert set(asked) == {decision.site.id for decision in graph.decisions}
     for decision in graph.decisions:
         found = asked[decision.site.id]
         assert (found.tokens, found.choice) == (4096, words(decision.chosen))
         assert found.stretches[0].tokens == 1
-        assert {choice for _, choice in found.constants} > {found.choice}, "some constant turns it"
+        assert found.constants
+        if decision.rewritten:
+            assert {choice for _, choice in found.constants} > {found.choice}, "some constant turns it"
 
 
 def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
     assert (graph.phase, graph.tokens) == ("decode", 4)
     assert _num_all_reduces(report) == 2 * 56 + EMBEDDING
     assert sum(d.site.count for d in graph.decisions if d.rewritten) > 0
-    assert sum(plan.bytes for plan in graph.plans) > 0
+    assert sum(plan.num_bytes for plan in graph.plans) > 0
 
 
 def test_defaults_disable_why_and_trace(
@@ -103,9 +104,9 @@ def test_llama_70b_on_gpus_that_reach_each_other(phase: str, tokens: int, tmp_pa
     (graph,) = report.graphs
     rewritten = [d for d in graph.decisions if d.rewritten]
     assert rewritten and {d.chosen.fabric for d in rewritten} == {Fabric.PEER}
-    assert {d.chosen.lowerings[-1].max_tokens for d in rewritten} == {tokens}
+    assert {d.chosen.table[-1].max_tokens for d in rewritten} == {tokens}
     (plan,) = graph.plans
-    assert plan.regions is not None and plan.bytes == 65536 + sum(slot.bytes for slot in plan.slots)
+    assert plan.num_bytes == 65536 + sum(buffer.num_bytes for buffer in plan.buffers)
     for decision in graph.decisions:
         _assert_complete(decision)
         assert decision.chosen.estimate is not None

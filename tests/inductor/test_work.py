@@ -14,17 +14,21 @@ from torch import Tensor
 from tests import forms, models
 from tests.inductor_kernels import Generated, captured, generated
 from tests.preview import previewed
+from tests.reductions import Reductions, reduction_of, rows_of
+from tests.traces import context_of, framed, traced_chain
 from weaveopt import backend, cost_model
 from weaveopt.cli.layers import every_layer
 from weaveopt.cli.model_source import Request, Source
 from weaveopt.cli.preview import capture
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
-from weaveopt.inductor.fused import fuse, traffic_bytes
+from weaveopt.inductor.fused import fuse, traffic_of
+from weaveopt.inductor.kernels import Surroundings, outside, within
 from weaveopt.inductor.lowered import Lowering
-from weaveopt.pipeline.recognize import recognize
+from weaveopt.pipeline import price
+from weaveopt.records.candidate import Estimate
 from weaveopt.records.report import GraphReport, Work, WorkFailure
-from weaveopt.rule import CapturedGraph, Context
+from weaveopt.records.site import TokenCounts
 
 Form = Callable[[forms.Weights, Tensor, Tensor], tuple[Tensor, ...]]
 FAMILIES = {family.id: family for family in models.FAMILIES}
@@ -53,7 +57,7 @@ def _predicted(module: fx.GraphModule) -> tuple[int, int, dict[str, int]]:
             calls[kind] = calls.get(kind, 0) + 1
         else:
             num_loops += 1
-            loops_bytes += traffic_bytes(kernel, lowering.steps, readers, lowering.escaping, lowering.sizes)
+            loops_bytes += sum(traffic_of(kernel, lowering.steps, readers, lowering.escaping, lowering.sizes))
     return num_loops, loops_bytes, calls
 
 
@@ -77,7 +81,7 @@ def test_as_inductor_makes_it(family: str, phase: str, batch: int, few: float, s
 
     captured(models.config_of(FAMILIES[family]), _requested(family, phase, batch), seen)
     ((real, (num_loops, loops_bytes, calls)),) = found
-    assert calls.get("product", 0) == real.num_products
+    assert calls.get("gemm", 0) == real.num_products
     assert calls.get("attention", 0) == real.num_attentions
     assert num_loops == pytest.approx(real.num_loops, rel=few)
     assert loops_bytes == pytest.approx(real.loops_bytes, rel=small)
@@ -103,10 +107,11 @@ def _kinds(work: tuple[Work, ...]) -> dict[str, int]:
 def test_sites_and_work_share_nothing(machine: str) -> None:
     """Of 15 products four belong to sites; all all-reduces do, so what is left is the gather of the logits."""
     report = _reported("llama", machine=machine)
-    assert sum(decision.site.workload is not None for decision in report.decisions) == 5
-    products = sum(d.site.workload.product is not None for d in report.decisions if d.site.workload is not None)
+    baselines = [decision.baseline for decision in report.decisions if not decision.site.rejections]
+    assert len(baselines) == 5
+    gemms = sum(any(term.name == "gemm" for term in each.terms) for each in baselines if each is not None)
     kinds = _kinds(report.work)
-    assert kinds["product"] + products == 15 and products == 4
+    assert kinds["gemm"] + gemms == 15 and gemms == 4
     assert kinds["attention"] == 2 and kinds["collective"] == 1
     assert all(each.us > 0.0 and each.count == 1 for each in report.work)
 
@@ -117,10 +122,10 @@ def test_work_is_in_the_order_of_the_graph() -> None:
     assert after == sorted(after) and after[0] == 0 and after[-1] == len(report.decisions)
     # Between the site before the attention and the one behind it: three projections, and the attention.
     between = _kinds(tuple(each for each in report.work if each.after == 1))
-    assert between["product"] == 3 and between["attention"] == 1
+    assert between["gemm"] == 3 and between["attention"] == 1
     behind = _kinds(tuple(each for each in report.work if each.after == 2))
-    assert behind == {"memory": 1, "product": 2}, "gate, up, and their product"
-    modules = [each.module for each in report.work if each.kind == "product"]
+    assert behind == {"memory": 1, "gemm": 2}, "gate, up, and their product"
+    modules = [each.module for each in report.work if each.kind == "gemm"]
     assert modules[:3] == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 
 
@@ -141,19 +146,19 @@ def test_same_work_however_the_sites_are_treated() -> None:
     rewritten = previewed(fn, inputs, static=True)
     left = previewed(fn, inputs, static=True, force=(), disable=("all_reduce_rms_norm",))
     assert rewritten.num_rewritten == 3 and left.num_rewritten == 0
-    assert rewritten.work == left.work and set(_kinds(left.work)) <= {"memory", "product"}
+    assert rewritten.work == left.work and set(_kinds(left.work)) <= {"memory", "gemm"}
 
 
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
-        (forms.pre_norm, [("product", 1)]),
-        # Of the two products that meet in one sum the estimate has the second; what feeds it comes before the site.
-        (forms.cohere, [("product", 0), ("memory", 0), ("product", 1)]),
+        (forms.pre_norm, [("gemm", 1)]),
+        # Both products that meet in one sum belong to the site; what feeds the second comes before it.
+        (forms.cohere, [("memory", 0), ("gemm", 1)]),
         # A product with alpha stays in the graph, and is no part of the estimate.
-        (forms.scaled_product, [("product", 0), ("product", 1)]),
-        (forms.norm_read_twice, [("product", 1), ("memory", 1)]),
-        (forms.chain, [("product", 1), ("product", 2), ("product", 3)]),
+        (forms.scaled_product, [("gemm", 0), ("gemm", 1)]),
+        (forms.norm_read_twice, [("gemm", 1), ("memory", 1)]),
+        (forms.chain, [("gemm", 1), ("gemm", 2), ("gemm", 3)]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -165,7 +170,7 @@ def test_what_a_site_covers_is_no_work(form: Form, expected: list[tuple[str, int
 
 
 def test_a_site_that_may_not_be_rewritten_covers_the_same() -> None:
-    """It has an estimate of its product, all-reduce, addition and norm, though no match."""
+    """Its product, all-reduce, addition and norm are its baseline, though the rule does not take it."""
     weights = forms.make_weights(torch.float32)
     inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
 
@@ -173,18 +178,26 @@ def test_a_site_that_may_not_be_rewritten_covers_the_same() -> None:
         return forms.rms(r + forms.all_reduce(x @ weights.product), weights.norm.double())
 
     report = previewed(fn, inputs, static=True)
-    assert [[r.code for r in d.site.rejections] for d in report.decisions] == [["dtype_changes"]]
-    assert report.decisions[0].unfused is not None and report.work == ()
+    (decision,) = report.decisions
+    codes = [[r.code for r in candidate.rejections] for candidate in decision.alternatives]
+    assert codes == [["dtype_changes"]] and not decision.rewritten
+    assert _terms(decision.baseline) == ["gemm", "all_reduce", "memory"] and report.work == ()
 
 
-def test_an_all_reduce_without_a_norm_is_work() -> None:
+def _terms(estimate: Estimate | None) -> list[str]:
+    return [] if estimate is None else [term.name for term in estimate.terms]
+
+
+def test_an_all_reduce_without_a_norm_is_its_own_baseline() -> None:
+    """Nothing else belongs to a site that was not recognized."""
     weights = forms.make_weights(torch.float32)
     report = previewed(
         lambda x: forms.all_reduce(x @ weights.product).relu(), (torch.randn(2, 7, forms.INNER),), static=True
     )
-    assert [(d.site.workload, d.unfused) for d in report.decisions] == [(None, None)]
-    assert _kinds(report.work) == {"collective": 1, "memory": 1, "product": 1}
-    assert [(each.kind, each.after) for each in report.work] == [("product", 0), ("collective", 0), ("memory", 1)]
+    (decision,) = report.decisions
+    assert [r.code for r in decision.site.rejections] == ["no_norm_follows"]
+    assert _terms(decision.baseline) == ["all_reduce"] and decision.chosen.estimate == decision.baseline
+    assert [(each.kind, each.after) for each in report.work] == [("gemm", 0), ("memory", 1)]
 
 
 def test_symbolic_sizes_count_as_their_hints() -> None:
@@ -197,11 +210,15 @@ def test_symbolic_sizes_count_as_their_hints() -> None:
 
     static, dynamic = previewed(fn, inputs, static=True), previewed(fn, inputs, dynamic=True)
     assert dynamic.fallbacks == ()
-    # A hidden size that is not known makes no site: there the site's own product and collective are work as well.
-    assert [d.site.workload for d in dynamic.decisions] == [None]
+    # Where the hidden size is not known the site is its collective alone, and its product is work.
+    ((decision,), (whole,)) = dynamic.decisions, static.decisions
+    assert [r.code for r in decision.site.rejections] == ["shape_not_known"]
+    assert _terms(decision.baseline) == ["all_reduce"]
     counts = _kinds(dynamic.work)
-    assert counts["product"] == _kinds(static.work)["product"] + 1 and counts["collective"] == 1
-    times = [{round(each.us, 6) for each in report.work if each.kind == "product"} for report in (static, dynamic)]
+    assert counts["gemm"] == _kinds(static.work)["gemm"] + 1 and "collective" not in counts
+    all_reduces = [{t.us for t in d.baseline.terms if t.name == "all_reduce"} for d in (decision, whole)]  # type: ignore[union-attr]
+    assert all_reduces[0] == all_reduces[1]
+    times = [{round(each.us, 6) for each in report.work if each.kind == "gemm"} for report in (static, dynamic)]
     assert times[0] == times[1]
 
 
@@ -212,7 +229,7 @@ def test_a_failure_leaves_the_report_without_work(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> tuple[Work, ...]:
         raise ValueError(told)
 
-    monkeypatch.setattr(backend, "work_of", fail)
+    monkeypatch.setattr(price, "outside", fail)
     weights = forms.make_weights(torch.float32)
     inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
     report = previewed(lambda x, r: forms.pre_norm(weights, x, r), inputs)
@@ -235,12 +252,47 @@ def test_eighty_layers_in_half_a_second() -> None:
             node.meta["val"] = fake
     graph.output((node,))
     machine = cost_model.load("h200x4")
-    whole = CapturedGraph("graph", "prefill", 64, (), graph)
-    context = Context(Config(), machine, {})
     seconds = []
     for _ in range(3):  # the other tests' ranks may still be going
         begin = time.process_time()
-        work = backend.work_of(graph, recognize(whole, (), context), context)
+        kernels = outside(graph, (), machine.device, {})
+        surroundings = Surroundings(machine)
+        assert sum(map(surroundings.us, kernels)) > 0.0
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 0.5, seconds
-    assert _kinds(work)["product"] == 640 and _kinds(work)["memory"] >= 80
+    kinds = [kernel.kind for kernel in kernels]
+    assert kinds.count("gemm") == 640 and kinds.count("memory") >= 80
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h200x4", "h100x8"])
+def test_a_site_at_another_token_count_is_priced_as_if_captured_with_it(machine: str) -> None:
+    """One problem serves every token count: its baselines are those of graphs captured with that many tokens."""
+    profile = cost_model.load(machine)
+
+    def baselines(tokens: int, asked: int = 0) -> list[tuple[tuple[str, float], ...]]:
+        graph = traced_chain([512, 768], tokens)
+        frame = framed(graph, context_of(graph, profile))
+        counts = dict.fromkeys(range(2), TokenCounts(asked)) if asked else {}
+        sites = frame.problem(counts).sites
+        return [tuple((term.name, term.us) for term in site.baseline.terms) for site in sites]
+
+    for tokens in (1, 7, 64, 640, 4096):
+        for ours, wanted in zip(baselines(64, tokens), baselines(tokens), strict=True):
+            assert [name for name, _ in ours] == [name for name, _ in wanted] == ["gemm", "all_reduce", "memory"]
+            assert [us for _, us in ours] == pytest.approx([us for _, us in wanted], rel=1e-9)
+
+
+def test_a_part_of_a_site_and_the_rest_are_priced_apart() -> None:
+    """What a candidate leaves in place: the kernels of those nodes by themselves."""
+    made = Reductions()
+    found = made.site()
+    made.call(len, rows_of(found))
+    gemm = reduction_of(found).gemm
+    assert gemm is not None
+    order = {node: index for index, node in enumerate(made.graph.nodes)}
+    known = {"0": topology.fake(2)}
+    names = [
+        [kernel.name for kernel in within(nodes, order, "cpu", known, made.tokens)]
+        for nodes in (found.nodes, frozenset([gemm]), found.nodes - {gemm}, frozenset[fx.Node]())
+    ]
+    assert names == [["gemm", "all_reduce", "memory"], ["gemm"], ["all_reduce", "memory"], []]

@@ -1,10 +1,9 @@
-"""Normed rows lie in the arena only where whatever reads them is through before the next site writes there."""
+"""Normalized rows lie in the arena only where whatever reads them is through before the next site writes there."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +14,20 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from tests import forms
+from tests.calls import calls, sharded
 from tests.preview import fake_group, previewed
+from tests.reductions import RMS
 from weaveopt.inductor import seams as inductor
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormKind, NormSpec
 from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
-from weaveopt.records.site import Site
-from weaveopt.rewrites.all_reduce_rms_norm.aliasing import landed_values
-from weaveopt.rule import Finding, Match
+from weaveopt.records.site import Site, Workload
+from weaveopt.rewrites import RULES
+from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
+from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
+from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
+from weaveopt.sites.norms import Norm
+from weaveopt.sites.reduced import Reduced
+from weaveopt.sites.reduction import KIND, Reduction
 
 aten = torch.ops.aten
 BULK, MAIL = (
@@ -30,46 +36,63 @@ BULK, MAIL = (
 )
 
 
+HOOKS = [hook for rule in RULES.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
+
+
 class Chain:
-    """A graph of sites: each reduces a value and gives normed rows."""
+    """A graph of sites: each reduces a value and gives normalized rows."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.x = self.graph.placeholder("x")
         self.weight = self.graph.placeholder("weight")
-        self.sites: list[tuple[Finding, Candidate]] = []
+        self.chosen: list[Chosen] = []
 
     def call(self, target: Callable[..., object], *args: object, device: str = "meta", width: int = 64) -> fx.Node:
         node = self.graph.call_function(target, args)  # type: ignore[arg-type]
         node.meta["val"] = torch.empty(8, width, device=device)
         return node
 
-    def site(self, partial: fx.Node, form: Lowering = BULK, lands: bool = True) -> fx.Node:
+    def site(
+        self,
+        partial: fx.Node,
+        form: Lowering = BULK,
+        *,
+        has_norm: bool = True,
+        fabric: Fabric = Fabric.PEER,
+        quantizes: bool = False,
+        plan: object = None,
+    ) -> fx.Node:
+        """The rows that a site gives. `plan`: what a rule other than this one remembers of it."""
         reduced = self.call(aten.abs.default, partial)
-        normed = self.call(aten.neg.default, reduced)
-        match = Match(frozenset([reduced, normed]), landing_output=normed if lands else None)
-        finding = Finding(Site(normed.name, "rule", "0", "", (reduced.name,), None), match)
-        candidate = Candidate("rule", Fabric.PEER, form.algorithm, (), None, (), (form,))
-        self.sites.append((finding, candidate))
-        return normed
+        output = self.call(aten.neg.default, reduced)
+        interior = frozenset([reduced, output])
+        norm = Norm(reduced, RMS, None, None, output, (output,), 1e-6) if has_norm else None
+        walked = Reduced((reduced,), (), 1.0, (), None, None, (), reduced, norm, frozenset([reduced]))
+        site = Site(output.name, KIND, ("0",), "", (reduced.name,))
+        found = FoundSite(site, interior, None, Reduction(walked, interior))
+        workload = Workload(64, 64, 64, "float32", 2)
+        lowered = plan or Lowered(workload, fabric, (), form.algorithm, (form,), quantizes=quantizes)
+        self.chosen.append(Chosen(found, Proposal(Candidate("rule", fabric), interior, lowered)))
+        return output
 
     def mm(self, value: fx.Node) -> fx.Node:
         return self.call(aten.mm.default, value, self.weight)
 
-    def landed(self, *outputs: fx.Node) -> set[str]:
+    def aliasing(self, *outputs: fx.Node) -> set[str]:
         self.graph.output(outputs)
         self.graph.lint()
-        return {node.name for node in landed_values(self.sites)}
+        return {node.name for node in aliasing_values(self.chosen)}
 
 
-def test_rows_that_products_read_before_the_next_site_land() -> None:
+def test_rows_that_products_read_before_the_next_site_alias() -> None:
     chain = Chain()
     first = chain.site(chain.mm(chain.x))
     gate, up = chain.mm(first), chain.mm(chain.call(aten.view.default, first, [4, 8]))
     second = chain.site(chain.mm(chain.call(aten.mul.Tensor, gate, up)))
     third = chain.site(chain.mm(second))
     head = chain.mm(third)
-    assert chain.landed(head) == {first.name, second.name, third.name}
+    assert chain.aliasing(head) == {first.name, second.name, third.name}
 
 
 def test_a_reader_that_may_run_behind_the_next_site_keeps_them_out() -> None:
@@ -77,7 +100,7 @@ def test_a_reader_that_may_run_behind_the_next_site_keeps_them_out() -> None:
     first = chain.site(chain.mm(chain.x))
     aside = chain.mm(first)  # nothing that the second site needs
     second = chain.site(chain.mm(first))
-    assert chain.landed(aside, chain.mm(second)) == {second.name}
+    assert chain.aliasing(aside, chain.mm(second)) == {second.name}
 
 
 def test_a_reader_has_to_be_through_before_every_later_site() -> None:
@@ -85,16 +108,16 @@ def test_a_reader_has_to_be_through_before_every_later_site() -> None:
     chain = Chain()
     first = chain.site(chain.mm(chain.x))
     beside = chain.site(chain.mm(chain.call(aten.neg.default, chain.x)))
-    assert chain.landed(chain.mm(first), chain.mm(beside)) == set()
+    assert chain.aliasing(chain.mm(first), chain.mm(beside)) == set()
 
 
 def test_what_any_site_writes_counts() -> None:
-    """A site whose own rows do not lie in the arena passes its rows through it all the same."""
+    """A site whose own rows do not lie in the arena passes its rows through it all the same; so may another rule's."""
     chain = Chain()
     first = chain.site(chain.mm(chain.x))
     aside = chain.mm(first)
-    last = chain.site(chain.mm(first), lands=False)
-    assert chain.landed(aside, chain.mm(last)) == set()
+    last = chain.site(chain.mm(first), plan="another rule's")
+    assert chain.aliasing(aside, chain.mm(last)) == set()
 
 
 def add_bias(chain: Chain, value: fx.Node) -> fx.Node:
@@ -117,30 +140,35 @@ def handed_out(chain: Chain, value: fx.Node) -> fx.Node:
 def test_only_products_may_read_them(read: Callable[[Chain, fx.Node], fx.Node]) -> None:
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
-    assert chain.landed(read(chain, normed)) == set()
+    assert chain.aliasing(read(chain, normed)) == set()
 
 
 def test_a_product_with_a_bias_may_read_them() -> None:
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
-    assert chain.landed(chain.call(aten.addmm.default, chain.x, normed, chain.weight)) == {normed.name}
+    assert chain.aliasing(chain.call(aten.addmm.default, chain.x, normed, chain.weight)) == {normed.name}
 
 
 def test_products_that_inductor_may_inline_into_a_later_kernel_do_not_count() -> None:
     """Batched ones of one row each, and rows of a few elements."""
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
-    assert chain.landed(chain.call(aten.bmm.default, normed, chain.weight)) == set()
+    assert chain.aliasing(chain.call(aten.bmm.default, normed, chain.weight)) == set()
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
-    assert chain.landed(chain.mm(chain.call(aten.view.default, normed, [-1, 2], width=2))) == set()
+    assert chain.aliasing(chain.mm(chain.call(aten.view.default, normed, [-1, 2], width=2))) == set()
 
 
-def test_on_another_fabric_nothing_lands() -> None:
+@pytest.mark.parametrize("what", [{"has_norm": False}, {"quantizes": True}], ids=["a sum", "e4m3"])
+def test_only_normalized_rows_without_scales_alias(what: dict[str, bool]) -> None:
     chain = Chain()
-    normed = chain.site(chain.mm(chain.x))
-    chain.sites = [(finding, replace(chosen, fabric=Fabric.MULTIMEM)) for finding, chosen in chain.sites]
-    assert chain.landed(chain.mm(normed)) == set()
+    assert chain.aliasing(chain.mm(chain.site(chain.mm(chain.x), **what))) == set()  # type: ignore[arg-type]
+
+
+def test_on_another_fabric_nothing_aliases() -> None:
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x), fabric=Fabric.MULTIMEM)
+    assert chain.aliasing(chain.mm(normed)) == set()
 
 
 @torch.library.custom_op("weave_test::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -152,30 +180,30 @@ def unsafe(x: Tensor) -> Tensor:
     ("target", "device"),
     [(torch.ops.weave_test.unsafe.default, "meta"), (aten.sin.default, "cpu"), (torch.ops.higher_order.cond, "meta")],
 )
-def test_in_graphs_that_become_several_cuda_graphs_nothing_lands(target: Callable[..., object], device: str) -> None:
+def test_in_graphs_that_become_several_cuda_graphs_nothing_aliases(target: Callable[..., object], device: str) -> None:
     """What lies between them is handed on in memory of their own."""
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
     between = chain.call(target, chain.mm(normed), device=device)
-    assert chain.landed(between, chain.mm(normed)) == set()
+    assert chain.aliasing(between, chain.mm(normed)) == set()
 
 
 @pytest.mark.parametrize("name", ["aten::sin", "aten::sin.default"])
-def test_where_inductor_is_asked_to_split_at_an_operation_nothing_lands(name: str) -> None:
+def test_where_inductor_is_asked_to_split_at_an_operation_nothing_aliases(name: str) -> None:
     for asked, landed in (([name], False), (["aten::cos"], True)):
         chain = Chain()
         normed = chain.site(chain.mm(chain.x))
         with inductor_config.patch(custom_should_partition_ops=asked):
-            found = chain.landed(chain.call(aten.sin.default, chain.mm(normed)), chain.mm(normed))
+            found = chain.aliasing(chain.call(aten.sin.default, chain.mm(normed)), chain.mm(normed))
         assert found == ({normed.name} if landed else set())
 
 
-def test_without_the_bulk_form_nothing_lands() -> None:
+def test_without_the_bulk_form_nothing_aliases() -> None:
     chain = Chain()
-    assert chain.landed(chain.mm(chain.site(chain.mm(chain.x), form=MAIL))) == set()
+    assert chain.aliasing(chain.mm(chain.site(chain.mm(chain.x), form=MAIL))) == set()
 
 
-def test_the_rule_lands_what_products_read_and_nothing_that_leaves_the_graph() -> None:
+def test_rows_that_products_read_alias_and_nothing_that_leaves_the_graph(graphs: list[fx.Graph]) -> None:
     hidden, inner, tokens = 8192, 16, 4096
     into, out_of = torch.zeros(2, inner, hidden).bfloat16(), torch.zeros(2, hidden, inner).bfloat16()
     norm = torch.ones(hidden).bfloat16()
@@ -188,9 +216,11 @@ def test_the_rule_lands_what_products_read_and_nothing_that_leaves_the_graph() -
 
     inputs = torch.empty(tokens, inner).bfloat16(), torch.empty(tokens, hidden).bfloat16()
     report = previewed(block, inputs, world=4, machine="h200x4", device="cuda", static=True)
-    (plan,) = report.plans
-    assert [row.form for row in report.decisions[0].chosen.lowerings] == [Form.BULK]
-    assert [(p.normed_lands, p.sum_sharded) for p in plan.placements] == [(True, True), (False, False)]
+    assert [row.variant for row in report.decisions[0].chosen.table] == ["two_shot bulk"]
+    assert [call.normed_lands for call in calls(graphs[-1])] == [True, False]
+    assert [out for _, out in sharded(graphs[-1])] == [True, False]
+    told = [any("in the arena" in note for note in d.chosen.notes) for d in report.decisions]
+    assert told == [True, False]
 
 
 @pytest.mark.parametrize("lands", [True, False])
@@ -223,5 +253,7 @@ def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
 def through_seam(graph_module: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
     """Inductor as the backend calls it, without a rewrite."""
     return inductor.compile_with(
-        lambda module, examples, **arguments: inductor.compile_graph(module, examples, arguments), graph_module, inputs
+        lambda module, examples, **arguments: inductor.compile_graph(module, examples, arguments, HOOKS),
+        graph_module,
+        inputs,
     )

@@ -6,18 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.fx as fx
 from torch import Tensor
 
 from tests import forms
+from tests.calls import sharded, targets
 from tests.executing import FORCED, executing
 from tests.preview import previewed
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt import backend
-from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import GraphReport
-from weaveopt.rule import CapturedGraph
 
 EXPECTED = {
     "pre_norm": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
@@ -66,28 +65,19 @@ def test_form_is_found(form: object, dtype: torch.dtype) -> None:
     assert all(d.rewritten for d in report.decisions)
 
 
-def test_residual_of_a_chain_stays_sharded() -> None:
+def test_residual_of_a_chain_stays_sharded(graphs: list[fx.Graph]) -> None:
     weights = forms.make_weights(torch.float32)
-    report = previewed(lambda x, r: forms.chain(weights, x, r), inputs(torch.float32))
-    placements = report.plans[0].placements
-    assert [p.residual_sharded for p in placements] == [False, True, True]
-    assert [p.sum_sharded for p in placements] == [True, True, False]
+    previewed(lambda x, r: forms.chain(weights, x, r), inputs(torch.float32))
+    assert sharded(graphs[-1]) == [(False, True), (True, True), (True, False)]
 
 
-def test_product_writes_into_the_arena_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets: list[str] = []
-
-    def spying(captured: CapturedGraph, *rest: object) -> tuple[str, ...]:
-        rounding = rewrite(captured, *rest)  # type: ignore[arg-type]
-        targets.extend(str(node.target) for node in captured.graph.nodes)
-        return rounding
-
-    monkeypatch.setattr(backend, "rewrite", spying)
+def test_product_writes_into_the_arena_without_a_copy(graphs: list[fx.Graph]) -> None:
     weights = forms.make_weights(torch.float32)
     previewed(lambda x, r: forms.cohere(weights, x, r), inputs(torch.float32))
-    assert targets.count("weave.mm_all_reduce_norm.default") == 1
+    found = targets(graphs[-1])
+    assert found.count("weave.mm_all_reduce_norm.default") == 1
     # The other product is what the first one accumulates onto; neither all-reduce is left.
-    assert targets.count("aten.mm.default") == 2 and not any("c10d" in target for target in targets)
+    assert found.count("aten.mm.default") == 2 and not any("c10d" in target for target in found)
 
 
 def _wait_escapes(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
@@ -138,10 +128,35 @@ def test_refusal_has_its_reason(form: object, code: str) -> None:
         assert decision.site.rejections[0].message and decision.site.rejections[0].values
 
 
+def _normed_in_double(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    return (forms.rms(r + forms.all_reduce(x @ w.product), w.norm.double()),)
+
+
+def _four_dimensions(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    total = r.unsqueeze(0) + forms.all_reduce((x @ w.product).unsqueeze(0))
+    return (forms.rms(total, w.norm),)
+
+
+@pytest.mark.parametrize(
+    ("form", "codes"),
+    [(_normed_in_double, ["dtype_changes"]), (_four_dimensions, ["shape_not_known"])],
+)
+def test_what_the_rule_does_not_take_is_its_own_candidate_with_all_reasons(form: object, codes: list[str]) -> None:
+    """The site is recognized, and another rule might take it."""
+    assert callable(form)
+    weights = forms.make_weights(torch.float32)
+    report = previewed(lambda x, r: form(weights, x, r), inputs(torch.float32))
+    (decision,) = report.decisions
+    assert report.fallbacks == () and decision.chosen.choice == LEAVE and decision.site.rejections == ()
+    (candidate,) = decision.alternatives
+    assert [r.code for r in candidate.rejections] == codes and candidate.choice == "all_reduce_rms_norm"
+    assert decision.baseline is not None and decision.baseline.us > 0
+
+
 def test_one_rank_is_left_alone() -> None:
     weights = forms.make_weights(torch.float32)
     report = previewed(lambda x, r: forms.pre_norm(weights, x, r), inputs(torch.float32), world=1)
-    assert [r.code for d in report.decisions for r in d.site.rejections] in ([], ["one_rank"])
+    assert [r.code for d in report.decisions for c in d.alternatives for r in c.rejections] in ([], ["one_rank"])
     assert report.num_rewritten == 0
 
 

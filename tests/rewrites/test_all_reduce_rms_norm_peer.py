@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,39 +11,21 @@ import torch
 import torch.fx as fx
 
 from tests import forms
+from tests.calls import calls, regions, sharded, targets
 from tests.preview import FORCED, previewed
 from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
-from weaveopt import backend, cost_model
-from weaveopt.config import Config
+from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode, region_need
-from weaveopt.ops.all_reduce_norm.variant import variant_name
-from weaveopt.pipeline.rewrite import rewrite
-from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form
+from weaveopt.ops.all_reduce_norm.call import region_need
+from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Form, Lowering, TableRow, Term
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
-from weaveopt.records.site import Site, Workload
-from weaveopt.rewrites.all_reduce_rms_norm import candidates as lowering
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
-from weaveopt.rule import CapturedGraph, Context
+from weaveopt.records.site import TokenCounts, Workload
+from weaveopt.rewrites.all_reduce_rms_norm.candidates import Terms, candidates
+from weaveopt.sites.reduction import ReductionFacts
 
-RULE = "all_reduce_rms_norm"
 H200 = cost_model.load("h200x4")
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """The graphs that were rewritten, in order."""
-    seen: list[fx.Graph] = []
-
-    def spying(captured: CapturedGraph, *rest: object) -> tuple[str, ...]:
-        rounding = rewrite(captured, *rest)  # type: ignore[arg-type]
-        seen.append(captured.graph)
-        return rounding
-
-    monkeypatch.setattr(backend, "rewrite", spying)
-    return seen
 
 
 def on_gpus(
@@ -67,12 +49,16 @@ def on_gpus(
     )
 
 
-def targets(graph: fx.Graph) -> list[str]:
-    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
-
-
-def calls(graph: fx.Graph) -> list[AllReduceNormCall]:
-    return [decode(str(node.args[-1])) for node in graph.nodes if "weave" in str(node.target)]
+def table_of(rows: Sequence[Lowering]) -> tuple[TableRow, ...]:
+    """A run-time table as reports tell it."""
+    return tuple(
+        TableRow(
+            row.max_tokens,
+            f"{row.algorithm.value} {row.form.value}",
+            (("num_ctas", row.num_ctas),) * bool(row.num_ctas),
+        )
+        for row in rows
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -93,7 +79,7 @@ def test_every_form_is_rewritten_and_keeps_its_products(
         if node.target is torch.ops.weave.all_reduce_norm.default:
             assert node.args[0].meta["val"].dtype is dtype
     for call, decision in zip(calls(graphs[-1]), report.decisions, strict=True):
-        assert call.lowerings == decision.chosen.lowerings
+        assert table_of(call.lowerings) == decision.chosen.table
         assert call.max_tokens == call.lowerings[-1].max_tokens
 
 
@@ -112,16 +98,16 @@ def test_products_that_meet_are_added_first(graphs: list[fx.Graph]) -> None:
 def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: list[fx.Graph]) -> None:
     report = on_gpus(forms.chain, static=static)
     assert [d.rewritten for d in report.decisions] == [True] * 3
-    tables = {d.chosen.lowerings for d in report.decisions}
-    (table,) = tables
+    (table,) = {call.lowerings for call in calls(graphs[-1])}
+    assert {d.chosen.table for d in report.decisions} == {table_of(table)}
     assert table[-1].max_tokens == max_tokens
     (plan,) = report.plans
-    assert plan.fabric is Fabric.PEER and plan.regions is not None
+    assert plan.fabric is Fabric.PEER
     for row in table:
         need = region_need(row, forms.HIDDEN, "bfloat16", "bfloat16", 4)
-        assert plan.regions.union(need) == plan.regions
-    assert [p.max_tokens for p in plan.placements] == [max_tokens] * 3
-    assert [p.sum_sharded for p in plan.placements] == [True, True, False]
+        assert regions(plan).union(need) == regions(plan)
+    assert [call.max_tokens for call in calls(graphs[-1])] == [max_tokens] * 3
+    assert [out for _, out in sharded(graphs[-1])] == [True, True, False]
     assert [(c.residual_sharded, c.sum_out.value) for c in calls(graphs[-1])] == [
         (False, "sharded"),
         (True, "sharded"),
@@ -135,12 +121,13 @@ def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
     """Weights in fp32 make the normed rows fp32."""
     report = on_gpus(forms.fp32_weight, force=FORCED)
     (decision,), (plan,) = report.decisions, report.plans
-    assert decision.site.workload is not None and decision.site.workload.out_dtype == "float32"
-    assert calls(graphs[-1])[0].out_dtype == "float32"
+    assert dict(decision.site.facts)["out_dtype"] == "float32"
+    (call,) = calls(graphs[-1])
+    assert call.out_dtype == "float32"
     wide = RegionNeed()
-    for row in decision.chosen.lowerings:
+    for row in call.lowerings:
         wide = wide.union(region_need(row, forms.HIDDEN, "bfloat16", "float32", 4))
-    assert plan.regions == wide
+    assert regions(plan) == wide
 
 
 def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
@@ -148,18 +135,16 @@ def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
     every = []
     for costs in H200.fabric_costs:
         if costs.fabric is Fabric.PEER:
-            costs = replace(costs, curves=curves)
+            costs = replace(costs, all_reduce_norm=curves)
         elif library_us is not None:
             points = (Point(1, library_us), Point(1 << 40, library_us))
-            costs = replace(costs, curves=(Curve("nccl", "all_reduce", "library", 4, points),))
+            costs = replace(costs, all_reduce=(Curve("nccl", Algorithm.LIBRARY, 4, points),))
         every.append(costs)
     return replace(H200, fabric_costs=tuple(every))
 
 
 def kernel(algorithm: Algorithm, form: Form, *points: tuple[int, float], ctas: int = 0) -> Curve:
-    last_bytes = points[-1][0] if form is Form.MAIL else None
-    name = variant_name(algorithm, form, ctas)
-    return Curve("fused", "all_reduce_norm", name, 4, tuple(Point(*each) for each in points), last_bytes=last_bytes)
+    return Curve("fused", algorithm, 4, tuple(Point(*point) for point in points), form, ctas)
 
 
 ROW = 16384
@@ -171,6 +156,14 @@ KERNELS = (
 )
 
 
+Offered = dict[tuple[Fabric, str], Candidate]
+"""Candidates of one site, by fabric and kernel variant."""
+
+
+def facts_of(hidden: int, world: int, hosts: int = 1) -> ReductionFacts:
+    return ReductionFacts("0", world, hosts, hidden, "bfloat16")
+
+
 def offered(
     tokens: int,
     machine: Machine,
@@ -178,25 +171,24 @@ def offered(
     max_tokens: int = 0,
     hidden: int = 8192,
     world: int = 4,
-    force: tuple[str, ...] = (),
+    force: bool = False,
     known: topology.Topology | None = None,
-) -> dict[tuple[Fabric, Algorithm, object], Candidate]:
-    """The candidates of one site, by fabric, algorithm and form."""
-    workload = Workload(tokens, max_tokens or tokens, hidden, "bfloat16", world)
-    site = Site("a", RULE, "0", "", ("a",), workload)
-    group = known or topology.fake(world, device="cuda")
-    context = Context(Config(force=force), machine, {"0": group})
-    found = lowering.candidates(RULE, site.workload, group, context)  # type: ignore[arg-type]
-    return {(c.fabric, c.algorithm, dict(c.parameters).get("form")): c for c in found}
+    usable_only: bool = False,
+) -> Offered:
+    terms = Terms(known or topology.fake(world, device="cuda"), machine, against_library=not force)
+    hosts = terms.topology.num_hosts
+    counts = TokenCounts(tokens, most=max_tokens)
+    found = candidates(facts_of(hidden, world, hosts), counts, terms, usable_only)
+    return {(candidate.fabric, candidate.variant): candidate for candidate, _ in found}
 
 
 def codes(candidate: Candidate) -> list[str]:
     return [rejection.code for rejection in candidate.rejections]
 
 
-ONE_MAIL = (Fabric.PEER, Algorithm.ONE_SHOT, "mail")
-TWO_MAIL = (Fabric.PEER, Algorithm.TWO_SHOT, "mail")
-TWO_BULK = (Fabric.PEER, Algorithm.TWO_SHOT, "bulk")
+ONE_MAIL = (Fabric.PEER, "one_shot mail")
+TWO_MAIL = (Fabric.PEER, "two_shot mail")
+TWO_BULK = (Fabric.PEER, "two_shot bulk")
 
 
 @pytest.mark.parametrize(
@@ -208,34 +200,46 @@ def test_the_candidate_at_the_hint_is_the_tables_row(tokens: int, chosen: object
     assert [key for key, candidate in found.items() if candidate.allowed] == [chosen]
     for key in (ONE_MAIL, TWO_MAIL, TWO_BULK):
         candidate = found[key]
-        assert candidate.lowerings == found[TWO_BULK].lowerings != ()
+        assert candidate.table == found[TWO_BULK].table != ()
         beyond = (key == ONE_MAIL and tokens > 64) or (key == TWO_MAIL and tokens > 512)
         expected = [] if key == chosen else ["beyond_measured", "slower_algorithm"] if beyond else ["slower_algorithm"]
         assert codes(candidate) == expected
         assert (candidate.estimate is None) is beyond
     best = next(c for c in found.values() if c.allowed)
-    row = next(row for row in best.lowerings if tokens <= row.max_tokens)
-    assert dict(best.parameters)["num_ctas"] == row.num_ctas
-    assert best.estimate is not None and best.estimate == estimate_all_reduce_norm(
+    row = next(row for row in best.table if tokens <= row.max_tokens)
+    num_ctas = dict(row.values).get("num_ctas", 0)
+    assert (dict(best.parameters)["num_ctas"], best.variant) == (num_ctas, row.variant)
+    algorithm, form = row.variant.split()
+    kernel_us = cost_model.estimate_all_reduce_norm(
         with_kernels(*KERNELS),
         Workload(tokens, tokens, 8192, "bfloat16", 4),
         Fabric.PEER,
-        row.algorithm,
+        Algorithm(algorithm),
         sum_sharded=False,
-        transfer=row.form,
-        num_ctas=row.num_ctas,
+        form=Form(form),
+        num_ctas=int(num_ctas),
     )
+    host = Estimate((Term("host", cost_model.host_us(H200)),))
+    assert best.estimate is not None and best.estimate == kernel_us.plus(host), "and what the host takes for one call"
+
+
+def test_usable_ones_are_the_same_in_the_same_order() -> None:
+    for tokens, machine in ((64, with_kernels(*KERNELS)), (4096, H200), (64, cost_model.load("h100x8"))):
+        for force in (False, True):
+            every = [c for c in offered(tokens, machine, force=force).values() if c.allowed]
+            assert list(offered(tokens, machine, force=force, usable_only=True).values()) == every
+        assert every
 
 
 def test_the_library_is_faster_at_every_size_or_above_one() -> None:
     never = offered(64, with_kernels(*KERNELS, library_us=0.1))
     assert all("library_faster" in codes(never[key]) for key in (ONE_MAIL, TWO_MAIL, TWO_BULK))
-    forced = offered(64, with_kernels(*KERNELS, library_us=0.1), force=(RULE,))
+    forced = offered(64, with_kernels(*KERNELS, library_us=0.1), force=True)
     assert forced[TWO_MAIL].allowed
     above = offered(4096, with_kernels(*KERNELS, library_us=60.0), max_tokens=8192)
     (reason,) = above[TWO_BULK].rejections
     assert reason.code == "library_faster"
-    assert dict(reason.values)["table_ends_at"] == above[TWO_BULK].lowerings[-1].max_tokens < 4096
+    assert dict(reason.values)["table_ends_at"] == above[TWO_BULK].table[-1].max_tokens < 4096
 
 
 def test_rows_and_worlds_that_the_kernels_do_not_take() -> None:
@@ -249,14 +253,12 @@ def test_other_fabrics_say_why_not() -> None:
     for key, candidate in found.items():
         if key[0] is not Fabric.PEER:
             assert "fabric_not_on_machine" in codes(candidate)
-    assert "no_kernel" in codes(found[Fabric.NVSHMEM, Algorithm.TWO_SHOT, None])
+    assert "no_kernel" in codes(found[Fabric.NVSHMEM, "two_shot"])
     assert {key[0] for key, c in found.items() if "no_kernel" in codes(c)} == {Fabric.NVSHMEM}
 
 
 def test_between_hosts_it_stays_away() -> None:
-    group = topology.fake(4, hosts=2, device="cuda")
-    workload = Workload(64, 64, 8192, "bfloat16", 4, hosts=2)
-    found = lowering.candidates(RULE, workload, group, Context(Config(), H200, {"0": group}))
+    found = offered(64, H200, known=topology.fake(4, hosts=2, device="cuda")).values()
     assert not any(candidate.allowed for candidate in found)
     assert all("fabric_needs_one_host" in codes(c) for c in found if c.fabric is Fabric.PEER)
 
@@ -270,11 +272,11 @@ def test_multimem_is_kept_where_the_profile_has_it_and_called_unmeasured(
     report = on_gpus(forms.chain, machine=str(tmp_path / "dgx.json"), world=8, force=FORCED)
     chosen = report.decisions[0].chosen
     assert chosen.fabric is Fabric.MULTIMEM and dict(chosen.parameters)["measured"] is False
-    assert {row.form for row in chosen.lowerings} == {Form.DIRECT}
+    assert {row.variant.split()[-1] for row in chosen.table} == {"direct"}
     # There the product writes into the arena.
     assert "weave.mm_all_reduce_norm.default" in targets(graphs[-1])
     (plan,) = report.plans
-    assert plan.regions is not None and plan.regions.partial_bytes > 0
+    assert regions(plan).partial_bytes > 0
     real = replace(topology.fake(8, device="cuda"), fake=False)
     found = offered(64, cost_model.load("h100x8"), world=8, known=real)
-    assert "multicast_not_known" in codes(found[Fabric.MULTIMEM, Algorithm.TWO_SHOT, "direct"])
+    assert "multicast_not_known" in codes(found[Fabric.MULTIMEM, "two_shot direct"])

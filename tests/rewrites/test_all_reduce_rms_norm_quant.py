@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 
 from tests import forms
+from tests.calls import calls, regions, sharded, targets
 from tests.preview import FORCED, fake_group, previewed
 from tests.quantizations import (
     CASES,
@@ -33,29 +34,15 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, decode, region_need
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, region_need
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
+from weaveopt.rewrites import RULES
 from weaveopt.rule import Context
 
 H = forms.HIDDEN
 TEXT = {Quant.PER_TOKEN: " -> e4m3 per token", Quant.STATIC: " -> e4m3 static"}
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """The graphs that were rewritten, in order."""
-    seen: list[fx.Graph] = []
-    rewrite = backend.rewrite
-
-    def spying(captured: object, *rest: object) -> tuple[str, ...]:
-        rounding = rewrite(captured, *rest)  # type: ignore[arg-type]
-        seen.append(captured.graph)  # type: ignore[attr-defined]
-        return rounding
-
-    monkeypatch.setattr(backend, "rewrite", spying)
-    return seen
 
 
 def on_gpus(
@@ -82,13 +69,8 @@ def on_gpus(
     return report
 
 
-def targets(graph: fx.Graph) -> list[str]:
-    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
-
-
 def quant_calls(graph: fx.Graph) -> list[AllReduceNormCall]:
-    found = graph.find_nodes(op="call_function", target=torch.ops.weave.all_reduce_norm_quant.default)
-    return [decode(str(node.args[-1])) for node in found]
+    return [call for call in calls(graph) if call.quant is not Quant.NONE]
 
 
 STEPS = ("abs", "amax", "max.dim", "clamp", "div", "rsqrt", "convert_element_type", "all_reduce.default", "wait_tensor")
@@ -101,7 +83,7 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
     (decision,) = report.decisions
     assert decision.rewritten and decision.chosen.fabric is Fabric.PEER
     assert decision.site.description == "all_reduce(partial) + residual -> rms_norm(eps=1e-06)" + TEXT[case.quant]
-    assert decision.site.workload is not None and decision.site.workload.out_dtype == "float8_e4m3fn"
+    assert dict(decision.site.facts)["quantization"] == case.quant.value
     (call,) = quant_calls(graphs[-1])
     assert (call.quant, call.out_dtype, call.dtype) == (case.quant, "float8_e4m3fn", "bfloat16")
     found = targets(graphs[-1])
@@ -113,9 +95,9 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
         scale = product.args[2].meta["val"]
         assert scale.dtype is torch.float32 and scale.ndim == 2 and scale.shape[1] == 1
     need = RegionNeed()
-    for row in decision.chosen.lowerings:
+    for row in call.lowerings:
         need = need.union(region_need(row, H, "bfloat16", "float8_e4m3fn", 4))
-    assert report.plans[0].regions == need
+    assert regions(report.plans[0]) == need
     lines = [line for line in report.rounding if "normed rows are rounded" in line]
     assert len(lines) == 1
     assert any("not rounded to 16 bits" in line for line in report.rounding) is case.narrow
@@ -130,8 +112,7 @@ def test_residuals_between_quantizing_sites_stay_sharded(
 ) -> None:
     report = on_gpus(chain(quantize), static=static)
     assert [d.rewritten for d in report.decisions] == [True] * 3
-    assert [p.sum_sharded for p in report.plans[0].placements] == [True, True, False]
-    assert [p.residual_sharded for p in report.plans[0].placements] == [False, True, True]
+    assert sharded(graphs[-1]) == [(False, True), (True, True), (True, False)]
     assert len(quant_calls(graphs[-1])) == 3
 
 
@@ -174,7 +155,8 @@ def test_left_in_the_graph_with_its_reason(form: Form, reason: str, graphs: list
     assert decision.rewritten and quant_calls(graphs[-1]) == []
     assert targets(graphs[-1]).count("weave.all_reduce_norm.default") == 1
     assert " -> e4m3 left as it is: " in decision.site.description and reason in decision.site.description
-    assert decision.site.workload is not None and decision.site.workload.out_dtype == ""
+    facts = dict(decision.site.facts)
+    assert (facts["out_dtype"], facts["quantization"]) == ("", "none")
     assert not any("normed rows are rounded" in line for line in report.rounding)
 
 
@@ -191,13 +173,15 @@ def test_rows_that_bulk_copies_do_not_take(graphs: list[fx.Graph]) -> None:
     report = on_gpus(form, weights=w, given=(x, residual[..., :56].contiguous()))
     (decision,) = report.decisions
     assert decision.rewritten and quant_calls(graphs[-1]) == []
-    assert "rows of a multiple of 16 elements (hidden 56)" in decision.site.description
+    (note,) = (note for note in decision.chosen.notes if "e4m3" in note)
+    assert "rows of a multiple of 16 elements (hidden 56)" in note
 
 
 def test_cpu_ranks_keep_it_in_the_graph(graphs: list[fx.Graph]) -> None:
     report = on_gpus(block(inverse), machine="cpu", device="cpu")
     (decision,) = report.decisions
-    assert decision.rewritten and decision.chosen.fabric is Fabric.SHM and "e4m3" not in decision.site.description
+    assert decision.rewritten and decision.chosen.fabric is Fabric.SHM
+    assert any("e4m3 rows are made" in note and "shm has no kernel" in note for note in decision.chosen.notes)
     assert quant_calls(graphs[-1]) == [] and "aten.max.dim" in targets(graphs[-1])
 
 
@@ -207,20 +191,21 @@ def test_multicast_takes_the_partial_result(graphs: list[fx.Graph]) -> None:
     (decision,) = report.decisions
     assert decision.rewritten and len(quant_calls(graphs[-1])) == 1
     assert "weave.mm_all_reduce_norm.default" not in targets(graphs[-1])
-    assert decision.site.workload is not None and decision.site.workload.product is None
+    assert decision.chosen.estimate is not None
+    assert "copy" not in {term.name for term in decision.chosen.estimate.terms}
 
 
-def executing_as_gpus(calls: list[AllReduceNormCall]) -> Callable[..., object]:
+def executing_as_gpus(made: list[AllReduceNormCall]) -> Callable[..., object]:
     """Rewrites as for four GPUs and runs the graph here: without peers, the library's all-reduce changes nothing."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         captured, failure = backend._capture(module, (), False, True)
         known = topology.fake(4, device="cuda")
         context = Context(Config(force=FORCED), cost_model.load("h200x4"), dict.fromkeys(captured.groups, known))
-        report, _ = backend._steps(captured, context, backend._Clock(), failure)
-        assert report.fallbacks == ()
-        calls.extend(quant_calls(captured.graph))
-        module.graph = captured.graph
+        steps = backend._steps(captured, context, RULES, backend._Clock(), failure)
+        assert steps.report.fallbacks == ()
+        made.extend(quant_calls(steps.graph))
+        module.graph = steps.graph
         module.recompile()
         return make_boxed_func(module.forward)
 
@@ -247,7 +232,7 @@ def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> Non
         total = residual + forms.all_reduce(x @ weights.product)
         return (*case.quantize(forms.rms(total, weights.norm)), total)
 
-    calls: list[AllReduceNormCall] = []
+    made: list[AllReduceNormCall] = []
     x, residual = inputs(torch.bfloat16, tokens=(3, 170))
     residual = residual * torch.logspace(-3, 2, 170).view(1, -1, 1).bfloat16()
     torch._dynamo.reset()
@@ -257,9 +242,9 @@ def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> Non
         if dynamic:
             for value in (x, residual):
                 torch._dynamo.mark_dynamic(value, 1)
-        rows, scale, total = torch.compile(fn, backend=executing_as_gpus(calls), fullgraph=True)(x, residual)
-    assert [call.quant for call in calls] == [case.quant]
-    assert calls[0].max_tokens == (8192 if dynamic else 510)
+        rows, scale, total = torch.compile(fn, backend=executing_as_gpus(made), fullgraph=True)(x, residual)
+    assert [call.quant for call in made] == [case.quant]
+    assert made[0].max_tokens == (8192 if dynamic else 510)
     assert torch.equal(total, want_total)
     assert (rows.dtype, rows.shape, rows.stride()) == (E4M3, want_rows.shape, want_rows.stride())
     assert (scale.dtype, scale.shape, scale.stride()) == (torch.float32, want_scale.shape, want_scale.stride())
@@ -276,7 +261,7 @@ def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> Non
 
 def test_rows_of_zeros_give_zeros() -> None:
     """Without a lower bound the model divides 0 by 0."""
-    calls: list[AllReduceNormCall] = []
+    made: list[AllReduceNormCall] = []
     weights = forms.make_weights(torch.bfloat16)
 
     def fn(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
@@ -285,5 +270,5 @@ def test_rows_of_zeros_give_zeros() -> None:
     x, residual = inputs(torch.bfloat16)
     torch._dynamo.reset()
     with fake_group(4), torch.no_grad():
-        rows, scale = torch.compile(fn, backend=executing_as_gpus(calls), fullgraph=True)(x * 0, residual * 0)
-    assert len(calls) == 1 and not rows.float().any() and (scale > 0).all()
+        rows, scale = torch.compile(fn, backend=executing_as_gpus(made), fullgraph=True)(x * 0, residual * 0)
+    assert len(made) == 1 and not rows.float().any() and (scale > 0).all()
