@@ -36,9 +36,9 @@ from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
 from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 HIDDEN = 4096
 DTYPE = torch.bfloat16

@@ -38,9 +38,9 @@ from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
 from weaveopt.ops.all_reduce_norm.variant import KernelRow
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 TOKENS = tuple(1 << power for power in range(16))

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from benchmarks.accuracy import CHOICE, SWEPT
 from benchmarks.record import Row, Scalar, row
 from weaveopt import cost_model
-from weaveopt.cost_model import Machine
+from weaveopt.cost_model import Gemm, Machine
 from weaveopt.ops.all_reduce_norm.variant import KernelRow, parse_variant, variant_name
 from weaveopt.records.candidate import LEAVE, Fabric
-from weaveopt.records.site import Product, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
 from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 ITEM_BYTES = 2
 HEAD = 128
@@ -28,8 +28,8 @@ def fabric_of(machine: Machine) -> Fabric:
 def workload_of(case: Case) -> Workload:
     """The site without the time of its GEMM, which writes where the exchange wants its rows."""
     tokens, hidden = int(case["tokens"]), int(case["hidden"])
-    product = Product(tokens, 0, hidden)
-    return Workload(tokens, tokens, hidden, "bfloat16", int(case["ranks"]), product=product, sum_may_shard=True)
+    gemm = Gemm(tokens, 0, hidden)
+    return Workload(tokens, tokens, hidden, "bfloat16", int(case["ranks"]), gemm=gemm, sum_may_shard=True)
 
 
 def name_of(kernel: KernelRow) -> str:

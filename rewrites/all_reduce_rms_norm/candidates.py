@@ -15,11 +15,11 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_reduce_norm import call as op
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
-from weaveopt.records.site import TokenCounts, Workload
+from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
 from weaveopt.rewrites.all_reduce_rms_norm.variants import KernelVariant, kernel_variants
-from weaveopt.rewrites.all_reduce_rms_norm.workload import workload_of
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload, workload_of
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "all_reduce_rms_norm"

@@ -8,12 +8,12 @@ from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, Transfer
 from weaveopt.records.candidate import Estimate, Fabric, Term
-from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.variants import (
     READS_ANYWHERE,
     exchange_terms,
     variant_for,
 )
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 
 def _estimate(machine: Machine, gemm_us: float, terms: list[Term]) -> Estimate:
@@ -25,7 +25,7 @@ def _estimate(machine: Machine, gemm_us: float, terms: list[Term]) -> Estimate:
 
 
 def _gemm_us(machine: Machine, workload: Workload) -> float:
-    made_by = workload.product
+    made_by = workload.gemm
     gemm = None if made_by is None else Gemm(made_by.m, made_by.k, made_by.n)
     return gemm_us(machine, gemm, workload.dtype) * machine.oversubscription(workload.world, workload.hosts)
 
@@ -75,7 +75,7 @@ def estimate_all_reduce_norm(
     terms = []
     extra = workload.num_partials - 1
     # On `peer` the GEMM is the graph's own and makes an ordinary tensor.
-    if workload.product is None or fabric is Fabric.PEER:
+    if workload.gemm is None or fabric is Fabric.PEER:
         terms.append(Term("add", memory_us(machine, 3 * extra * message) * slowdown))
         if variant.transfer not in READS_ANYWHERE:
             terms.append(Term("copy", memory_us(machine, 2 * message) * slowdown))

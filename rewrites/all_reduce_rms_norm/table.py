@@ -13,13 +13,14 @@ from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.token_grid import LARGEST_TOKENS, corners_of, grid_of, last_where
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.site import DTYPE_BYTES, Workload
+from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.rewrites.all_reduce_rms_norm.variants import (
     KernelVariant,
     exchange_us,
     kernel_variants,
 )
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 
 @cache

@@ -19,7 +19,7 @@ from weaveopt.ops.all_reduce_norm.variant import (
     variant_name,
 )
 from weaveopt.records.candidate import Fabric, Term
-from weaveopt.records.site import Workload
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),

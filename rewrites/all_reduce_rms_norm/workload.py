@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from weaveopt.records.site import Product, TokenCounts, Workload
+from dataclasses import dataclass
+
+from weaveopt.cost_model import Gemm
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.sites.reduction import ReductionFacts
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one site computes on every rank, unfused: all-reduce of `[tokens, hidden]`, add, norm.
+
+    `tokens` is the token count that estimates are made for (the hint, if shapes are dynamic);
+    `max_tokens` is the largest count that the compiled graph may see (equal to `tokens` if static).
+    """
+
+    tokens: int
+    max_tokens: int
+    hidden: int
+    dtype: str
+    world: int
+    hosts: int = 1
+    gemm: Gemm | None = None
+    """The GEMM that makes the partial result, where the rule's operation takes it in."""
+    num_partials: int = 1
+    """All-reduces that meet in one sum (two where a mixture and its shared experts are added)."""
+    num_norms: int = 1
+    has_residual: bool = True
+    sum_is_used: bool = True
+    """Whether the graph reads the sum (partials + residual) after this site."""
+    sum_may_shard: bool = False
+    """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
+    out_dtype: str = ""
+    """Of the normed rows, where it is not `dtype`."""
+    min_tokens: int = 0
+    """The least count that the compiled graph may see, where its count is not fixed; 0: nothing is known."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the compiled graph sees this one count only."""
+        return self.max_tokens == self.tokens and self.min_tokens in (0, self.tokens)
+
+    @property
+    def message_bytes(self) -> int:
+        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
 
 
 def workload_of(facts: ReductionFacts, tokens: TokenCounts, *, takes_gemm: bool, quantizes: bool) -> Workload:
     """`takes_gemm`: the kernel's operation makes the partial result too; `quantizes`: it hands out e4m3 rows."""
-    gemm = Product(tokens.hint, facts.gemm_depth, facts.hidden) if takes_gemm and facts.gemm_depth else None
+    gemm = Gemm(tokens.hint, facts.gemm_depth, facts.hidden) if takes_gemm and facts.gemm_depth else None
     return Workload(
         tokens=tokens.hint,
         max_tokens=tokens.most,
@@ -16,7 +58,7 @@ def workload_of(facts: ReductionFacts, tokens: TokenCounts, *, takes_gemm: bool,
         dtype=facts.dtype,
         world=facts.world,
         hosts=facts.hosts,
-        product=gemm,
+        gemm=gemm,
         num_partials=facts.num_partials,
         num_norms=facts.num_norms,
         has_residual=facts.has_residual,

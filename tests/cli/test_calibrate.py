@@ -16,8 +16,8 @@ from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
 from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.site import Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

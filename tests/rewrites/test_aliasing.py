@@ -19,11 +19,13 @@ from tests.preview import fake_group, previewed
 from tests.reductions import RMS
 from weaveopt.inductor import seams as inductor
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormKind, NormSpec
-from weaveopt.records.candidate import Algorithm, Candidate, Fabric, Form, Lowering
-from weaveopt.records.site import Site, Workload
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Candidate, Fabric
+from weaveopt.records.site import Site
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced
@@ -31,8 +33,8 @@ from weaveopt.sites.reduction import KIND, Reduction
 
 aten = torch.ops.aten
 BULK, MAIL = (
-    Lowering(64, Algorithm.TWO_SHOT, Form.BULK, 64),
-    Lowering(64, Algorithm.TWO_SHOT, Form.MAIL),
+    KernelRow(64, Algorithm.TWO_SHOT, Transfer.BULK, 64),
+    KernelRow(64, Algorithm.TWO_SHOT, Transfer.LL_PACKET),
 )
 
 
@@ -56,7 +58,7 @@ class Chain:
     def site(
         self,
         partial: fx.Node,
-        form: Lowering = BULK,
+        form: KernelRow = BULK,
         *,
         has_norm: bool = True,
         fabric: Fabric = Fabric.PEER,
@@ -217,7 +219,7 @@ def test_rows_that_products_read_alias_and_nothing_that_leaves_the_graph(graphs:
     inputs = torch.empty(tokens, inner).bfloat16(), torch.empty(tokens, hidden).bfloat16()
     report = previewed(block, inputs, world=4, machine="h200x4", device="cuda", static=True)
     assert [row.variant for row in report.decisions[0].chosen.table] == ["two_shot bulk"]
-    assert [call.normed_lands for call in calls(graphs[-1])] == [True, False]
+    assert [call.normalized_aliases_arena for call in calls(graphs[-1])] == [True, False]
     assert [out for _, out in sharded(graphs[-1])] == [True, False]
     told = [any("in the arena" in note for note in d.chosen.notes) for d in report.decisions]
     assert told == [True, False]
@@ -237,8 +239,8 @@ def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
         call = AllReduceNormCall(
             site="s", group=dist.group.WORLD.group_name, fabric=Fabric.PEER, world=2, hidden=64, dtype="float32",
             out_dtype="float32", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=64,
-            one_shot_max_tokens=0, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0, lowerings=(BULK,),
-            normed_lands=lands,
+            one_shot_max_tokens=0, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0, table=(BULK,),
+            normalized_aliases_arena=lands,
         ).encode()  # fmt: skip
         arguments = (torch.ones(64, 64), torch.ones(64, 64), torch.ones(64), torch.ones(64, 64))
         torch._dynamo.reset()

@@ -9,11 +9,12 @@ from itertools import product as combinations
 import pytest
 
 from weaveopt import cost_model
+from weaveopt.cost_model import Gemm
 from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Estimate, Fabric
-from weaveopt.records.site import Product, Workload
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
 from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 HIDDEN = 8192
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
@@ -21,7 +22,7 @@ ALGORITHMS = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
 
 
 def _work(tokens: int, world: int = 4, hosts: int = 1) -> Workload:
-    return Workload(tokens, tokens, HIDDEN, "bfloat16", world, hosts, Product(tokens, 7168, HIDDEN))
+    return Workload(tokens, tokens, HIDDEN, "bfloat16", world, hosts, Gemm(tokens, 7168, HIDDEN))
 
 
 def _terms(estimate: Estimate) -> dict[str, float]:
@@ -31,7 +32,7 @@ def _terms(estimate: Estimate) -> dict[str, float]:
 @pytest.mark.parametrize(("tokens", "printed_us"), [(64, 17.70), (1024, 75.71), (8192, 502.24), (32768, 1960.90)])
 def test_tokenweave_table_1(tokens: int, printed_us: float) -> None:
     """The fused kernel's terms add up to the printed time on eight GPUs."""
-    work = replace(_work(tokens, world=8), product=Product(tokens, 0, HIDDEN))
+    work = replace(_work(tokens, world=8), gemm=Gemm(tokens, 0, HIDDEN))
     found = estimate_all_reduce_norm(MACHINES["h100x8"], work, Fabric.MULTIMEM, Algorithm.TWO_SHOT)
     assert found.us == pytest.approx(printed_us)
 
@@ -41,7 +42,7 @@ def test_positive_and_finite_everywhere(name: str) -> None:
     machine = MACHINES[name]
     grid = combinations((1, 3, 64, 1000, 32768), (64, 4096), ("bfloat16", "float16", "float32"), (2, 3, 8, 16), (1, 2))
     for tokens, hidden, dtype, world, hosts in grid:
-        base = Workload(tokens, tokens, hidden, dtype, world, hosts, Product(tokens, 1024, hidden))
+        base = Workload(tokens, tokens, hidden, dtype, world, hosts, Gemm(tokens, 1024, hidden))
         for work in (base, replace(base, product=None, num_partials=2, num_norms=2, has_residual=False)):
             estimates = [estimate_unfused(machine, work)]
             for fabric in machine.fabrics:
@@ -67,10 +68,10 @@ def test_a_gemm_writes_into_the_arena_or_is_copied() -> None:
     assert "gemm" not in copied
 
 
-@pytest.mark.parametrize("product", [Product(512, 7168, HIDDEN), None])
-def test_peer_copies_nothing_and_adds_with_a_kernel(product: Product | None) -> None:
+@pytest.mark.parametrize("gemm", [Gemm(512, 7168, HIDDEN), None])
+def test_peer_copies_nothing_and_adds_with_a_kernel(gemm: Gemm | None) -> None:
     """Its kernel sends rows from wherever they are; two products are added by a kernel of the graph's own."""
-    machine, work = MACHINES["h200x4"], replace(_work(512), product=product, num_partials=2)
+    machine, work = MACHINES["h200x4"], replace(_work(512), gemm=gemm, num_partials=2)
     terms = _terms(estimate_all_reduce_norm(machine, work, Fabric.PEER, Algorithm.TWO_SHOT))
     assert "copy" not in terms
     assert terms["add"] == cost_model.memory_us(machine, 3 * work.message_bytes)

@@ -18,11 +18,13 @@ from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
 from weaveopt.ops.all_reduce_norm.call import region_need
-from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Form, Lowering, TableRow, Term
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, TableRow, Term
 from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
-from weaveopt.records.site import TokenCounts, Workload
+from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Terms, candidates
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.sites.reduction import ReductionFacts
 
 H200 = cost_model.load("h200x4")
@@ -49,7 +51,7 @@ def on_gpus(
     )
 
 
-def table_of(rows: Sequence[Lowering]) -> tuple[TableRow, ...]:
+def table_of(rows: Sequence[KernelRow]) -> tuple[TableRow, ...]:
     """A run-time table as reports tell it."""
     return tuple(
         TableRow(
@@ -79,8 +81,8 @@ def test_every_form_is_rewritten_and_keeps_its_products(
         if node.target is torch.ops.weave.all_reduce_norm.default:
             assert node.args[0].meta["val"].dtype is dtype
     for call, decision in zip(calls(graphs[-1]), report.decisions, strict=True):
-        assert table_of(call.lowerings) == decision.chosen.table
-        assert call.max_tokens == call.lowerings[-1].max_tokens
+        assert table_of(call.table) == decision.chosen.table
+        assert call.max_tokens == call.table[-1].max_tokens
 
 
 def test_products_that_meet_are_added_first(graphs: list[fx.Graph]) -> None:
@@ -98,7 +100,7 @@ def test_products_that_meet_are_added_first(graphs: list[fx.Graph]) -> None:
 def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: list[fx.Graph]) -> None:
     report = on_gpus(forms.chain, static=static)
     assert [d.rewritten for d in report.decisions] == [True] * 3
-    (table,) = {call.lowerings for call in calls(graphs[-1])}
+    (table,) = {call.table for call in calls(graphs[-1])}
     assert {d.chosen.table for d in report.decisions} == {table_of(table)}
     assert table[-1].max_tokens == max_tokens
     (plan,) = report.plans
@@ -125,7 +127,7 @@ def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
     (call,) = calls(graphs[-1])
     assert call.out_dtype == "float32"
     wide = RegionNeed()
-    for row in call.lowerings:
+    for row in call.table:
         wide = wide.union(region_need(row, forms.HIDDEN, "bfloat16", "float32", 4))
     assert regions(plan) == wide
 
@@ -149,10 +151,10 @@ def kernel(algorithm: Algorithm, form: Form, *points: tuple[int, float], ctas: i
 
 ROW = 16384
 KERNELS = (
-    kernel(Algorithm.ONE_SHOT, Form.MAIL, (ROW, 5.0), (64 * ROW, 15.0)),
-    kernel(Algorithm.TWO_SHOT, Form.MAIL, (ROW, 7.0), (64 * ROW, 9.0), (512 * ROW, 40.0)),
-    kernel(Algorithm.TWO_SHOT, Form.BULK, (ROW, 12.0), (512 * ROW, 45.0), (8192 * ROW, 640.0), ctas=64),
-    kernel(Algorithm.TWO_SHOT, Form.BULK, (ROW, 11.0), (512 * ROW, 50.0), (8192 * ROW, 700.0), ctas=16),
+    kernel(Algorithm.ONE_SHOT, Transfer.LL_PACKET, (ROW, 5.0), (64 * ROW, 15.0)),
+    kernel(Algorithm.TWO_SHOT, Transfer.LL_PACKET, (ROW, 7.0), (64 * ROW, 9.0), (512 * ROW, 40.0)),
+    kernel(Algorithm.TWO_SHOT, Transfer.BULK, (ROW, 12.0), (512 * ROW, 45.0), (8192 * ROW, 640.0), ctas=64),
+    kernel(Algorithm.TWO_SHOT, Transfer.BULK, (ROW, 11.0), (512 * ROW, 50.0), (8192 * ROW, 700.0), ctas=16),
 )
 
 
@@ -186,8 +188,8 @@ def codes(candidate: Candidate) -> list[str]:
     return [rejection.code for rejection in candidate.rejections]
 
 
-ONE_MAIL = (Fabric.PEER, "one_shot mail")
-TWO_MAIL = (Fabric.PEER, "two_shot mail")
+ONE_MAIL = (Fabric.PEER, "one_shot ll_packet")
+TWO_MAIL = (Fabric.PEER, "two_shot ll_packet")
 TWO_BULK = (Fabric.PEER, "two_shot bulk")
 
 

@@ -95,7 +95,7 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
         scale = product.args[2].meta["val"]
         assert scale.dtype is torch.float32 and scale.ndim == 2 and scale.shape[1] == 1
     need = RegionNeed()
-    for row in call.lowerings:
+    for row in call.table:
         need = need.union(region_need(row, H, "bfloat16", "float8_e4m3fn", 4))
     assert regions(report.plans[0]) == need
     lines = [line for line in report.rounding if "normed rows are rounded" in line]

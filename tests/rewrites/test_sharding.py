@@ -10,11 +10,12 @@ import pytest
 import torch.fx as fx
 
 from tests.reductions import Reductions, reduction_of, total_of
-from weaveopt.records.candidate import Algorithm, Candidate, Estimate, Fabric, Form, Lowering, Term
-from weaveopt.records.site import Workload
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.rewrites.all_reduce_rms_norm.calls import ABSENT, memory_of
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered, Terms, candidates
 from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values, shared_sums
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)
@@ -145,12 +146,12 @@ def test_memory_of_shm_is_the_ops_need_for_the_widest_rows() -> None:
 
 def test_memory_on_gpus_has_room_for_every_row_of_the_table() -> None:
     rows = (
-        Lowering(8, Algorithm.ONE_SHOT, Form.MAIL),
-        Lowering(32, Algorithm.TWO_SHOT, Form.MAIL),
-        Lowering(64, Algorithm.TWO_SHOT, Form.BULK, 64),
+        KernelRow(8, Algorithm.ONE_SHOT, Transfer.LL_PACKET),
+        KernelRow(32, Algorithm.TWO_SHOT, Transfer.LL_PACKET),
+        KernelRow(64, Algorithm.TWO_SHOT, Transfer.BULK, 64),
     )
 
-    def sizes(*table: Lowering) -> dict[str, int]:
+    def sizes(*table: KernelRow) -> dict[str, int]:
         lowered = replace(LOWERED, fabric=Fabric.PEER, rows=table)
         return {request.buffer.name: request.buffer.num_bytes for request in memory_of(lowered).buffers}
 

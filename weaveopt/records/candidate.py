@@ -103,38 +103,3 @@ class Candidate:
     @property
     def allowed(self) -> bool:
         return not self.rejections
-
-
-class Algorithm(StrEnum):
-    """How a reduction is divided among ranks."""
-
-    LIBRARY = "library"
-    """NCCL or Gloo decides."""
-    ONE_SHOT = "one_shot"
-    """Every rank reads all partial results and computes every token: one synchronization."""
-    TWO_SHOT = "two_shot"
-    """Every rank computes its share of the tokens and hands the rows out: two synchronizations."""
-
-
-class Form(StrEnum):
-    """How the rows of a fused reduction travel between ranks; which of them a fabric has is the op's to say."""
-
-    SEGMENT = "segment"
-    """CPU ranks read each other's shared segments."""
-    MAIL = "mail"
-    """Words that carry their own arrival, pushed into peers' mailboxes: no barrier, no flag."""
-    BULK = "bulk"
-    """Bulk copies (TMA) through a staging region with a signal behind each: few CTAs fill the link."""
-    DIRECT = "direct"
-    """Loads that reduce and stores that broadcast, in place, between two barriers."""
-
-
-@dataclass(frozen=True)
-class Lowering:
-    """One row of a site's run-time table: how calls of up to `max_tokens` tokens run. Equal on all ranks."""
-
-    max_tokens: int
-    algorithm: Algorithm
-    form: Form
-    num_ctas: int = 0
-    """CTAs of the kernel; 0: as many as are co-resident."""

@@ -6,54 +6,6 @@ from dataclasses import dataclass
 
 from weaveopt.records.candidate import Rejection, Values
 
-
-@dataclass(frozen=True)
-class Product:
-    """The matrix product `a[m, k] @ b[k, n]` that makes a rank's partial result (`k` is this rank's share)."""
-
-    m: int
-    k: int
-    n: int
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one site computes on every rank, unfused: all-reduce of `[tokens, hidden]`, add, norm.
-
-    `tokens` is the token count that estimates are made for (the hint, if shapes are dynamic);
-    `max_tokens` is the largest count that the compiled graph may see (equal to `tokens` if static).
-    """
-
-    tokens: int
-    max_tokens: int
-    hidden: int
-    dtype: str
-    world: int
-    hosts: int = 1
-    product: Product | None = None
-    num_partials: int = 1
-    """All-reduces that meet in one sum (two where a mixture and its shared experts are added)."""
-    num_norms: int = 1
-    has_residual: bool = True
-    sum_is_used: bool = True
-    """Whether the graph reads the sum (partials + residual) after this site."""
-    sum_may_shard: bool = False
-    """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
-    out_dtype: str = ""
-    """Of the normed rows, where it is not `dtype`."""
-    min_tokens: int = 0
-    """The least count that the compiled graph may see, where its count is not fixed; 0: nothing is known."""
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the compiled graph sees this one count only."""
-        return self.max_tokens == self.tokens and self.min_tokens in (0, self.tokens)
-
-    @property
-    def message_bytes(self) -> int:
-        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
-
-
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1}
 
 
