@@ -6,7 +6,7 @@
 //   put_signal(...)       put, flush, and a release behind it: the peer that waits for the word sees the data
 //
 // Before the copy reads shared memory that ordinary stores wrote: order_shared_stores_before_copies(), then a barrier.
-// Where many copies are in flight, a thread of its own signals for several of them (see all_reduce_norm/bulk.cu).
+// Where many copies are in flight, a thread of its own signals for several of them.
 #pragma once
 
 #include "fabric/bulk_copy.cuh"

@@ -39,8 +39,15 @@ ROOMS = {
         "csrc/all_reduce_norm/",
     ),
 }
-REGISTRIES = ("rewrites/__init__.py", "weaveopt/ops/__init__.py", "weaveopt/measure/cases/__init__.py")
-"""Where a rule, an operation family and its measurements each have their one line."""
+REGISTRIES = (
+    "rewrites/__init__.py",
+    "weaveopt/ops/__init__.py",
+    "weaveopt/measure/cases/__init__.py",
+    "csrc/base/families.cpp",
+    "weaveopt/_native.pyi",
+)
+"""Where a rule, an operation family, its measurements and its kernels each have their line; and the types of all that
+the native module holds."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:

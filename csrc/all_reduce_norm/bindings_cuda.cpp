@@ -1,4 +1,4 @@
-// The Python face of the GPU fabric. Plain C++: everything that needs CUDA's headers is behind gpu.h and peer.h.
+// The Python face of all_reduce_norm on GPUs. Plain C++: everything that needs CUDA's headers is behind gpu.h.
 #ifdef WEAVE_WITH_CUDA
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,8 +7,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "all_reduce_norm/gpu.h"
 #include "all_reduce_norm/layout.h"
@@ -18,9 +16,11 @@
 namespace py = pybind11;
 
 namespace weave {
+
+void bind_all_reduce_norm_cuda(py::module_& m);
+
 namespace {
 
-using fabric::Fill;
 using fabric::PeerGroup;
 
 // What is constant over the calls of a site.
@@ -130,21 +130,7 @@ class GpuAllReduceNorm {
 
 }  // namespace
 
-void bind_cuda(py::module_& m) {
-    py::class_<PeerGroup, std::shared_ptr<PeerGroup>>(m, "PeerGroup")
-        .def(py::init([](std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device,
-                         int64_t num_bytes, const std::vector<std::tuple<int64_t, int64_t, uint32_t>>& fills) {
-                 std::vector<Fill> words;
-                 for (const auto& [offset, bytes, word] : fills)
-                     words.push_back({offset, bytes, word});
-                 py::gil_scoped_release release;
-                 return std::make_shared<PeerGroup>(std::move(bases), multicast, rank, device, num_bytes, words);
-             }),
-             py::arg("bases"), py::arg("multicast"), py::arg("rank"), py::arg("device"), py::arg("num_bytes"),
-             py::arg("fills"))
-        .def_property_readonly("status", &PeerGroup::status)
-        .def("acknowledge", &PeerGroup::acknowledge)
-        .def("abort", &PeerGroup::abort, py::arg("code"));
+void bind_all_reduce_norm_cuda(py::module_& m) {
     py::class_<GpuSite>(m, "GpuSite")
         .def(py::init<>())
         .def_readwrite("tag", &GpuSite::tag)
@@ -169,7 +155,6 @@ void bind_cuda(py::module_& m) {
         .def("run", &GpuAllReduceNorm::run);
     m.def("unsupported", &gpu::unsupported, py::arg("kernel"), py::arg("dtype"), py::arg("hidden"), py::arg("world"),
           py::arg("fp8"), py::arg("device"), "Why the device cannot run the kernel for such rows; empty where it can.");
-    m.def("cuda_error_text", &fabric::error_text, py::arg("code"));
 }
 
 }  // namespace weave

@@ -1,0 +1,176 @@
+// The Python face of all_reduce_norm on CPU ranks, and what plans ask of its GPU kernels without a GPU.
+#include "base/bindings.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "all_reduce_norm/layout.h"
+#include "all_reduce_norm/shm.h"
+
+namespace py = pybind11;
+
+namespace weave {
+
+void bind_all_reduce_norm(py::module_& m);
+
+namespace {
+
+using fabric::shm::Group;
+
+struct AllReduceNormHandle {
+    std::shared_ptr<GroupHandle> owner;
+    AllReduceNorm op;
+
+    AllReduceNormHandle(std::shared_ptr<GroupHandle> group, const AllReduceNormSite& site, int32_t max_threads,
+                        const std::string& isa)
+        : owner(std::move(group)), op(check(*owner, site), site, max_threads, rows(isa)) {}
+
+    static const RowFunctions& rows(const std::string& isa) {
+        if (isa.empty()) return choose_rows();
+        for (const RowFunctions* functions : usable_rows()) {
+            if (isa == functions->isa) return *functions;
+        }
+        throw std::invalid_argument("this processor does not run " + isa);
+    }
+
+    // A buffer outside the segment would be a wild store later.
+    static Group& check(GroupHandle& handle, const AllReduceNormSite& site) {
+        const auto data_bytes = static_cast<int64_t>(handle.segments.at(0)->data_bytes());
+        const fabric::shm::Layout& at = site.layout;
+        const int64_t partial_end = at.partial_offset + 2 * at.partial_bytes;
+        const int64_t output_end = at.output_offset + AllReduceNorm::output_bytes(site, handle.group.world());
+        if (at.partial_offset < 0 || at.output_offset < 0 || partial_end > data_bytes || output_end > data_bytes ||
+            site.max_tokens * site.hidden * size_of(site.dtype) > at.partial_bytes) {
+            throw std::invalid_argument("buffers [" + std::to_string(at.partial_offset) + ", " +
+                                        std::to_string(partial_end) + ") and [" + std::to_string(at.output_offset) +
+                                        ", " + std::to_string(output_end) + ") for " + std::to_string(site.max_tokens) +
+                                        " tokens do not fit an arena of " + std::to_string(data_bytes) + " bytes");
+        }
+        return handle.group;
+    }
+
+    int enter(int64_t tokens) {
+        py::gil_scoped_release release;
+        return static_cast<int>(op.enter(tokens).code);
+    }
+
+    // Plain numbers, not a struct: building one from Python would cost more than the call.
+    int run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual, uintptr_t reduced_bias,
+            uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normalized,
+            uintptr_t sum, uint32_t fp32_parameters, float scale) {
+        auto in = [](uintptr_t pointer) { return reinterpret_cast<const void*>(pointer); };
+        const AllReduceNormArrays arrays = {in(partial),
+                                            in(residual),
+                                            in(reduced_bias),
+                                            in(post_weight),
+                                            in(post_bias),
+                                            in(weight),
+                                            in(bias),
+                                            reinterpret_cast<void*>(normalized),
+                                            reinterpret_cast<void*>(sum),
+                                            fp32_parameters,
+                                            scale};
+        py::gil_scoped_release release;
+        return static_cast<int>(op.run(tokens, arrays, num_threads).code);
+    }
+
+    int enter_and_run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,
+                      uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
+                      uintptr_t bias, uintptr_t normalized, uintptr_t sum, uint32_t fp32_parameters, float scale) {
+        const int code = enter(tokens);
+        if (code != 0) return code;
+        return run(tokens, num_threads, partial, residual, reduced_bias, post_weight, post_bias, weight, bias,
+                   normalized, sum, fp32_parameters, scale);
+    }
+};
+
+void bind_shm(py::module_& m) {
+    py::enum_<NormKind>(m, "NormKind")
+        .value("none", NormKind::kNone)
+        .value("rms", NormKind::kRms)
+        .value("layer", NormKind::kLayer);
+    py::enum_<SumOut>(m, "SumOut")
+        .value("none", SumOut::kNone)
+        .value("whole", SumOut::kWhole)
+        .value("sharded", SumOut::kSharded);
+    py::class_<fabric::shm::Layout>(m, "Layout")
+        .def(py::init<>())
+        .def_readwrite("partial_offset", &fabric::shm::Layout::partial_offset)
+        .def_readwrite("partial_bytes", &fabric::shm::Layout::partial_bytes)
+        .def_readwrite("output_offset", &fabric::shm::Layout::output_offset);
+    py::class_<NormSpec>(m, "NormSpec")
+        .def(py::init<>())
+        .def_readwrite("kind", &NormSpec::kind)
+        .def_readwrite("eps", &NormSpec::eps)
+        .def_readwrite("weight_offset", &NormSpec::weight_offset)
+        .def_readwrite("cast_before_weight", &NormSpec::cast_before_weight);
+    py::class_<AllReduceNormSite>(m, "AllReduceNormSite")
+        .def(py::init<>())
+        .def_readwrite("tag", &AllReduceNormSite::tag)
+        .def_readwrite("hidden", &AllReduceNormSite::hidden)
+        .def_readwrite("dtype", &AllReduceNormSite::dtype)
+        .def_readwrite("out_dtype", &AllReduceNormSite::out_dtype)
+        .def_readwrite("layout", &AllReduceNormSite::layout)
+        .def_readwrite("max_tokens", &AllReduceNormSite::max_tokens)
+        .def_readwrite("one_shot_max_tokens", &AllReduceNormSite::one_shot_max_tokens)
+        .def_readwrite("post", &AllReduceNormSite::post)
+        .def_readwrite("norm", &AllReduceNormSite::norm)
+        .def_readwrite("sum_out", &AllReduceNormSite::sum_out)
+        .def_readwrite("timeout_s", &AllReduceNormSite::timeout_s);
+    py::class_<AllReduceNormHandle>(m, "AllReduceNorm")
+        .def(py::init<std::shared_ptr<GroupHandle>, const AllReduceNormSite&, int32_t, const std::string&>(),
+             py::arg("group"), py::arg("site"), py::arg("max_threads"), py::arg("isa") = "")
+        .def("enter", &AllReduceNormHandle::enter)
+        .def("run", &AllReduceNormHandle::run)
+        .def("leave", [](AllReduceNormHandle& handle) { handle.owner->group.leave(); })
+        .def("enter_and_run", &AllReduceNormHandle::enter_and_run)
+        .def_property_readonly("next_parity",
+                               [](const AllReduceNormHandle& handle) { return handle.op.next_parity(); });
+    m.def(
+        "isas",
+        [] {
+            std::vector<std::string> names;
+            for (const RowFunctions* functions : usable_rows())
+                names.push_back(functions->isa);
+            return names;
+        },
+        "Instruction sets of the row kernels that this processor runs; the first is used.");
+}
+
+// What plans ask of the GPU kernels, which need no GPU to answer.
+void bind_layout(py::module_& m) {
+    m.attr("GPU_ALIGNMENT") = gpu::kBufferAlignment;
+    m.attr("SHM_ALIGNMENT") = kShmAlignment;
+    py::enum_<gpu::GpuKernel>(m, "GpuKernel")
+        .value("ll_packet_one_shot", gpu::GpuKernel::kLLPacketOneShot)
+        .value("ll_packet_two_shot", gpu::GpuKernel::kLLPacketTwoShot)
+        .value("bulk", gpu::GpuKernel::kBulk)
+        .value("direct", gpu::GpuKernel::kDirect);
+    py::enum_<gpu::OutKind>(m, "OutKind")
+        .value("same", gpu::OutKind::kSame)
+        .value("float32", gpu::OutKind::kFloat32)
+        .value("float8_e4m3fn", gpu::OutKind::kFp8);
+    py::enum_<gpu::QuantKind>(m, "QuantKind")
+        .value("none", gpu::QuantKind::kNone)
+        .value("static", gpu::QuantKind::kStatic)
+        .value("per_token", gpu::QuantKind::kPerToken);
+    m.def("gpu_buffers", &gpu::buffer_needs, py::arg("kernel"), py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
+          py::arg("out_kind"), py::arg("world"),
+          "What calls of up to `tokens` tokens need of a GPU arena, the sum handed out whole if need be.");
+    m.def("shm_buffers", &AllReduceNorm::buffer_needs, py::arg("max_tokens"), py::arg("hidden"), py::arg("dtype"),
+          py::arg("out_dtype"), py::arg("world"), "What a site needs of a shared segment.");
+}
+
+}  // namespace
+
+void bind_all_reduce_norm(py::module_& m) {
+    bind_shm(m);
+    bind_layout(m);
+}
+
+}  // namespace weave

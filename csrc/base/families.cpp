@@ -1,0 +1,20 @@
+// The kernel families of the Python module: a new one is a line here for each of its two parts.
+#include "base/bindings.h"
+
+namespace weave {
+
+void bind_all_reduce_norm(pybind11::module_& m);
+
+void bind_families(pybind11::module_& m) {
+    bind_all_reduce_norm(m);
+}
+
+#ifdef WEAVE_WITH_CUDA
+void bind_all_reduce_norm_cuda(pybind11::module_& m);
+
+void bind_families_cuda(pybind11::module_& m) {
+    bind_all_reduce_norm_cuda(m);
+}
+#endif
+
+}  // namespace weave

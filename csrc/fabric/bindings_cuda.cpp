@@ -1,0 +1,39 @@
+// The Python face of the GPU fabric. Plain C++: everything that needs CUDA's headers is behind peer.h.
+#ifdef WEAVE_WITH_CUDA
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "base/bindings.h"
+#include "fabric/peer.h"
+
+namespace py = pybind11;
+
+namespace weave {
+
+using fabric::Fill;
+using fabric::PeerGroup;
+
+void bind_fabric_cuda(py::module_& m) {
+    py::class_<PeerGroup, std::shared_ptr<PeerGroup>>(m, "PeerGroup")
+        .def(py::init([](std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device,
+                         int64_t num_bytes, const std::vector<std::tuple<int64_t, int64_t, uint32_t>>& fills) {
+                 std::vector<Fill> words;
+                 for (const auto& [offset, bytes, word] : fills)
+                     words.push_back({offset, bytes, word});
+                 py::gil_scoped_release release;
+                 return std::make_shared<PeerGroup>(std::move(bases), multicast, rank, device, num_bytes, words);
+             }),
+             py::arg("bases"), py::arg("multicast"), py::arg("rank"), py::arg("device"), py::arg("num_bytes"),
+             py::arg("fills"))
+        .def_property_readonly("status", &PeerGroup::status)
+        .def("acknowledge", &PeerGroup::acknowledge)
+        .def("abort", &PeerGroup::abort, py::arg("code"));
+    m.def("cuda_error_text", &fabric::error_text, py::arg("code"));
+}
+
+}  // namespace weave
+#endif
