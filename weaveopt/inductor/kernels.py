@@ -32,10 +32,7 @@ class Traffic:
     """Elements that each result of a reduction is reduced from; 1: the kernel reduces nothing."""
 
     def us(self, machine: Machine, ratio: float) -> float:
-        num_bytes = self.scaling_bytes * ratio + self.fixed_bytes
-        if self.row > 1:
-            return cost_model.norm_us(machine, num_bytes, self.row)
-        return cost_model.memory_us(machine, num_bytes)
+        return cost_model.kernel_us(machine, self.scaling_bytes * ratio + self.fixed_bytes, self.row)
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,14 @@ class Surroundings:
 
     def us(self, kernel: Kernel, ratio: float = 1.0) -> float:
         """Microseconds of a kernel with `ratio` times the tokens of the captured graph."""
-        us = kernel.work.us(self.machine, ratio)
+        return self.us_of(kernel.kind, kernel.work, ratio)
+
+    def us_of(self, kind: str, work: Call | Traffic, ratio: float = 1.0) -> float:
+        """The same of what a kernel does, in whatever graph; the host's part included."""
+        us = work.us(self.machine, ratio)
         if us <= 0.0:
             return 0.0
-        shared = 1.0 if kernel.kind == COLLECTIVE else self.oversubscription
+        shared = 1.0 if kind == COLLECTIVE else self.oversubscription
         return us * shared + cost_model.host_us(self.machine) * self.oversubscription
 
     def estimate(self, kernels: Sequence[Kernel], ratio: float = 1.0) -> Estimate:
