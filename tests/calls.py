@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.fx as fx
 
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut, decode
-from weaveopt.records.memory import MemoryPlan, RegionNeed
+from weaveopt.ops.all_reduce_norm.variant import KernelRow
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import MemoryPlan
 
 
 def targets(graph: fx.Graph) -> list[str]:
@@ -21,9 +26,15 @@ def sharded(graph: fx.Graph) -> list[tuple[bool, bool]]:
     return [(call.residual_sharded, call.sum_out is SumOut.SHARDED) for call in calls(graph)]
 
 
-def regions(plan: MemoryPlan) -> RegionNeed:
-    """The buffers of a GPU arena as the kernels' need of regions; one mailbox of two."""
-    sizes = {buffer.name: buffer.num_bytes for buffer in plan.buffers}
-    mailboxes, *others = (sizes.pop(name, 0) for name in ("mailboxes", "staging", "output", "partial"))
-    assert not sizes, f"{sizes} is none of the kernels' regions"
-    return RegionNeed(mailboxes // 2, *others)
+def sizes(plan: MemoryPlan) -> dict[str, int]:
+    """Bytes of the plan's buffers by name."""
+    return {buffer.name: buffer.num_bytes for buffer in plan.buffers}
+
+
+def needed(rows: RowFormat, table: Iterable[KernelRow], fabric: Fabric = Fabric.PEER) -> dict[str, int]:
+    """Bytes by name that each kernel of a table needs alone, and the most of them."""
+    most: dict[str, int] = {}
+    for row in table:
+        for buffer in buffers_of(fabric, rows, row.max_tokens, (row,)):
+            most[buffer.name] = max(buffer.num_bytes, most.get(buffer.name, 0))
+    return {name: num_bytes for name, num_bytes in most.items() if num_bytes}

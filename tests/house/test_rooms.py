@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.source import FILES, ROOT, imports_of, room
+
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "records"),
     ("config", "cost_model"),
@@ -25,7 +24,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Rooms and single files of the package, from the lowest up. A room imports rooms of lower layers only."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-FOLDERS = {"weaveopt": ROOT / "weaveopt", "rewrites": ROOT / "rewrites", "cost_model": ROOT / "cost_model"}
 
 FAMILIES = {
     "all_reduce_rms_norm": re.compile(r"all_reduce_(rms_)?norm|AllReduce(RMS)?Norm", re.IGNORECASE),
@@ -50,58 +48,24 @@ REGISTRIES = (
 the native module holds."""
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    """(name in the package, file) of every module."""
-    for package, folder in FOLDERS.items():
-        for path in sorted(folder.rglob("*.py")):
-            if folder == ROOT / "weaveopt" and path.is_relative_to(folder / "rewrites"):
-                continue
-            if folder == ROOT / "weaveopt" and path.is_relative_to(folder / "cost_model"):
-                continue
-            words = path.relative_to(folder).with_suffix("").parts
-            inner = (package, *words) if package != "weaveopt" else words
-            yield ".".join(word for word in inner if word != "__init__"), path
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """Modules of this package that a file imports, as names in the package; imports for type checkers left out."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name.removeprefix("weaveopt.") for name in names if name.startswith("weaveopt."))
-
-
 def test_every_room_has_a_layer() -> None:
-    rooms = {name.split(".")[0] for name, _ in modules() if name}
+    rooms = {room(module) for module in FILES} - {""}
     assert rooms - LAYER_OF.keys() - {"presets"} == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), [pytest.param(name, path, id=name or "weaveopt") for name, path in modules()]
-)
-def test_imports_lead_downwards(name: str, path: Path) -> None:
-    room = name.split(".")[0]
-    if room not in LAYER_OF:
+@pytest.mark.parametrize("module", FILES)
+def test_imports_lead_downwards(module: str) -> None:
+    """Imports for type checkers are free."""
+    own = room(module)
+    if own not in LAYER_OF:
         return
     wrong = [
-        imported
-        for imported in imports_of(path)
-        if (other := imported.split(".")[0]) in LAYER_OF and other != room and LAYER_OF[other] >= LAYER_OF[room]
+        name
+        for name in sorted(imports_of(FILES[module], for_types=False))
+        if name.startswith("weaveopt.")
+        if (other := room(name)) in LAYER_OF and other != own and LAYER_OF[other] >= LAYER_OF[own]
     ]
-    assert not wrong, f"{name} is in layer {LAYER_OF[room]} and imports {wrong}"
+    assert not wrong, f"{module} is in layer {LAYER_OF[own]} and imports {wrong}"
 
 
 def sources() -> Iterator[str]:

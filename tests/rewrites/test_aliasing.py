@@ -238,9 +238,8 @@ def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
     with fake_group(2):
         call = AllReduceNormCall(
             site="s", group=dist.group.WORLD.group_name, fabric=Fabric.PEER, world=2, hidden=64, dtype="float32",
-            out_dtype="float32", partial_offset=0, output_offset=0, partial_bytes=0, max_tokens=64,
-            one_shot_max_tokens=0, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0, table=(BULK,),
-            normalized_aliases_arena=lands,
+            out_dtype="float32", max_tokens=64, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0,
+            table=(BULK,), normalized_aliases_arena=lands,
         ).encode()  # fmt: skip
         arguments = (torch.ones(64, 64), torch.ones(64, 64), torch.ones(64), torch.ones(64, 64))
         torch._dynamo.reset()

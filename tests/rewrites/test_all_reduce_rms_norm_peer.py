@@ -11,19 +11,19 @@ import torch
 import torch.fx as fx
 
 from tests import forms
-from tests.calls import calls, regions, sharded, targets
+from tests.calls import calls, needed, sharded, sizes, targets
 from tests.preview import FORCED, previewed
 from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import region_need
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer, variant_name
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, TableRow, Term
-from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Terms, candidates
+from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.sites.reduction import ReductionFacts
 
@@ -56,7 +56,7 @@ def table_of(rows: Sequence[KernelRow]) -> tuple[TableRow, ...]:
     return tuple(
         TableRow(
             row.max_tokens,
-            f"{row.algorithm.value} {row.form.value}",
+            f"{row.algorithm.value} {row.transfer.value}",
             (("num_ctas", row.num_ctas),) * bool(row.num_ctas),
         )
         for row in rows
@@ -105,9 +105,9 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
     assert table[-1].max_tokens == max_tokens
     (plan,) = report.plans
     assert plan.fabric is Fabric.PEER
+    held, rows = sizes(plan), RowFormat(forms.HIDDEN, "bfloat16", "bfloat16", 4)
     for row in table:
-        need = region_need(row, forms.HIDDEN, "bfloat16", "bfloat16", 4)
-        assert regions(plan).union(need) == regions(plan)
+        assert all(num_bytes <= held[name] for name, num_bytes in needed(rows, [row]).items())
     assert [call.max_tokens for call in calls(graphs[-1])] == [max_tokens] * 3
     assert [out for _, out in sharded(graphs[-1])] == [True, True, False]
     assert [(c.residual_sharded, c.sum_out.value) for c in calls(graphs[-1])] == [
@@ -115,8 +115,8 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
         (True, "sharded"),
         (True, "none"),
     ]
-    words = {(c.partial_offset, c.output_offset, c.partial_bytes, c.one_shot_max_tokens) for c in calls(graphs[-1])}
-    assert words == {(0, 0, 0, 0)}, "the runtime places the regions"
+    words = {(c.partial_offset, c.output_offset, c.one_shot_max_tokens) for c in calls(graphs[-1])}
+    assert words == {(0, 0, 0)}, "the runtime places what lives as long as the arena"
 
 
 def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
@@ -126,10 +126,7 @@ def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
     assert dict(decision.site.facts)["out_dtype"] == "float32"
     (call,) = calls(graphs[-1])
     assert call.out_dtype == "float32"
-    wide = RegionNeed()
-    for row in call.table:
-        wide = wide.union(region_need(row, forms.HIDDEN, "bfloat16", "float32", 4))
-    assert regions(plan) == wide
+    assert sizes(plan) == needed(RowFormat(forms.HIDDEN, "bfloat16", "float32", 4), call.table)
 
 
 def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
@@ -137,16 +134,18 @@ def with_kernels(*curves: Curve, library_us: float | None = None) -> Machine:
     every = []
     for costs in H200.fabric_costs:
         if costs.fabric is Fabric.PEER:
-            costs = replace(costs, all_reduce_norm=curves)
+            costs = replace(costs, curves=curves)
         elif library_us is not None:
             points = (Point(1, library_us), Point(1 << 40, library_us))
-            costs = replace(costs, all_reduce=(Curve("nccl", Algorithm.LIBRARY, 4, points),))
+            costs = replace(costs, curves=(Curve("nccl", "all_reduce", "library", 4, points),))
         every.append(costs)
     return replace(H200, fabric_costs=tuple(every))
 
 
-def kernel(algorithm: Algorithm, form: Form, *points: tuple[int, float], ctas: int = 0) -> Curve:
-    return Curve("fused", algorithm, 4, tuple(Point(*point) for point in points), form, ctas)
+def kernel(algorithm: Algorithm, form: Transfer, *points: tuple[int, float], ctas: int = 0) -> Curve:
+    curve = tuple(Point(*point) for point in points)
+    last_bytes = curve[-1].bytes if form is Transfer.LL_PACKET else None
+    return Curve("fused", "all_reduce_norm", variant_name(algorithm, form, ctas), 4, curve, last_bytes=last_bytes)
 
 
 ROW = 16384
@@ -212,13 +211,13 @@ def test_the_candidate_at_the_hint_is_the_tables_row(tokens: int, chosen: object
     num_ctas = dict(row.values).get("num_ctas", 0)
     assert (dict(best.parameters)["num_ctas"], best.variant) == (num_ctas, row.variant)
     algorithm, form = row.variant.split()
-    kernel_us = cost_model.estimate_all_reduce_norm(
+    kernel_us = estimate_all_reduce_norm(
         with_kernels(*KERNELS),
         Workload(tokens, tokens, 8192, "bfloat16", 4),
         Fabric.PEER,
         Algorithm(algorithm),
         sum_sharded=False,
-        form=Form(form),
+        transfer=Transfer(form),
         num_ctas=int(num_ctas),
     )
     host = Estimate((Term("host", cost_model.host_us(H200)),))
@@ -278,7 +277,7 @@ def test_multimem_is_kept_where_the_profile_has_it_and_called_unmeasured(
     # There the product writes into the arena.
     assert "weave.mm_all_reduce_norm.default" in targets(graphs[-1])
     (plan,) = report.plans
-    assert regions(plan).partial_bytes > 0
+    assert sizes(plan)["partial"] > 0
     real = replace(topology.fake(8, device="cuda"), fake=False)
     found = offered(64, cost_model.load("h100x8"), world=8, known=real)
     assert "multicast_not_known" in codes(found[Fabric.MULTIMEM, "two_shot direct"])

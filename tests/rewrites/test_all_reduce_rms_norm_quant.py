@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 
 from tests import forms
-from tests.calls import calls, regions, sharded, targets
+from tests.calls import calls, needed, sharded, sizes, targets
 from tests.preview import FORCED, fake_group, previewed
 from tests.quantizations import (
     CASES,
@@ -34,9 +34,9 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant, region_need
+from weaveopt.ops.all_reduce_norm.buffers import RowFormat
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import RegionNeed
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
 from weaveopt.rule import Context
@@ -94,10 +94,7 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
     if case.quant is Quant.PER_TOKEN:
         scale = product.args[2].meta["val"]
         assert scale.dtype is torch.float32 and scale.ndim == 2 and scale.shape[1] == 1
-    need = RegionNeed()
-    for row in call.table:
-        need = need.union(region_need(row, H, "bfloat16", "float8_e4m3fn", 4))
-    assert regions(report.plans[0]) == need
+    assert sizes(report.plans[0]) == needed(RowFormat(H, "bfloat16", "float8_e4m3fn", 4), call.table)
     lines = [line for line in report.rounding if "normed rows are rounded" in line]
     assert len(lines) == 1
     assert any("not rounded to 16 bits" in line for line in report.rounding) is case.narrow

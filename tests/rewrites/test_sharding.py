@@ -12,13 +12,16 @@ import torch.fx as fx
 from tests.reductions import Reductions, reduction_of, total_of
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
-from weaveopt.rewrites.all_reduce_rms_norm.calls import ABSENT, memory_of
+from weaveopt.records.memory import Lifetime
+from weaveopt.rewrites.all_reduce_rms_norm.calls import memory_of
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered, Terms, candidates
 from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values, shared_sums
 from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)
+EMPTY_WORD = 0x80000000
+"""What no packet holds."""
 LOWERED = Lowered(WORKLOAD, Fabric.SHM, ("0", Fabric.SHM), gather_us=7.0)
 
 
@@ -138,9 +141,10 @@ def test_what_is_priced_is_what_is_laid_out(num_readers: int, covering: bool) ->
 
 
 def test_memory_of_shm_is_the_ops_need_for_the_widest_rows() -> None:
-    (partial, output) = (request.buffer for request in memory_of(LOWERED).buffers)
+    (output, partial) = (request.buffer for request in memory_of(LOWERED).buffers)
     assert (partial.name, partial.num_bytes) == ("partial", 2 * 64 * 1024 * 2), "two, used in turn"
     assert (output.name, output.num_bytes) == ("output", 32 * 1024 * (4 + 2)), "fp32 rows, and rows of the sum"
+    assert (partial.lifetime, output.lifetime) == (Lifetime.ARENA, Lifetime.CALL)
     assert {partial.alignment, output.alignment} == {4096}
 
 
@@ -160,4 +164,4 @@ def test_memory_on_gpus_has_room_for_every_row_of_the_table() -> None:
         name: max(single.get(name, 0) for single in singles) for name in ("mailboxes", "staging", "output")
     }
     filled = {r.buffer.name: r.buffer.fill for r in memory_of(replace(LOWERED, fabric=Fabric.PEER, rows=rows)).buffers}
-    assert filled == {"mailboxes": ABSENT, "staging": None, "output": None}
+    assert filled == {"mailboxes": EMPTY_WORD, "staging": None, "output": None}

@@ -1,7 +1,4 @@
-"""What single rooms may not import, read from their source; circles, lengths, and what a rule consists of.
-
-`tests/house` holds the layers.
-"""
+"""Finer than rooms: circles, the order of the steps, and what single rooms may not import."""
 
 from __future__ import annotations
 
@@ -11,39 +8,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCE_FOLDERS = {"weaveopt": "weaveopt", "rewrites": "weaveopt.rewrites", "cost_model": "weaveopt.cost_model"}
-PYTHON_LINE_CAP = 400
-NATIVE_LINE_CAP = 600
-
-
-def python_files() -> dict[str, Path]:
-    """Import name -> file, for every Python file of the package."""
-    found: dict[str, Path] = {}
-    for folder, package in SOURCE_FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            parts = parts[:-1] if parts[-1] == "__init__" else parts
-            found[".".join((package, *parts))] = path
-    return found
-
-
-FILES = python_files()
+from tests.house.source import FILES, ROOT, imports_of, room
 
 
 def imports(module: str) -> set[str]:
-    """Every dotted name that a module imports anywhere in it, lazily or not.
-
-    `from weaveopt import rule` counts as `weaveopt.rule`; `from weaveopt.rule import Rule` as `weaveopt.rule.Rule`.
-    """
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import in line {node.lineno}"
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+    return imports_of(FILES[module])
 
 
 def own_imports(module: str) -> set[str]:
@@ -58,11 +27,6 @@ def own_imports(module: str) -> set[str]:
         if parts:
             found.add(".".join(parts))
     return found - {module}
-
-
-def layer(module: str) -> str:
-    """The room, or the single file, that a module is in."""
-    return module.partition(".")[2].partition(".")[0]
 
 
 def test_imports_have_no_circle() -> None:
@@ -94,8 +58,8 @@ def test_every_step_is_called_from_the_backend() -> None:
 
 
 def test_pipeline_knows_no_rule() -> None:
-    for module in (m for m in FILES if layer(m) == "pipeline"):
-        found = {n for n in own_imports(module) if layer(n) in ("rewrites", "sites")}
+    for module in (m for m in FILES if room(m) == "pipeline"):
+        found = {n for n in own_imports(module) if room(n) in ("rewrites", "sites")}
         assert not found, f"{module} imports {sorted(found)}: backend hands it the matchers and rules"
 
 
@@ -105,8 +69,8 @@ def rule_of(module: str) -> str:
 
 
 def test_rules_do_not_import_one_another() -> None:
-    for module in (m for m in FILES if layer(m) == "rewrites" and rule_of(m)):
-        found = {n for n in own_imports(module) if layer(n) == "rewrites" and rule_of(n) not in ("", rule_of(module))}
+    for module in (m for m in FILES if room(m) == "rewrites" and rule_of(m)):
+        found = {n for n in own_imports(module) if room(n) == "rewrites" and rule_of(n) not in ("", rule_of(module))}
         assert not found, f"{module} imports {sorted(found)}"
 
 
@@ -114,24 +78,24 @@ def test_kernel_families_do_not_import_one_another() -> None:
     def family(module: str) -> str:
         return module.removeprefix("weaveopt.ops").strip(".").partition(".")[0]
 
-    for module in (m for m in FILES if layer(m) == "ops" and family(m)):
-        found = {n for n in own_imports(module) if layer(n) == "ops" and family(n) not in ("", family(module))}
+    for module in (m for m in FILES if room(m) == "ops" and family(m)):
+        found = {n for n in own_imports(module) if room(n) == "ops" and family(n) not in ("", family(module))}
         assert not found, f"{module} imports {sorted(found)}"
 
 
 def test_cost_model_is_pure_arithmetic() -> None:
-    """It knows our records and errors, and neither graphs nor devices."""
-    for module in (m for m in FILES if layer(m) == "cost_model"):
-        ours = {n for n in own_imports(module) if layer(n) not in {"records", "errors", "cost_model", ""}}
+    """It knows our records and errors, for type checkers too, and neither graphs nor devices."""
+    for module in (m for m in FILES if room(m) == "cost_model"):
+        ours = {n for n in own_imports(module) if room(n) not in {"records", "errors", "cost_model", ""}}
         assert not ours, f"{module} imports {sorted(ours)}"
         foreign = {n for n in imports(module) if n.partition(".")[0] in {"torch", "transformers", "numpy"}}
         assert not foreign, f"{module} imports {sorted(foreign)}"
 
 
-@pytest.mark.parametrize("module", sorted(m for m in FILES if layer(m) == "reporting" and not m.endswith("registry")))
+@pytest.mark.parametrize("module", sorted(m for m in FILES if room(m) == "reporting" and not m.endswith("registry")))
 def test_what_prints_reads_the_records_only(module: str) -> None:
     """A report cannot differ from what ran when its printer can see nothing else."""
-    ours = {n for n in own_imports(module) if layer(n) not in {"records", "errors", "reporting", ""}}
+    ours = {n for n in own_imports(module) if room(n) not in {"records", "errors", "reporting", ""}}
     assert not ours, f"{module} imports {sorted(ours)}"
     assert not {n for n in imports(module) if n.partition(".")[0] == "torch"}
 
@@ -148,33 +112,6 @@ def test_source_folders_are_imported_by_their_package_name() -> None:
                 continue
             bare = tops & {"rewrites", "cost_model"}
             assert not bare, f"{path.relative_to(ROOT)}:{node.lineno}: import weaveopt.{bare.pop()}"
-
-
-def test_no_file_is_too_long() -> None:
-    python = [*FILES.values(), *(p for f in ("tests", "benchmarks", "examples") for p in (ROOT / f).rglob("*.py"))]
-    native = [p for suffix in ("cpp", "h", "inc", "cu", "cuh") for p in (ROOT / "csrc").rglob(f"*.{suffix}")]
-    assert native, "no native sources found: is this the source tree?"
-    lengths = {path: len(path.read_text().splitlines()) for path in [*python, *native]}
-    too_long = {
-        str(path.relative_to(ROOT)): length
-        for path, length in lengths.items()
-        if length > (PYTHON_LINE_CAP if path.suffix == ".py" else NATIVE_LINE_CAP)
-    }
-    assert not too_long
-    own = sorted(lengths[path] for path in FILES.values())
-    assert own[len(own) // 2] < 180, f"the median file has {own[len(own) // 2]} lines"
-
-
-def test_every_rule_is_one_file_or_folder_and_has_tests() -> None:
-    from weaveopt.rewrites import RULES
-
-    names = RULES.names
-    assert names, "there is no rule"
-    assert len(set(names)) == len(names), f"two rules of one name in {names}"
-    for name in names:
-        forms = [ROOT / "rewrites" / f"{name}.py", ROOT / "rewrites" / name / "__init__.py"]
-        assert sum(form.is_file() for form in forms) == 1, f"rule {name!r} is not one of {forms}"
-        assert (ROOT / "tests" / "rewrites" / f"test_{name}.py").is_file(), f"rule {name!r} has no test file"
 
 
 def test_the_checks_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
