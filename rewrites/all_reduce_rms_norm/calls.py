@@ -23,7 +23,7 @@ def memory_of(lowered: Lowered) -> Memory:
             op.region_need(row, workload.hidden, workload.dtype, out_dtype, workload.world) for row in lowered.rows
         )
         need = reduce(RegionNeed.union, needs, RegionNeed())
-        buffers = (
+        buffers: tuple[Buffer, ...] = (
             Buffer("mailboxes", 2 * need.mailbox_bytes, Lifetime.ARENA, fill=ABSENT),
             Buffer("staging", need.staging_bytes, Lifetime.ARENA),
             Buffer("output", need.output_bytes, Lifetime.ARENA),
