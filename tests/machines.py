@@ -34,4 +34,7 @@ def made_up(library: Times, fused: Times, row_bytes: int, *, error: float = 0.0)
             costs = replace(costs, curves=(one_shot, two_shot), link=link)
         every.append(costs)
     memory = replace(cpu.memory, floor_us=1e-6, bytes_per_s=1e18, points=(Point(1, 1e-6), Point(1 << 40, 1e-6)))
-    return replace(cpu, name="made_up", memory=memory, fabric_costs=tuple(every), relative_error=error)
+    compiled = None if cpu.compiled is None else replace(cpu.compiled, host_us=0.0)
+    return replace(
+        cpu, name="made_up", memory=memory, compiled=compiled, fabric_costs=tuple(every), relative_error=error
+    )

@@ -271,7 +271,7 @@ class RuleSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(rule.name for rule in (*self.site_rules, *self.graph_rules))
+        return (*(rule.name for rule in self.site_rules), *(rule.name for rule in self.graph_rules))
 
     def of_kind(self, kind: str) -> tuple[SiteRule, ...]:
         return tuple(rule for rule in self.site_rules if kind in rule.kinds)

@@ -139,7 +139,8 @@ def _notes(lowered: Lowered, facts: object) -> tuple[str, ...]:
     notes = []
     if isinstance(facts, ReductionFacts) and facts.quantization != "none" and not lowered.quantizes:
         why = f"{lowered.fabric.value} has no kernel that does"
-        if lowered.fabric in op.GPU_FABRICS:
+        features = op.FEATURES.get(lowered.fabric)
+        if features is not None and features.quantizes:
             why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
         notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
     if lowered.workload.sum_is_used and not lowered.sum_sharded and lowered.algorithm is Algorithm.TWO_SHOT:

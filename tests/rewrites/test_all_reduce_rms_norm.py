@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +71,23 @@ def test_residual_of_a_chain_stays_sharded(graphs: list[fx.Graph]) -> None:
     weights = forms.make_weights(torch.float32)
     previewed(lambda x, r: forms.chain(weights, x, r), inputs(torch.float32))
     assert sharded(graphs[-1]) == [(False, True), (True, True), (True, False)]
+
+
+def test_only_a_whole_sum_that_others_read_is_gathered() -> None:
+    """A sharded sum, or one that nothing reads, is not; the report says where it is."""
+    weights = forms.make_weights(torch.float32)
+
+    def gathered(form: Callable[..., object]) -> list[bool]:
+        report = previewed(lambda x, r: form(weights, x, r), inputs(torch.float32, tokens=(2, 700)))
+        assert {d.chosen.variant for d in report.decisions} == {"two_shot"}
+        told = [any(note.startswith("gather:") for note in d.chosen.notes) for d in report.decisions]
+        terms = [{t.name for t in d.chosen.estimate.terms} for d in report.decisions if d.chosen.estimate is not None]
+        assert told == ["gather" in names for names in terms]
+        return told
+
+    assert gathered(forms.pre_norm) == [True]
+    assert gathered(forms.residual_dead) == [False]
+    assert gathered(forms.chain) == [False, False, False]
 
 
 def test_product_writes_into_the_arena_without_a_copy(graphs: list[fx.Graph]) -> None:

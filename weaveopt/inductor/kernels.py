@@ -89,9 +89,9 @@ def outside(
     """Every kernel that `graph`, not rewritten yet, runs outside these sets of nodes, in the order of the graph."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     site_of: dict[fx.Node, int] = {}
-    for index, nodes in enumerate(sites):
+    for number, nodes in enumerate(sites):
         for node in nodes:
-            site_of.setdefault(node, index)
+            site_of.setdefault(node, number)
     lowering = Lowering(device)
     entered: set[int] = set()
     for node in graph.nodes:

@@ -28,9 +28,8 @@ def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
     """Asks the rules of all rewritten sites for what they need, and places it.
 
     The calls of one channel follow one another on every rank. A buffer of a call may lie where one of an earlier call
-    of the group lay; one that is read later keeps its bytes until the last site before that reader is through.
+    of the group lay; one that is read later keeps its bytes until the last site that may run before its reader.
     """
-    order = {node: index for index, node in enumerate(decided.priced.captured.graph.nodes)}
     needs: dict[str, list[tuple[Chosen, Memory]]] = {}
     for chosen in decided.chosen:
         memory = rules.named(chosen.proposal.candidate.choice).memory(chosen, context)
@@ -40,7 +39,7 @@ def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
             needs.setdefault(groups[0], []).append((chosen, memory))
     plans, placements = [], {}
     for group, rows in sorted(needs.items()):
-        planned = _plan_group(group, rows, order)
+        planned = _plan_group(group, rows)
         plans.append(planned)
         channels = {channel.name: channel.index for channel in planned.channels}
         for chosen, memory in rows:
@@ -49,22 +48,33 @@ def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
     return Planned(tuple(plans), placements)
 
 
-def _plan_group(group: str, rows: Sequence[tuple[Chosen, Memory]], order: Mapping[fx.Node, int]) -> MemoryPlan:
+def _plan_group(group: str, rows: Sequence[tuple[Chosen, Memory]]) -> MemoryPlan:
     fabrics = {chosen.proposal.candidate.fabric for chosen, _ in rows}
-    ends = [max(order[node] for node in chosen.found.nodes) for chosen, _ in rows]
     requests: list[Request] = []
     for index, (chosen, memory) in enumerate(rows):
         for asked in memory.buffers:
             last = index
             if asked.buffer.lifetime is Lifetime.UNTIL_READ:
                 assert asked.last_reader is not None, f"{chosen.found.site.id}: who reads {asked.buffer.name} last?"
-                read_at = order[asked.last_reader]
-                last = max((other for other, end in enumerate(ends) if end <= read_at), default=index)
-                # The next site may begin before the reader is through.
-                last = min(max(last, index) + 1, len(rows) - 1)
+                behind = _behind(asked.last_reader)
+                # Inductor may run any site before the reader that does not depend on it.
+                before = (other for other, (each, _) in enumerate(rows) if not each.found.nodes & behind)
+                last = max(max(before, default=index), index)
             requests.append(Request(chosen.found.site.id, asked.buffer, index, last))
     fabric = arena_fabric(fabrics)
     buffers = place(requests)
     names = dict.fromkeys(memory.channel for _, memory in rows)
     channels = tuple(Channel(name, index) for index, name in enumerate(names))
     return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(buffers), buffers, channels)
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """Every node that cannot run before `node` is through."""
+    found: set[fx.Node] = set()
+    pending = list(node.users)
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found.add(each)
+            pending.extend(each.users)
+    return found

@@ -336,7 +336,7 @@ def _exclusions(
     found = []
     for pair in overlapping:
         a, b = (sites[index] for index in pair)
-        terms = {
+        terms: dict[tuple[int, ...], float] = {
             (i, j): EXCLUDED
             for i, j in product(range(len(a.choices)), range(len(b.choices)))
             if a.proposals[a.choices[i]].consumes & b.proposals[b.choices[j]].consumes
