@@ -28,7 +28,8 @@ def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
     """Asks the rules of all rewritten sites for what they need, and places it.
 
     The calls of one channel follow one another on every rank. A buffer of a call may lie where one of an earlier call
-    of the group lay; one that is read later keeps its bytes until the last site that may run before its reader.
+    of the group lay; one that is read later keeps its bytes through every call that may run before its reader, and
+    through the one behind those, which waits for the readers of other ranks.
     """
     needs: dict[str, list[tuple[Chosen, Memory]]] = {}
     for chosen in decided.chosen:
@@ -60,6 +61,8 @@ def _plan_group(group: str, rows: Sequence[tuple[Chosen, Memory]]) -> MemoryPlan
                 # Inductor may run any site before the reader that does not depend on it.
                 before = (other for other, (each, _) in enumerate(rows) if not each.found.nodes & behind)
                 last = max(max(before, default=index), index)
+                # On other ranks its readers are through when the call behind it is: that one waits for them.
+                last = min(last + 1, len(rows) - 1)
             requests.append(Request(chosen.found.site.id, asked.buffer, index, last))
     fabric = arena_fabric(fabrics)
     buffers = place(requests)
