@@ -10,6 +10,7 @@ import pytest
 from weaveopt.cli import model_source
 from weaveopt.cli.explain import DEFAULT_MACHINE
 from weaveopt.cli.main import main
+from weaveopt.fabrics.traits import header_bytes
 from weaveopt.pipeline.sensitivity import words
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision, Report
@@ -106,7 +107,7 @@ def test_llama_70b_on_gpus_that_reach_each_other(phase: str, tokens: int, tmp_pa
     assert rewritten and {d.chosen.fabric for d in rewritten} == {Fabric.PEER}
     assert {d.chosen.table[-1].max_tokens for d in rewritten} == {tokens}
     (plan,) = graph.plans
-    assert plan.num_bytes == 65536 + sum(buffer.num_bytes for buffer in plan.buffers)
+    assert plan.num_bytes == header_bytes(Fabric.PEER) + sum(buffer.num_bytes for buffer in plan.buffers)
     for decision in graph.decisions:
         _assert_complete(decision)
         assert decision.chosen.estimate is not None

@@ -15,8 +15,8 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.rule import BufferRequest, Memory
 
-HEADER_BYTES = 64 << 10
-"""Of the arena of a GPU group: csrc/fabric/peer.h."""
+HEADER_BYTES = 132 << 10
+"""Of the arena of a GPU group: csrc/fabric/arena.h."""
 
 
 def memory(*buffers: Buffer, channel: str = "main") -> Memory:
@@ -85,8 +85,10 @@ def test_groups_have_arenas_of_their_own() -> None:
 
 def regions(mailboxes: int, staging: int, output: int, partial: int = 0) -> tuple[Buffer, ...]:
     sizes = {"mailboxes": mailboxes, "staging": staging, "output": output, "partial": partial}
-    fills = {"mailboxes": 0x80000000}
-    return tuple(Buffer(name, size, Lifetime.ARENA, fills.get(name)) for name, size in sizes.items() if size)
+    fills, of_calls = {"mailboxes": 0x80000000}, {"partial": Lifetime.CALL}
+    return tuple(
+        Buffer(name, size, of_calls.get(name, Lifetime.ARENA), fills.get(name)) for name, size in sizes.items() if size
+    )
 
 
 def test_sites_of_a_gpu_group_share_the_regions() -> None:
@@ -104,11 +106,21 @@ def test_sites_of_a_gpu_group_share_the_regions() -> None:
 
 def test_the_plan_counts_as_the_native_part_does() -> None:
     native = pytest.importorskip("weaveopt._native")
-    if not getattr(native, "has_cuda", False):
-        pytest.skip("the native part was built without CUDA")
+    assert native.HEADER_BYTES == HEADER_BYTES
+    kernels, largest = native.GpuKernel.__members__.values(), {}
     graph = toys.Graph()
-    needing(graph, *regions(2 * 25600, 81920, 102400), fabric=Fabric.PEER)
-    assert native.Regions(25600, 81920, 102400).total_bytes == only(planned(graph)).num_bytes
+    for kernel in kernels:
+        needs = native.gpu_buffers(kernel, 9, 64, native.DType.bfloat16, native.OutKind.same, 2)
+        lifetimes = [Lifetime.ARENA if need.per_arena else Lifetime.CALL for need in needs]
+        buffers = (Buffer(n.name, n.num_bytes, life, n.fill) for n, life in zip(needs, lifetimes, strict=True))
+        needing(graph, *buffers, fabric=Fabric.PEER)
+        largest.update({need.name: max(need.num_bytes, largest.get(need.name, 0)) for need in needs})
+    found = only(planned(graph))
+    assert {(buffer.name, buffer.num_bytes) for buffer in found.buffers} == set(largest.items())
+    kept = sum(size for name, size in largest.items() if name != "partial")
+    zone = -(-kept // 4096) * 4096
+    assert len(kernels) == 4 and found.num_bytes == native.HEADER_BYTES + zone + largest["partial"]
+    assert all(buffer.offset % native.GPU_ALIGNMENT == 0 for buffer in found.buffers)
 
 
 def test_a_fabric_that_maps_more_stands_for_the_arena() -> None:

@@ -92,7 +92,7 @@ def test_every_stretch_is_what_the_step_decides(machine: str, world: int) -> Non
 def test_gpus_have_several_stretches() -> None:
     found = _found(2048, 4, _context("h200x4", 4))
     assert len(found.stretches) >= 3
-    assert found.stretches[0].choice == f"{RULE} peer one_shot mail"
+    assert found.stretches[0].choice == f"{RULE} peer one_shot ll_packet"
 
 
 def test_a_constant_that_turns_the_choice_is_named() -> None:
@@ -123,12 +123,12 @@ def test_each_change_changes_one_constant() -> None:
 
 def test_a_measured_curve_is_slowed_as_the_model_reads_it() -> None:
     machine = cost_model.load("h100x8")
-    (before,) = next(costs.all_reduce for costs in machine.fabric_costs if costs.fabric.value == "library")
+    (before,) = next(c.curves_of("all_reduce") for c in machine.fabric_costs if c.fabric.value == "library")
     found = dict(changes(machine, "bfloat16"))
 
     def curve(name: str) -> list[float]:
         costs = next(c for c in found[f"fabrics.library {name}"].fabric_costs if c.fabric.value == "library")
-        return [point.us for point in costs.all_reduce[0].points]
+        return [point.us for point in costs.curves_of("all_reduce")[0].points]
 
     us = [point.us for point in before.points]
     assert curve("latency ×2") == pytest.approx([each + us[0] for each in us])

@@ -169,7 +169,7 @@ def test_every_field_of_a_buffer_survives(report: Report, field: str) -> None:
 
 def test_tables_and_notes_survive(report: Report) -> None:
     graph, decision = report.graphs[0], report.graphs[0].decisions[1]
-    rows = (TableRow(24, "one_shot mail"), TableRow(8192, "two_shot bulk", (("num_ctas", 64),)))
+    rows = (TableRow(24, "one_shot ll_packet"), TableRow(8192, "two_shot bulk", (("num_ctas", 64),)))
     chosen = replace(decision.chosen, fabric=Fabric.PEER, table=rows, notes=("no copy: of rows", "gather: of all"))
     decisions = (replace(decision, chosen=chosen, alternatives=(chosen,)),)
     document = _survives(replace(report, graphs=(replace(graph, decisions=decisions),)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from weaveopt.errors import OptionError
+from weaveopt.fabrics.traits import header_bytes
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 from weaveopt.records.report import Decision, MachineSummary, Report, Sensitivity, Stretch, Variant, WorkFailure
@@ -53,8 +54,8 @@ def test_no_column_and_no_reason_is_lost(report: Report, width: int) -> None:
 def _on_gpus(report: Report) -> Report:
     """The same with its sites on peer: they run by a table, and share the buffers."""
     table = (
-        TableRow(24, "one_shot mail"),
-        TableRow(512, "two_shot mail"),
+        TableRow(24, "one_shot ll_packet"),
+        TableRow(512, "two_shot ll_packet"),
         TableRow(4096, "two_shot bulk", (("num_ctas", 64),)),
     )
     parameters = (("form", "bulk"), ("num_ctas", 64), ("max_tokens", 4096), ("measured", True))
@@ -68,11 +69,14 @@ def _on_gpus(report: Report) -> Report:
         )
         slower = Rejection("slower_algorithm", "two_shot bulk is predicted faster at this size", (("tokens", 512),))
         mail = replace(
-            chosen, variant="two_shot mail", parameters=(("form", "mail"), ("num_ctas", 0)), rejections=(slower,)
+            chosen,
+            variant="two_shot ll_packet",
+            parameters=(("form", "ll_packet"), ("num_ctas", 0)),
+            rejections=(slower,),
         )
         direct = (("form", "direct"), ("measured", False))
         switch = replace(chosen, fabric=Fabric.MULTIMEM, variant="two_shot direct", parameters=direct, rejections=())
-        alternatives = (decision.alternatives[0], replace(mail, variant="one_shot mail"), mail, switch)
+        alternatives = (decision.alternatives[0], replace(mail, variant="one_shot ll_packet"), mail, switch)
         return replace(decision, site=site, chosen=chosen, alternatives=alternatives)
 
     graph = report.graphs[0]
@@ -83,7 +87,7 @@ def _on_gpus(report: Report) -> Report:
         PlacedBuffer(name, start, size, Lifetime.ARENA, owners)
         for (name, size), start in zip(sizes.items(), starts, strict=True)
     )
-    plan = replace(graph.plans[0], fabric=Fabric.PEER, num_bytes=(7 << 20) + 65536, buffers=buffers)
+    plan = replace(graph.plans[0], fabric=Fabric.PEER, num_bytes=header_bytes(Fabric.PEER) + (7 << 20), buffers=buffers)
     moved_graph = replace(graph, decisions=tuple(map(moved, graph.decisions)), plans=(plan,))
     return replace(report, graphs=(moved_graph,))
 
@@ -91,14 +95,14 @@ def _on_gpus(report: Report) -> Report:
 def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
     squeezed = " ".join(render.text(_on_gpus(report)).split())
     table = (
-        "peer table, hidden 1024: up to 24 tokens one_shot mail, up to 512 two_shot mail, "
+        "peer table, hidden 1024: up to 24 tokens one_shot ll_packet, up to 512 two_shot ll_packet, "
         "up to 4096 two_shot bulk on 64 CTAs, more through the library"
     )
     assert squeezed.count(table) == 1
     assert "two_shot bulk 64" in squeezed
     assert "unmeasured: multimem two_shot direct (predicted from a paper or a model)" in squeezed
     owners = "model.layers.*.self_attn.o_proj ×8, model.layers.*.mlp.down_proj ×8"
-    assert "arena of group 0 on peer: 7,405,568 bytes in 3 buffer(s)" in squeezed
+    assert "arena of group 0 on peer: 7,475,200 bytes in 3 buffer(s)" in squeezed
     assert f"mailboxes at 0 2,097,152 bytes {owners}" in squeezed
     assert f"output at 2,097,152 3,145,728 bytes {owners}" in squeezed
     assert f"staging at 5,242,880 2,097,152 bytes {owners}" in squeezed
@@ -108,14 +112,14 @@ def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
 def test_a_reason_names_the_kernels_that_it_holds_for(report: Report) -> None:
     decisions = _on_gpus(report).graphs[0].decisions
     (slower,) = (reason for reason in reasons.collect(decisions) if reason.code == "slower_algorithm")
-    assert slower.where(reasons.tried(decisions)) == "peer one_shot mail and two_shot mail"
+    assert slower.where(reasons.tried(decisions)) == "peer one_shot ll_packet and two_shot ll_packet"
     assert slower.num_places == 16
 
 
 def test_why_tells_the_table_of_a_site(report: Report) -> None:
     squeezed = " ".join(why.text(_on_gpus(report), "model.layers.1.mlp.down_proj").split())
     assert "chosen: all_reduce_rms_norm on peer, two_shot bulk form=bulk num_ctas=64" in squeezed
-    assert "run-time table: up to 24 tokens one_shot mail, up to 512 two_shot mail" in squeezed
+    assert "run-time table: up to 24 tokens one_shot ll_packet, up to 512 two_shot ll_packet" in squeezed
 
 
 def test_what_a_rule_says_is_told_once_with_its_places(report: Report) -> None:

@@ -43,7 +43,7 @@ def test_positive_and_finite_everywhere(name: str) -> None:
     grid = combinations((1, 3, 64, 1000, 32768), (64, 4096), ("bfloat16", "float16", "float32"), (2, 3, 8, 16), (1, 2))
     for tokens, hidden, dtype, world, hosts in grid:
         base = Workload(tokens, tokens, hidden, dtype, world, hosts, Gemm(tokens, 1024, hidden))
-        for work in (base, replace(base, product=None, num_partials=2, num_norms=2, has_residual=False)):
+        for work in (base, replace(base, gemm=None, num_partials=2, num_norms=2, has_residual=False)):
             estimates = [estimate_unfused(machine, work)]
             for fabric in machine.fabrics:
                 for algorithm in ALGORITHMS:
@@ -62,7 +62,7 @@ def test_no_tokens_cost_nothing() -> None:
 def test_a_gemm_writes_into_the_arena_or_is_copied() -> None:
     machine, work = MACHINES["h100x8"], _work(512)
     direct = _terms(estimate_all_reduce_norm(machine, work, Fabric.MULTIMEM, Algorithm.TWO_SHOT))
-    copied = _terms(estimate_all_reduce_norm(machine, replace(work, product=None), Fabric.MULTIMEM, Algorithm.TWO_SHOT))
+    copied = _terms(estimate_all_reduce_norm(machine, replace(work, gemm=None), Fabric.MULTIMEM, Algorithm.TWO_SHOT))
     assert "copy" not in direct
     assert copied["copy"] == cost_model.memory_us(machine, 2 * work.message_bytes)
     assert "gemm" not in copied

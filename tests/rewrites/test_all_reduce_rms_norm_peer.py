@@ -16,7 +16,7 @@ from tests.preview import FORCED, previewed
 from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
-from weaveopt.fabrics import topology
+from weaveopt.fabrics import topology, traits
 from weaveopt.ops.all_reduce_norm.buffers import RowFormat
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer, variant_name
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, TableRow, Term
@@ -265,7 +265,7 @@ def test_between_hosts_it_stays_away() -> None:
 
 
 def test_multimem_is_kept_where_the_profile_has_it_and_called_unmeasured(
-    graphs: list[fx.Graph], tmp_path: Path
+    graphs: list[fx.Graph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dgx = cost_model.load("h100x8")
     no_peer = replace(dgx, fabric_costs=tuple(c for c in dgx.fabric_costs if c.fabric is not Fabric.PEER))
@@ -278,6 +278,7 @@ def test_multimem_is_kept_where_the_profile_has_it_and_called_unmeasured(
     assert "weave.mm_all_reduce_norm.default" in targets(graphs[-1])
     (plan,) = report.plans
     assert sizes(plan)["partial"] > 0
+    monkeypatch.setattr(traits, "is_built", lambda part: True)
     real = replace(topology.fake(8, device="cuda"), fake=False)
     found = offered(64, cost_model.load("h100x8"), world=8, known=real)
     assert "multicast_not_known" in codes(found[Fabric.MULTIMEM, "two_shot direct"])
