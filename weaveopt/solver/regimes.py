@@ -74,8 +74,8 @@ def regimes(
 
     `problem_at(tokens)` is what the graph costs if only so many tokens come. Between two counts of the grid that are
     decided in the same way nothing else is looked for. Where there are more stretches than regimes, or one has fewer
-    counts than `narrowest`, neighbours go together such that least is lost: of the best time at each count of the grid, counts
-    being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
+    counts than `narrowest`, neighbours go together such that least is lost: of the best time at each count of the
+    grid, counts being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
     """
     problems = cache(problem_at)
     choices = cache(lambda tokens: problems(tokens).best())
