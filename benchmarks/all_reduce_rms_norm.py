@@ -7,7 +7,7 @@
 
 On CPU ranks: one thread each, hidden 4096, bf16; all variants of a case take turns in one run on the same spawned
 ranks. A time is the median over iterations, of the ranks the slowest. `bound` is what memory allows: the op must at
-least read partial result and residual and write sum and normed, once each, so it is the time of two copies of that
+least read partial result and residual and write sum and normalized, once each, so it is the time of two copies of that
 size in the same run, with all ranks copying at once, into memory that is there already.
 
 On GPUs: see benchmarks/all_reduce_rms_norm_gpu.py and benchmarks/all_reduce_rms_norm_variants.py.

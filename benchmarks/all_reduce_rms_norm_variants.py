@@ -24,7 +24,7 @@ from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(index in the rotation, residual) -> (normed, sum)."""
+"""(index in the rotation, residual) -> (normalized, sum)."""
 
 DTYPE = torch.bfloat16
 PUSH_BYTES_PER_S = 346e9
@@ -152,9 +152,9 @@ class Shape:
         return found
 
     def finished(self, reduced: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Addition and norm as Inductor's kernel: (normed, sum)."""
-        total, normed = self.add_norm(reduced, residual, self.weight)
-        return normed, total
+        """Addition and norm as Inductor's kernel: (normalized, sum)."""
+        total, normalized = self.add_norm(reduced, residual, self.weight)
+        return normalized, total
 
     def alone(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.finished(self.partials[index], residual)
@@ -165,8 +165,8 @@ class Shape:
         weight = self.weight
 
         def run(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
-            normed, total, *_ = fused(self.partials[index], None, None, residual, None, None, weight, None, call)
-            return normed, total
+            normalized, total, *_ = fused(self.partials[index], None, None, residual, None, None, weight, None, call)
+            return normalized, total
 
         return run
 
@@ -180,16 +180,16 @@ class Shape:
             want_sum = wide.add_(self.residual).to(DTYPE)
             wide.copy_(want_sum)
             scale = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / wide.shape[-1] + EPS)
-            want_normed = self.weight * wide.mul_(scale).to(DTYPE)
+            want_normalized = self.weight * wide.mul_(scale).to(DTYPE)
             for name, call in calls.items():
                 self.restore()
-                normed, total = call(index, self.residual)
+                normalized, total = call(index, self.residual)
                 rows = own if name in sharded else slice(None)
                 what = f"rank {rank}, {name}, {tokens} x {self.case.hidden}, input {index}"
-                assert_close(normed, want_normed, LIBRARY, f"{what}, normed")
+                assert_close(normalized, want_normalized, LIBRARY, f"{what}, normalized")
                 assert_close(total[rows], want_sum[rows], LIBRARY, f"{what}, sum")
                 # Or the next one could pass by leaving this memory as it finds it.
-                for result in (normed, total):
+                for result in (normalized, total):
                     result.fill_(float("nan"))
                 gpu_ranks.barrier()
         self.restore()

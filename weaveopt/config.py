@@ -60,7 +60,7 @@ class Config:
     """Options handed on to Inductor."""
 
     def agreed(self) -> dict[str, str]:
-        """What every rank of a group must have alike, as text."""
+        """What must be the same on every rank of a group, as text."""
         return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
 

@@ -148,8 +148,8 @@ def _from_table(
     end = table[-1].max_tokens if table else 0
     found: list[Found] = []
     for algorithm, transfer in dict.fromkeys((kernel.algorithm, kernel.transfer) for kernel in variants):
-        alike = [kernel for kernel in variants if (kernel.algorithm, kernel.transfer) == (algorithm, transfer)]
-        able = [kernel for kernel in alike if kernel.covers(workload.message_bytes)]
+        same = [kernel for kernel in variants if (kernel.algorithm, kernel.transfer) == (algorithm, transfer)]
+        able = [kernel for kernel in same if kernel.covers(workload.message_bytes)]
         is_chosen = row is not None and (row.algorithm, row.transfer) == (algorithm, transfer)
         why = [*reasons, *_against(workload, row, end, is_chosen, able)]
         if why and usable_only:

@@ -51,7 +51,7 @@ class SharedSum:
             made, *read = (_lowered(member.proposal(at)) for member, at in zip(members, choices, strict=True))
             rewritten = sum(1 << bit for bit, each in enumerate(read) if each is not None)
             readers = [each for each in read if each is not None]
-            if made is not None and self.covered[rewritten] and _divide_alike(made, readers):
+            if made is not None and self.covered[rewritten] and _divide_equally(made, readers):
                 found[choices] = -made.gather_us
         return found
 
@@ -90,7 +90,7 @@ def sharded_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
             continue
         those = [other for other in readers.get(total, ()) if other is not each]
         read = [lowered for other in those if (lowered := _lowered(other.proposal)) is not None]
-        if those and _divide_alike(made, read) and _is_covered(total, each.found, [other.found for other in those]):
+        if those and _divide_equally(made, read) and _is_covered(total, each.found, [other.found for other in those]):
             sharded.add(total)
     return frozenset(sharded)
 
@@ -112,7 +112,7 @@ def _lowered(proposal: Proposal | None) -> Lowered | None:
     return proposal.plan if proposal is not None and isinstance(proposal.plan, Lowered) else None
 
 
-def _divide_alike(made: Lowered, readers: Sequence[Lowered]) -> bool:
+def _divide_equally(made: Lowered, readers: Sequence[Lowered]) -> bool:
     return bool(readers) and all(reader.division == made.division for reader in readers)
 
 

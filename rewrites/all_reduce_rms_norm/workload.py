@@ -34,7 +34,7 @@ class Workload:
     sum_may_shard: bool = False
     """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
     out_dtype: str = ""
-    """Of the normed rows, where it is not `dtype`."""
+    """Of the normalized rows, where it is not `dtype`."""
     min_tokens: int = 0
     """The least count that the compiled graph may see, where its count is not fixed; 0: nothing is known."""
 

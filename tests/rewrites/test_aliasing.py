@@ -227,7 +227,7 @@ def test_rows_that_products_read_alias_and_nothing_that_leaves_the_graph(graphs:
 
 @pytest.mark.parametrize("lands", [True, False])
 def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
-    """A later product's result takes the memory of normed rows that are read no more, unless it is the arena's."""
+    """A later product's result takes the memory of normalized rows that are read no more, unless it is the arena's."""
 
     def model(x: Tensor, residual: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         op = torch.ops.weave.all_reduce_norm.default

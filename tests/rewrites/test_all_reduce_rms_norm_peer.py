@@ -120,7 +120,7 @@ def test_the_table_covers_what_may_come(static: bool, max_tokens: int, graphs: l
 
 
 def test_wide_rows_have_room(graphs: list[fx.Graph]) -> None:
-    """Weights in fp32 make the normed rows fp32."""
+    """Weights in fp32 make the normalized rows fp32."""
     report = on_gpus(forms.fp32_weight, force=FORCED)
     (decision,), (plan,) = report.decisions, report.plans
     assert dict(decision.site.facts)["out_dtype"] == "float32"

@@ -1,4 +1,4 @@
-"""FP8 linears on GPUs: the op quantizes the normed rows where nothing else reads them, as models write it."""
+"""FP8 linears on GPUs: the op quantizes the normalized rows where nothing else reads them, as models write it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_op_quantizes(case: Case, static: bool, graphs: list[fx.Graph]) -> N
         scale = product.args[2].meta["val"]
         assert scale.dtype is torch.float32 and scale.ndim == 2 and scale.shape[1] == 1
     assert sizes(report.plans[0]) == needed(RowFormat(H, "bfloat16", "float8_e4m3fn", 4), call.table)
-    lines = [line for line in report.rounding if "normed rows are rounded" in line]
+    lines = [line for line in report.rounding if "normalized rows are rounded" in line]
     assert len(lines) == 1
     assert any("not rounded to 16 bits" in line for line in report.rounding) is case.narrow
     bounds = [line for line in report.rounding if "bounded by 1e-12" in line]
@@ -154,7 +154,7 @@ def test_left_in_the_graph_with_its_reason(form: Form, reason: str, graphs: list
     assert " -> e4m3 left as it is: " in decision.site.description and reason in decision.site.description
     facts = dict(decision.site.facts)
     assert (facts["out_dtype"], facts["quantization"]) == ("", "none")
-    assert not any("normed rows are rounded" in line for line in report.rounding)
+    assert not any("normalized rows are rounded" in line for line in report.rounding)
 
 
 def test_rows_that_bulk_copies_do_not_take(graphs: list[fx.Graph]) -> None:

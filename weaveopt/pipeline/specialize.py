@@ -3,7 +3,7 @@
 Where the decision for a graph would change with the number of tokens (`solver.regimes`; from the cost model, never
 from a list), one comparison of the symbolic count with the boundary becomes a guard of the compiled function: torch
 compiles it again, and decides again, when a call comes from beyond. At most four regimes are made of one graph.
-Token counts are alike on all ranks of a group, and so are profiles and options, so all ranks meet the same guards.
+Token counts are the same on all ranks of a group, and so are profiles and options, so all ranks meet the same guards.
 
 A backward graph has no guards of its own: it runs with its forward graph, under that one's.
 """

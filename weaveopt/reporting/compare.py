@@ -82,8 +82,8 @@ def _graphs(left: GraphReport | None, right: GraphReport | None, width: int) -> 
         assert only is not None
         yield Text(f"only in {'B' if left is None else 'A'}: {_name(only)}", style="bold")
         return
-    alike = _name(left) if _name(left) == _name(right) else f"A: {_name(left)}; B: {_name(right)}"
-    yield Text(alike, style="bold")
+    title = _name(left) if _name(left) == _name(right) else f"A: {_name(left)}; B: {_name(right)}"
+    yield Text(title, style="bold")
     found = pairs(left, right)
     if found:
         yield _table(found, width)

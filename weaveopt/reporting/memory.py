@@ -11,7 +11,7 @@ from weaveopt.reporting.reasons import collapse, kernel_of
 
 
 def table_lines(graph: GraphReport) -> Iterator[str]:
-    """Each run-time table once: `peer table, hidden 8192: up to 24 tokens one_shot ll_packet, up to 512 two_shot …`."""
+    """Each run-time table once: `peer table, hidden 8192: up to 24 tokens one_shot ll_packet, ...`."""
     chosen = [decision for decision in graph.decisions if decision.chosen.table]
     groups = {decision.site.groups for decision in chosen}
     lines: dict[str, None] = {}

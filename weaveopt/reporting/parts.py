@@ -38,14 +38,14 @@ def parts(graph: GraphReport) -> tuple[Part, ...]:
         key = name if layer is None else tuple(map(_kind, members))
         folded.setdefault((key, layer is None and count), []).append((name, layer, count, members))
     found = []
-    for alike in folded.values():
-        name, first, _, members = alike[0]
-        layers = tuple(layer for _, layer, _, _ in alike if layer is not None)
+    for members_of in folded.values():
+        name, first, _, members = members_of[0]
+        layers = tuple(layer for _, layer, _, _ in members_of if layer is not None)
         found.append(
             Part(
                 name=name if first is None else _layers_name(layers),
                 layers=layers,
-                count=sum(count for _, _, count, _ in alike),
+                count=sum(count for _, _, count, _ in members_of),
                 blocks=members,
                 before=sum((times_of(block, fused=False) for block in members), Times()),
                 after=sum((times_of(block, fused=True) for block in members), Times()),
@@ -76,7 +76,7 @@ def _stretches(graph: GraphReport) -> Iterator[tuple[str, int | None, int, tuple
 
 
 def _kind(block: Block) -> Hashable:
-    """What makes two blocks of different layers alike."""
+    """What makes two blocks of different layers equal."""
     module = collapse(module_of(block))
     if isinstance(block, Work):
         return (module, block.kind, block.us)

@@ -85,14 +85,14 @@ def arena(graph: GraphReport) -> list[RenderableType]:
 def sensitivity(graph: GraphReport) -> list[RenderableType]:
     """At which token counts and with which constants another choice would win; equal answers once."""
     sites = {decision.site.id: decision.site for decision in graph.decisions}
-    alike: dict[Sensitivity, dict[str, int]] = {}
+    equal: dict[Sensitivity, dict[str, int]] = {}
     for found in graph.sensitivity:
-        names = alike.setdefault(replace(found, sites=()), {})
+        names = equal.setdefault(replace(found, sites=()), {})
         for site in found.sites:
             module = collapse(sites[site].module or site) if site in sites else site
             names[module] = names.get(module, 0) + (sites[site].count if site in sites else 1)
-    lines: list[RenderableType] = [Text("what would change the choice, all else held:")] if alike else []
-    for found, names in alike.items():
+    lines: list[RenderableType] = [Text("what would change the choice, all else held:")] if equal else []
+    for found, names in equal.items():
         lines.append(_line(", ".join(f"{name} ×{count}" for name, count in names.items()), 2))
         lines.extend(_line(line, 4) for line in sensitivity_lines(found))
     return lines

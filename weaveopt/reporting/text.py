@@ -139,15 +139,15 @@ def _table(rows: tuple[Row, ...], width: int) -> Table:
 
 
 def rows_of(graph: GraphReport) -> tuple[Row, ...]:
-    """Decisions that are alike but for the layer and what rules say of it, in the order of the first of them."""
-    alike: dict[object, list[Decision]] = {}
+    """Decisions that are equal but for the layer and what rules say of it, in the order of the first of them."""
+    equal: dict[object, list[Decision]] = {}
     for decision in graph.decisions:
         module = collapse(decision.site.module)
         anonymous = replace(decision.site, id="", module=module, collectives=(), count=1)
         silent = replace(decision.chosen, notes=())
         key = (replace(decision, site=anonymous, chosen=silent), len(decision.site.collectives))
-        alike.setdefault(key, []).append(decision)
-    return tuple(Row(collapse(decisions[0].site.module), tuple(decisions)) for decisions in alike.values())
+        equal.setdefault(key, []).append(decision)
+    return tuple(Row(collapse(decisions[0].site.module), tuple(decisions)) for decisions in equal.values())
 
 
 def _cells(row: Row) -> tuple[str | Text, ...]:

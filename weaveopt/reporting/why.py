@@ -24,9 +24,9 @@ def find(report: Report, wanted: str) -> tuple[tuple[GraphReport, Decision], ...
     """
     every = tuple((graph, decision) for graph in report.graphs for decision in graph.decisions)
     exact = tuple(pair for pair in every if wanted in (pair[1].site.id, pair[1].site.module))
-    alike = tuple(pair for pair in every if collapse(pair[1].site.module) == wanted)
+    collapsed = tuple(pair for pair in every if collapse(pair[1].site.module) == wanted)
     holding = tuple(pair for pair in every if wanted in pair[1].site.module)
-    found = exact or alike or (holding if wanted else ())
+    found = exact or collapsed or (holding if wanted else ())
     if not found:
         known = tuple(dict.fromkeys(name for _, d in every for name in (d.site.id, d.site.module)))
         raise OptionError(

@@ -114,7 +114,7 @@ class Quantized:
     def rounding(self) -> tuple[str, ...]:
         """What the op rounds in another way, a line each."""
         lines = [
-            "normed rows are rounded to the activations' dtype, then multiplied in fp32 with the inverse of the scale"
+            "normalized rows are rounded to the activations' dtype, then multiplied in fp32 with the inverse scale"
         ]
         if self.quant is Quant.PER_TOKEN and self.least != KERNEL_LEAST_AMAX:
             bound = f"{self.least:g}" if self.least else "not bounded"

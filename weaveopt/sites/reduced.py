@@ -289,14 +289,19 @@ def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
     if len(norm.output.users) != 1:
         return False
     reader = next(iter(norm.output.users))
-    normed = tensor_of(norm.output)
-    if not is_call(reader, ADD) or reader.kwargs or normed is None:
+    normalized = tensor_of(norm.output)
+    if not is_call(reader, ADD) or reader.kwargs or normalized is None:
         return False
     others = [argument for argument in reader.args[:2] if argument is not norm.output]
     if len(others) != 1 or not isinstance(others[0], fx.Node):
         return False
     value = tensor_of(others[0])
-    if value is None or value.shape != normed.shape or value.dtype != normed.dtype or _dtype(reader) != value.dtype:
+    if (
+        value is None
+        or value.shape != normalized.shape
+        or value.dtype != normalized.dtype
+        or _dtype(reader) != value.dtype
+    ):
         return False
     if any(user not in norm.nodes for node in norm.nodes[:-1] for user in node.users):
         return False

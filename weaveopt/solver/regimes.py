@@ -52,7 +52,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Stretch:
-    """All token counts from `first` to `last`, both included, are decided alike."""
+    """All token counts from `first` to `last`, both included, have the same decision."""
 
     first: int
     last: int
@@ -73,9 +73,9 @@ def regimes(
     """Regimes from the first to the last count of `grid` (ascending).
 
     `problem_at(tokens)` is what the graph costs if only so many tokens come. Between two counts of the grid that are
-    decided alike nothing else is looked for. Where there are more stretches than regimes, or one has fewer counts than
-    `narrowest`, neighbours go together such that least is lost: of the best time at each count of the grid, counts
-    being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
+    decided in the same way nothing else is looked for. Where there are more stretches than regimes, or one has fewer
+    counts than `narrowest`, neighbours go together such that least is lost: of the best time at each count of the
+    grid, counts being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
     """
     problems = cache(problem_at)
     choices = cache(lambda tokens: problems(tokens).best())

@@ -1,15 +1,16 @@
-"""One choice for each of many sites that depend on each other, such that the sum of all costs is least: exact.
+"""Exact minimum-cost assignment by variable elimination: one choice for each of many sites that depend on each other.
 
 Minimized over the choices `x` of all sites::
 
     sum_i costs[i][x_i] + sum_k interactions[k].terms.get(x of its sites, 0)
 
-Sites are taken one after the other; what is kept is the best way to every combination of choices of those sites
-that a later one still depends on. A chain, a tree or a tangle of sites that exclude each other keeps few of them,
-whatever its length: the work grows with the number of sites and with the combinations at the widest place.
+Sites are eliminated one after the other. Of all choices made so far only those of sites that a later one still
+depends on are kept, with the least cost of each combination. A chain, a tree or a clique of sites that exclude each
+other keeps few combinations, whatever its length: the work grows with the number of sites and with the combinations at
+the widest place.
 
 Costs are added as integers, without rounding, so that two sums are equal or not whatever the order of their parts.
-Of several best sets the one that changes fewest sites is taken; then the one whose first site (in the order given)
+Of several minima the one with the fewest changed sites is taken; then the one whose first site (in the order given)
 that differs has the earlier choice. Nothing else enters, so all ranks take the same one.
 """
 
@@ -105,7 +106,7 @@ def _extended(
     interactions: Sequence[tuple[tuple[int, ...] | None, Mapping[tuple[int, ...], int | None]]],
     kept: Sequence[int],
 ) -> dict[tuple[int, ...], _Key]:
-    """Every state with every choice of one more site; of those alike in what is `kept`, the best.
+    """Every state with every choice of one more site; of those equal in what is `kept`, the best.
 
     An interaction comes with the places of its sites, None where it is of all of them in order.
     """

@@ -51,7 +51,7 @@ Tensor = torch.Tensor
 
 _REST = (
     "Tensor? reduced_bias, Tensor? scale, Tensor? residual, Tensor? post_weight, Tensor? post_bias, "
-    "Tensor? weight, Tensor? bias, str call) -> (Tensor normed, Tensor sum)"
+    "Tensor? weight, Tensor? bias, str call) -> (Tensor normalized, Tensor sum)"
 )
 _QUANT_REST = _REST.replace("str call", "Tensor? quant_scale, str call").replace(
     "Tensor sum)", "Tensor sum, Tensor row_scale)"

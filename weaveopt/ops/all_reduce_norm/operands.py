@@ -57,7 +57,7 @@ class Operands(NamedTuple):
         return self.reduced_bias, self.post_weight, self.post_bias, self.weight, self.bias
 
     def replicated(self, call: AllReduceNormCall) -> tuple[tuple[str, Tensor | None], ...]:
-        """By name, what every rank must hold alike: each computes its own rows with its own copy."""
+        """By name, what must be the same on every rank: each computes its own rows with its own copy."""
         return (
             ("bias", self.reduced_bias),
             ("scale", self.scale),
