@@ -125,7 +125,8 @@ struct Finisher {
     __device__ __forceinline__ void add_peers(const Row& row, int from, float (&x)[kVecs][E]) const {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
-        const char* slots = work.staging(call.group.rank, row.index * row_bytes).pointer() + lanes.first * 16;
+        const char* slots =
+            fabric::kept(work.staging(call.group.rank, row.index * row_bytes).pointer() + lanes.first * 16);
         Vec16 part[kMaxW][kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)

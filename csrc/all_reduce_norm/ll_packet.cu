@@ -20,7 +20,7 @@ constexpr int kMostVecs = 4;
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
-    ll_packet(const __grid_constant__ Call call, const __grid_constant__ LLPacketLayout layout, int cluster) {
+    ll_packet(const __grid_constant__ Call call, int cluster, const __grid_constant__ LLPacketLayout layout) {
     __shared__ float parts[2][kMaxCluster * kMaxWarps];
     __shared__ alignas(8) uint64_t arrived[2];
     const int num_threads = blockDim.x - kControlThreads;
@@ -156,7 +156,7 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     const LLPacketLayout layout =
         ll_packet_layout(row_kind(call, launch.dtype), call.tokens, call.group.world, !kTwoShot);
     if (layout.num_bytes > std::min<int64_t>(call.buffers.mailbox_bytes, UINT32_MAX)) return cudaErrorInvalidValue;
-    return cudaLaunchKernelEx(&config, kernel, call, layout, shape.cluster);
+    return cudaLaunchKernelEx(&config, kernel, call, shape.cluster, layout);
 }
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot>

@@ -114,12 +114,12 @@ struct LLPacketRows {
         return parts().peek(call.group.step_to(source), index, lanes.at(j) * 16);
     }
 
-    // The own part and the residual, and a first load of peers' parts.
+    // The own part as it is and the residual, and a first load of peers' parts. Uses none of them: whoever peeks ahead
+    // has something else to do until they come.
     __device__ __forceinline__ void peek(Parts<kMaxW>& found, int32_t row, int32_t index, int j) const {
 #pragma unroll
         for (int r = 0; r < kMaxW; ++r)
-            if (r < call.group.world)
-                found.part[r] = r == call.group.rank ? fabric::without_empty(partial(row, j)) : peek_part(r, index, j);
+            if (r < call.group.world) found.part[r] = r == call.group.rank ? partial(row, j) : peek_part(r, index, j);
         if (kPlain || call.residual != nullptr)
             found.residual = fabric::load(static_cast<const char*>(call.residual) + in_tensor(row, j));
     }
@@ -131,6 +131,10 @@ struct LLPacketRows {
 
     // Polls all that are missing in one go: they come at about the same time. Leaves their places empty.
     __device__ __forceinline__ void take_parts(Vec16 (&part)[kMaxW], int32_t index, int j) const {
+#pragma unroll
+        for (int r = 0; r < kMaxW; ++r)
+            for (uint32_t& word : part[r].word)
+                word = r == call.group.rank && word == fabric::kEmptyWord ? 0u : word;
         fabric::Deadline deadline;
         for (;;) {
             int32_t missing = -1;

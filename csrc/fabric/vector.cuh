@@ -74,6 +74,12 @@ __device__ __forceinline__ void store_relaxed(void* to, const Vec4& v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v.word[0]) : "memory");
 }
 
+// The same address, made once: where it is used under several conditions, the compiler would make it anew under each.
+__device__ __forceinline__ const char* kept(const char* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
 template <typename T>
 constexpr int kElements = 16 / static_cast<int>(sizeof(T));
 
