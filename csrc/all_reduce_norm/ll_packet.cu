@@ -27,9 +27,6 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     const ClusterPlace place = cluster_place(cluster);
     ClusterTeam team{parts, arrived, cluster, place.cta, num_threads / 32};
     if (cluster > 1) team.init();
-    fabric::let_next_kernel_start();
-    fabric::wait_for_previous_kernel();
-
     const Lanes lanes{static_cast<int>(threadIdx.x) + place.cta * num_threads, cluster * num_threads,
                       static_cast<int>(call.hidden) / kElements<T>};
     const bool controls = static_cast<int>(threadIdx.x) >= num_threads;
@@ -37,11 +34,11 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     Watch watch{call.group, 0};
     using Rows = LLPacketRows<T, kMaxW, kVecs, kTwoShot, kPlain>;
     Rows rows{call, watch, lanes, team, layout};
-    // Loaded before the state is, which says where it goes.
+    const fabric::CallState state = fabric::begin_call<true>(call.group);
+    // On its way with the state, which says where it goes.
     typename Rows::Outgoing out;
     if (!controls && first < rows.num_outgoing()) rows.load(out, first);
-    const fabric::CallState state = fabric::begin_call<true>(call.group);
-    watch.tag = fabric::tag_word(state.epoch, call.tokens, call.site);
+    watch.tag = fabric::tag_word(state.epoch(), call.tokens, call.site);
     if (controls) {
         // A warp beside those that compute.
         asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
