@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     const fabric::CallState state = fabric::begin_call<true>(call.group);
     // On its way with the state, which says where it goes.
     typename Rows::Outgoing out;
-    if (!controls && first < rows.num_outgoing()) rows.load(out, first);
+    rows.load(out, first, !controls);
     watch.tag = fabric::tag_word(state.epoch(), call.tokens, call.site);
     if (controls) {
         // A warp beside those that compute.
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     rows.mailbox = call.buffers.mailbox_offset + state.mailbox * call.buffers.mailbox_bytes;
     for (int32_t index = first; index < rows.num_outgoing(); index += stride) {
         rows.send(out, index);
-        if (index + stride < rows.num_outgoing()) rows.load(out, index + stride);
+        rows.load(out, index + stride, true);
     }
     asm volatile("bar.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
     if (cluster > 1) team.await_peers();
