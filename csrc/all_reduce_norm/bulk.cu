@@ -68,13 +68,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ Shared shared;
     __shared__ uint32_t ring[StageSender::kRing];
     if (threadIdx.x == 0) shared.init();
-    fabric::let_next_kernel_start();
-    fabric::wait_for_previous_kernel();
     const fabric::CallState state = fabric::begin_call<false>(call.group);
     __syncthreads();
-    const Watch watch{call.group, fabric::tag_word(state.epoch, call.tokens, call.site)};
+    const Watch watch{call.group, fabric::tag_word(state.epoch(), call.tokens, call.site)};
     char* places = memory + layout.stages * layout.unit_bytes;
-    const Work work{call, layout, watch, shared, memory, places, fabric::signal_word(state.epoch, 0)};
+    const Work work{call, layout, watch, shared, memory, places, fabric::signal_word(state.epoch(), 0)};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= kWorkers) {
         const int thread = static_cast<int>(threadIdx.x) - 32 * kWorkers;

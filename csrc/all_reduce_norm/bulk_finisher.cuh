@@ -103,8 +103,8 @@ struct Finisher {
     __device__ __forceinline__ void load_own(const Row& row, int from, Vec16 (&own)[kEarly],
                                              Vec16 (&residual)[kEarly]) const {
         const int64_t at = row.token * work.layout.row_bytes + lanes.first * 16 + from * kStride;
-        const char* partial = static_cast<const char*>(work.call.partial) + at;
-        const char* residuals = static_cast<const char*>(work.call.residual) + at;
+        const char* partial = fabric::computed_here(static_cast<const char*>(work.call.partial) + at);
+        const char* residuals = fabric::computed_here(static_cast<const char*>(work.call.residual) + at);
 #pragma unroll
         for (int k = 0; k < kEarly; ++k) {
             own[k] = lanes.has(from + k) ? fabric::load(partial + k * kStride) : Vec16{};
@@ -125,7 +125,8 @@ struct Finisher {
     __device__ __forceinline__ void add_peers(const Row& row, int from, float (&x)[kVecs][E]) const {
         const Call& call = work.call;
         const int64_t row_bytes = work.layout.row_bytes, slot_bytes = call.share * row_bytes;
-        const char* slots = work.staging(call.group.rank, row.index * row_bytes).pointer() + lanes.first * 16;
+        const char* slots =
+            fabric::computed_here(work.staging(call.group.rank, row.index * row_bytes).pointer() + lanes.first * 16);
         Vec16 part[kMaxW][kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)

@@ -62,12 +62,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     direct(const __grid_constant__ Call call, const __grid_constant__ OutputLayout layout) {
     constexpr int E = kElements<T>;
     __shared__ float parts[2][kDirectWarps];
-    fabric::let_next_kernel_start();
-    fabric::wait_for_previous_kernel();
     const fabric::CallState state = fabric::begin_call<false>(call.group);
     __syncthreads();
-    const Watch watch{call.group, fabric::tag_word(state.epoch, call.tokens, call.site)};
-    const uint64_t word = fabric::signal_word(state.epoch, 1);
+    const Watch watch{call.group, fabric::tag_word(state.epoch(), call.tokens, call.site)};
+    const uint64_t word = fabric::signal_word(state.epoch(), 1);
     const int peer = threadIdx.x;
     const bool has_peer = peer < call.group.world && peer != call.group.rank;
     fabric::end_call<false>(watch, state, peer);

@@ -60,27 +60,30 @@ struct Buffers {
 };
 
 // Everything a kernel needs, by value. Rows are `hidden` elements, contiguous.
+//
+// Kernels read it from the constant cache, in lines of 64 bytes that are cold when a kernel begins: a call of a few
+// rows waits for every line it touches. So fields that all calls need come first, and those of one line together.
 struct Call {
     fabric::GroupView group;
-    Buffers buffers;
+    const void* partial;  // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
     int32_t tokens;
     int32_t hidden;
-    uint32_t site;  // equal on all ranks if they run the same
-    OutKind out_kind;
-    QuantKind quant;
-    const void* partial;  // [tokens, hidden]; for kDirect it lies in the arena at `partial_offset`
-    int64_t partial_offset;
     const void* residual;  // nullptr: none
     void* normalized;      // nullptr: not wanted; kBulk may write to the output buffer itself
     void* sum;             // nullptr: not wanted
-    void* row_scale;       // fp32 [tokens], kPerToken only
+    uint32_t site;         // equal on all ranks if they run the same
     int32_t sum_whole;     // every rank needs every row of sum; else only its own rows after two steps
+    OutKind out_kind;
+    QuantKind quant;
+    Buffers buffers;
+    GpuNorm norm;
+    GpuNorm post;
     float scale;
     Parameter scale_value;  // multiplied with `scale`
     Parameter quant_scale;  // kStatic: what a value of 1 in e4m3 stands for
     Parameter reduced_bias;
-    GpuNorm post;
-    GpuNorm norm;
+    void* row_scale;  // fp32 [tokens], kPerToken only
+    int64_t partial_offset;
 
     // Filled by run(): where each rank's share of the token rows begins, and the rows of the largest share.
     int32_t begin[fabric::kMaxWorld + 1];

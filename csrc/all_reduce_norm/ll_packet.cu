@@ -20,16 +20,13 @@ constexpr int kMostVecs = 4;
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
-    ll_packet(const __grid_constant__ Call call, const __grid_constant__ LLPacketLayout layout, int cluster) {
+    ll_packet(const __grid_constant__ Call call, int cluster, const __grid_constant__ LLPacketLayout layout) {
     __shared__ float parts[2][kMaxCluster * kMaxWarps];
     __shared__ alignas(8) uint64_t arrived[2];
     const int num_threads = blockDim.x - kControlThreads;
     const ClusterPlace place = cluster_place(cluster);
     ClusterTeam team{parts, arrived, cluster, place.cta, num_threads / 32};
     if (cluster > 1) team.init();
-    fabric::let_next_kernel_start();
-    fabric::wait_for_previous_kernel();
-
     const Lanes lanes{static_cast<int>(threadIdx.x) + place.cta * num_threads, cluster * num_threads,
                       static_cast<int>(call.hidden) / kElements<T>};
     const bool controls = static_cast<int>(threadIdx.x) >= num_threads;
@@ -37,11 +34,11 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     Watch watch{call.group, 0};
     using Rows = LLPacketRows<T, kMaxW, kVecs, kTwoShot, kPlain>;
     Rows rows{call, watch, lanes, team, layout};
-    // Loaded before the state is, which says where it goes.
-    typename Rows::Outgoing out;
-    if (!controls && first < rows.num_outgoing()) rows.load(out, first);
     const fabric::CallState state = fabric::begin_call<true>(call.group);
-    watch.tag = fabric::tag_word(state.epoch, call.tokens, call.site);
+    // On its way with the state, which says where it goes.
+    typename Rows::Outgoing out;
+    rows.load(out, first, !controls);
+    watch.tag = fabric::tag_word(state.epoch(), call.tokens, call.site);
     if (controls) {
         // A warp beside those that compute.
         asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
@@ -52,7 +49,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     rows.mailbox = call.buffers.mailbox_offset + state.mailbox * call.buffers.mailbox_bytes;
     for (int32_t index = first; index < rows.num_outgoing(); index += stride) {
         rows.send(out, index);
-        if (index + stride < rows.num_outgoing()) rows.load(out, index + stride);
+        rows.load(out, index + stride, true);
     }
     asm volatile("bar.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
     if (cluster > 1) team.await_peers();
@@ -156,7 +153,7 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     const LLPacketLayout layout =
         ll_packet_layout(row_kind(call, launch.dtype), call.tokens, call.group.world, !kTwoShot);
     if (layout.num_bytes > std::min<int64_t>(call.buffers.mailbox_bytes, UINT32_MAX)) return cudaErrorInvalidValue;
-    return cudaLaunchKernelEx(&config, kernel, call, layout, shape.cluster);
+    return cudaLaunchKernelEx(&config, kernel, call, shape.cluster, layout);
 }
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot>

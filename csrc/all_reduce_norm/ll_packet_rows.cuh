@@ -84,17 +84,17 @@ struct LLPacketRows {
 
     __device__ __forceinline__ int32_t num_outgoing() const { return kTwoShot ? call.share : call.tokens; }
 
-    __device__ __forceinline__ void load(Outgoing& out, int32_t index) const {
+    // Under one condition, so that it takes no branch: none may stand between the first load and the one of the state.
+    __device__ __forceinline__ void load(Outgoing& out, int32_t index, bool wanted) const {
 #pragma unroll
         for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j)) continue;
-            if constexpr (kTwoShot) {
 #pragma unroll
-                for (int step = 1; step < kMaxW; ++step)
-                    if (step < call.group.world && has_row(step, index))
-                        out.v[j][step] = partial(call.begin[call.group.after(step)] + index, j);
-            } else {
-                out.v[j][0] = partial(index, j);
+            for (int step = kTwoShot ? 1 : 0; step < (kTwoShot ? kMaxW : 1); ++step) {
+                const int32_t owner = call.group.after(step);
+                const int32_t row = kTwoShot ? call.begin[owner] + index : index;
+                const int32_t end = kTwoShot ? call.begin[owner + 1] : call.tokens;
+                if (wanted & lanes.has(j) & (!kTwoShot | (step < call.group.world)) & (row < end))
+                    out.v[j][step] = partial(row, j);
             }
         }
     }
@@ -114,12 +114,12 @@ struct LLPacketRows {
         return parts().peek(call.group.step_to(source), index, lanes.at(j) * 16);
     }
 
-    // The own part and the residual, and a first load of peers' parts.
+    // The own part as it is and the residual, and a first load of peers' parts. Uses none of them: whoever peeks ahead
+    // has something else to do until they come.
     __device__ __forceinline__ void peek(Parts<kMaxW>& found, int32_t row, int32_t index, int j) const {
 #pragma unroll
         for (int r = 0; r < kMaxW; ++r)
-            if (r < call.group.world)
-                found.part[r] = r == call.group.rank ? fabric::without_empty(partial(row, j)) : peek_part(r, index, j);
+            if (r < call.group.world) found.part[r] = r == call.group.rank ? partial(row, j) : peek_part(r, index, j);
         if (kPlain || call.residual != nullptr)
             found.residual = fabric::load(static_cast<const char*>(call.residual) + in_tensor(row, j));
     }
@@ -131,6 +131,10 @@ struct LLPacketRows {
 
     // Polls all that are missing in one go: they come at about the same time. Leaves their places empty.
     __device__ __forceinline__ void take_parts(Vec16 (&part)[kMaxW], int32_t index, int j) const {
+#pragma unroll
+        for (int r = 0; r < kMaxW; ++r)
+            for (uint32_t& word : part[r].word)
+                word = r == call.group.rank && word == fabric::kEmptyWord ? 0u : word;
         fabric::Deadline deadline;
         for (;;) {
             int32_t missing = -1;
@@ -230,22 +234,25 @@ struct LLPacketRows {
             const int32_t vec = lanes.at(j);
             OutVector out[kMaxW];
             Vec16 sum[kMaxW];
+            int32_t rows[kMaxW];  // -1: the owner has none
 #pragma unroll
             for (int step = 1; step < kMaxW; ++step) {
-                if (step >= call.group.world || !has_row(step, index)) continue;
+                const int32_t owner = call.group.after(step);
+                rows[step] = call.begin[owner] + index;
+                if ((step >= call.group.world) | (rows[step] >= call.begin[owner + 1])) rows[step] = -1;
+                if (rows[step] < 0) continue;
                 if (has_normalized())
                     out[step] = peek_out(finished().incoming(step, index) + vec * out_bytes(), out_bytes());
                 if (sum_whole()) sum[step] = sums().peek(step, index, vec * 16);
             }
 #pragma unroll
             for (int step = 1; step < kMaxW; ++step) {
-                if (step >= call.group.world || !has_row(step, index)) continue;
-                const int32_t owner = call.group.after(step);
-                const int32_t row = call.begin[owner] + index;
+                const int32_t row = rows[step];
+                if (row < 0) continue;
                 float scale = 1.0f;
                 if (has_normalized()) {
                     char* from = finished().incoming(step, index) + vec * out_bytes();
-                    await_out(out[step], from, out_bytes(), watch, owner);
+                    await_out(out[step], from, out_bytes(), watch, call.group.after(step));
                     if (scales_rows() && vec == 0) {
                         const uint32_t byte = layout.out_row_bytes - kScaleBytes;
                         const Vec16 bits = finished().take(step, index, byte, empty_vector(), watch);

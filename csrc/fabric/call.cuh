@@ -1,7 +1,8 @@
 // The calls of a channel, which are kernels that follow one another in a stream: their number, and whether all ranks
 // make the same one.
 //
-//   begin_call   every thread of every CTA, first: reads how many calls there were
+//   begin_call   every thread of every CTA, before it reads or writes what others share: waits for the kernel before
+//                this one, and reads how many calls there were
 //   end_call     `world` + 1 threads of every CTA, after all its threads have begun: the grid's last CTA counts the
 //                call, and CTA 0 compares with every peer what is run
 //
@@ -20,44 +21,46 @@
 //             this rank wrote after its own call before, comparison included, had ended
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
 #include "fabric/signal.cuh"
+#include "fabric/vector.cuh"
 
 namespace weave::fabric {
 
-// The kernel before this one in the stream may still run until here (programmatic dependent launch); its results are
-// there afterwards. The kernel behind this one may be launched from here on, and waits the same way.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // One call of a channel.
 struct CallState {
-    uint64_t epoch;    // its number, from 1
-    uint32_t mailbox;  // which of the mailboxes it uses, in turn; 0 for calls that use none
+    uint64_t num_calls;  // before it
+    uint32_t mailbox;    // which of the mailboxes it uses, in turn; 0 for calls that use none
+
+    // Its number, from 1. Made where it is used: begin_call() does not wait for what it loads.
+    __device__ __forceinline__ uint64_t epoch() const { return num_calls + 1; }
 };
 
+// The kernel before this one in the stream may still run until here (programmatic dependent launch); its results are
+// there afterwards. The kernel behind this one may be launched from here on, and waits the same way. What needs nothing
+// from memory is better done before.
 template <bool kUsesMailbox>
 __device__ __forceinline__ CallState begin_call(const GroupView& group) {
-    const ChannelState* state = &group.channel(group.rank)->state;
-    CallState call;
-    call.epoch = *reinterpret_cast<const volatile uint64_t*>(&state->num_calls) + 1;
-    call.mailbox = kUsesMailbox ? *reinterpret_cast<const volatile uint32_t*>(&state->num_mailbox_calls) : 0;
-    return call;
+    const ChannelState* state = computed_here(&group.channel(group.rank)->state);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    // Both in one load. Nobody writes them before all CTAs have read them.
+    static_assert(offsetof(ChannelState, num_calls) == 0 && offsetof(ChannelState, num_mailbox_calls) == 8);
+    Vec16 words;
+    load_relaxed(words, state);
+    const uint64_t num_calls = static_cast<uint64_t>(words.word[1]) << 32 | words.word[0];
+    return CallState{num_calls, kUsesMailbox ? words.word[2] : 0};
 }
 
 // Sends `peer` what this rank runs and compares it with what the peer runs: `watch.tag` on both, or neither goes on.
 __device__ __forceinline__ void exchange_tags(const Watch& watch, const CallState& call, int32_t peer) {
     constexpr int32_t kEpochShift = 2 * kTagFieldBits;
     const GroupView& group = watch.group;
-    const int parity = static_cast<int>(call.epoch & 1);
+    const int parity = static_cast<int>(call.epoch() & 1);
     store_relaxed(&group.channel(peer)->tag[parity][group.rank], watch.tag);
     const uint64_t* word = &group.channel(group.rank)->tag[parity][peer];
     Deadline deadline;
@@ -79,7 +82,7 @@ __device__ __forceinline__ void end_call(const Watch& watch, const CallState& ca
         if (atomicAdd(&state->num_arrived, 1u) == gridDim.x - 1) {
             state->num_arrived = 0;
             if (kUsesMailbox) state->num_mailbox_calls = (call.mailbox + 1) % kNumMailboxes;
-            state->num_calls = call.epoch;
+            state->num_calls = call.epoch();
         }
     } else if (blockIdx.x == 0 && helper < group.world && helper != group.rank) {
         exchange_tags(watch, call, helper);

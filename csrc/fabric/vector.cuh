@@ -74,6 +74,14 @@ __device__ __forceinline__ void store_relaxed(void* to, const Vec4& v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v.word[0]) : "memory");
 }
 
+// The same address. The compiler makes it at this place and keeps it, where else it might make it anew, and under each
+// of several conditions, when it is used.
+template <typename T>
+__device__ __forceinline__ T* computed_here(T* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
 template <typename T>
 constexpr int kElements = 16 / static_cast<int>(sizeof(T));
 
