@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import cache
 
 from weaveopt.cost_model import Machine
+from weaveopt.cost_model.token_grid import LARGEST_TOKENS
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.machine_changes import changes
 from weaveopt.records.candidate import LEAVE, Candidate
 from weaveopt.records.report import Sensitivity, Stretch
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import Context
-from weaveopt.solver.boundaries import LARGEST_TOKENS, runs
+from weaveopt.solver.boundaries import runs
 
 Winner = Callable[[int], str]
 """Token count -> the choice that wins there."""

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from weaveopt.cost_model.token_grid import last_where
+
 Value = TypeVar("Value")
-LARGEST_TOKENS = 1 << 20
-"""Where searches end."""
-
-
-def last_holding(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The last count from `low`, where it holds, before `high`, where it does not (or nobody asks)."""
-    return low + bisect_left(range(low + 1, high), True, key=lambda tokens: not holds(tokens))
 
 
 def runs(value_at: Callable[[int], Value], grid: Iterable[int]) -> Iterator[tuple[int, Value]]:
@@ -27,7 +21,7 @@ def runs(value_at: Callable[[int], Value], grid: Iterable[int]) -> Iterator[tupl
     yield low, value
     for high in counts:
         while value != value_at(high):
-            low = 1 + last_holding(low, high, lambda tokens, value=value: value_at(tokens) == value)  # type: ignore[misc]
+            low = 1 + last_where(low, high, lambda tokens, value=value: value_at(tokens) == value)  # type: ignore[misc]
             value = value_at(low)
             yield low, value
         low = high
