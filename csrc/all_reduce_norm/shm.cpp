@@ -85,7 +85,7 @@ char* AllReduceNorm::output_sum(int32_t rank) const {
 }
 
 // Two buffers, by parity of the epoch. A one-shot call synchronizes once: when this rank has returned from epoch e, a
-// slow peer may still read its buffer of e, so the product of e + 1 goes into the other one. That of e + 2 may
+// slow peer may still read its buffer of e, so the GEMM of e + 1 goes into the other one. That of e + 2 may
 // overwrite buffer e: this rank is through e + 1 then, so it has seen every peer's `ready` of e + 1, which a peer
 // signals only after it finished e. Output rows need one buffer: they are written after `ready` was waited for.
 void* AllReduceNorm::partial() const {

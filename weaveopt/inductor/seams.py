@@ -26,7 +26,7 @@ def known_options() -> tuple[str, ...]:
 def patches_for(mode: str | None, config: Config) -> dict[str, object]:
     """Inductor's configuration for a mode and the options handed on to it.
 
-    Inductor pads a product whose sizes are not multiples of 8 where that was faster when it tried, on each rank for
+    Inductor pads a GEMM whose sizes are not multiples of 8 where that was faster when it tried, on each rank for
     itself: before this backend sees the graph, so ranks would see different ones. It is off unless asked for.
     """
     mode_patches = list_mode_options(mode) if mode else {}

@@ -327,7 +327,7 @@ def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
 
 
 def product_of(partial: fx.Node) -> fx.Node | None:
-    """The matrix product that makes `partial`, if nothing else reads it."""
+    """The GEMM that makes `partial`, if nothing else reads it."""
     source = skip_shapes(partial)
     node = partial
     while node is not source:
@@ -335,5 +335,5 @@ def product_of(partial: fx.Node) -> fx.Node | None:
             return None
         node = node.args[0]  # type: ignore[assignment]
     is_product = is_call(source, frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}))
-    # alpha and beta of addmm have no place in the fused op: such a product stays, and its result is copied.
+    # alpha and beta of addmm have no place in the fused op: such a GEMM stays, and its result is copied.
     return source if is_product and len(source.users) == 1 and not source.kwargs else None
