@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import exp, log
 
-from weaveopt.cost_model.machine import Curve, KernelCurve, Point, Rate
+from weaveopt.cost_model.machine import Curve, Point, Rate
 
 
 def _power_law(x: float, x0: float, y0: float, x1: float, y1: float) -> float:
@@ -47,11 +47,6 @@ def interpolate_rate(rates: tuple[Rate, ...], rows: int) -> float:
     if rows == high.m:
         return high.flops_per_s
     return _power_law(rows, low.m, low.flops_per_s, high.m, high.flops_per_s)
-
-
-def kernel_curve_us(curve: KernelCurve, size: int) -> float:
-    """Time of `size` (in what the curve counts), read as `interpolate_us` reads bytes."""
-    return interpolate_us(tuple(Point(point.size, point.us) for point in curve.points), size)
 
 
 def nearest_world(curves: Iterable[Curve], world: int) -> int:
