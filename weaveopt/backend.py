@@ -26,7 +26,7 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.pipeline.bind import await_peers, bind
+from weaveopt.pipeline.bind import await_peers, bind, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
@@ -109,9 +109,13 @@ def optimize(
     context = Context(config, _machine_for(config, topologies), topologies)
     steps = _steps(captured, context, rules, clock, failure)
     report = steps.report
-    registry.add(entry, report, context.machine, topologies)
-    # Ranks agree even where a step failed on this one: the others must not go on without it.
-    bind(captured.groups, report, context)
+    try:
+        # Ranks agree even where a step failed on this one: the others must not go on without it.
+        error = bind(captured.groups, report, context)
+        if error:
+            report = unrewritten(report, steps.captured, error)
+    finally:
+        registry.add(entry, report, context.machine, topologies)
     if report.fallbacks and config.strict:
         failed = report.fallbacks[0]
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
@@ -141,6 +145,8 @@ class _Steps:
     report: GraphReport
     graph: fx.Graph
     numbers: tuple[torch.SymFloat, ...] = ()
+    captured: DecidedGraph | None = None
+    """What was decided for the graph as it was captured; None where a step failed."""
 
 
 def _steps(
@@ -203,7 +209,7 @@ def _steps(
         variant=best.priced.captured.variant,
     )
     numbers = {str(number): number for chosen in best.chosen for number in chosen.found.numbers}
-    return _Steps(report, best.priced.captured.graph, tuple(numbers.values()))
+    return _Steps(report, best.priced.captured.graph, tuple(numbers.values()), every[0])
 
 
 def preview(

@@ -110,10 +110,8 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     memory is short on one or the plans differ, and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
-    if topology.fake or _native is None:
-        raise ArenaError(
-            f"group {name!r}: no shared memory " + ("without peers" if topology.fake else "(no native part)")
-        )
+    if topology.fake:
+        raise ArenaError(f"group {name!r}: no shared memory without peers")
     pg = topologies.process_group(name)
     entry = _entries.get(name)
     layout = Layout.of(plan, floor_bytes)
@@ -155,12 +153,14 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     group, num_bytes = topology.group, _page_aligned(layout.num_bytes)
     own: _native.Segment | None = None
     cookie = secrets.randbits(63)
+    error = ""
     try:
+        if _native is None:
+            raise ArenaError("weaveopt was installed without its native part")
         own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH)
         _fill(own, layout)
-        error = ""
-    except RuntimeError as failure:
-        error = str(failure)
+    except Exception as failure:  # whatever it is, the others must hear of it
+        error = str(failure) or type(failure).__name__
     announced = channel.gather(
         {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "layout": layout.text(), "error": error},
         f"an arena of {num_bytes} bytes",
@@ -176,8 +176,8 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
             else:
                 pid, fd, peer_cookie = int(record["pid"]), int(record["fd"]), int(record["cookie"])
                 segments.append(_native.Segment.open(pid, fd, peer_cookie, num_bytes))
-    except RuntimeError as failure:
-        error = str(failure)
+    except Exception as failure:
+        error = str(failure) or type(failure).__name__
     # Peers open our file through our descriptor, so it stays open until all have said that they are done.
     mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
     if own is not None:
