@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 import torch
 
@@ -13,13 +14,13 @@ _BITS_PER_BYTE = 8
 _TRANSFERS_PER_CLOCK = 2
 
 
-def describe() -> dict[str, str | int]:
-    """The GPU that this rank uses: what `gpus_of` and `without_access` read on the others.
+def describe(index: int | None = None) -> dict[str, str | int]:
+    """The GPU that this rank uses, or another one: what `gpus_of` and `without_access` read on the others.
 
     Nothing where CUDA cannot be used in this process: a forked child of CPU ranks, on a host that has GPUs.
     """
     try:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     except (RuntimeError, AssertionError):
         return {}
     kilohertz = int(getattr(properties, "memory_clock_rate", 0))
@@ -55,6 +56,12 @@ def without_access(told: Sequence[Described], rank: int) -> tuple[int, ...]:
         if not torch.cuda.can_device_access_peer(own, index):
             found.append(other)
     return tuple(found)
+
+
+def pair_apart() -> tuple[int, int] | None:
+    """The first two GPUs that this process sees and that cannot map each other's memory."""
+    pairs = combinations(range(torch.cuda.device_count()), 2)
+    return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
 
 
 def _id(properties: object) -> str:
