@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import socket
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tests.ranks import collect, run_ranks
 from weaveopt import _native
@@ -69,7 +75,7 @@ def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40
     for name, value in {
         "_native": native,
         "_allocate": lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8),
-        "_exchange": lambda memory, group: (object(), [memory.data_ptr()] * len(group.ranks)),
+        "_exchange": lambda memory, group, timeout_s: (object(), [memory.data_ptr()] * len(group.ranks)),
     }.items():
         setattr(module, name, value)
 
@@ -180,7 +186,7 @@ def run_refusals(rank: int) -> None:
         reserve()
     setattr(module, "_allocate", working)  # noqa: B010
 
-    def unreachable(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+    def unreachable(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:
         raise RuntimeError("no peer access")
 
     before, peer._exchange = peer._exchange, unreachable if rank == 0 else peer._exchange
@@ -245,7 +251,7 @@ def run_unequal_groups(rank: int) -> None:
     make_up_gpus(rank)
     met: list[tuple[int, int]] = []
 
-    def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup) -> object:
+    def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = 1.0) -> object:
         met.append((symmetric._num_met, process_group.size()))
         symmetric._num_met += 1
         return object()
@@ -254,7 +260,7 @@ def run_unequal_groups(rank: int) -> None:
     setattr(symmetric, "_little_memory", lambda: torch.zeros(1))  # noqa: B010
     module: object = peer
 
-    def exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+    def exchange(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:
         handle = symmetric.rendezvous(memory, topology.process_group(group.name))
         return handle, [memory.data_ptr()] * len(group.ranks)
 
@@ -272,3 +278,71 @@ def run_unequal_groups(rank: int) -> None:
 
 def test_ranks_that_met_less_often_catch_up_first() -> None:
     run_ranks(run_unequal_groups, 3)
+
+
+def wait_as_torch_does(store: dist.Store, for_socket: bool) -> None:
+    """For a peer that never answers: first by key, then on a datagram socket, Python's lock held all the time."""
+    if not for_socket:
+        store.wait(["a key that nobody sets"])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        libc = ctypes.PyDLL(None, use_errno=True)
+        if libc.recv(ours.fileno(), ctypes.create_string_buffer(2), 2, 0) < 0:
+            raise RuntimeError(f"Failed to receive fd: {os.strerror(ctypes.get_errno())}")
+
+
+def run_stuck(rank: int, for_socket: bool) -> list[str]:
+    """Rank 1 fails in torch's rendezvous, where rank 0 waits for it; what both are told, then and the next time."""
+    exchange = peer._exchange
+    make_up_gpus(rank)
+    store = c10d._get_process_group_store(topology.process_group("0"))
+    before = store.timeout
+    module: object = symmetric
+    met: list[int] = []
+
+    def meet(memory: torch.Tensor, process_group: dist.ProcessGroup) -> object:
+        met.append(1)
+        if rank == 1:
+            raise RuntimeError("no permission to map the memory of rank 0\nand how it came")
+        wait_as_torch_does(store, for_socket)
+        raise AssertionError("nobody answered")
+
+    for name, value in {"_meet": meet, "MEETING_S": 1.0}.items():
+        setattr(module, name, value)
+    setattr(peer, "_exchange", exchange)  # noqa: B010
+    ticks: list[float] = []
+    signal.signal(signal.SIGALRM, lambda *_: ticks.append(time.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, 1.8)
+    said = []
+    begin = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ArenaError) as caught:
+            reserve()
+        said.append(str(caught.value))
+    assert time.monotonic() - begin < TIMEOUT_S / 2, "not the store's own half hour"
+    assert met == [1], "who failed once knows no longer where torch counts: it meets nobody again"
+    assert store.timeout == before
+    time.sleep(max(0.0, 2.5 - (time.monotonic() - begin)))
+    assert len(ticks) == 1, "a timer of the program's own goes on"
+    return said
+
+
+@pytest.mark.parametrize("for_socket", [False, True])
+def test_a_rank_stuck_in_torchs_rendezvous_ends_with_the_timeout(for_socket: bool) -> None:
+    (first, again), other = run_ranks(run_stuck, 2, for_socket)
+    assert [first, again] == other
+    assert "rank 0: torch's symmetric memory did not meet all ranks within 1 s" in first
+    assert "rank 1: no permission to map the memory of rank 0" in first and "how it came" not in first
+    assert "rank 0: an earlier rendezvous of torch's symmetric memory failed" in again
+
+
+def run_elsewhere(rank: int) -> None:
+    make_up_gpus(rank)
+    os.environ["TMPDIR"] = f"/tmp/of-rank-{rank}"
+    with pytest.raises(ArenaError, match=r"differ \(TMPDIR: rank 0: /tmp/of-rank-0; rank 1: /tmp/of-rank-1"):
+        reserve()
+
+
+def test_ranks_that_torch_could_not_bring_together_are_told_before() -> None:
+    """Torch's ranks look for each other's sockets in their own folder for temporary files."""
+    run_ranks(run_elsewhere, 2)

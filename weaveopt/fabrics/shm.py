@@ -110,10 +110,8 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     memory is short on one or the plans differ, and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
-    if topology.fake or _native is None:
-        raise ArenaError(
-            f"group {name!r}: no shared memory " + ("without peers" if topology.fake else "(no native part)")
-        )
+    if topology.fake:
+        raise ArenaError(f"group {name!r}: no shared memory without peers")
     pg = topologies.process_group(name)
     entry = _entries.get(name)
     layout = Layout.of(plan, floor_bytes)
@@ -154,36 +152,48 @@ def release_all() -> None:
 def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
     group, num_bytes = topology.group, _page_aligned(layout.num_bytes)
     own: _native.Segment | None = None
+    segments: list[_native.Segment] = []
     cookie = secrets.randbits(63)
+    error = ""
     try:
+        if _native is None:
+            raise ArenaError("weaveopt was installed without its native part")
         own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH, len(group.ranks))
         _fill(own, layout)
-        error = ""
-    except RuntimeError as failure:
-        error = str(failure)
-    announced = channel.gather(
-        {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "layout": layout.text(), "error": error},
-        f"an arena of {num_bytes} bytes",
-        timeout_s,
-    )
-    _raise_if_any(group, announced, num_bytes)
-    expect_equal_layouts(group, announced)
-    segments: list[_native.Segment] = []
+    except Exception as failure:  # whatever it is, the others must hear of it
+        error = str(failure) or type(failure).__name__
     try:
-        for rank, record in enumerate(announced):
-            if rank == group.rank and own is not None:
-                segments.append(own)
-            else:
-                pid, fd, peer_cookie = int(record["pid"]), int(record["fd"]), int(record["cookie"])
-                segments.append(_native.Segment.open(pid, fd, peer_cookie, num_bytes))
-    except RuntimeError as failure:
-        error = str(failure)
-    # Peers open our file through our descriptor, so it stays open until all have said that they are done.
-    mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
-    if own is not None:
-        own.close_fd()
-    _raise_if_any(group, mapped, num_bytes)
-    return ShmArena(group, segments, _num_local_processes(), layout)
+        record = {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "layout": layout.text()}
+        announced = channel.gather({**record, "error": error}, f"an arena of {num_bytes} bytes", timeout_s)
+        _raise_if_any(group, announced, num_bytes)
+        expect_equal_layouts(group, announced)
+        assert own is not None
+        try:
+            segments += _open_all(group, announced, own, num_bytes)
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        # Peers open our file through our descriptor, so it stays open until all have said that they are done.
+        mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
+        _raise_if_any(group, mapped, num_bytes)
+        return ShmArena(group, segments, _num_local_processes(), layout)
+    finally:
+        if own is not None:
+            own.close_fd()
+        # An error keeps this frame, and a program may keep the error: the memory must not live as long.
+        own = None
+        segments.clear()
+
+
+def _open_all(
+    group: Group, announced: Sequence[Payload], own: _native.Segment, num_bytes: int
+) -> list[_native.Segment]:
+    """This rank's segment and the peers', in group order."""
+    return [
+        own
+        if rank == group.rank
+        else _native.Segment.open(int(record["pid"]), int(record["fd"]), int(record["cookie"]), num_bytes)
+        for rank, record in enumerate(announced)
+    ]
 
 
 def _fill(segment: _native.Segment, layout: Layout) -> None:
