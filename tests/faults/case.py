@@ -65,6 +65,8 @@ class Case:
     delay_s: float = 0.0
     occurrence: int = 0
     """Which of the times that the moment comes."""
+    ends_interpreter: bool = False
+    """The interpreter is taken down in order when a rank ends, which takes it a second."""
 
     @property
     def name(self) -> str:

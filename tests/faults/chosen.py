@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
-from tests.faults.case import Case, Mode, Moment
-from tests.faults.faults import FAULTS, timeouts
+from tests.faults.case import COMPILE_ONLY, Case, Mode, Moment
+from tests.faults.faults import COMPILED, FAULTS, timeouts
 
-OUTSIDE_S = {Mode.EAGER: 0.15, Mode.GRAPH: 1.5, Mode.REGIONS: 2.0}
+OUTSIDE_S = {Mode.EAGER: 0.1, Mode.GRAPH: 1.0, Mode.REGIONS: 1.5, Mode.PAIRS: 0.1}
 """How long a run takes, about: signals from outside come in this time."""
 EAGER_SHARE = 0.7
 """Of the random combinations; compiling costs more."""
+OFTEN = 4
+"""How much likelier signals are than other faults, and any moment than a certain one."""
+IN_EVERY_MODE = ("killed", "stopped")
 
 
 def make_case(
-    fault: str, moment: Moment, mode: Mode, world: int, victim: int, *, one_shot: bool = True, catches: bool = False,
-    store_on_rank: bool = False, delay_s: float = 0.0,
-) -> Case:  # fmt: skip
-    timeout_s, compile_timeout_s = timeouts(fault, moment)
-    return Case(
-        fault, moment, mode, world, victim, timeout_s, compile_timeout_s, one_shot, catches, store_on_rank, delay_s
-    )
+    fault: str, moment: Moment, mode: Mode, world: int, victim: int, *, one_shot: bool = True, catches: bool = False
+) -> Case:
+    timeout_s, compile_timeout_s = timeouts(fault, moment, waits=mode is Mode.PAIRS and catches)
+    return Case(fault, moment, mode, world, victim, timeout_s, compile_timeout_s, one_shot, catches)
 
 
 def every_fault() -> Iterator[Case]:
-    """Each fault at each of its moments, once in each mode; the rest goes round."""
-    for index, (name, fault) in enumerate(FAULTS.items()):
-        for at, moment in enumerate(m for m in fault.moments if m is not Moment.ANY):
-            for which, mode in enumerate(mode for mode in Mode if fault.fits(mode, moment)):
-                turn = index + at + which
-                world = (2, 3)[turn % 2] if mode is not Mode.PAIRS else 3
-                yield make_case(
-                    name, moment, mode, world, 0 if mode is Mode.PAIRS else turn % world, one_shot=turn % 3 != 0,
-                    catches=turn % 2 == 0 or mode is Mode.PAIRS,
+    """Each fault at each of its moments: eagerly, and where compiling matters to it in a compiled model too."""
+    turn = 0
+    for name, fault in FAULTS.items():
+        for moment in filter(lambda moment: moment is not Moment.ANY, fault.moments):
+            modes = [mode for mode in Mode if fault.fits(mode, moment)]
+            compiled = [mode for mode in modes if mode in COMPILED]
+            if moment in COMPILE_ONLY or moment is Moment.AGREED or name in IN_EVERY_MODE or fault.strikes_all:
+                compiled = compiled[turn % 2 : turn % 2 + 1] if len(compiled) > 1 else compiled
+            elif Mode.EAGER in modes:
+                compiled = []
+            for mode in [mode for mode in modes if mode not in COMPILED or mode in compiled]:
+                turn += 1
+                world = 3 if mode is Mode.PAIRS else 2 + turn % 2
+                case = make_case(
+                    name, moment, mode, world, 0 if mode is Mode.PAIRS else turn // 2 % world,
+                    one_shot=turn % 3 != 0, catches=turn // 2 % 2 == 0,
                 )  # fmt: skip
+                yield replace(case, ends_interpreter=moment is Moment.EXIT and mode is Mode.EAGER)
+    for moment in (Moment.START, Moment.AGREED, Moment.FIRST_CALL, Moment.BETWEEN):
+        yield replace(make_case("killed", moment, Mode.EAGER, 3, 0), store_on_rank=True)
+        yield replace(make_case("killed", moment, Mode.GRAPH, 2, 0), store_on_rank=True)
 
 
 def random_case(seed: int) -> Case:
@@ -42,13 +54,13 @@ def random_case(seed: int) -> Case:
     draw = random.Random(seed)
     mode = Mode.EAGER if draw.random() < EAGER_SHARE else draw.choice((Mode.GRAPH, Mode.REGIONS, Mode.PAIRS))
     pairs = [(name, moment) for name, fault in FAULTS.items() for moment in fault.moments if fault.fits(mode, moment)]
-    name = draw.choice(sorted({name for name, _ in pairs}))
-    moment = draw.choice([moment for other, moment in pairs if other == name])
+    names = sorted({name for name, _ in pairs})
+    name = draw.choices(names, [OFTEN if FAULTS[name].signal else 1 for name in names])[0]
+    moments = [moment for other, moment in pairs if other == name]
+    moment = draw.choices(moments, [OFTEN if moment is Moment.ANY else 1 for moment in moments])[0]
     world = draw.choice((2, 3, 4) if mode is not Mode.PAIRS else (3, 4))
+    case = make_case(
+        name, moment, mode, world, draw.randrange(world), one_shot=draw.random() < 0.5, catches=draw.random() < 0.5
+    )
     delay_s = draw.uniform(0.0, OUTSIDE_S[mode]) if moment is Moment.ANY else 0.0
-    return make_case(
-        name, moment, mode, world, draw.randrange(world), one_shot=draw.random() < 0.5, catches=draw.random() < 0.5,
-        store_on_rank=draw.random() < 0.2, delay_s=delay_s,
-    )  # fmt: skip
-
-
+    return replace(case, store_on_rank=draw.random() < 0.2, delay_s=delay_s)

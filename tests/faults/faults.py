@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from tests.faults.case import COMPILE_ONLY, MEETINGS, Case, Mode, Moment
@@ -58,8 +59,10 @@ class Fault:
     """All ranks do something when the moment comes, and not the victim alone."""
     signal: int = 0
     """What the fault is from outside, at any moment."""
-    stop_s: Callable[[Case], float | None] = lambda case: None
-    """How long a rank stays stopped; None: for good."""
+    stop_s: float = inf
+    """How long a rank stays stopped."""
+    stops_until_told: bool = False
+    """Until the others have told how they ended."""
 
     def fits(self, mode: Mode, moment: Moment) -> bool:
         """Whether there is such a case."""
@@ -69,7 +72,7 @@ class Fault:
 
     def deadline_s(self, case: Case) -> float:
         """After which ranks count as hung."""
-        return START_UP_S + case.compile_timeout_s + case.timeout_s + (self.stop_s(case) or 0.0)
+        return START_UP_S + 2 * (case.compile_timeout_s + case.timeout_s)
 
 
 def timeout_of(case: Case) -> float:
@@ -88,6 +91,9 @@ def gone(*codes: int) -> Callable[[Case], Expected]:
             return Expected(RIGHT, None, codes)
         if case.moment is Moment.ANY:
             return Expected(RIGHT | HEARD | absent, None, (*codes, 0), timeout_of(case) + SLACK_S)
+        if case.mode is Mode.PAIRS and case.catches:
+            # Whoever waits for a survivor that caught the error and stays waits for as long as it may.
+            return Expected(HEARD | {Saying.OTHER_LATE}, None, codes, case.timeout_s + SLACK_S)
         if case.moment in (Moment.BETWEEN, Moment.WITHIN):
             return Expected(HEARD, None, codes)
         return Expected(absent, None, codes, timeout_of(case) + SLACK_S)
@@ -118,9 +124,23 @@ def all_say(*sayings: Saying) -> Callable[[Case], Expected]:
     return lambda case: Expected(frozenset(sayings), frozenset(sayings))
 
 
+def calls_differ(case: Case) -> Expected:
+    allowed = frozenset({Saying.CALLS_DIFFER, Saying.GAVE_UP, Saying.OTHER_EXITED})
+    if case.mode is Mode.PAIRS and case.catches:
+        allowed |= {Saying.OTHER_LATE}
+    return Expected(allowed, allowed, (), case.timeout_s + SLACK_S if case.mode is Mode.PAIRS else AT_ONCE_S)
+
+
 def without_arena(saying: Saying) -> Callable[[Case], Expected]:
     """A program that reserves an arena itself is told; a compiled model runs without one."""
     return lambda case: Expected(*[frozenset({saying}) if case.mode is Mode.EAGER else RIGHT] * 2)
+
+
+def one_graph_more(case: Case) -> Expected:
+    """The rank waits for peers that never compile that graph, and they wait for it in their next call."""
+    others = frozenset({Saying.LATE, Saying.GAVE_UP, Saying.OTHER_EXITED})
+    victim = frozenset({Saying.OTHERS_ABSENT, Saying.GRAPHS_DIFFER})
+    return Expected(others, victim, (), case.compile_timeout_s + case.timeout_s + SLACK_S)
 
 
 def harmless(case: Case) -> Expected:
@@ -140,10 +160,10 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
     "leaves": Fault("`sys.exit(0)`", gone(0), (Moment.START, Moment.BETWEEN), _EVERY_MODE),
     "never comes": Fault("sleeps for longer than `compile_timeout_s`", gone(0)),
     "stopped": Fault("SIGSTOP, for good", stopped, _ALWAYS, _EVERY_MODE, signal=signals.SIGSTOP),
-    "stopped for long": Fault("SIGSTOP; SIGCONT 1 s after the timeout", stopped_for_long, _ALWAYS,
-                              signal=signals.SIGSTOP, stop_s=lambda case: timeout_of(case) + 1.0),
+    "stopped for long": Fault("SIGSTOP; SIGCONT when the others have given up", stopped_for_long, _ALWAYS,
+                              signal=signals.SIGSTOP, stops_until_told=True),
     "stopped for a moment": Fault(f"SIGSTOP; SIGCONT after {BRIEF_S:g} s", harmless, _ALWAYS, _EVERY_MODE,
-                                  signal=signals.SIGSTOP, stop_s=lambda case: BRIEF_S),
+                                  signal=signals.SIGSTOP, stop_s=BRIEF_S),
     "no descriptors": Fault("all descriptors that RLIMIT_NOFILE allows are open", harmless, (Moment.BETWEEN,)),
     "no descriptors to bind": Fault("the same while the arena is made", without_arena(Saying.NO_DESCRIPTORS),
                                     (Moment.AGREED,)),
@@ -155,6 +175,8 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
                               without_arena(Saying.NO_SPACE), (Moment.AGREED,)),
     "no memfd": Fault("the system refuses `memfd_create`", harmless, (Moment.AGREED,)),
     "no shared memory, no memfd": Fault("both", without_arena(Saying.NO_SPACE), (Moment.AGREED,)),
+    "memory limited": Fault("a control group (made-up files) that leaves less than the arena takes",
+                            without_arena(Saying.NO_MEMORY), (Moment.AGREED,)),
     "memory hidden": Fault("PR_SET_DUMPABLE 0; peers without CAP_SYS_PTRACE: /proc/<pid>/fd cannot be opened",
                            without_arena(Saying.NOT_MAPPED), strikes_all=True),
     "no pidfd, a peer killed": Fault("the system refuses `pidfd_open` to all survivors; SIGKILL to their peer",
@@ -171,9 +193,8 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
                            modes=COMPILED),
     "other model": Fault("another norm: another plan", all_say(Saying.SITE_DIFFERS), modes=COMPILED),
     "a step fails": Fault("the step `plan` raises", all_say(Saying.FALLBACK_DIFFERS), modes=COMPILED),
-    "one graph more": Fault("one more layer, compiled apart", all_say(Saying.GRAPHS_DIFFER), modes=(Mode.REGIONS,)),
-    "other token count": Fault("one more token than its peers", all_say(Saying.CALLS_DIFFER, Saying.GAVE_UP,
-                               Saying.OTHER_EXITED), (Moment.BETWEEN,), (Mode.EAGER, Mode.PAIRS)),
+    "one graph more": Fault("one more layer, compiled apart", one_graph_more, modes=(Mode.REGIONS,)),
+    "other token count": Fault("one more token than its peers", calls_differ, (Moment.BETWEEN,), (Mode.EAGER, Mode.PAIRS)),
     "other residual": Fault("another residual than its peers", all_say(Saying.RESIDUAL_DIFFERS)),
     "group destroyed": Fault("`destroy_process_group()` on all ranks, then a call", all_say(Saying.NO_ARENA, Saying.NO_GROUP),
                              (Moment.BETWEEN,), strikes_all=True),
@@ -186,10 +207,13 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
 })  # fmt: skip
 
 
-def timeouts(fault: str, moment: Moment) -> tuple[float, float]:
-    """`timeout_s` and `compile_timeout_s` of a case: short where somebody has to wait until one passes."""
-    waits = FAULTS[fault].expect in (stopped, stopped_for_long)
+def timeouts(fault: str, moment: Moment, waits: bool) -> tuple[float, float]:
+    """`timeout_s` and `compile_timeout_s` of a case: short where somebody has to wait until one passes.
+
+    `waits`: somebody has to for a survivor.
+    """
+    is_stopped = FAULTS[fault].expect in (stopped, stopped_for_long, one_graph_more)
     is_gone = fault in ("killed", "terminated", "interrupted", "raises", "leaves", "never comes")
     at_calls = moment in (Moment.BETWEEN, Moment.WITHIN)
-    timeout_s = SHORT_S if waits or (is_gone and not at_calls) else LONG_S
-    return timeout_s, COMPILE_SHORT_S if (waits or is_gone) and not at_calls else COMPILE_LONG_S
+    timeout_s = SHORT_S if is_stopped or waits or (is_gone and not at_calls) else LONG_S
+    return timeout_s, COMPILE_SHORT_S if (is_stopped or is_gone) and not at_calls else COMPILE_LONG_S

@@ -8,10 +8,12 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from tests.faults import programs
 from tests.faults.case import Moment
 from tests.faults.kernel_filter import Syscall, drop_privilege_to_look, end_at, hide_from_peers, refuse
 from tests.faults.programs import PROGRAMS, Rank
+from weaveopt import _native
 from weaveopt.cost_model import Machine
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm
@@ -70,25 +73,55 @@ def exhaust_descriptors(rank: Rank) -> None:
             return
 
 
-def exhaust_descriptors_while_binding(rank: Rank) -> None:
-    """Until the arena is there, or is not."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+def only_while_binding(limit: Callable[[], None], undo: Callable[[], None]) -> None:
+    """`limit` holds until the arena is there, or is not."""
     inner = shm._make
 
     def make(*arguments: object) -> object:
-        lowest_free = os.dup(0)
-        os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        limit()
         try:
             return inner(*arguments)  # type: ignore[arg-type]
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            undo()
 
     shm._make = make  # type: ignore[assignment]
 
 
-def limit_file_size(rank: Rank) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+def limit_while_binding(which: int, most: Callable[[], int]) -> Callable[[Rank], None]:
+    def inject(rank: Rank) -> None:
+        limits = resource.getrlimit(which)
+        only_while_binding(
+            lambda: resource.setrlimit(which, (most(), limits[1])), lambda: resource.setrlimit(which, limits)
+        )
+
+    return inject
+
+
+def lowest_free_descriptor() -> int:
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
+
+
+def limit_memory(rank: Rank) -> None:
+    """A control group of version 2 that leaves 4096 bytes. The files in which it says so are made up."""
+    inner = _native.Segment.create
+
+    def create(num_bytes: int, cookie: int, first_epoch: int, num_segments: int) -> object:
+        with tempfile.TemporaryDirectory() as root:
+            files = {
+                "proc/self/cgroup": "0::/job\n",
+                "proc/self/mountinfo": "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+                "sys/fs/cgroup/job/memory.max": "8192\n",
+                "sys/fs/cgroup/job/memory.current": "4096\n",
+            }
+            for name, text in files.items():
+                path = Path(root, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return inner(num_bytes, cookie, first_epoch, num_segments, root)
+
+    _native.Segment.create = create  # type: ignore[method-assign, assignment]
 
 
 def refuse_space(rank: Rank) -> None:
@@ -246,14 +279,15 @@ INJECTIONS: dict[str, Callable[[Rank], None]] = {
     "leaves": leave,
     "never comes": never_come,
     "no descriptors": exhaust_descriptors,
-    "no descriptors to bind": exhaust_descriptors_while_binding,
+    "no descriptors to bind": limit_while_binding(resource.RLIMIT_NOFILE, lowest_free_descriptor),
     "no descriptors, a peer killed": exhaust_descriptors_and_die,
-    "files limited": limit_file_size,
+    "files limited": limit_while_binding(resource.RLIMIT_FSIZE, lambda: 4096),
     "no shared memory": refuse_space,
     "no shared memory, no memfd": refuse_space_and_memfd,
     "no memfd": refuse_memfd,
     "no pidfd, a peer killed": refuse_pidfd_and_die,
     "killed while making memory": die_at_unlink,
+    "memory limited": limit_memory,
     "memory hidden": hide_memory,
     "forked child, _exit": fork_child(lambda: os._exit(0)),
     "forked child, sys.exit": fork_child(exit_child),

@@ -11,13 +11,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.case import Case, Outcome, case_to_json
+from tests.faults.case import Case, Mode, Outcome, case_to_json
 from tests.faults.zygote import MESSAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
-MOST_AT_ONCE = 6
-"""Most of a case is waiting, and the rest is work of two to four processes."""
+MOST_WORK_AT_ONCE = 24
+"""Most of a case is waiting, so several run at a time."""
+_WORK = {Mode.EAGER: 1, Mode.PAIRS: 1, Mode.GRAPH: 3, Mode.REGIONS: 4}
+"""Of a rank: what it computes until it is through."""
+
+
+def _work(case: Case) -> int:
+    return case.world * (_WORK[case.mode] + 4 * case.ends_interpreter)
 
 
 class Pool:
@@ -31,7 +37,7 @@ class Pool:
         environment = {
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"weaveopt-tests-{os.getuid()}"),
             **os.environ, "TMPDIR": self._folder.name, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         }  # fmt: skip
         descriptor = theirs.fileno()
         command = [sys.executable, "-m", "tests.faults.zygote", str(descriptor)]
@@ -44,14 +50,16 @@ class Pool:
 
     def run(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Outcome]]:
         """How each ended, in the order in which they do."""
-        sent = 0
-        for ended in range(len(cases)):
-            while sent < len(cases) and sent - ended < MOST_AT_ONCE:
+        sent = running = 0
+        for _ in cases:
+            while sent < len(cases) and (not running or running + _work(cases[sent]) <= MOST_WORK_AT_ONCE):
                 self._channel.send(f"{sent}\n{case_to_json(cases[sent])}".encode())
+                running += _work(cases[sent])
                 sent += 1
             number, _, text = self._channel.recv(MESSAGE_BYTES).decode().partition("\n")
             if not text.startswith("{"):
                 raise RuntimeError(f"{cases[int(number)].name}: {text or 'the process that forks ranks has ended'}")
+            running -= _work(cases[int(number)])
             yield cases[int(number)], Outcome.from_json(text)
 
     def close(self) -> list[str]:

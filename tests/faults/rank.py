@@ -78,7 +78,7 @@ def run_rank(case: Case, rank: int, port: int, listen_on: int | None, words: int
 
     Taking down an interpreter with all of torch in it takes a second, so most ranks only run their `atexit` handlers.
     """
-    if case.moment is Moment.EXIT:
+    if case.ends_interpreter:
         rank_program(case, rank, port, listen_on, words, release)
         return
     code = 0

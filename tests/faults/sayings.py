@@ -33,7 +33,7 @@ class Saying(Enum):
     TOO_LARGE = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(File too large\) .*"
     NO_MEMORY = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*are available \(.*memory.*\)"
     NOT_MAPPED = rf"{_SHARE}.*cannot open /proc/\d+/fd/\d+: Permission denied.*"
-    OPTION_DIFFERS = rf"{_DIFFER}option max_tokens: .+"
+    OPTION_DIFFERS = rf"{_DIFFER}option max_tokens: rank \d+ has \d+, rank \d+ has \d+\. Start all ranks with .+"
     VERSION_DIFFERS = rf"{_DIFFER}version of weaveopt: .+"
     PROFILE_DIFFERS = rf"{_DIFFER}constants of the machine profile: .+"
     SITE_DIFFERS = rf"{_DIFFER}site \S+ \(.*\): .+"

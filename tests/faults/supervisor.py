@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from math import inf
 
 from tests.faults.case import Case, Ended, Moment, Outcome, Said, said_of
 from tests.faults.faults import FAULTS
@@ -34,7 +35,7 @@ class _Child:
     said: Said | None = None
     code: int | None = None
     is_stopped: bool = False
-    continue_at: float | None = None
+    continue_at: float = inf
 
 
 @dataclass
@@ -126,14 +127,15 @@ def _await_ranks(run: _Run, started: float, release: int) -> None:
             _read(run, ready)
         if not words:
             time.sleep(POLL_S)
-        _reap(run, fault.stop_s(case))
+        _reap(run, fault.stop_s)
         for child in run.children:
-            if child.continue_at is not None and now >= child.continue_at:
-                child.continue_at = None
+            others_told = all(c.said is not None or c.code is not None for c in run.children if c is not child)
+            if child.is_stopped and (now >= child.continue_at or (fault.stops_until_told and others_told)):
                 child.is_stopped = False
                 os.kill(child.pid, signal.SIGCONT)
         waiting = [c for c in run.children if c.said is None and c.code is None]
-        if not is_released and all(c.is_stopped and c.continue_at is None for c in waiting):
+        stays = fault.stop_s == inf and not fault.stops_until_told
+        if not is_released and all(c.is_stopped and stays for c in waiting):
             is_released = True
             os.close(release)
         if is_released and all(c.code is not None or c in waiting for c in run.children):
@@ -159,7 +161,7 @@ def _read(run: _Run, words: int) -> None:
             child.said = said_of(record)
 
 
-def _reap(run: _Run, stopped_for_s: float | None) -> None:
+def _reap(run: _Run, stopped_for_s: float) -> None:
     """Takes note of children that ended or stopped, a rank's orphans among them."""
     while True:
         try:
@@ -173,7 +175,7 @@ def _reap(run: _Run, stopped_for_s: float | None) -> None:
             continue
         if os.WIFSTOPPED(status):
             child.is_stopped = True
-            child.continue_at = None if stopped_for_s is None else time.monotonic() + stopped_for_s
+            child.continue_at = time.monotonic() + stopped_for_s
         else:
             child.code = os.waitstatus_to_exitcode(status)
 

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -101,24 +101,38 @@ class Exchange:
     def gather(self, payload: Payload, what: str, timeout_s: float) -> tuple[Payload, ...]:
         """Everyone's `payload`, in group order.
 
-        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`; `what` says in
-        the message what the ranks wanted to agree on.
+        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`, or saying that the
+        store failed, as where the rank that has it is gone; `what` says in the message what the ranks wanted to agree
+        on.
         """
         keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
         self._num_rounds += 1
-        self._store.set(keys[self.group.rank], json.dumps(dict(payload)))
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except (dist.DistStoreError, RuntimeError) as error:
-            missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self._store.check([key])]
-            if not missing:
-                where = f"group {self.group.name!r}"
-                raise AgreementError(f"{where}: the store failed while ranks met for {what}: {error}") from error
+            self._store.set(keys[self.group.rank], json.dumps(dict(payload)))
+            missing = self._await(keys, timeout_s)
+            records = () if missing else tuple(json.loads(self._store.get(key)) for key in keys)
+        except RuntimeError as error:  # torch's errors of stores and of connections are of this kind
+            lines = str(error).splitlines()
+            raise AgreementError(
+                f"group {self.group.name!r}: the store failed while ranks met for {what}: {lines[0] if lines else error!r}"
+            ) from None
+        if missing:
             raise AgreementError(
                 f"group {self.group.name!r}: rank(s) {', '.join(map(str, missing))} of {self.group.ranks} did not "
                 f"come within {timeout_s:g} s for {what}"
-            ) from None
-        return tuple(json.loads(self._store.get(key)) for key in keys)
+            )
+        return records
+
+    def _await(self, keys: Sequence[str], timeout_s: float) -> list[int]:
+        """Until all keys are there; the ranks whose key is not, after `timeout_s`."""
+        try:
+            self._store.wait(list(keys), timedelta(seconds=timeout_s))
+        except RuntimeError:
+            missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self._store.check([key])]
+            if not missing:
+                raise
+            return missing
+        return []
 
 
 @dataclass(frozen=True)
