@@ -47,6 +47,7 @@ def every_fault() -> Iterator[Case]:
     for moment in (Moment.START, Moment.AGREED, Moment.FIRST_CALL, Moment.BETWEEN):
         yield replace(make_case("killed", moment, Mode.EAGER, 3, 0), store_on_rank=True)
         yield replace(make_case("killed", moment, Mode.GRAPH, 2, 0), store_on_rank=True)
+        yield replace(make_case("stopped", moment, Mode.EAGER, 2, 0, catches=True), store_on_rank=True)
 
 
 def random_case(seed: int) -> Case:

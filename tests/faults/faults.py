@@ -16,8 +16,12 @@ SHORT_S, LONG_S = 2.5, 20.0
 COMPILE_SHORT_S, COMPILE_LONG_S = 4.0, 40.0
 AT_ONCE_S = 5.0
 """Far above what hearing at once takes on a busy host, and far below the timeout."""
+COMPILES_S = 20.0
+"""The same where compiling is part of what is measured."""
 SLACK_S = 6.0
 """Of a busy host, beyond a timeout."""
+STORE_ANSWERS_S = 5.0
+"""What a store gets beyond a timeout."""
 BRIEF_S = 0.3
 START_UP_S = 30.0
 
@@ -37,8 +41,13 @@ class Expected:
     """None: it ends with one of `codes`, whatever it said."""
     codes: tuple[int | None, ...] = ()
     """None: it is still stopped."""
-    limit_s: float = AT_ONCE_S
-    """Between the fault, or the begin of the step that failed if that came later, and the error."""
+    waits_s: float = 0.0
+    """How long somebody may wait, slack included; 0: nobody has to."""
+
+    def limit_s(self, case: Case) -> float:
+        """Between the fault, or the begin of the step that failed if that came later, and the error."""
+        at_once = AT_ONCE_S if case.moment in (Moment.BETWEEN, Moment.WITHIN) else COMPILES_S
+        return self.waits_s or at_once
 
 
 Modes = tuple[Mode, ...]
@@ -103,16 +112,18 @@ def gone(*codes: int) -> Callable[[Case], Expected]:
 
 def stopped(case: Case, victim: frozenset[Saying] | None = None) -> Expected:
     """The rank is there and does nothing."""
-    limit_s = timeout_of(case) + SLACK_S
+    has_store = case.store_on_rank and case.victim == 0
+    waits_s = timeout_of(case) + SLACK_S + (STORE_ANSWERS_S if has_store else 0.0)
+    absent = ABSENT | ({Saying.STORE_SILENT} if has_store else set())
     if case.moment is Moment.EXIT:
         return Expected(RIGHT, None if victim is None else RIGHT, (None,))
     if case.moment is Moment.ANY:
-        return Expected(RIGHT | WAITED | ABSENT, None if victim is None else victim | RIGHT, (None, 0), limit_s)
+        return Expected(RIGHT | WAITED | absent, None if victim is None else victim | RIGHT, (None, 0), waits_s)
     if case.moment in (Moment.BETWEEN, Moment.WITHIN):
         # Whoever waits for a survivor alone does so for as long as that one.
         waited = WAITED | {Saying.OTHER_LATE} if case.mode is Mode.PAIRS else WAITED
-        return Expected(waited, victim, (None,), limit_s)
-    return Expected(ABSENT, victim, (None,), limit_s)
+        return Expected(waited, victim, (None,), waits_s)
+    return Expected(absent, victim, (None,), waits_s)
 
 
 def stopped_for_long(case: Case) -> Expected:
@@ -128,7 +139,7 @@ def calls_differ(case: Case) -> Expected:
     allowed = frozenset({Saying.CALLS_DIFFER, Saying.GAVE_UP, Saying.OTHER_EXITED})
     if case.mode is Mode.PAIRS and case.catches:
         allowed |= {Saying.OTHER_LATE}
-    return Expected(allowed, allowed, (), case.timeout_s + SLACK_S if case.mode is Mode.PAIRS else AT_ONCE_S)
+    return Expected(allowed, allowed, (), case.timeout_s + SLACK_S if case.mode is Mode.PAIRS else 0.0)
 
 
 def without_arena(saying: Saying) -> Callable[[Case], Expected]:
@@ -214,6 +225,7 @@ def timeouts(fault: str, moment: Moment, waits: bool) -> tuple[float, float]:
     """
     is_stopped = FAULTS[fault].expect in (stopped, stopped_for_long, one_graph_more)
     is_gone = fault in ("killed", "terminated", "interrupted", "raises", "leaves", "never comes")
+    waits = waits and (is_gone or FAULTS[fault].expect is calls_differ)
     at_calls = moment in (Moment.BETWEEN, Moment.WITHIN)
     timeout_s = SHORT_S if is_stopped or waits or (is_gone and not at_calls) else LONG_S
     return timeout_s, COMPILE_SHORT_S if (is_stopped or is_gone) and not at_calls else COMPILE_LONG_S

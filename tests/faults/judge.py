@@ -42,8 +42,8 @@ def _wrong(
         yield f"made {len(said.steps)} steps of {NUM_STEPS}"
     # A rank that was stopped has the time that it was stopped for besides.
     was_stopped = rank == case.victim and FAULTS[case.fault].stops_until_told
-    if said.error and waited_s(said, outcome) > expected.limit_s and not was_stopped:
-        yield f"said {said.error!r} after {waited_s(said, outcome):.1f} s, not within {expected.limit_s:g} s"
+    if said.error and waited_s(said, outcome) > expected.limit_s(case) and not was_stopped:
+        yield f"said {said.error!r} after {waited_s(said, outcome):.1f} s, not within {expected.limit_s(case):g} s"
     for again in said.later:
         if said.error.startswith("PeerTimeoutError") and not UNUSABLE.fullmatch(again):
             yield f"said {again!r} in a later call"

@@ -28,6 +28,7 @@ class Saying(Enum):
     ABSENT = rf"AgreementError: {_GROUP}rank\(s\) {{victim}} of \([\d, ]+\) did not come within [\d.]+ s for .+"
     OTHERS_ABSENT = rf"AgreementError: {_GROUP}rank\(s\) [\d, ]+ of \([\d, ]+\) did not come within [\d.]+ s for .+"
     STORE_LOST = rf"AgreementError: {_GROUP}the store failed while ranks met for .+"
+    STORE_SILENT = rf"AgreementError: {_GROUP}the store did not answer within [\d.]+ s for .+"
     NO_SPACE = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(No space left on device\) .*"
     NO_DESCRIPTORS = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(Too many open files\) .*"
     TOO_LARGE = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(File too large\) .*"
@@ -47,6 +48,11 @@ class Saying(Enum):
     CLOSED = rf"{_SHARE}rank {{rank}}: cannot open /proc/\d+/fd/\d+: No such file or directory"
     """What a rank finds that comes when its peers have gone."""
 
+    @property
+    def phrase(self) -> str:
+        """For the table."""
+        return _PHRASES[self.name]
+
     def matches(self, error: str, case: Case, rank: int) -> bool:
         pattern = self.value.replace("{victim}", str(case.victim)).replace("{rank}", str(rank))
         return re.fullmatch(pattern, error) is not None
@@ -54,3 +60,34 @@ class Saying(Enum):
 
 UNUSABLE = re.compile(r"\w+Error: .*the arena is unusable since an earlier call failed\. .+")
 """Every later call in an arena in which one failed."""
+
+_NOT_SHARED = "`ArenaError` with the rank and the reason"
+_DIFFERENT = "`AgreementError` with two ranks and both"
+_PHRASES = {
+    "RIGHT": "the right result",
+    "EXITED": "`PeerTimeoutError`: the rank exited",
+    "OTHER_EXITED": "`PeerTimeoutError`: a survivor exited",
+    "GAVE_UP": "`PeerTimeoutError`: a survivor gave up",
+    "LATE": "`PeerTimeoutError`: the rank did not signal",
+    "OTHER_LATE": "`PeerTimeoutError`: a survivor did not signal",
+    "ABSENT": "`AgreementError`: the rank did not come",
+    "OTHERS_ABSENT": "`AgreementError`: the others did not come",
+    "STORE_LOST": "`AgreementError`: the store failed",
+    "STORE_SILENT": "`AgreementError`: the store did not answer",
+    "NO_SPACE": f"{_NOT_SHARED} (no space)",
+    "NO_DESCRIPTORS": f"{_NOT_SHARED} (too many open files)",
+    "TOO_LARGE": f"{_NOT_SHARED} (file too large)",
+    "NO_MEMORY": f"{_NOT_SHARED} (the control group's file)",
+    "NOT_MAPPED": f"{_NOT_SHARED} (permission denied)",
+    "CLOSED": f"{_NOT_SHARED} (no such file)",
+    "OPTION_DIFFERS": f"{_DIFFERENT} values of the option",
+    "VERSION_DIFFERS": f"{_DIFFERENT} versions",
+    "PROFILE_DIFFERS": f"{_DIFFERENT} digests of the profile",
+    "SITE_DIFFERS": f"{_DIFFERENT} descriptions of the site",
+    "FALLBACK_DIFFERS": f"{_DIFFERENT} fallbacks",
+    "RESIDUAL_DIFFERS": "`AgreementError` with site and ranks",
+    "GRAPHS_DIFFER": "`AgreementError`: ranks compiled different numbers of graphs",
+    "CALLS_DIFFER": "`AgreementError` with both ranks' site and token count",
+    "NO_ARENA": "`ArenaError`: no arena was reserved",
+    "NO_GROUP": "torch's `ValueError`: no group",
+}

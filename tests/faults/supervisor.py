@@ -101,7 +101,7 @@ def _store(port: int, listening: socket.socket) -> object:
     import torch.distributed as dist
 
     return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30),
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300),
         master_listen_fd=listening.detach(),
     )  # fmt: skip
 
@@ -133,12 +133,12 @@ def _await_ranks(run: _Run, started: float, release: int) -> None:
             if child.is_stopped and (now >= child.continue_at or (fault.stops_until_told and others_told)):
                 child.is_stopped = False
                 os.kill(child.pid, signal.SIGCONT)
-        waiting = [c for c in run.children if c.said is None and c.code is None]
         stays = fault.stop_s == inf and not fault.stops_until_told
-        if not is_released and all(c.is_stopped and stays for c in waiting):
+        for_good = [child for child in run.children if child.is_stopped and stays]
+        if not is_released and all(c.said is not None or c.code is not None or c in for_good for c in run.children):
             is_released = True
             os.close(release)
-        if is_released and all(c.code is not None or c in waiting for c in run.children):
+        if is_released and all(c.code is not None or c in for_good for c in run.children):
             return
 
 
