@@ -15,13 +15,13 @@ EAGER_SHARE = 0.7
 """Of the random combinations; compiling costs more."""
 OFTEN = 4
 """How much likelier signals are than other faults, and any moment than a certain one."""
-IN_EVERY_MODE = ("killed", "stopped")
+IN_EVERY_MODE = ("killed", "stopped", "other token count")
 
 
 def make_case(
     fault: str, moment: Moment, mode: Mode, world: int, victim: int, *, one_shot: bool = True, catches: bool = False
 ) -> Case:
-    timeout_s, compile_timeout_s = timeouts(fault, moment, waits=mode is Mode.PAIRS and catches)
+    timeout_s, compile_timeout_s = timeouts(fault, moment, mode, catches)
     return Case(fault, moment, mode, world, victim, timeout_s, compile_timeout_s, one_shot, catches)
 
 

@@ -99,7 +99,7 @@ def gone(*codes: int) -> Callable[[Case], Expected]:
         if case.moment is Moment.EXIT:
             return Expected(RIGHT, None, codes)
         if case.moment is Moment.ANY:
-            return Expected(RIGHT | HEARD | absent, None, (*codes, 0), timeout_of(case) + SLACK_S)
+            return Expected(RIGHT | HEARD | absent | {Saying.GONE}, None, (*codes, 0), timeout_of(case) + SLACK_S)
         if case.mode is Mode.PAIRS and case.catches:
             # Whoever waits for a survivor that caught the error and stays waits for as long as it may.
             return Expected(HEARD | {Saying.OTHER_LATE}, None, codes, case.timeout_s + SLACK_S)
@@ -128,7 +128,8 @@ def stopped(case: Case, victim: frozenset[Saying] | None = None) -> Expected:
 
 def stopped_for_long(case: Case) -> Expected:
     """Its peers have given up when it goes on."""
-    return stopped(case, CAME_BACK)
+    lost = {Saying.STORE_LOST} if case.store_on_rank and case.victim != 0 else set()
+    return stopped(case, CAME_BACK | lost)
 
 
 def all_say(*sayings: Saying) -> Callable[[Case], Expected]:
@@ -136,6 +137,8 @@ def all_say(*sayings: Saying) -> Callable[[Case], Expected]:
 
 
 def calls_differ(case: Case) -> Expected:
+    if case.mode in COMPILED:
+        return one_graph_more(case)
     allowed = frozenset({Saying.CALLS_DIFFER, Saying.GAVE_UP, Saying.OTHER_EXITED})
     if case.mode is Mode.PAIRS and case.catches:
         allowed |= {Saying.OTHER_LATE}
@@ -205,10 +208,12 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
     "other model": Fault("another norm: another plan", all_say(Saying.SITE_DIFFERS), modes=COMPILED),
     "a step fails": Fault("the step `plan` raises", all_say(Saying.FALLBACK_DIFFERS), modes=COMPILED),
     "one graph more": Fault("one more layer, compiled apart", one_graph_more, modes=(Mode.REGIONS,)),
-    "other token count": Fault("one more token than its peers", calls_differ, (Moment.BETWEEN,), (Mode.EAGER, Mode.PAIRS)),
+    "other token count": Fault("one more token than its peers", calls_differ, (Moment.BETWEEN,), _EVERY_MODE),
+    "other meeting": Fault("reserves a larger arena, which its peers do not", all_say(Saying.MEETINGS_DIFFER),
+                           (Moment.FIRST_CALL,), (Mode.EAGER,)),
     "other residual": Fault("another residual than its peers", all_say(Saying.RESIDUAL_DIFFERS)),
-    "group destroyed": Fault("`destroy_process_group()` on all ranks, then a call", all_say(Saying.NO_ARENA, Saying.NO_GROUP),
-                             (Moment.BETWEEN,), strikes_all=True),
+    "group destroyed": Fault("`destroy_process_group()` on all ranks, then a call",
+                             all_say(Saying.NO_ARENA, Saying.NO_GROUP), (Moment.BETWEEN,), strikes_all=True),
     "group made again": Fault("`destroy_process_group()`, then a group of the same name, and the program anew",
                               harmless, (Moment.BETWEEN,), strikes_all=True),
     "compiled code collected": Fault("the compiled functions are garbage; the program compiles anew", harmless,
@@ -218,14 +223,16 @@ FAULTS: Mapping[str, Fault] = MappingProxyType({
 })  # fmt: skip
 
 
-def timeouts(fault: str, moment: Moment, waits: bool) -> tuple[float, float]:
-    """`timeout_s` and `compile_timeout_s` of a case: short where somebody has to wait until one passes.
-
-    `waits`: somebody has to for a survivor.
-    """
-    is_stopped = FAULTS[fault].expect in (stopped, stopped_for_long, one_graph_more)
+def timeouts(fault: str, moment: Moment, mode: Mode, catches: bool) -> tuple[float, float]:
+    """`timeout_s` and `compile_timeout_s` of a case: short where somebody has to wait until one passes."""
+    expect = FAULTS[fault].expect
     is_gone = fault in ("killed", "terminated", "interrupted", "raises", "leaves", "never comes")
-    waits = waits and (is_gone or FAULTS[fault].expect is calls_differ)
-    at_calls = moment in (Moment.BETWEEN, Moment.WITHIN)
-    timeout_s = SHORT_S if is_stopped or waits or (is_gone and not at_calls) else LONG_S
-    return timeout_s, COMPILE_SHORT_S if (is_stopped or is_gone) and not at_calls else COMPILE_LONG_S
+    goes_apart = expect is one_graph_more or (expect is calls_differ and mode in COMPILED)
+    stays_behind = (is_gone or expect is calls_differ) and mode is Mode.PAIRS and catches
+    if expect in (stopped, stopped_for_long) or is_gone:
+        at_calls = moment in (Moment.BETWEEN, Moment.WITHIN)
+        timeout_s = LONG_S if is_gone and at_calls and not stays_behind else SHORT_S
+        return timeout_s, COMPILE_LONG_S if at_calls else COMPILE_SHORT_S
+    if goes_apart:
+        return SHORT_S, COMPILE_SHORT_S
+    return SHORT_S if stays_behind else LONG_S, COMPILE_LONG_S

@@ -218,6 +218,12 @@ def other_tokens(rank: Rank) -> None:
     rank.tokens += 1
 
 
+def reserve_more(rank: Rank) -> None:
+    group = programs.group_name()
+    call = replace(programs.make_call(rank, "more", group, rank.case.world), max_tokens=4 * programs.MAX_TOKENS)
+    programs.reserve(rank, group, [call])
+
+
 def other_residual(rank: Rank) -> None:
     rank.seed = 1
 
@@ -231,9 +237,7 @@ def remake_group(rank: Rank) -> None:
     store = dist.distributed_c10d._get_default_store()
     name = programs.group_name()
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("second", store), rank=rank.rank, world_size=rank.case.world
-    )
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank.rank, world_size=rank.case.world)
     assert programs.group_name() == name
     torch._dynamo.reset()
     rank.steps = PROGRAMS[rank.case.mode](rank)
@@ -298,6 +302,7 @@ INJECTIONS: dict[str, Callable[[Rank], None]] = {
     "a step fails": fail_in_rule,
     "one graph more": one_graph_more,
     "other token count": other_tokens,
+    "other meeting": reserve_more,
     "other residual": other_residual,
     "group destroyed": destroy_group,
     "group made again": remake_group,

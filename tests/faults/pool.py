@@ -69,5 +69,3 @@ class Pool:
         left = [str(path) for path in Path(self._folder.name).rglob("*")]
         self._folder.cleanup()
         return left
-
-

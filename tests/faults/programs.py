@@ -1,6 +1,6 @@
 """What ranks run: two layers, again and again, in each of the ways in which a program uses weaveopt.
 
-    x = norm(residual := residual + all_reduce(x @ product)) @ after        # twice
+x = norm(residual := residual + all_reduce(x @ product)) @ after        # twice
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ def run_program(rank: Rank) -> None:
             rank.reach(Moment.BETWEEN)
             if case.moment is Moment.WITHIN and rank.rank != case.victim:
                 time.sleep(LATE_S)
+                rank.began_at = time.monotonic()
             rank.reach(Moment.WITHIN)
         rank.digests.append(digest(rank, step, rank.steps(step)))
     rank.began_at = time.monotonic()

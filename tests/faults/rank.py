@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 import weaveopt.backend
@@ -34,7 +33,9 @@ HOLD_S = 60.0
 
 def rank_program(case: Case, rank: int, port: int, listen_on: int | None, words: int, release: int) -> None:
     """What a rank does. What it says goes to `words`; it may end when `release` is closed."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(case.world))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(case.world)
+    )
     store = dist.TCPStore(
         "127.0.0.1", port, case.world if listen_on is not None else None, is_master=listen_on is not None,
         wait_for_workers=False, timeout=timedelta(seconds=300), master_listen_fd=listen_on,

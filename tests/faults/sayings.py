@@ -33,19 +33,23 @@ class Saying(Enum):
     NO_DESCRIPTORS = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(Too many open files\) .*"
     TOO_LARGE = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*in /dev/shm \(File too large\) .*"
     NO_MEMORY = rf"{_SHARE}rank {{victim}}: cannot reserve \d+ bytes .*are available \(.*memory.*\)"
-    NOT_MAPPED = rf"{_SHARE}.*cannot open /proc/\d+/fd/\d+: Permission denied.*"
+    NOT_MAPPED = rf"{_SHARE}rank \d+: the memory of rank {{victim}}: cannot open /proc/\S+: Permission denied.*"
+    GONE = rf"{_SHARE}rank \d+: the memory of rank {{victim}}: cannot open /proc/\S+: No such file or directory.*"
     OPTION_DIFFERS = rf"{_DIFFER}option max_tokens: rank \d+ has \d+, rank \d+ has \d+\. Start all ranks with .+"
     VERSION_DIFFERS = rf"{_DIFFER}version of weaveopt: .+"
     PROFILE_DIFFERS = rf"{_DIFFER}constants of the machine profile: .+"
     SITE_DIFFERS = rf"{_DIFFER}site \S+ \(.*\): .+"
     FALLBACK_DIFFERS = rf"{_DIFFER}fallback: .+"
-    RESIDUAL_DIFFERS = r"AgreementError: weave::\w+ at site \S+: the residual on rank \d+ is not the one on rank \d+\. .+"
+    RESIDUAL_DIFFERS = (
+        r"AgreementError: weave::\w+ at site \S+: the residual on rank \d+ is not the one on rank \d+\. .+"
+    )
     GRAPHS_DIFFER = rf"AgreementError: {_GROUP}rank \d+ is at '.+' while rank \d+ is at '.+': .+"
+    MEETINGS_DIFFER = rf"AgreementError: {_GROUP}rank \d+ is at '.+' while rank \d+ is at '.+': ranks of a .+"
     CALLS_DIFFER = rf"AgreementError: {_OP}runs site .+, but rank \d+ runs site .+{_SLOT}: .+"
     NO_ARENA = r"ArenaError: no arena was reserved for group '\S+': reserve\(\) comes before the first call"
     NO_GROUP = r"ValueError: Unsupported group type: <class 'NoneType'>, None"
     """Torch's own, at a collective without a group."""
-    CLOSED = rf"{_SHARE}rank {{rank}}: cannot open /proc/\d+/fd/\d+: No such file or directory"
+    CLOSED = rf"{_SHARE}rank {{rank}}: the memory of rank \d+: cannot open /proc/\S+: No such file or directory"
     """What a rank finds that comes when its peers have gone."""
 
     @property
@@ -79,6 +83,7 @@ _PHRASES = {
     "TOO_LARGE": f"{_NOT_SHARED} (file too large)",
     "NO_MEMORY": f"{_NOT_SHARED} (the control group's file)",
     "NOT_MAPPED": f"{_NOT_SHARED} (permission denied)",
+    "GONE": f"{_NOT_SHARED} (no such file)",
     "CLOSED": f"{_NOT_SHARED} (no such file)",
     "OPTION_DIFFERS": f"{_DIFFERENT} values of the option",
     "VERSION_DIFFERS": f"{_DIFFERENT} versions",
@@ -87,6 +92,7 @@ _PHRASES = {
     "FALLBACK_DIFFERS": f"{_DIFFERENT} fallbacks",
     "RESIDUAL_DIFFERS": "`AgreementError` with site and ranks",
     "GRAPHS_DIFFER": "`AgreementError`: ranks compiled different numbers of graphs",
+    "MEETINGS_DIFFER": "`AgreementError` with what both ranks wanted to meet for",
     "CALLS_DIFFER": "`AgreementError` with both ranks' site and token count",
     "NO_ARENA": "`ArenaError`: no arena was reserved",
     "NO_GROUP": "torch's `ValueError`: no group",

@@ -27,10 +27,10 @@ def rows_start(fault: str) -> str:
 
 def rows(runs: Iterable[Run]) -> str:
     """One row for the moments of a fault at which the same follows."""
-    groups: dict[tuple[str, Expected, float], list[Run]] = {}
+    groups: dict[tuple[str, Expected, bool], list[Run]] = {}
     for case, outcome in runs:
         expected = FAULTS[case.fault].expect(case)
-        groups.setdefault((case.fault, expected, expected.waits_s), []).append((case, outcome))
+        groups.setdefault((case.fault, expected, case.store_on_rank), []).append((case, outcome))
     names = list(FAULTS)
     seen: set[str] = set()
     text = HEAD
@@ -52,6 +52,8 @@ def _when(found: list[Run]) -> str:
     moments = [moment for moment in Moment if any(case.moment is moment for case, _ in found)]
     modes = {case.mode for case, _ in found}
     text = "; ".join(moments)
+    if found[0][0].store_on_rank:
+        return f"{text} (it has the store)"
     if modes <= {*COMPILED}:
         return f"{text} (compiled)"
     if modes == {Mode.EAGER} and any(mode in FAULTS[found[0][0].fault].modes for mode in COMPILED):

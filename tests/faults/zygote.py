@@ -72,7 +72,9 @@ def serve(channel: socket.socket) -> Callable[[], None] | None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal it goes to the test as well, which closes the channel
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # from a terminal it goes to the test as well, which closes the channel
     warm()
     gc.collect()
     gc.freeze()  # ranks share these pages as long as nobody writes to them

@@ -188,12 +188,17 @@ def _open_all(
     group: Group, announced: Sequence[Payload], own: _native.Segment, num_bytes: int
 ) -> list[_native.Segment]:
     """This rank's segment and the peers', in group order."""
-    return [
-        own
-        if rank == group.rank
-        else _native.Segment.open(int(record["pid"]), int(record["fd"]), int(record["cookie"]), num_bytes)
-        for rank, record in enumerate(announced)
-    ]
+    found = []
+    for index, (rank, record) in enumerate(zip(group.ranks, announced, strict=True)):
+        if index == group.rank:
+            found.append(own)
+            continue
+        try:
+            pid, fd, cookie = int(record["pid"]), int(record["fd"]), int(record["cookie"])
+            found.append(_native.Segment.open(pid, fd, cookie, num_bytes))
+        except RuntimeError as failure:
+            raise ArenaError(f"the memory of rank {rank}: {failure}") from None
+    return found
 
 
 def _fill(segment: _native.Segment, layout: Layout) -> None:

@@ -83,6 +83,8 @@ def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
     return Topology(Group("0", tuple(range(world)), 0), names, device, fake=True)
 
 
+_WHAT = "what"
+"""Beside every payload: what its rank wanted to agree on."""
 _STORE_ANSWERS_S = 5.0
 """What the store gets to answer what it can answer at once, beyond a timeout that it was asked to wait for."""
 
@@ -107,9 +109,9 @@ class Exchange:
     def gather(self, payload: Payload, what: str, timeout_s: float) -> tuple[Payload, ...]:
         """Everyone's `payload`, in group order.
 
-        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`, or saying that the
-        store failed or does not answer, as where the rank that has it is gone or stopped; `what` says in the message
-        what the ranks wanted to agree on.
+        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`, or one that met for
+        something else and has another payload, or saying that the store failed or does not answer, as where the rank
+        that has it is gone or stopped; `what` says in the message what the ranks wanted to agree on.
         """
         keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
         self._num_rounds += 1
@@ -118,7 +120,7 @@ class Exchange:
 
         def meet() -> None:
             try:
-                found.put(self._meet(keys, payload, timeout_s))
+                found.put(self._meet(keys, {**payload, _WHAT: what}, timeout_s))
             except RuntimeError as error:  # torch's errors of stores and of connections are of this kind
                 found.put(error)
 
@@ -141,6 +143,12 @@ class Exchange:
                 f"{where}: rank(s) {', '.join(map(str, answer))} of {self.group.ranks} did not come within "
                 f"{timeout_s:g} s for {what}"
             )
+        for rank, other in zip(self.group.ranks, answer, strict=True):
+            if other[_WHAT] != what and other.keys() != payload.keys() | {_WHAT}:
+                raise AgreementError(
+                    f"{where}: rank {self.group.ranks[self.group.rank]} is at {what!r} while rank {rank} is at "
+                    f"{other[_WHAT]!r}: ranks of a group must do the same in the same order"
+                )
         return answer
 
     def _meet(self, keys: list[str], payload: Payload, timeout_s: float) -> tuple[Payload, ...] | list[int]:
