@@ -12,8 +12,17 @@ TAG_FIELD_BITS: int
 GPU_ALIGNMENT: int
 SHM_ALIGNMENT: int
 
-def process_start(pid: int) -> str: ...
-def process_has_ended(pid: int, start: str) -> bool: ...
+def process_identity(pid: int) -> str: ...
+
+class Process:
+    """Another process of this host, or of another one, of which nothing is known."""
+
+    def __init__(self, pid: int, identity: str) -> None: ...
+    @property
+    def has_descriptor(self) -> bool: ...
+    def has_ended(self) -> bool: ...
+
+def available_memory(root: str = ...) -> tuple[int, str] | None: ...
 
 class BufferNeed:
     """A named range of every rank's arena."""
@@ -37,6 +46,7 @@ class Code(Enum):
     SITE_MISMATCH = 4
     POISONED = 5
     BUSY = 6
+    FORKED = 7
     def __int__(self) -> int: ...
 
 class Status:
@@ -50,7 +60,7 @@ class Status:
 
 class Segment(Buffer):
     @staticmethod
-    def create(data_bytes: int, cookie: int, first_epoch: int) -> Segment: ...
+    def create(data_bytes: int, cookie: int, first_epoch: int, num_segments: int = ..., root: str = ...) -> Segment: ...
     @staticmethod
     def open(pid: int, fd: int, cookie: int, data_bytes: int) -> Segment: ...
     @property

@@ -156,7 +156,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     own: _native.Segment | None = None
     cookie = secrets.randbits(63)
     try:
-        own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH)
+        own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH, len(group.ranks))
         _fill(own, layout)
         error = ""
     except RuntimeError as failure:

@@ -193,6 +193,11 @@ class ShmSite:
         codes = _native.Code
         if code == int(codes.BUSY):
             raise WeaveError(f"{where}: another thread runs an operation of the same group; run them one by one")
+        if code == int(codes.FORKED):
+            raise WeaveError(
+                f"{where}: this process was forked from the one that is that rank: run the model there, or start "
+                "processes that run it by spawn"
+            )
         status = self._arena.native.status
         peer = ranks[status.peer]
         expected = f"slot {status.slot}, expected epoch {status.expected}, seen {status.seen}"
