@@ -32,8 +32,6 @@ class Family:
     name: str
     settings: dict[str, int | float | bool | None] = field(default_factory=dict)
     expert_parallel: bool = False
-    num_left: int = 0
-    """Sites of a graph that may stay as they are, each with a reason (no norm follows the embedding)."""
 
     @property
     def id(self) -> str:
@@ -49,7 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("phi3"),
     Family("gemma2"),
     Family("gemma3_text"),
-    Family("olmo2", num_left=1),
+    Family("olmo2"),
     Family("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}),
     Family("glm4"),
     Family("cohere"),
