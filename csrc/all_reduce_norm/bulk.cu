@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (lane == 0) {
         Loader{work}.run();
     } else {
+        fabric::send_tags(watch, state, lane - 1);
         fabric::end_call<false>(watch, state, lane - 1);
     }
 #endif

@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     const uint64_t word = fabric::signal_word(state.epoch(), 1);
     const int peer = threadIdx.x;
     const bool has_peer = peer < call.group.world && peer != call.group.rank;
+    fabric::send_tags(watch, state, peer);
     fabric::end_call<false>(watch, state, peer);
     const fabric::Channel* own = call.group.channel(call.group.rank);
     if (has_peer) {

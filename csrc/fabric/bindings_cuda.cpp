@@ -31,7 +31,8 @@ void bind_fabric_cuda(py::module_& m) {
              py::arg("fills"))
         .def_property_readonly("status", &PeerGroup::status)
         .def("acknowledge", &PeerGroup::acknowledge)
-        .def("abort", &PeerGroup::abort, py::arg("code"));
+        .def("abort", &PeerGroup::abort, py::arg("code"))
+        .def("retire", &PeerGroup::retire);
     m.def("cuda_error_text", &fabric::error_text, py::arg("code"));
 }
 
