@@ -79,3 +79,23 @@ def test_long_text_is_folded_not_cut() -> None:
     text = doctor.text((Check("x", Status.NOTE, "word " * 60, "advice " * 40),), True)
     assert text.count("word") == 60
     assert text.count("advice") == 40
+
+
+def test_gpus_without_a_profile_are_told_to_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from weaveopt.fabrics import gpus
+
+    monkeypatch.delenv("WEAVE_MACHINE", raising=False)
+    assert doctor._profile().found == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, status in (("NVIDIA L40S", Status.NOTE), ("NVIDIA H200", Status.OK)):
+        described = {"gpu": name, "processors": 142, "bytes_per_s": 864 * 10**9}
+        monkeypatch.setattr(gpus, "describe", lambda index, described=described: described)
+        check = doctor._profile()
+        assert check.status is status and ("calibrate --output" in check.advice) is (status is Status.NOTE)
+    monkeypatch.setattr(gpus, "describe", lambda index: {})
+    assert doctor._profile().status is Status.NOTE
+    monkeypatch.setenv("WEAVE_MACHINE", "here.json")
+    assert "here.json" in doctor._profile().found

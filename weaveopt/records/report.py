@@ -165,6 +165,8 @@ class MachineSummary:
     """True if every constant used was measured on such a machine."""
     origins: Values = ()
     """Constant -> `measured 2026-11-20 h200x4` or `datasheet ...`."""
+    stands_in_for: tuple[str, ...] = ()
+    """GPUs that have no profile and that this one is nearest to; no rule is used for them unless it is forced."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,12 @@ def from_json(text: str) -> Report:
         world=root["group"]["world"].integer(),
         machine=None
         if machine.missing
-        else MachineSummary(machine["name"].text(), machine["measured"].flag(), machine["origins"].values()),
+        else MachineSummary(
+            machine["name"].text(),
+            machine["measured"].flag(),
+            machine["origins"].values(),
+            tuple(name.text() for name in machine.optional_list("stands_in_for")),
+        ),
         graphs=tuple(_read_graph(graph) for graph in root["graphs"]),
         fallbacks=_read_fallbacks(root["fallbacks"]),
         notes=root["notes"].texts(),

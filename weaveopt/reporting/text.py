@@ -78,6 +78,9 @@ def _report(report: Report, width: int) -> list[RenderableType]:
 def _machine_line(machine: MachineSummary | None) -> str:
     if machine is None:
         return "machine: none (nothing was estimated)"
+    if machine.stands_in_for:
+        gpus = ", ".join(machine.stands_in_for)
+        return f"machine: {machine.name} stands in for {gpus}, which has no profile: run `weaveopt calibrate`"
     if machine.measured:
         return f"machine: {machine.name} (every constant measured)"
     kinds: dict[str, dict[str, None]] = {}

@@ -167,8 +167,7 @@ class PeerSite:
     def run(self, partial: Tensor | Gemm, operands: Operands) -> Returned | None:
         """The op on the rows of `partial`, piece by piece. None: the library does it."""
         arena = self._arena
-        if arena.error is not None:
-            watchdog.raise_again(arena.error)
+        arena.begin_call()
         tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // self._hidden
         pieces = self.pieces(tokens)
         if not pieces:
