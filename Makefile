@@ -1,5 +1,5 @@
 # make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
-# make test    install into .venv, then the whole CPU test suite
+# make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
 # make smoke   a few families under the oldest supported transformers
 # make lint    what CI checks besides the tests
 # make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
@@ -7,13 +7,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := run
-.PHONY: run test smoke lint bench gpu-test gpu-sanitize gpu-bench clean
+.PHONY: run test smoke lint bench gpu-test gpu-sanitize gpu-bench clean FORCE
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+ASKED := $(VENV)/.asked
 LINTERS := $(VENV)/.linters
 OLDEST := $(VENV)/oldest
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
@@ -101,9 +102,16 @@ $(INSTALLED): requirements.txt
 	$(BIN)/python -m pip install -q -r requirements.txt
 	touch $@
 
+# What the environment asks setup.py to build; a new file, with another text, only when that changes.
+$(ASKED): FORCE | $(INSTALLED)
+	@asked='WEAVE_CUDA=$(WEAVE_CUDA) WEAVE_CUDA_ARCHS=$(WEAVE_CUDA_ARCHS) CUDA_HOME=$(CUDA_HOME)'; \
+	[ "$$(cat $@ 2>/dev/null)" = "$$asked" ] || echo "$$asked" > $@
+
 # Python sources are used in place; only native code, metadata and new top-level folders need this again.
-$(BUILT): $(INSTALLED) setup.py pyproject.toml $(NATIVE_SOURCES)
+$(BUILT): $(INSTALLED) $(ASKED) setup.py pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	@$(BIN)/python -c "from weaveopt._native import has_cuda; has_cuda or print('weaveopt: built without its CUDA part, \
+	as there is no GPU or no nvcc here, or WEAVE_CUDA=0; WEAVE_CUDA_ARCHS=all builds it for every GPU')"
 	touch $@
 
 $(OLDEST)/.installed: $(INSTALLED)
