@@ -62,7 +62,7 @@ def test_command_is_installed() -> None:
 
 def test_supported_versions_are_declared() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
-    assert {"torch>=2.11", "transformers>=5.17"} <= set(PROJECT["dependencies"])
+    assert {"torch>=2.11", "transformers>=5.23"} <= set(PROJECT["dependencies"])
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.17"}
+MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.23"}
 """Oldest versions that are supported."""
 SHM = Path("/dev/shm")
 SHM_COMFORT_BYTES = 512 << 20
