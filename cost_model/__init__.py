@@ -19,6 +19,7 @@ from weaveopt.cost_model.alpha_beta import (
 from weaveopt.cost_model.attention import Attention, attention_us
 from weaveopt.cost_model.batched import batched_gemm_us, grouped_gemm_us
 from weaveopt.cost_model.between_hosts import hierarchical_cost, hierarchical_sent_cost, ring_cost, tree_cost
+from weaveopt.cost_model.choice import Choice, Gpu, choose
 from weaveopt.cost_model.collectives import all_reduce_us, collective_us
 from weaveopt.cost_model.gemm import Gemm, gemm_us, num_waves
 from weaveopt.cost_model.host import host_us
@@ -30,8 +31,10 @@ from weaveopt.cost_model.token_grid import token_grid
 
 __all__ = [
     "Attention",
+    "Choice",
     "Cost",
     "Gemm",
+    "Gpu",
     "Interval",
     "Machine",
     "Schedule",
@@ -42,6 +45,7 @@ __all__ = [
     "all_reduce_us",
     "attention_us",
     "batched_gemm_us",
+    "choose",
     "collective_us",
     "dumps",
     "gemm_us",

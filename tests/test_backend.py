@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,3 +269,53 @@ def _failing_work(rank: int, strict: bool) -> str:
 def test_work_that_cannot_be_estimated_is_told_or_raises(strict: bool) -> None:
     for text in run_ranks(_failing_work, 2, strict, timeout_s=300):
         assert "the work outside the sites of graph" in text and "ZeroDivisionError: planted" in text
+
+
+def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weaveopt import backend
+    from weaveopt.config import Config
+    from weaveopt.cost_model import Gpu
+    from weaveopt.fabrics import gpus, topology
+
+    def chosen(name: str, *others: str, **settings: str) -> tuple[str, tuple[str, ...]]:
+        found = tuple(Gpu(each) for each in (name, *others))
+        known = replace(topology.fake(len(found), device="cuda"), gpus=found)
+        choice = backend._machine_for(Config(**settings), {"tp": known})  # type: ignore[arg-type]
+        return choice.machine.name, choice.stands_in_for
+
+    assert chosen("NVIDIA H200", "NVIDIA H200") == ("h200x4", ())
+    assert chosen("NVIDIA L40S", "NVIDIA L40S")[1] == ("NVIDIA L40S",)
+    assert chosen("NVIDIA L40S", machine="h100x8") == ("h100x8", ()), "who names a profile takes it for its own"
+    assert chosen("NVIDIA H200", "NVIDIA L40S") == chosen("NVIDIA L40S", "NVIDIA H200")
+    monkeypatch.setattr(gpus, "describe", lambda: {"gpu": "NVIDIA A10", "processors": 72, "bytes_per_s": 0})
+    alone = {"tp": topology.fake(2, device="cuda")}
+    assert backend._machine_for(Config(), alone).stands_in_for == ("NVIDIA A10",), "ranks that are not there"
+    assert backend._machine_for(Config(), {"tp": topology.fake(2)}).machine.name == "cpu"
+
+
+def _unknown_gpu(rank: int, force: bool) -> tuple[int, set[str], str, tuple[str, ...]]:
+    """As on GPUs without a profile: the model runs, and the report says what to do."""
+    import weaveopt
+    from weaveopt import backend, cost_model
+
+    backend._machine_for = lambda *_: cost_model.Choice(cost_model.load("cpu"), ("NVIDIA L40S",))  # type: ignore[assignment]
+    model = _parallel(Block(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    options = {**FORCE, "force": FORCE["force"] if force else []}
+    compiled = torch.compile(model, backend="weave", options=options)  # type: ignore[call-overload]
+    x = torch.ones(1, 4, 64)
+    with torch.no_grad():
+        assert_close(compiled(x), model(x), LIBRARY)
+    report = weaveopt.report(compiled)
+    (graph,) = report.graphs
+    codes = {why.code for d in graph.decisions for each in d.alternatives for why in each.rejections}
+    assert report.machine is not None
+    return graph.num_rewritten, codes, str(report).splitlines()[1], report.machine.stands_in_for
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_gpu_without_a_profile_runs(force: bool) -> None:
+    for rewritten, codes, line, names in run_ranks(_unknown_gpu, 2, force, timeout_s=300):
+        assert rewritten == (2 if force else 0)
+        assert ("machine_not_measured" in codes) is not force
+        assert line == "machine: cpu stands in for NVIDIA L40S, which has no profile: run `weaveopt calibrate`"
+        assert names == ("NVIDIA L40S",)

@@ -131,17 +131,3 @@ def test_a_rank_without_descriptors_goes_on_and_hears_of_a_killed_one() -> None:
     assert isinstance(survivor.value, tuple), survivor.error
     seconds, text = survivor.value
     assert text.startswith("PeerTimeoutError") and "peer rank 1 exited" in text and seconds < 1.0
-
-
-def _residual_differs(rank: int) -> str:
-    compiled = _compiled(forms.pre_norm)
-    x = torch.ones(1, 300, forms.INNER)
-    residual = torch.randn(1, 300, forms.HIDDEN, generator=torch.Generator().manual_seed(rank))
-    with torch.no_grad():
-        return _told(lambda: compiled(x, residual))  # type: ignore[operator]
-
-
-def test_a_residual_that_differs_between_ranks_is_refused() -> None:
-    """Nothing in a graph says that a residual is alike on all ranks; the first call looks."""
-    for text in run_ranks(_residual_differs, 2):
-        assert text.startswith("AgreementError") and "the residual on rank 0" in text and "disable" in text

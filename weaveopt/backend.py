@@ -19,14 +19,14 @@ import torch.fx as fx
 
 from weaveopt import cost_model
 from weaveopt.config import Config, OptionValue, resolve
-from weaveopt.cost_model import Machine
+from weaveopt.cost_model import Choice, Machine
 from weaveopt.errors import WeaveError
-from weaveopt.fabrics import topology
+from weaveopt.fabrics import gpus, topology
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.pipeline.bind import await_peers, bind
+from weaveopt.pipeline.bind import await_peers, bind, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
@@ -37,6 +37,7 @@ from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.pipeline.sensitivity import sensitivities
 from weaveopt.pipeline.specialize import guard, specialize
 from weaveopt.pipeline.variants import variants
+from weaveopt.records.candidate import Rejection
 from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, WorkFailure
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
@@ -60,7 +61,7 @@ def weave(
     """
     try:
         config = resolve(options, seams.known_options(), rules.names)
-        entry = registry.open_entry(example_inputs)
+        entry = registry.open_entry(example_inputs, graph_module)
         hooks = [hook for rule in rules.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
 
         # Inductor's own signature: what it passes is handed on untouched.
@@ -75,7 +76,7 @@ def weave(
             return compiled
 
         patches = seams.patches_for(mode, config)
-        return seams.compile_with(optimize_and_compile, graph_module, example_inputs, patches)
+        return seams.compile_with(entry.watch(optimize_and_compile), graph_module, example_inputs, patches)
     except WeaveError as error:
         return _raiser(error)
 
@@ -106,12 +107,19 @@ def optimize(
     captured, failure = _capture(module, inputs, is_backward, is_inference)
     clock.lap("capture")
     topologies = _topologies(captured, config)
-    context = Context(config, _machine_for(config, topologies), topologies)
+    choice = _machine_for(config, topologies)
+    context = Context(config, choice.machine, topologies, _not_measured(choice))
     steps = _steps(captured, context, rules, clock, failure)
     report = steps.report
-    registry.add(entry, report, context.machine, topologies)
-    # Ranks agree even where a step failed on this one: the others must not go on without it.
-    bind(captured.groups, report, context)
+    try:
+        # Ranks agree even where a step failed on this one: the others must not go on without it.
+        error = bind(captured.groups, report, context)
+        if error:
+            report = unrewritten(report, steps.captured, error)
+    finally:
+        registry.add(entry, report, context.machine, topologies)
+        if entry.machine is not None:
+            entry.machine = replace(entry.machine, stands_in_for=choice.stands_in_for)
     if report.fallbacks and config.strict:
         failed = report.fallbacks[0]
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
@@ -141,6 +149,8 @@ class _Steps:
     report: GraphReport
     graph: fx.Graph
     numbers: tuple[torch.SymFloat, ...] = ()
+    captured: DecidedGraph | None = None
+    """What was decided for the graph as it was captured; None where a step failed."""
 
 
 def _steps(
@@ -203,7 +213,7 @@ def _steps(
         variant=best.priced.captured.variant,
     )
     numbers = {str(number): number for chosen in best.chosen for number in chosen.found.numbers}
-    return _Steps(report, best.priced.captured.graph, tuple(numbers.values()))
+    return _Steps(report, best.priced.captured.graph, tuple(numbers.values()), every[0])
 
 
 def preview(
@@ -271,21 +281,25 @@ def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
     return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}
 
 
-def _machine_for(config: Config, topologies: Mapping[str, Topology]) -> Machine:
-    """The profile asked for, else the shipped one that fits the devices found."""
+def _machine_for(config: Config, topologies: Mapping[str, Topology]) -> Choice:
+    """The profile asked for, else the shipped one that fits the GPUs of all ranks, or the nearest in its place."""
     if config.machine is not None:
-        return cost_model.load(config.machine)
-    if not any(known.device == "cuda" for known in topologies.values()):
-        return cost_model.load("cpu")
-    name = torch.cuda.get_device_name().lower()
+        return Choice(cost_model.load(config.machine))
+    on_gpus = [known for known in topologies.values() if known.device == "cuda"]
+    if not on_gpus:
+        return Choice(cost_model.load("cpu"))
+    found = {gpu for known in on_gpus for gpu in known.gpus} or {*gpus.gpus_of([gpus.describe()])}
     per_host = max(known.world // known.num_hosts for known in topologies.values())
-    fitting = [shipped for shipped in cost_model.names() if shipped.split("x")[0] in name]
-    if not fitting:
-        raise WeaveError(
-            f"no shipped profile fits {torch.cuda.get_device_name()!r} (shipped: {', '.join(cost_model.names())}): "
-            'pass options={"machine": NAME_OR_FILE}'
-        )
-    return cost_model.load(min(fitting, key=lambda shipped: abs(cost_model.load(shipped).ranks_per_host - per_host)))
+    return cost_model.choose(tuple(found), per_host)
+
+
+def _not_measured(choice: Choice) -> Rejection | None:
+    """Why no rule may be used under a profile that only stands in: nobody knows how wrong it is here."""
+    if not choice.stands_in_for:
+        return None
+    values = (("gpu", ", ".join(choice.stands_in_for)), ("profile", choice.machine.name))
+    message = "no profile of this GPU: measure it with `weaveopt calibrate`, or name one with options={'machine': ...}"
+    return Rejection("machine_not_measured", message, values)
 
 
 def _first_line(error: Exception) -> str:

@@ -31,6 +31,14 @@ class Context:
     machine: Machine
     topologies: Mapping[str, Topology]
     """By process-group name: every group that the graph communicates in."""
+    not_measured: Rejection | None = None
+    """Why no rule may be used unless it is forced: `machine` only stands in for GPUs that have no profile."""
+
+    def against(self, rule: str) -> Rejection | None:
+        """Why `rule` may not be used anywhere; None: it may."""
+        if rule in self.config.disable:
+            return Rejection("disabled", "the rule is switched off by an option", (("rule", rule),))
+        return None if rule in self.config.force else self.not_measured
 
 
 @dataclass(frozen=True)

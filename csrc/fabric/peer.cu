@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fabric/kernel_code.cuh"
 #include "fabric/peer.h"
 
 namespace weave::fabric {
@@ -102,6 +103,11 @@ void expect_inside(const Fill& fill, int64_t num_bytes) {
 
 const char* error_text(int code) {
     return cudaGetErrorString(static_cast<cudaError_t>(code));
+}
+
+bool has_code(int32_t device) {
+    // All kernels of a build were compiled for the same architectures: one of them stands for the others.
+    return code_of<fill_words>(device) != KernelCode::kMissing;
 }
 
 PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device, int64_t num_bytes,

@@ -20,6 +20,9 @@ struct Fill {
 // What a CUDA error code stands for.
 const char* error_text(int code);
 
+// Whether this build has kernels that `device` can run, as machine code or as PTX.
+bool has_code(int32_t device);
+
 class PeerGroup {
   public:
     // `bases[r]` is where rank r's arena of `num_bytes` is mapped here, `multicast` all of them at once (0: not

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.ranks import run_ranks
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import shm, topology, traits
 from weaveopt.fabrics.arena import transport
@@ -52,6 +55,59 @@ def test_gpus_of_one_host_need_the_cuda_part(monkeypatch: pytest.MonkeyPatch) ->
         assert codes(topology.fake(4, device="cuda"))[Fabric.PEER] is None, "a plan for another machine"
         assert codes(replace(real, hosts=("a", "a", "b", "b")))[Fabric.PEER] in (code, "fabric_needs_one_host")
     assert codes(real)[Fabric.LIBRARY] is None
+
+
+def test_gpus_without_peer_access_have_no_fabric_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traits, "is_built", lambda part: True)
+    real = replace(topology.fake(4, device="cuda"), fake=False, no_peer_access=(2, 3))
+    rejection = dict(real.fabrics())[Fabric.PEER]
+    assert rejection is not None and rejection.code == "no_peer_access"
+    assert rejection.values == (("rank", 2), ("peer", 3))
+    assert codes(real)[Fabric.LIBRARY] is None
+
+
+def make_up_gpus(rank: int, refused: set[tuple[int, int]], visible: int = 3) -> None:
+    """Three GPUs of this host; `visible` of them are seen, from the own one on."""
+    cuda: object = torch.cuda
+
+    def properties(index: int) -> SimpleNamespace:
+        gpu = (rank + index) % 3 if visible < 3 else index
+        return SimpleNamespace(uuid=f"GPU-{gpu}", name=f"Made Up {gpu}", multi_processor_count=100 + gpu)
+
+    own = 0 if visible < 3 else rank
+    for name, function in {
+        "is_available": lambda: True,
+        "current_device": lambda: own,
+        "device_count": lambda: visible,
+        "get_device_properties": properties,
+        "can_device_access_peer": lambda a, b: (a, b) not in refused,
+    }.items():
+        setattr(cuda, name, function)
+
+
+def run_peer_access(rank: int) -> list[tuple[int, int] | None]:
+    found = []
+    for refused, visible in ((set(), 3), ({(1, 2)}, 3), ({(0, 1), (1, 0)}, 1)):
+        make_up_gpus(rank, refused, visible)
+        group = dist.new_group([0, 1, 2])
+        known = topology.discover(group.group_name, 30.0)
+        assert [gpu.name for gpu in known.gpus] == ["Made Up 0", "Made Up 1", "Made Up 2"]
+        assert [gpu.processors for gpu in known.gpus] == [100, 101, 102]
+        found.append(known.no_peer_access)
+
+    def forked() -> int:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    cuda: object = torch.cuda
+    setattr(cuda, "current_device", forked if rank == 2 else lambda: 0)  # noqa: B010
+    known = topology.discover(dist.new_group([0, 1, 2]).group_name, 30.0)
+    assert known.gpus == () and known.no_peer_access is None, "CPU ranks of a host with GPUs need none"
+    return found
+
+
+def test_ranks_ask_whether_their_gpus_reach_each_other() -> None:
+    """All hear of a pair that only one of it knows of; GPUs that a process does not see are not known to be apart."""
+    assert run_ranks(run_peer_access, 3) == [[None, (1, 2), None]] * 3
 
 
 def test_ranks_that_do_not_spread_evenly_are_refused() -> None:

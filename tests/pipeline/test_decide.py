@@ -227,3 +227,14 @@ def test_sites_with_equal_facts_and_other_kernels_have_prices_of_their_own() -> 
     graph.site([Offer(5.0)], [graph.node(), graph.node()], kind="alike")
     baselines = [decision.baseline.us for decision in decided(graph) if decision.baseline is not None]
     assert baselines == pytest.approx([NODE_US, 2 * NODE_US])
+
+
+def test_a_profile_that_only_stands_in_rewrites_nothing_but_what_is_forced() -> None:
+    why = Rejection("machine_not_measured", "no profile of this GPU")
+    for force, rewritten in ((), False), ((RULE.name,), True):
+        graph = toys.Graph()
+        graph.site([Offer(0.5 * NODE_US)])
+        known = replace(toys.context(toys.exact(), force=force), not_measured=why)
+        (decision,) = toys.decided(graph, toys.rules(RULE), known).decisions
+        assert decision.rewritten is rewritten
+        assert rewritten or codes(decision) == [["machine_not_measured"]]

@@ -281,3 +281,13 @@ def test_overlap_moves_communication_under_computation() -> None:
     assert (gemm.start_us, reduce.start_us, norm.start_us) == (100.0, 120.0, 142.0)
     assert (gemm.stream, reduce.stream) == ("compute", "communication")
     assert norm.start_us + norm.duration_us == pytest.approx(100.0 + estimate.us)
+
+
+def test_a_stand_in_is_told_and_read_again(report: Report) -> None:
+    assert report.machine is not None
+    stand_in = replace(report, machine=replace(report.machine, stands_in_for=("NVIDIA L40S", "NVIDIA A10")))
+    text = report_json.to_json(stand_in)
+    assert report_json.from_json(text) == stand_in
+    document = json.loads(text)
+    del document["machine"]["stands_in_for"]
+    assert report_json.from_json(json.dumps(document)) == report, "a report of before"

@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.17"}
+MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.23"}
 """Oldest versions that are supported."""
 SHM = Path("/dev/shm")
 SHM_COMFORT_BYTES = 512 << 20
@@ -80,6 +80,8 @@ def examine() -> tuple[Check, ...]:
         _shared_memory(),
         _cores(),
         _cuda(),
+        _cuda_part(),
+        _profile(),
         *_fabrics(),
     )
 
@@ -212,12 +214,62 @@ def _cuda() -> Check:
     return Check("cuda", Status.OK, f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}")
 
 
+def _cuda_part() -> Check:
+    """Whether the GPU kernels were built, and for the GPUs that are here."""
+    try:
+        import torch
+
+        from weaveopt import _native
+    except ImportError as error:
+        return Check("cuda part", Status.NOTE, f"cannot be examined: {error}", "repair what is missing above")
+    present = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    archs = sorted({"".join(map(str, torch.cuda.get_device_capability(i))) for i in present})
+    rebuild = f"WEAVE_CUDA_ARCHS='{';'.join(archs)}' pip install --no-build-isolation --no-deps -e ."
+    if not _native.has_cuda:
+        advice = f"build it where nvcc is found: {rebuild}" if archs else ""
+        return Check("cuda part", Status.NOTE, "left out of this build", advice)
+    found = f"built for {_native.CUDA_ARCHS}"
+    if not all(map(_native.has_code, present)):
+        return Check("cuda part", Status.NOTE, f"{found}, not for every GPU here", rebuild)
+    return Check("cuda part", Status.OK, found)
+
+
+def _profile() -> Check:
+    """Which machine profile the GPUs of this host get where none is named."""
+    name = "machine profile"
+    try:
+        import torch
+
+        from weaveopt import cost_model
+        from weaveopt.fabrics import gpus
+    except ImportError as error:
+        return Check(name, Status.NOTE, f"cannot be examined: {error}", "repair what is missing above")
+    named = os.environ.get("WEAVE_MACHINE")
+    if named:
+        return Check(name, Status.OK, f"{named} (WEAVE_MACHINE)")
+    if not torch.cuda.is_available():
+        return Check(name, Status.OK, "cpu")
+    found = gpus.gpus_of([gpus.describe(index) for index in range(torch.cuda.device_count())])
+    if not found:
+        return Check(name, Status.NOTE, "the GPUs of this host could not be asked for their names")
+    choice = cost_model.choose(found, len(found))
+    if not choice.stands_in_for:
+        return Check(name, Status.OK, choice.machine.name)
+    return Check(
+        name,
+        Status.NOTE,
+        f"none of {', '.join(choice.stands_in_for)} ({choice.machine.name} stands in): nothing is rewritten there",
+        "measure it: torchrun --nproc-per-node N -m weaveopt.cli.main calibrate --output here.json, then WEAVE_MACHINE",
+    )
+
+
 def _fabrics() -> tuple[Check, ...]:
     """One check for each fabric, as two ranks of this host would find it."""
     try:
         import torch
         import torch.distributed as dist
 
+        from weaveopt.fabrics import gpus
         from weaveopt.fabrics.topology import Group, Topology
         from weaveopt.fabrics.traits import TRAITS, NativePart
         from weaveopt.records.candidate import Fabric
@@ -240,7 +292,8 @@ def _fabrics() -> tuple[Check, ...]:
         if on_gpus and not torch.cuda.is_available():
             checks.append(Check(name, Status.NOTE, "joins GPUs; there is none"))
             continue
-        here = Topology(Group("0", (0, 1), 0), ("here", "here"), device)
+        apart = gpus.pair_apart() if on_gpus else None
+        here = Topology(Group("0", (0, 1), 0), ("here", "here"), device, no_peer_access=apart)
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
             checks.append(Check(name, Status.OK, "reaches every rank of this host"))

@@ -1,8 +1,15 @@
 """The transport of fabric `peer`: GPUs of one host, one arena per rank of a process group, mapped by all peers.
 
-See `weaveopt.fabrics.arena`. Unlike on `shm`, an arena that is replaced by a larger one stays where it is: captured
-CUDA graphs hold its addresses. The memory itself comes from torch's symmetric memory (backend CUDA), without NVLink
-multicast: nothing here ever makes a multicast object.
+See `weaveopt.fabrics.arena`. An arena that is replaced by a larger one is given back, unless a CUDA graph was captured
+with it: the graph holds its addresses, and nobody knows who holds the graph, so such an arena stays as long as the
+process group.
+
+A rank gives its part back while peers may still store into it: their signals for a call that is over here already.
+Those stores hit memory that is still there. A rank's part is one allocation (cuMemCreate) that every peer has imported
+and mapped, and it lives until the last of them has unmapped it, which each does after waiting for its own kernels
+(torch's AllocationRef synchronizes the device first). That wait ends: ranks met to make the larger arena, so all of
+them have launched every call of the old one. The memory itself comes from torch's symmetric memory (backend CUDA),
+without NVLink multicast: nothing here ever makes a multicast object.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import torch.distributed as dist
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
-from weaveopt.fabrics.layout import Layout, expect_equal_layouts
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
@@ -34,6 +41,7 @@ except ImportError:  # built without it: reserve() says so
 
 _TRAITS = TRAITS[Fabric.PEER]
 _NO_MULTICAST = 0
+_TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 
 
 class PeerArena:
@@ -52,6 +60,8 @@ class PeerArena:
         self.error: WeaveError | None = None
         """Why nothing can run here any more; every later call raises it."""
         self.closed = False
+        self.captured = False
+        """A CUDA graph was captured with it: it may be replayed at any time."""
         self._memory: torch.Tensor | None = memory
         self._handle: object | None = handle
         self._at_close: list[Callable[[], None]] = []
@@ -73,6 +83,13 @@ class PeerArena:
     def native_offset(self, offset: int) -> int:
         """`offset` from the first byte behind the header, as kernels count it: from the first byte of the arena."""
         return _TRAITS.header_bytes + offset
+
+    def begin_call(self) -> None:
+        """To be called before every launch that gets addresses of it. Raises why nothing can run any more."""
+        if self.error is not None:
+            watchdog.raise_again(self.error)
+        if not self.captured and torch.cuda.is_current_stream_capturing():
+            self.captured = True
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Has `callback` run when the arena is given back or replaced: calls that are bound to it bind again."""
@@ -125,6 +142,16 @@ class _Entry:
     def current(self) -> PeerArena:
         return self.arenas[-1]
 
+    def replace(self, arena: PeerArena) -> None:
+        """All ranks of the group are here, so none launches anything in the old one any more."""
+        old = self.current
+        old.unbind()
+        self.arenas.append(arena)
+        if not old.captured and old.error is None:
+            torch.cuda.synchronize(old.device)
+            self.arenas.remove(old)
+            old.close()
+
 
 _entries: dict[str, _Entry] = {}
 
@@ -143,33 +170,30 @@ def total_bytes(layout: Layout) -> int:
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> PeerArena:
     """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
-    All ranks of the group call it at the same point with the same arguments. A larger arena has the larger of old and
-    new of every buffer; the old one stays alive for graphs that were captured with it. None is below `floor_bytes`, its
-    header included. Raises `ArenaError` on all ranks if one cannot share its memory or asks for other buffers, or
-    during a CUDA-graph capture, and `AgreementError` if a rank does not come within `timeout_s`.
+    All ranks of the group call it at the same point with the same arguments. A larger arena holds what the old one held
+    and more (see `Layout.grown`); the old one stays alive only for graphs that were captured with it. None is below
+    `floor_bytes`, its header included. Raises `ArenaError` on all ranks if one cannot share its memory or asks for
+    other buffers, or during a CUDA-graph capture, and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
-    _expect_gpus(topology)
+    if topology.fake:
+        raise ArenaError(f"group {name!r}: no memory shared by GPUs without peers")
     pg = topologies.process_group(name)
     entry = _entries.get(name)
     if entry is not None and (entry.process_group() is not pg or not entry.arenas):
         entry = None
-    layout = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
+    asked = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
+    exact = layout = asked.filled()
     if entry is not None:
-        if entry.current.layout.holds(layout):
+        if entry.current.layout.holds(asked):
             return entry.current
-        layout = entry.current.layout.union(layout)
-    if torch.cuda.is_current_stream_capturing():
-        raise ArenaError(
-            f"group {name!r}: an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "
-            "weaveopt.fabrics.peer.reserve(), before the capture"
-        )
-    arena = _make(topology, layout, topologies.exchange(name, timeout_s), timeout_s)
+        exact, layout = entry.current.layout.union(asked), entry.current.layout.grown(asked)
+    channel = topologies.exchange(name, timeout_s)
+    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
     if entry is None:
         _entries[name] = _Entry(arena, pg)
     else:
-        entry.current.unbind()
-        entry.arenas.append(arena)
+        entry.replace(arena)
     return arena
 
 
@@ -195,34 +219,46 @@ def _keep_all() -> None:
             arena.keep()
 
 
-def _expect_gpus(topology: Topology) -> None:
-    where = f"group {topology.group.name!r}: no memory shared by GPUs"
-    if topology.fake:
-        raise ArenaError(f"{where} without peers")
+def _obstacle(topology: Topology) -> str:
+    """Why this rank can make no arena at all; empty if it can."""
     if _native is None or not _native.has_cuda:
-        raise ArenaError(
-            f"{where}: weaveopt was built without CUDA; install it again where nvcc is found, with WEAVE_CUDA=1"
-        )
+        return "weaveopt was built without CUDA; install it again where nvcc is found, with WEAVE_CUDA=1"
     if not torch.cuda.is_available():
-        raise ArenaError(f"{where}: torch finds no GPU")
+        return "torch finds no GPU"
     if topology.num_hosts > 1:
-        raise ArenaError(f"{where}: its ranks run on {topology.num_hosts} hosts")
+        return f"its ranks run on {topology.num_hosts} hosts"
     most = _TRAITS.max_world
     if topology.world < 2 or (most is not None and topology.world > most):
-        raise ArenaError(f"{where}: {topology.world} ranks, expected 2 to {most}")
+        return f"{topology.world} ranks, expected 2 to {most}"
+    if torch.cuda.is_current_stream_capturing():
+        return (
+            "an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "
+            "weaveopt.fabrics.peer.reserve(), before the capture"
+        )
+    return symmetric.failed()
 
 
 def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> PeerArena:
     group = topology.group
     num_bytes = total_bytes(layout)
-    device = torch.cuda.current_device()
-    told = channel.gather(_announcement(device, layout), f"a GPU arena of {num_bytes} bytes", timeout_s)
+    device = -1
+    try:  # told to all: what one rank cannot do, no rank may wait for
+        own: Payload = {"error": _obstacle(topology)}
+        if not own["error"]:
+            device = torch.cuda.current_device()
+            own = _announcement(device, layout)
+    except Exception as failure:
+        own = {"error": _one_line(failure)}
+    told = channel.gather(own, f"a GPU arena of {num_bytes} bytes", timeout_s)
     _raise_if_any(group, told, num_bytes)
     expect_equal_layouts(group, told)
-    kinds = {str(record["kind"]) for record in told}
-    if len(kinds) > 1:
-        found = "; ".join(f"rank {rank}: {r['kind']}" for rank, r in zip(group.ranks, told, strict=True))
-        raise ArenaError(f"group {group.name!r}: its GPUs differ (compute capability {found})")
+    for what, told_as in (
+        ("GPUs differ (compute capability", "kind"),
+        ("folders for temporary files differ (TMPDIR:", "tmp"),
+    ):
+        if len({record[told_as] for record in told}) > 1:
+            found = "; ".join(f"rank {rank}: {r[told_as]}" for rank, r in zip(group.ranks, told, strict=True))
+            raise ArenaError(f"group {group.name!r}: its {what} {found})")
     owners: dict[str, int] = {}
     for rank, record in zip(group.ranks, told, strict=True):
         other = owners.setdefault(str(record["device"]), rank)
@@ -240,17 +276,18 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     try:
         symmetric.catch_up(max(int(record["met"]) for record in told))
         memory = _allocate(num_bytes, device)
-    except (RuntimeError, ArenaError) as failure:
+    except Exception as failure:  # whatever it is, the others must hear of it
         error = _one_line(failure)
     # Before torch's own exchange, which a rank that could not allocate would never join.
     _raise_if_any(group, channel.gather({"error": error}, "its memory", timeout_s), num_bytes)
     assert memory is not None
     try:
-        handle, bases = _exchange(memory, group)
+        # The others wait `timeout_s` for what came of it, so it must end before.
+        handle, bases = _exchange(memory, group, min(symmetric.MEETING_S, timeout_s / 2))
         fills = [(_TRAITS.header_bytes + offset, length, word) for offset, length, word in layout.fills()]
         native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, num_bytes, fills)
         torch.cuda.synchronize(device)
-    except (RuntimeError, ArenaError) as failure:
+    except Exception as failure:
         error = _one_line(failure)
     # Only now may anyone write to a peer: all have cleared their own.
     _raise_if_any(group, channel.gather({"error": error}, "the peers' memory", timeout_s), num_bytes)
@@ -262,8 +299,8 @@ def _announcement(device: int, layout: Layout) -> Payload:
     num_bytes = total_bytes(layout)
     properties = torch.cuda.get_device_properties(device)
     own = watchdog.this_process()
-    error = ""
-    if torch.cuda.mem_get_info(device)[0] < num_bytes:
+    error = _missing_code(device, f"{properties.major}{properties.minor}")
+    if not error and torch.cuda.mem_get_info(device)[0] < num_bytes:
         torch.cuda.empty_cache()  # what torch keeps for later is free as well
         free = torch.cuda.mem_get_info(device)[0]
         if free < num_bytes:
@@ -275,9 +312,21 @@ def _announcement(device: int, layout: Layout) -> Payload:
         "pid": own.pid,
         "start": own.start,
         "met": symmetric.num_met(),
+        # Where torch's ranks look for each other's sockets.
+        "tmp": next((os.environ[name] for name in _TEMPORARY if name in os.environ), "/tmp"),
         "layout": layout.text(),
         "error": error,
     }
+
+
+def _missing_code(device: int, arch: str) -> str:
+    """That this build's kernels cannot run on the GPU; empty where they can."""
+    if _native.has_code(device):
+        return ""
+    return (
+        f"weaveopt was built for CUDA architectures {_native.CUDA_ARCHS}, and cuda:{device} is sm_{arch}: "
+        f"install it again with WEAVE_CUDA_ARCHS={arch}"
+    )
 
 
 def _allocate(num_bytes: int, device: int) -> torch.Tensor:
@@ -294,9 +343,9 @@ def _allocate(num_bytes: int, device: int) -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
 
 
-def _exchange(memory: torch.Tensor, group: Group) -> tuple[object, list[int]]:
+def _exchange(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:
     """Torch's handle, which keeps the peers' memory mapped, and where each rank's is."""
-    handle = symmetric.rendezvous(memory, topologies.process_group(group.name))
+    handle = symmetric.rendezvous(memory, topologies.process_group(group.name), timeout_s)
     bases = [int(pointer) for pointer in handle.buffer_ptrs]
     if bases[group.rank] != memory.data_ptr() or handle.rank != group.rank:
         raise ArenaError(

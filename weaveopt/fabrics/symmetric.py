@@ -4,17 +4,32 @@ Torch counts the rendezvous of a process, whatever their group, and names what i
 group that have met different numbers of times then wait for each other's keys without end (pytorch/pytorch#196082):
 first a group of ranks 0 and 1, then one of all, is enough. So ranks tell each other their counts before they meet,
 and who is behind catches up by meeting nobody.
+
+Torch waits in two ways while ranks meet, and holds Python's lock all the time, so no thread could watch it:
+
+- for keys of the group's store, as long as that store waits: the store's timeout is ours around the call;
+- for file descriptors on a socket, without end: a timer's signal interrupts it. Only the main thread may ask for
+  signals; on another one a rank that dies between two steps of torch's own exchange is waited for without end.
+
+A rendezvous that failed on a rank leaves that rank's count unknown, so it never meets anybody again.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from weaveopt.errors import ArenaError
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -29,7 +44,11 @@ class Handle(Protocol):
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
+MEETING_S = 60.0
+"""Longest rendezvous. The ranks have just told each other that they are there, so it takes well under a second."""
+
 _num_met = 0
+_failed = ""
 _kept: list[object] = []
 """Memory and handles of the meetings with nobody: torch forgets a rendezvous with its memory, but not its count."""
 
@@ -39,14 +58,19 @@ def num_met() -> int:
     return _num_met
 
 
-def catch_up(to: int) -> None:
+def failed() -> str:
+    """Why this process cannot meet others any more; empty where it can."""
+    return _failed
+
+
+def catch_up(to: int, timeout_s: float = MEETING_S) -> None:
     """Meets nobody until `num_met()` is `to`; no other rank takes part."""
     if _num_met >= to:
         return
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = dist.new_group([dist.get_rank()], timedelta(seconds=timeout_s), use_local_synchronization=True)
     while _num_met < to:
         memory = _little_memory()
-        _kept.append((memory, rendezvous(memory, alone)))
+        _kept.append((memory, rendezvous(memory, alone, timeout_s)))
 
 
 def _little_memory() -> torch.Tensor:
@@ -56,14 +80,59 @@ def _little_memory() -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((16,), (1,), torch.uint8, device)
 
 
-def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
-    """Torch's handle of `memory`, which keeps the peers' parts mapped. All of the group call it, after catching up."""
+def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = MEETING_S) -> Handle:
+    """Torch's handle of `memory`, which keeps the peers' parts mapped. All of the group call it, after catching up.
+
+    Raises what torch raises, and `ArenaError` where a rank does not come within `timeout_s`.
+    """
+    global _num_met, _failed
+    _num_met += 1
+    begin = time.monotonic()
+    try:
+        with _without_multicast(), _bounded(process_group, timeout_s):
+            return _meet(memory, process_group)
+    except Exception as error:
+        _failed = f"an earlier rendezvous of torch's symmetric memory failed: {error}".splitlines()[0]
+        if time.monotonic() - begin < timeout_s:
+            raise
+        raise ArenaError(f"torch's symmetric memory did not meet all ranks within {timeout_s:g} s") from error
+
+
+def _meet(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
     import torch.distributed._symmetric_memory as symmetric
 
-    global _num_met
-    _num_met += 1
-    with _without_multicast():
-        return cast(Handle, symmetric.rendezvous(memory, process_group))
+    return cast(Handle, symmetric.rendezvous(memory, process_group))
+
+
+@contextmanager
+def _bounded(process_group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """What torch waits for ends after `timeout_s`."""
+    store = c10d._get_process_group_store(process_group)
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        with _interrupted_after(timeout_s):
+            yield
+    finally:
+        store.set_timeout(before)
+
+
+@contextmanager
+def _interrupted_after(timeout_s: float) -> Iterator[None]:
+    """A system call that still waits ends with EINTR. A timer of the caller's own goes on afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    begin = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)  # again, should it come too early
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - begin), 1e-3), interval_s)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import os
 import socket
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from weaveopt.cost_model import Gpu
 from weaveopt.errors import AgreementError, WeaveError
+from weaveopt.fabrics import gpus
 from weaveopt.fabrics.traits import rejection
 from weaveopt.records.candidate import Fabric, Rejection
 
@@ -50,6 +52,10 @@ class Topology:
     """`cpu` or `cuda`, the same on all ranks."""
     fake: bool = False
     """There are no peers; only good for capture."""
+    gpus: tuple[Gpu, ...] = ()
+    """Of each rank; none where the ranks use CPUs, or where the group is fake."""
+    no_peer_access: tuple[int, int] | None = None
+    """Two ranks of one host whose GPUs cannot map each other's memory, the first such pair."""
 
     @property
     def world(self) -> int:
@@ -61,7 +67,10 @@ class Topology:
 
     def fabrics(self) -> tuple[tuple[Fabric, Rejection | None], ...]:
         """Every fabric, with the reason why it does not reach all ranks of the group, or None where it does."""
-        return tuple((fabric, rejection(fabric, self.device, self.num_hosts, self.fake)) for fabric in Fabric)
+        return tuple(
+            (fabric, rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access))
+            for fabric in Fabric
+        )
 
 
 def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
@@ -166,11 +175,20 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
     if dist.get_backend(pg) == "fake":
         return _Known(weakref.ref(pg), Topology(group, ("host0",) * len(ranks), device, fake=True), None)
     channel = Exchange(group)
-    payloads = channel.gather({"host": _host(), "device": device}, "the topology", timeout_s)
+    own: dict[str, str | int] = {"host": _host(), "device": device, **(gpus.describe() if device == "cuda" else {})}
+    payloads = channel.gather(own, "the topology", timeout_s)
     devices = tuple(str(p["device"]) for p in payloads)
     if len(set(devices)) > 1:
         raise AgreementError(f"group {group_name!r}: ranks {ranks} use different devices: {devices}")
-    return _Known(weakref.ref(pg), Topology(group, tuple(str(p["host"]) for p in payloads), device), channel)
+    found = Topology(group, tuple(str(p["host"]) for p in payloads), device)
+    described = gpus.gpus_of(payloads)
+    if described:
+        apart = gpus.without_access(payloads, group.rank)
+        # All ranks of the group have to know of the same pair.
+        told = channel.gather({"apart": json.dumps(apart)}, "peer access", timeout_s)
+        pairs = [(ranks[r], ranks[peer]) for r, record in enumerate(told) for peer in json.loads(str(record["apart"]))]
+        found = replace(found, gpus=described, no_peer_access=pairs[0] if pairs else None)
+    return _Known(weakref.ref(pg), found, channel)
 
 
 def _host() -> str:

@@ -28,7 +28,7 @@ class NativePart(StrEnum):
 
 
 def is_built(part: NativePart) -> bool:
-    """Whether this installation has the part; the CUDA part is built where nvcc is found."""
+    """Whether this installation has the part; the CUDA part is built where nvcc and GPUs are."""
     return _native is not None and (part is NativePart.HOST or bool(_native.has_cuda))
 
 
@@ -47,6 +47,8 @@ class Traits:
     """What an arena of it begins with, before the first buffer."""
     buffer_alignment: int = 256
     """Bytes at a multiple of which buffers begin."""
+    needs_peer_access: bool = False
+    """Its kernels go to peers' memory themselves, which the GPUs have to be able to map."""
     serves: frozenset[Fabric] = frozenset()
     """Other fabrics whose kernels find what they need in an arena of this one."""
     cannot_probe: Rejection | None = None
@@ -57,7 +59,7 @@ _PAGE_BYTES = 4096
 # Creating a multicast object to find out can put the GPUs of a shared host out of service.
 _NO_MULTICAST_PROBE = Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
 
-_PEER = Traits("cuda", crosses_hosts=False, native_part=NativePart.CUDA)
+_PEER = Traits("cuda", crosses_hosts=False, native_part=NativePart.CUDA, needs_peer_access=True)
 if _native is not None:
     _PEER = replace(
         _PEER,
@@ -96,10 +98,13 @@ def arena_fabric(fabrics: Iterable[Fabric]) -> Fabric:
 _RANKS = {"cpu": "CPU ranks", "cuda": "GPUs"}
 
 
-def rejection(fabric: Fabric, device: str, num_hosts: int, fake: bool) -> Rejection | None:
+def rejection(
+    fabric: Fabric, device: str, num_hosts: int, fake: bool, no_peer_access: tuple[int, int] | None = None
+) -> Rejection | None:
     """Why `fabric` does not reach ranks on `num_hosts` hosts that use `device`; None: it does.
 
     `fake`: there are no ranks; what is built here, and what could be probed, says nothing of the machine meant.
+    `no_peer_access`: two ranks of one host whose GPUs cannot map each other's memory.
     """
     traits = TRAITS[fabric]
     if traits.device not in (None, device):
@@ -112,4 +117,7 @@ def rejection(fabric: Fabric, device: str, num_hosts: int, fake: bool) -> Reject
             return traits.cannot_probe
     if num_hosts > 1 and not traits.crosses_hosts:
         return Rejection("fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", num_hosts),))
+    if no_peer_access is not None and traits.needs_peer_access:
+        ranks = (("rank", no_peer_access[0]), ("peer", no_peer_access[1]))
+        return Rejection("no_peer_access", "the GPUs of two ranks cannot map each other's memory", ranks)
     return None

@@ -2,6 +2,10 @@
 
 The comparison goes through the group's store with a timeout, not through a collective, so a rank that never
 comes is an error too. What legitimately differs by rank (its own number) is no part of it.
+
+An arena that cannot be had stops nobody: all ranks that share a group with a rank that has none leave the graph as it
+was, in whatever groups. Its other groups count as well, though nothing is rewritten there: Inductor orders and buckets
+the collectives of a graph as a whole, so ranks of one group must compile the same one.
 """
 
 from __future__ import annotations
@@ -9,39 +13,135 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import weakref
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from weaveopt.errors import AgreementError
+from weaveopt.errors import AgreementError, ArenaError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
-from weaveopt.records.report import GraphReport
+from weaveopt.pipeline.decide import DecidedGraph
+from weaveopt.records.candidate import LEAVE, Candidate, Rejection
+from weaveopt.records.memory import MemoryPlan
+from weaveopt.records.report import Decision, Fallback, GraphReport, WorkFailure
 from weaveopt.rule import Context
 
 Document = dict[str, str]
 """What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
 
+_GROUPS = "groups of the graph"
+"""Beside a document: how many groups a rank's graph communicates in. They need not be equally many."""
 
-def bind(groups: Sequence[str], report: GraphReport, context: Context) -> None:
-    """Agree in every group that the graph communicates in, then reserve its arena.
 
-    Raises `AgreementError` naming the rank and the first thing that differs, before any kernel runs.
+def bind(groups: Sequence[str], report: GraphReport, context: Context) -> str:
+    """Agree in every group that the graph communicates in, then reserve its arenas.
+
+    Returns why the graph has to stay as it was: an arena that could not be had, here or on a rank that this one shares
+    groups with, directly or through others. Empty where all is in place. Raises `AgreementError` naming the rank and
+    the first thing that differs, before any kernel runs.
     """
+    timeout_s = context.config.compile_timeout_s
+    real = [group for group in groups if not context.topologies[group].fake and context.topologies[group].world > 1]
+    shared = [group for group in real if _compare(group, describe(group, report, context), len(real), timeout_s)]
+    # A rank that has no arena in one group still takes part in the next: the others wait for it there.
+    failures = [_reserve(plan, context) for plan in report.plans if not context.topologies[plan.group].fake]
+    why = next((failure for failure in failures if failure), "")
+    return _spread(why, shared, timeout_s)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """An arena that a process group could not have."""
+
+    process_group: weakref.ReferenceType[dist.ProcessGroup]
+    num_bytes: int
+    why: str
+
+
+_refused: dict[str, _Refused] = {}
+
+
+def _reserve(plan: MemoryPlan, context: Context) -> str:
+    """Why there is no arena for `plan`, the same on all ranks of its group; empty where there is one.
+
+    What a process group could not have it is not asked for again, nor for anything larger: trying may take long.
+    """
+    config, known = context.config, context.topologies[plan.group]
+    before = _refused.get(plan.group)
+    if before is not None and before.process_group() is not topology.process_group(plan.group):
+        before = None
+    if before is not None and plan.num_bytes >= before.num_bytes:
+        return f"{before.why} (not tried again)"
+    try:
+        with unset_fake_temporarily():  # the arena is real memory, though the graph is traced with fake tensors
+            transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
+    except ArenaError as error:
+        lines = str(error).splitlines()
+        why = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        _refused[plan.group] = _Refused(weakref.ref(topology.process_group(plan.group)), plan.num_bytes, why)
+        return why
+    return ""
+
+
+_SPREADS = 2
+"""Once around is enough where the groups are the rows and columns of a mesh: whoever shares a group with a rank that
+has none hears of it, in whatever order, and in the second round those who share one with them."""
+
+
+def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:
+    """What one rank has to say, told to all that share groups with it. Names are sorted, so no two ranks wait for
+    each other. Raises `AgreementError` where groups overlap in such a way that some would not hear of it."""
+    for _ in range(_SPREADS):
+        for group in groups:
+            told = _gather(group, {"why": why}, "what could be reserved", timeout_s)
+            why = why or next((each["why"] for each in told if each["why"]), "")
     for group in groups:
-        known = context.topologies[group]
-        if known.fake or known.world < 2:
-            continue
-        document = describe(group, report, context)
-        _compare(group, document, context.config.compile_timeout_s)
-    for plan in report.plans:
-        known = context.topologies[plan.group]
-        if not known.fake:
-            config = context.config
-            with unset_fake_temporarily():  # the arena is real memory, though the graph is traced with fake tensors
-                transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
+        told = _gather(group, {"why": why}, "whether to leave the graph as it was", timeout_s)
+        ranks = topology.discover(group, timeout_s).group.ranks
+        without = [rank for rank, each in zip(ranks, told, strict=True) if each["why"]]
+        if without and len(without) < len(ranks):
+            found = next(each["why"] for each in told if each["why"])
+            raise AgreementError(
+                f"group {group!r}: ranks {without} of {ranks} have to leave a graph as it was ({found}), and the "
+                'others did not hear of it in time: switch rewriting off with options={"disable": [...]}'
+            )
+    return why
+
+
+def unrewritten(report: GraphReport, captured: DecidedGraph | None, error: str) -> GraphReport:
+    """`report` of a graph that runs as it was captured after all, for `error` in this step."""
+    why = Rejection("not_bound", "the graph runs as it was: memory that its rewrites share could not be had")
+    failed = Fallback(report.name, "bind", error)
+    report = replace(report, plans=(), rounding=(), regime=None, fallbacks=(*report.fallbacks, failed))
+    if captured is None:
+        return report
+    work = captured.priced.work
+    return replace(
+        report,
+        decisions=tuple(_left(decision, why) for decision in captured.decisions),
+        work=() if isinstance(work, WorkFailure) else work,
+        work_failure=work if isinstance(work, WorkFailure) else None,
+        sensitivity=(),
+        variants=tuple(
+            replace(each, predicted_us=each.baseline_us)
+            if not each.rule
+            else (replace(each, rejections=(why,)) if each.name == report.variant else each)
+            for each in report.variants
+        ),
+        variant=captured.priced.captured.variant,
+    )
+
+
+def _left(decision: Decision, why: Rejection) -> Decision:
+    if not decision.rewritten:
+        return decision
+    others = tuple(each for each in decision.alternatives if each.choice != LEAVE)
+    refused = replace(decision.chosen, rejections=(*decision.chosen.rejections, why))
+    return replace(decision, chosen=Candidate(LEAVE, estimate=decision.baseline), alternatives=(refused, *others))
 
 
 def await_peers(groups: Sequence[str], context: Context) -> None:
@@ -94,8 +194,10 @@ def _digest(record: object) -> str:
     return hashlib.sha256(repr(record).encode()).hexdigest()[:16]
 
 
-def _compare(group: str, document: Document, timeout_s: float) -> None:
-    told = _gather(group, document, "agreement on the plan", timeout_s)
+def _compare(group: str, document: Document, num_groups: int, timeout_s: float) -> bool:
+    """Whether some rank of the group takes part in others of the graph as well: it tells what becomes of those."""
+    told = _gather(group, {**document, _GROUPS: str(num_groups)}, "agreement on the plan", timeout_s)
+    counts = [each.pop(_GROUPS) for each in told]
     ranks = topology.discover(group, timeout_s).group.ranks
     for rank, other in zip(ranks[1:], told[1:], strict=True):
         difference = _first_difference(told[0], other)
@@ -106,6 +208,7 @@ def _compare(group: str, document: Document, timeout_s: float) -> None:
                 f"rank {ranks[0]} has {ours}, rank {rank} has {theirs}. Start all ranks with the same "
                 "options, versions and model."
             )
+    return set(counts) != {"1"}
 
 
 def _gather(group: str, document: Document, what: str, timeout_s: float) -> tuple[Document, ...]:

@@ -85,8 +85,9 @@ def _against_variant(
     captured: DecidedGraph, variant: DecidedGraph, forced: bool, context: Context
 ) -> tuple[Rejection, ...]:
     rule = variant.priced.captured.rule
-    if rule in context.config.disable:
-        return (Rejection("disabled", "the rule is switched off by an option", (("rule", rule),)),)
+    against = context.against(rule)
+    if against is not None:
+        return (against,)
     if forced:
         return ()
     before_us, after_us = captured.predicted_us, variant.predicted_us

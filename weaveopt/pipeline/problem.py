@@ -262,10 +262,10 @@ class Frame:
             return ()
         every: list[Proposal] = []
         for rule in self._rules.of_kind(found.site.kind):
-            disabled = rule.name in context.config.disable
-            if not (disabled and usable_only):
+            against = context.against(rule.name)
+            if against is None or not usable_only:
                 proposed = rule.propose(found, tokens, context, usable_only)
-                every.extend(map(_disabled, proposed) if disabled else proposed)
+                every.extend(proposed if against is None else (_rejected(each, against) for each in proposed))
         return every
 
     def _like(self, first: PricedSite, index: int, context: Context) -> PricedSite:
@@ -314,10 +314,9 @@ def is_symbolic(found: FoundSite) -> bool:
     return value is not None and not isinstance(tokens_of(value), int)
 
 
-def _disabled(proposal: Proposal) -> Proposal:
+def _rejected(proposal: Proposal, why: Rejection) -> Proposal:
     candidate = proposal.candidate
-    disabled = Rejection("disabled", "the rule is switched off by an option", (("rule", candidate.choice),))
-    return replace(proposal, candidate=replace(candidate, rejections=(*candidate.rejections, disabled)))
+    return replace(proposal, candidate=replace(candidate, rejections=(*candidate.rejections, why)))
 
 
 def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:

@@ -26,10 +26,18 @@ def to_json(report: Report) -> str:
         "group": {"world": report.world},
         "machine": None
         if machine is None
-        else {"name": machine.name, "measured": machine.measured, "origins": dict(machine.origins)},
+        else {
+            "name": machine.name,
+            "measured": machine.measured,
+            "origins": dict(machine.origins),
+            "stands_in_for": list(machine.stands_in_for),
+        },
         "graphs": [_graph(graph) for graph in report.graphs],
         "fallbacks": [asdict(fallback) for fallback in report.fallbacks],
         "notes": list(report.notes),
+        "graphs_count": report.num_graphs,
+        "breaks": [asdict(found) for found in report.breaks],
+        "communication_outside": [asdict(found) for found in report.outside],
     }
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 

@@ -60,6 +60,7 @@ def _report(report: Report, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"{report.model} on {report.world} ranks", style="bold")]
     parts.append(Text(_machine_line(report.machine)))
     parts.extend(Text(note) for note in report.notes)
+    parts.extend(Text(line) for line in sections.broken(report))
     if not report.graphs:
         parts.append(Text("no graph was compiled yet"))
     for graph in report.graphs:
@@ -78,6 +79,9 @@ def _report(report: Report, width: int) -> list[RenderableType]:
 def _machine_line(machine: MachineSummary | None) -> str:
     if machine is None:
         return "machine: none (nothing was estimated)"
+    if machine.stands_in_for:
+        gpus = ", ".join(machine.stands_in_for)
+        return f"machine: {machine.name} stands in for {gpus}, which has no profile: run `weaveopt calibrate`"
     if machine.measured:
         return f"machine: {machine.name} (every constant measured)"
     kinds: dict[str, dict[str, None]] = {}

@@ -1,0 +1,79 @@
+"""Which shipped profile stands for the GPUs of a group, and for which of them it only stands in.
+
+What is asked is the same on all ranks, so the answer is: names and sizes of all ranks' GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.profile import load, names
+
+_SLICED_OR_SLOWER = frozenset({"mig", "nvl", "pcie"})
+"""Words of a GPU's name that tell it from the one of a host with NVSwitch, which the shipped profiles are of."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver describes it."""
+
+    name: str
+    processors: int = 0
+    """Streaming multiprocessors; 0 where it is not known."""
+    bytes_per_s: float = 0.0
+    """Of its memory, from clock and bus width; 0 where it is not known."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A profile, and the GPUs that it was not made for."""
+
+    machine: Machine
+    stands_in_for: tuple[str, ...] = ()
+    """Names of GPUs; none where the profile is theirs."""
+
+
+def choose(gpus: Sequence[Gpu], ranks_per_host: int) -> Choice:
+    """The profile of the slowest of `gpus`: the shipped one of its name, else the nearest by memory bandwidth.
+
+    Of several, the one with the nearest number of ranks a host. Raises nothing: there always is a nearest one.
+    """
+    kinds = sorted(set(gpus), key=lambda gpu: (gpu.name, gpu.processors, gpu.bytes_per_s))
+    found = [_profile_of(gpu, ranks_per_host) for gpu in kinds]
+    machine = min(found, key=lambda each: (each.memory.bytes_per_s, each.name))
+    others = tuple(dict.fromkeys(gpu.name for gpu in kinds if not fits(machine.name, gpu)))
+    return Choice(machine, others)
+
+
+def fits(profile: str, gpu: Gpu) -> bool:
+    """Whether the shipped profile of that name is one of hosts with such GPUs: `h200x4` of `NVIDIA H200`."""
+    words = set(re.split(r"[^a-z0-9]+", gpu.name.lower()))
+    kind = re.split(r"x\d|-", profile)[0]
+    return kind in words and not words & _SLICED_OR_SLOWER
+
+
+def _profile_of(gpu: Gpu, ranks_per_host: int) -> Machine:
+    shipped = [machine for machine in map(load, names()) if machine.device == "cuda"]
+    own = [machine for machine in shipped if fits(machine.name, gpu)]
+    if own:
+        return min(own, key=lambda machine: (abs(machine.ranks_per_host - ranks_per_host), machine.name))
+
+    def far(machine: Machine) -> tuple[float, float, int, str]:
+        processors = max((gemm.units or 0 for gemm in machine.gemms), default=0)
+        return (
+            _apart(gpu.bytes_per_s, machine.memory.bytes_per_s),
+            _apart(gpu.processors, processors),
+            abs(machine.ranks_per_host - ranks_per_host),
+            machine.name,
+        )
+
+    return min(shipped, key=far)
+
+
+def _apart(ours: float, theirs: float) -> float:
+    """0 where one of both is not known."""
+    return abs(log(ours / theirs)) if ours > 0 and theirs > 0 else 0.0

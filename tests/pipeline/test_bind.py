@@ -1,0 +1,175 @@
+"""A graph whose arena cannot be had runs as it was, on all ranks that share a group with one that has none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import forms
+from tests.ranks import run_ranks
+from tests.tolerances import LIBRARY, assert_close
+from weaveopt import _native
+from weaveopt.errors import AgreementError, WeaveError
+from weaveopt.fabrics import shm
+from weaveopt.pipeline import bind as binding
+from weaveopt.pipeline.bind import unrewritten
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Term
+from weaveopt.records.report import Decision, GraphReport, Variant
+from weaveopt.records.site import Site, TokenCounts
+
+RULE = "all_reduce_rms_norm"
+TIMEOUT_S = 60.0
+
+
+def options(strict: bool = False) -> dict[str, object]:
+    return {"force": [RULE], "strict": strict, "timeout_s": 20.0, "compile_timeout_s": TIMEOUT_S}
+
+
+def deny_peers() -> None:
+    """As in a container where a process may not open the files of another: ptrace scope, hidepid, another user."""
+
+    def denied(pid: int, fd: int, cookie: int, num_bytes: int) -> object:
+        raise RuntimeError(f"cannot open /proc/{pid}/fd/{fd}: Permission denied")
+
+    segment = SimpleNamespace(create=_native.Segment.create, open=denied)
+    module: object = shm
+    setattr(module, "_native", SimpleNamespace(Segment=segment, Group=_native.Group))  # noqa: B010
+
+
+def count_reservations() -> list[int]:
+    counted: list[int] = []
+    module: object = shm
+    reserve = shm.reserve
+
+    def counting(*arguments: object) -> object:
+        counted.append(1)
+        return reserve(*arguments)  # type: ignore[arg-type]
+
+    setattr(module, "reserve", counting)  # noqa: B010
+    return counted
+
+
+def inputs(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    residual = torch.randn(1, tokens, forms.HIDDEN, generator=torch.Generator().manual_seed(9))
+    return torch.randn(1, tokens, forms.INNER, generator=torch.Generator().manual_seed(seed)), residual
+
+
+def run_denied(rank: int) -> tuple[str, ...]:
+    """One rank may not open the others' memory; what the graphs' fallbacks say."""
+    import weaveopt
+
+    weights = forms.make_weights(torch.float32)
+    tried = count_reservations()
+    if rank == 1:
+        deny_peers()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        return forms.pre_norm(weights, x, residual)
+
+    def compiled(strict: bool) -> object:
+        torch._dynamo.reset()
+        return torch.compile(block, backend="weave", dynamic=False, options=options(strict))  # type: ignore[call-overload]
+
+    with torch.no_grad():
+        run = compiled(strict=False)
+        for tokens in (64, 128, 1):  # static graphs: one as large as the one that failed or larger, and a smaller one
+            for got, want in zip(run(*inputs(tokens, rank)), block(*inputs(tokens, rank)), strict=True):  # type: ignore[operator]
+                assert_close(got, want, LIBRARY, f"{tokens} tokens")
+        with pytest.raises(WeaveError, match=r"step 'bind' failed on graph3: ArenaError: .*Permission denied"):
+            compiled(strict=True)(*inputs(200, rank))  # type: ignore[operator]
+    assert len(tried) == 2, "larger ones are not tried again"
+    graphs = weaveopt.report().graphs
+    for graph in graphs:
+        (decision,) = graph.decisions
+        assert decision.chosen.choice == LEAVE and graph.plans == () and graph.num_rewritten == 0
+        assert graph.predicted_us == graph.unfused_us > 0 and graph.rounding == ()
+        refused = [each for each in decision.alternatives if "not_bound" in {why.code for why in each.rejections}]
+        assert [each.choice for each in refused] == [RULE]
+    assert "fallback: graph graph0 runs unrewritten, step bind: ArenaError" in str(weaveopt.report())
+    return tuple(f"{fallback.step}: {fallback.error}" for graph in graphs for fallback in graph.fallbacks)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_fall_back_where_one_may_not_share_memory(world: int) -> None:
+    said = run_ranks(run_denied, world, timeout_s=300)
+    assert len(set(said)) == 1, "every rank has the same reason"
+    first, second, third, _ = said[0]
+    assert "rank 1: cannot open /proc/" in first and "Permission denied" in first
+    assert second == f"{first} (not tried again)" and "Permission denied" in third and "again" not in third
+
+
+def run_mesh(rank: int) -> tuple[tuple[str, ...], list[int]]:
+    """Rows and columns of a mesh; the ranks of one row can share no memory. Rewritten sites are in rows only."""
+    import weaveopt
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+    weights = forms.make_weights(torch.float32)
+    if rank == 1:
+        deny_peers()
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        total = residual + functional.all_reduce(x @ weights.product, "sum", tp)
+        normalized = forms.rms(total, weights.norm)
+        return total, normalized, functional.all_reduce(normalized.square(), "sum", dp)
+
+    with torch.no_grad():
+        compiled = torch.compile(block, backend="weave", options=options())  # type: ignore[call-overload]
+        for got, want in zip(compiled(*inputs(3, rank)), block(*inputs(3, rank)), strict=True):
+            assert_close(got, want, LIBRARY)
+    (graph,) = weaveopt.report().graphs
+    assert [fallback.step for fallback in graph.fallbacks] == ["bind"], graph.fallbacks
+
+    # A chain of pairs, the last of which fails: through all of them.
+    pairs = [dist.new_group([at, at + 1]) for at in range(3)]
+    names = [pair.group_name for at, pair in enumerate(pairs) if rank in (at, at + 1)]
+    assert binding._spread("no memory" if rank > 1 else "", sorted(names), TIMEOUT_S) == "no memory"
+    assert binding._spread("", sorted(names), TIMEOUT_S) == ""
+    return tuple(fallback.error for fallback in graph.fallbacks), [d.rewritten for d in graph.decisions]
+
+
+def test_ranks_of_all_groups_of_a_graph_fall_back_together() -> None:
+    found = run_ranks(run_mesh, 4, timeout_s=300)
+    errors = {error for error, _ in found}
+    assert len(errors) == 1 and "rank 1: cannot open /proc/" in str(errors), "also those whose own row has an arena"
+    assert all(True not in rewritten for _, rewritten in found)
+
+
+def test_groups_that_overlap_too_far_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(group: str, document: dict[str, str], what: str, timeout_s: float) -> tuple[dict[str, str], ...]:
+        return document, {"why": "no memory" if what.startswith("whether") else ""}
+
+    monkeypatch.setattr(binding, "_gather", gather)
+    known = SimpleNamespace(group=SimpleNamespace(ranks=(4, 6)))
+    monkeypatch.setattr(binding.topology, "discover", lambda group, timeout_s: known)
+    with pytest.raises(AgreementError, match=r"group 'a': ranks \[6\] of \(4, 6\) have to leave .*\(no memory\)"):
+        binding._spread("", ["a"], TIMEOUT_S)
+
+
+def test_the_report_of_an_unbound_graph_says_what_ran() -> None:
+    def estimate(us: float) -> Estimate:
+        return Estimate((Term("kernel", us),))
+
+    site = Site("s0", "reduction", ("0",), "down", tokens=TokenCounts(4))
+    leave, taken = Candidate(LEAVE, estimate=estimate(9.0)), Candidate(RULE, estimate=estimate(5.0))
+    decision = Decision(site, taken, (leave,), estimate(9.0))
+    untouched = Decision(replace(site, id="s1"), leave, (), estimate(9.0))
+    captured = SimpleNamespace(
+        decisions=(decision, untouched), priced=SimpleNamespace(work=(), captured=SimpleNamespace(variant="captured"))
+    )
+    variants = (Variant("captured", "", 30.0, 25.0), Variant("split", "token_split", 28.0, 20.0))
+    report = GraphReport("g", "prefill", 4, (decision,), variants=variants, variant="split")
+    found = unrewritten(report, captured, "ArenaError: none")  # type: ignore[arg-type]
+    assert [d.chosen for d in found.decisions] == [leave, leave] and found.decisions[1] is untouched
+    assert found.predicted_us == found.unfused_us == 18.0 and found.variant == "captured"
+    assert [v.predicted_us for v in found.variants] == [30.0, 20.0]
+    assert [why.code for why in found.variants[1].rejections] == ["not_bound"]
+    assert [(f.step, f.error) for f in found.fallbacks] == [("bind", "ArenaError: none")]
+    assert unrewritten(report, None, "none").fallbacks
