@@ -1,4 +1,4 @@
-"""Every family, on real ranks: each all-reduce is rewritten or has a reason, and logits and tokens equal eager's."""
+"""Every family, on real ranks: one graph, whose all-reduces are rewritten; logits and tokens as eager."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def _problems(family: Family, path: str) -> list[str]:
         tokens = _greedy(model, ids, 6)
         model.compile(backend=executing(FORCED, reports), dynamic=False)
         got = model(ids, use_cache=False).logits
+        num_graphs = len(reports)
         got_tokens = _greedy(model, ids, 6)
     if not torch.allclose(got, logits, rtol=1e-4, atol=1e-4 * float(logits.abs().max())):
         problems.append(f"logits differ by {(got - logits).abs().max():.2e} of {logits.abs().max():.2e}")
@@ -53,11 +54,13 @@ def _problems(family: Family, path: str) -> list[str]:
         problems.append(f"tokens {got_tokens.tolist()} instead of {tokens.tolist()}")
     if {"prefill", "decode"} - {report.phase for report in reports} and family.id != "gpt_oss":
         problems.append(f"phases {[report.phase for report in reports]}")
+    if num_graphs != 1:
+        problems.append(f"{num_graphs} graphs: {dict(torch._dynamo.utils.counters['graph_break'])}")
     for report in reports:
         left = [d for d in report.decisions if not d.rewritten]
-        if len(left) > family.num_left or any(not d.site.rejections for d in left):
+        if left:
             reasons = [(d.site.module, [r.code for r in d.site.rejections]) for d in left]
-            problems.append(f"{report.phase}: {len(left)} sites left, expected at most {family.num_left}: {reasons}")
+            problems.append(f"{report.phase}: {len(left)} sites left: {reasons}")
     return problems
 
 

@@ -14,6 +14,7 @@
 #include "base/process.h"
 #include "fabric/arena.h"
 #include "fabric/buffer_need.h"
+#include "fabric/code_version.h"
 #include "fabric/shm.h"
 
 namespace py = pybind11;
@@ -38,6 +39,8 @@ void bind_host(py::module_& m) {
             return std::make_pair(found->num_bytes, found->limit);
         },
         py::arg("root") = "", "Bytes that this process may still take, and the file that says so.");
+    m.def("has_sm90_code", &fabric::has_sm90_code, py::arg("binary_version"), py::arg("ptx_version"),
+          "Whether a kernel's code has what `__CUDA_ARCH__ >= 900` selects, by what cudaFuncGetAttributes says of it.");
     m.attr("MAX_WORLD") = fabric::kMaxWorld;
     m.attr("MAX_CTAS") = fabric::kMaxCtas;
     m.attr("HEADER_BYTES") = fabric::kHeaderBytes;

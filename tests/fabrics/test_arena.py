@@ -38,9 +38,9 @@ def run_grow(rank: int, world: int) -> None:
     at_least = 10 * small.num_bytes
     large = reserve(floor_bytes=at_least)
     assert large is not small and small.closed and large.num_bytes == at_least
-    assert large.buffer("partial") == small.buffer("partial") and large.transient_begin == small.transient_begin
+    assert large.buffer("partial").num_bytes > 9 * small.buffer("partial").num_bytes, "room for what comes"
     assert reserve(floor_bytes=at_least) is large is reserve(floor_bytes=small.num_bytes)
-    with pytest.raises(ArenaError, match=r"no buffer 'mailboxes'; it was reserved with partial \(8192 bytes\)"):
+    with pytest.raises(ArenaError, match=r"no buffer 'mailboxes'; it was reserved with partial \(\d+ bytes\)"):
         large.buffer("mailboxes")
     with pytest.raises(ArenaError, match="released"):
         small.native  # noqa: B018
@@ -51,11 +51,15 @@ def run_grow(rank: int, world: int) -> None:
     too_far = replace(call, site="far", output_offset=large.num_bytes)
     with pytest.raises(ArenaError, match="site far: its output of 4096 bytes does not fit the arena of group '0'"):
         run_op(too_far, partial_of(rank))
-    too_many = replace(call, site="many", max_tokens=2 * MAX_TOKENS)
-    with pytest.raises(ArenaError, match=r"site many: its partial of 16384 bytes .* has 8192 bytes for it"):
+    assert reserve(tokens=2 * MAX_TOKENS) is large
+    check(replace(call, site="more", max_tokens=2 * MAX_TOKENS), tuple(range(world)), rank)
+    has = large.buffer("partial").num_bytes
+    too_many = replace(call, site="many", max_tokens=32 * MAX_TOKENS)
+    with pytest.raises(ArenaError, match=r"site many: its \w+ of \d+ bytes does not fit the arena of group '0'"):
         run_op(too_many, partial_of(rank))
-    larger = reserve(tokens=2 * MAX_TOKENS)
-    assert larger.buffer("partial").num_bytes == 16384 and larger.num_bytes == at_least, "the floor stays"
+    larger = reserve(tokens=32 * MAX_TOKENS)
+    assert larger.buffer("partial").num_bytes == 262144 > 2 * has and larger.num_bytes > at_least
+    assert reserve(tokens=33 * MAX_TOKENS).buffer("partial").num_bytes == 2 * 262144, "at least twice as large"
     check(too_many, tuple(range(world)), rank)
     with pytest.raises(WeaveError, match=r"expected 5 rows of 64 torch.float32"):
         run_op(call, partial_of(rank).to(torch.float16))

@@ -244,3 +244,4 @@ def test_one_thread_watches_all_arenas(arena: MadeUpArena) -> None:
     assert sum(thread.name == "weaveopt-watchdog" for thread in threading.enumerate()) == 1
     for other in others:
         watchdog.forget(other)
+    assert all(other.native.retired for other in others), "before their memory is given back"

@@ -28,7 +28,6 @@ from tests.gpu.op_cases import (
     LAYER,
     LL_PACKET_ONE_SHOT,
     LL_PACKET_TWO_SHOT,
-    TIMEOUT_S,
     Case,
     Kernel,
     Results,
@@ -41,7 +40,8 @@ from tests.gpu.op_cases import (
     run_op,
     unsupported,
 )  # fmt: skip
-from weaveopt.fabrics import peer, topology
+from tests.gpu.tag_ranks import WORLD_GROUP, one_token, reserve
+from weaveopt.fabrics import peer
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT
@@ -51,12 +51,7 @@ from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.records.norm import Quant
 from weaveopt.solver.placement import Request, place
 
-WORLD_GROUP = "0"
 REPLAYS = 10_000
-
-
-def reserve(plan: MemoryPlan, group: str = WORLD_GROUP) -> PeerArena:
-    return peer.reserve(topology.discover(group, TIMEOUT_S), plan, 0, TIMEOUT_S)
 
 
 def output_plan(num_bytes: int) -> MemoryPlan:
@@ -361,7 +356,7 @@ def subgroups(quick: bool) -> str:
 
 STAGES: dict[str, Callable[[bool], str]] = {
     "growing": growing, "grid": grid, "chain": chain, "sharded": sharded, "table": table, "graphs": graphs,
-    "aliasing": aliasing, "subgroups": subgroups,
+    "aliasing": aliasing, "one_token": one_token, "subgroups": subgroups,
 }  # fmt: skip
 
 

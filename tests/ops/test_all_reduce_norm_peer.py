@@ -91,7 +91,9 @@ class MadeUpArena:
     native: object = field(default_factory=lambda: SimpleNamespace(status=SimpleNamespace(code=_native.Code.OK)))
     peers: tuple[watchdog.Process, ...] = ()
     error: WeaveError | None = None
+    captured: bool = False
     callbacks: list[object] = field(default_factory=list)
+    begin_call = transport.PeerArena.begin_call
 
     def at_close(self, callback: object) -> None:
         self.callbacks.append(callback)
@@ -104,7 +106,7 @@ class MadeUpArena:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches()
     monkeypatch.setattr(peer, "_native", made.module())
-    monkeypatch.setattr(peer, "expect_replicated", lambda *of: None)
+    monkeypatch.setattr(peer, "may_share_rows", lambda *of: True)
     monkeypatch.setattr(peer, "_on_gpu", lambda value, device: torch.tensor(value))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: -1)
@@ -125,6 +127,17 @@ def run(site: peer.PeerSite, tokens: int, partial: torch.Tensor | None = None, *
     results = site.run(partial, Operands(**given))
     assert results is not None
     return results
+
+
+def test_a_launch_that_is_captured_keeps_the_arena(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = bind(make_call(), monkeypatch)
+    run(site, 4)
+    assert not site._arena.captured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(site, 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    run(site, 4)
+    assert site._arena.captured and len(launches.calls) == 3
 
 
 def test_more_tokens_than_were_planned_for_run_in_pieces(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

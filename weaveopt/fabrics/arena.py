@@ -59,9 +59,9 @@ class Transport(Protocol):
         """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
         All ranks of the group call it at the same point with the same arguments. An arena that is made larger has,
-        buffer by buffer, the larger of what it had and what `plan` asks for, and is never below `floor_bytes`, its
-        header included. Raises `ArenaError` on all ranks if one of them cannot share its memory or asks for something
-        else, and `AgreementError` if a rank does not come within `timeout_s`.
+        buffer by buffer, what it had or what `plan` asks for, and twice what was too little (`Layout.grown`). It is
+        never below `floor_bytes`, its header included. Raises `ArenaError` on all ranks if one of them cannot share its
+        memory or asks for something else, and `AgreementError` if a rank does not come within `timeout_s`.
         """
         ...
 

@@ -1,19 +1,25 @@
 """What lies where in an arena: named buffers that stay, then one zone for all that lives only for a while.
 
-Offsets count from the first byte behind the arena's header. They are a function of the union of all plans that the
-arena was made for, whatever their order, so they are the same on all ranks.
+Offsets count from the first byte behind the arena's header. They are a function of the plans that the arena was made
+for, in their order, so they are the same on all ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics.topology import Group, Payload
 from weaveopt.records.memory import Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.solver.placement import aligned, arena_bytes, place_kept, transient_begin, unite
+
+GROWTH = 2
+_GRAIN_BYTES = 8192
+"""Sizes that a floor makes larger are multiples of this: halves of them still begin on pages of their own."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,40 @@ class Layout:
             max(self.floor_bytes, other.floor_bytes),
         )
 
+    def grown(self, asked: Layout) -> Layout:
+        """Room for either, in an arena that takes the place of this one.
+
+        A buffer that was outgrown gets at least twice its bytes, so that an arena is replaced once for each doubling
+        and not for every graph that is a little larger.
+        """
+        exact, own = self.union(asked), {buffer.name: buffer.num_bytes for buffer in self.buffers}
+        buffers = (
+            replace(each, num_bytes=max(each.num_bytes, GROWTH * own[each.name]))
+            if own.get(each.name, each.num_bytes) < each.num_bytes
+            else each
+            for each in exact.buffers
+        )
+        transient_bytes = exact.transient_bytes
+        if transient_bytes > self.num_bytes - self.transient_begin:
+            transient_bytes = max(transient_bytes, GROWTH * self.transient_bytes)
+        return Layout(place_kept(buffers), transient_bytes, exact.floor_bytes).filled()
+
+    def filled(self) -> Layout:
+        """With all buffers larger by the same factor, as far as the floor has room for them.
+
+        Bytes behind the last buffer would be of use to no later graph: larger ones ask for larger buffers.
+        """
+        if not 0 < self.num_bytes_asked < self.floor_bytes:
+            return self
+
+        def larger(num_bytes: int) -> int:
+            scaled = num_bytes * self.floor_bytes // self.num_bytes_asked
+            return max(num_bytes, scaled // _GRAIN_BYTES * _GRAIN_BYTES)
+
+        buffers = (replace(each, num_bytes=larger(each.num_bytes)) for each in self.buffers)
+        transient_bytes = larger(self.transient_bytes) if self.transient_bytes else 0
+        return Layout(place_kept(buffers), transient_bytes, self.floor_bytes)
+
     def holds(self, other: Layout) -> bool:
         """Whether an arena laid out like this has room for what `other` asks for."""
         own = {buffer.name: buffer for buffer in self.buffers}
@@ -64,8 +104,12 @@ class Layout:
     @property
     def num_bytes(self) -> int:
         """Of a rank's arena, header excluded."""
-        end = self.transient_begin + self.transient_bytes if self.transient_bytes else arena_bytes(self.buffers)
-        return max(end, self.floor_bytes)
+        return max(self.num_bytes_asked, self.floor_bytes)
+
+    @property
+    def num_bytes_asked(self) -> int:
+        """Whatever the floor is."""
+        return self.transient_begin + self.transient_bytes if self.transient_bytes else arena_bytes(self.buffers)
 
     def buffer(self, name: str) -> PlacedBuffer:
         """Where the named buffer lies. Raises `ArenaError` if there is none."""
@@ -83,6 +127,21 @@ class Layout:
         """For comparing it between ranks, and for messages: equal texts are equal layouts."""
         buffers = {b.name: [b.num_bytes, b.alignment, b.fill] for b in self.buffers}
         return json.dumps({"buffers": buffers, "transient": self.transient_bytes, "floor": self.floor_bytes})
+
+
+A = TypeVar("A")
+
+
+def first_that_fits(layouts: Sequence[Layout], make: Callable[[Layout], A]) -> A:
+    """What `make` makes of the first layout that it can: where memory is short, an arena is just large enough.
+
+    `make` raises `ArenaError` on all ranks or on none, so all come to the same.
+    """
+    *larger, exact = dict.fromkeys(layouts)
+    for layout in larger:
+        with suppress(ArenaError):
+            return make(layout)
+    return make(exact)
 
 
 def expect_equal_layouts(group: Group, told: Sequence[Payload]) -> None:

@@ -1,8 +1,15 @@
 """The transport of fabric `peer`: GPUs of one host, one arena per rank of a process group, mapped by all peers.
 
-See `weaveopt.fabrics.arena`. Unlike on `shm`, an arena that is replaced by a larger one stays where it is: captured
-CUDA graphs hold its addresses. The memory itself comes from torch's symmetric memory (backend CUDA), without NVLink
-multicast: nothing here ever makes a multicast object.
+See `weaveopt.fabrics.arena`. An arena that is replaced by a larger one is given back, unless a CUDA graph was captured
+with it: the graph holds its addresses, and nobody knows who holds the graph, so such an arena stays as long as the
+process group.
+
+A rank gives its part back while peers may still store into it: their signals for a call that is over here already.
+Those stores hit memory that is still there. A rank's part is one allocation (cuMemCreate) that every peer has imported
+and mapped, and it lives until the last of them has unmapped it, which each does after waiting for its own kernels
+(torch's AllocationRef synchronizes the device first). That wait ends: ranks met to make the larger arena, so all of
+them have launched every call of the old one. The memory itself comes from torch's symmetric memory (backend CUDA),
+without NVLink multicast: nothing here ever makes a multicast object.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import torch.distributed as dist
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
-from weaveopt.fabrics.layout import Layout, expect_equal_layouts
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
@@ -53,6 +60,8 @@ class PeerArena:
         self.error: WeaveError | None = None
         """Why nothing can run here any more; every later call raises it."""
         self.closed = False
+        self.captured = False
+        """A CUDA graph was captured with it: it may be replayed at any time."""
         self._memory: torch.Tensor | None = memory
         self._handle: object | None = handle
         self._at_close: list[Callable[[], None]] = []
@@ -74,6 +83,13 @@ class PeerArena:
     def native_offset(self, offset: int) -> int:
         """`offset` from the first byte behind the header, as kernels count it: from the first byte of the arena."""
         return _TRAITS.header_bytes + offset
+
+    def begin_call(self) -> None:
+        """To be called before every launch that gets addresses of it. Raises why nothing can run any more."""
+        if self.error is not None:
+            watchdog.raise_again(self.error)
+        if not self.captured and torch.cuda.is_current_stream_capturing():
+            self.captured = True
 
     def at_close(self, callback: Callable[[], None]) -> None:
         """Has `callback` run when the arena is given back or replaced: calls that are bound to it bind again."""
@@ -126,6 +142,16 @@ class _Entry:
     def current(self) -> PeerArena:
         return self.arenas[-1]
 
+    def replace(self, arena: PeerArena) -> None:
+        """All ranks of the group are here, so none launches anything in the old one any more."""
+        old = self.current
+        old.unbind()
+        self.arenas.append(arena)
+        if not old.captured and old.error is None:
+            torch.cuda.synchronize(old.device)
+            self.arenas.remove(old)
+            old.close()
+
 
 _entries: dict[str, _Entry] = {}
 
@@ -144,10 +170,10 @@ def total_bytes(layout: Layout) -> int:
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> PeerArena:
     """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
-    All ranks of the group call it at the same point with the same arguments. A larger arena has the larger of old and
-    new of every buffer; the old one stays alive for graphs that were captured with it. None is below `floor_bytes`, its
-    header included. Raises `ArenaError` on all ranks if one cannot share its memory or asks for other buffers, or
-    during a CUDA-graph capture, and `AgreementError` if a rank does not come within `timeout_s`.
+    All ranks of the group call it at the same point with the same arguments. A larger arena holds what the old one held
+    and more (see `Layout.grown`); the old one stays alive only for graphs that were captured with it. None is below
+    `floor_bytes`, its header included. Raises `ArenaError` on all ranks if one cannot share its memory or asks for
+    other buffers, or during a CUDA-graph capture, and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
     if topology.fake:
@@ -156,17 +182,18 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     entry = _entries.get(name)
     if entry is not None and (entry.process_group() is not pg or not entry.arenas):
         entry = None
-    layout = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
+    asked = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
+    exact = layout = asked.filled()
     if entry is not None:
-        if entry.current.layout.holds(layout):
+        if entry.current.layout.holds(asked):
             return entry.current
-        layout = entry.current.layout.union(layout)
-    arena = _make(topology, layout, topologies.exchange(name, timeout_s), timeout_s)
+        exact, layout = entry.current.layout.union(asked), entry.current.layout.grown(asked)
+    channel = topologies.exchange(name, timeout_s)
+    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
     if entry is None:
         _entries[name] = _Entry(arena, pg)
     else:
-        entry.current.unbind()
-        entry.arenas.append(arena)
+        entry.replace(arena)
     return arena
 
 
@@ -272,8 +299,8 @@ def _announcement(device: int, layout: Layout) -> Payload:
     num_bytes = total_bytes(layout)
     properties = torch.cuda.get_device_properties(device)
     own = watchdog.this_process()
-    error = ""
-    if torch.cuda.mem_get_info(device)[0] < num_bytes:
+    error = _missing_code(device, f"{properties.major}{properties.minor}")
+    if not error and torch.cuda.mem_get_info(device)[0] < num_bytes:
         torch.cuda.empty_cache()  # what torch keeps for later is free as well
         free = torch.cuda.mem_get_info(device)[0]
         if free < num_bytes:
@@ -290,6 +317,16 @@ def _announcement(device: int, layout: Layout) -> Payload:
         "layout": layout.text(),
         "error": error,
     }
+
+
+def _missing_code(device: int, arch: str) -> str:
+    """That this build's kernels cannot run on the GPU; empty where they can."""
+    if _native.has_code(device):
+        return ""
+    return (
+        f"weaveopt was built for CUDA architectures {_native.CUDA_ARCHS}, and cuda:{device} is sm_{arch}: "
+        f"install it again with WEAVE_CUDA_ARCHS={arch}"
+    )
 
 
 def _allocate(num_bytes: int, device: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
-from weaveopt.fabrics.layout import Layout, expect_equal_layouts
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
 from weaveopt.solver.placement import aligned
@@ -105,22 +105,24 @@ _entries: dict[str, _Entry] = {}
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> ShmArena:
     """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
-    All ranks of the group call it at the same point with the same arguments. A larger arena replaces the one there
-    was: calls bind again, contents are lost. It is never below `floor_bytes`. Raises `ArenaError` on all ranks if
-    memory is short on one or the plans differ, and `AgreementError` if a rank does not come within `timeout_s`.
+    All ranks of the group call it at the same point with the same arguments. A larger arena replaces the one there was
+    (see `Layout.grown`): calls bind again, contents are lost. It is never below `floor_bytes`. Raises `ArenaError` on
+    all ranks if memory is short on one or the plans differ, and `AgreementError` if a rank does not come within
+    `timeout_s`.
     """
     name = topology.group.name
     if topology.fake:
         raise ArenaError(f"group {name!r}: no shared memory without peers")
     pg = topologies.process_group(name)
     entry = _entries.get(name)
-    layout = Layout.of(plan, floor_bytes)
+    asked = Layout.of(plan, floor_bytes)
+    exact = layout = asked.filled()
     if entry is not None and entry.process_group() is pg and not entry.arena.closed:
-        if entry.arena.layout.holds(layout):
+        if entry.arena.layout.holds(asked):
             return entry.arena
-        layout = entry.arena.layout.union(layout)
+        exact, layout = entry.arena.layout.union(asked), entry.arena.layout.grown(asked)
     channel = topologies.exchange(name, timeout_s)
-    arena = _make(topology, layout, channel, timeout_s)
+    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
     # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.
     if entry is not None:
         entry.arena.close()
