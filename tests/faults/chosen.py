@@ -15,7 +15,7 @@ EAGER_SHARE = 0.7
 """Of the random combinations; compiling costs more."""
 OFTEN = 4
 """How much likelier signals are than other faults, and any moment than a certain one."""
-IN_EVERY_MODE = ("killed", "stopped", "other token count")
+IN_EVERY_MODE = ("killed", "stopped", "other token count", "other residual")
 
 
 def make_case(

@@ -30,6 +30,8 @@ NUM_LAYERS, TOKENS, MAX_TOKENS = 2, 5, 16
 LATE_S = 0.4
 """How much later than the victim the others enter the call within which a fault strikes."""
 EPS = 1e-6
+OTHER_SEED = 1
+"""Of a residual that is not everybody's."""
 
 
 @dataclass
@@ -82,16 +84,16 @@ def other_layers(w: forms.Weights, x: Tensor, residual: Tensor, num_layers: int 
     return x, residual
 
 
-def reference(ranks: list[int], step: int) -> tuple[Tensor, Tensor]:
-    """What the group of `ranks` has to get."""
+def reference(rank: int, ranks: list[int], step: int, seed_of: dict[int, int]) -> tuple[Tensor, Tensor]:
+    """What `rank` of the group of `ranks` has to get; `seed_of`: of residuals that are not everybody's."""
     w = forms.make_weights(torch.float32)
-    x_of = [inputs(rank, step)[0] for rank in ranks]
-    residual = inputs(0, step)[1]
+    x_of = {each: inputs(each, step)[0] for each in ranks}
+    residual_of = {each: inputs(each, step, seed=seed_of.get(each, 0))[1] for each in ranks}
     for _ in range(NUM_LAYERS):
-        residual = residual + torch.stack([x @ w.product for x in x_of]).sum(0)
-        x = forms.rms(residual, w.norm, EPS) @ w.after
-        x_of = [x] * len(ranks)
-    return x, residual
+        total = torch.stack([x @ w.product for x in x_of.values()]).sum(0)
+        residual_of = {each: residual + total for each, residual in residual_of.items()}
+        x_of = {each: forms.rms(residual, w.norm, EPS) @ w.after for each, residual in residual_of.items()}
+    return x_of[rank], residual_of[rank]
 
 
 def compiled(
@@ -224,11 +226,12 @@ def digest(rank: Rank, step: int, got: tuple[Tensor, ...]) -> str:
         groups = [[first, first + 1] for first in range(rank.case.world - 1) if rank.rank in (first, first + 1)]
     else:
         groups = [ranks]
+    other_residual = rank.case.fault == "other residual"
     words = []
     for index, group in enumerate(groups):
         pair = got[2 * index : 2 * index + 2]
-        want = reference(group, step)
+        want = reference(rank.rank, group, step, {rank.case.victim: OTHER_SEED} if other_residual else {})
         right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(pair, want, strict=True))
         content = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in pair)).hexdigest()[:12]
-        words.append(f"{min(group)}:{content}" if right else f"wrong {content}")
+        words.append(f"{min(group)}{'own' if rank.seed else ''}:{content}" if right else f"wrong {content}")
     return " ".join(words)

@@ -160,4 +160,4 @@ def _place_hooks(this: Rank) -> None:
     before(shm, "reserve", Moment.AGREED)
     before(_native.Segment, "open", Moment.MAPPING)
     before(weaveopt.backend, "await_peers", Moment.COMPILED)
-    before(op, "expect_replicated", Moment.FIRST_CALL)
+    before(op, "may_share_rows", Moment.FIRST_CALL)
