@@ -128,7 +128,7 @@ def stopped(case: Case, victim: frozenset[Saying] | None = None) -> Expected:
 
 def stopped_for_long(case: Case) -> Expected:
     """Its peers have given up when it goes on."""
-    lost = {Saying.STORE_LOST} if case.store_on_rank and case.victim != 0 else set()
+    lost = {Saying.STORE_LOST, Saying.STORE_SILENT} if case.store_on_rank else set()
     return stopped(case, CAME_BACK | lost)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -108,7 +110,11 @@ def main() -> None:
     if wrong:
         raise SystemExit("\n".join(wrong))
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{rows(runs)}{END}{rest.partition(END)[2]}")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout
+    note = f"Measured on commit {commit.strip()}, {len(runs)} cases, {os.cpu_count()} cores.\n\n"
+    PAGE.write_text(f"{before}{BEGIN}\n{note}{rows(runs)}{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

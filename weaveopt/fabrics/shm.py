@@ -165,7 +165,12 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     except Exception as failure:  # whatever it is, the others must hear of it
         error = str(failure) or type(failure).__name__
     try:
-        record = {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "layout": layout.text()}
+        record: dict[str, str | int] = {
+            "pid": os.getpid(),
+            "fd": own.fd if own else -1,
+            "cookie": cookie,
+            "layout": layout.text(),
+        }
         announced = channel.gather({**record, "error": error}, f"an arena of {num_bytes} bytes", timeout_s)
         _raise_if_any(group, announced, num_bytes)
         expect_equal_layouts(group, announced)
