@@ -223,9 +223,8 @@ def growing(quick: bool) -> str:
     assert reserve(output_plan(0)) is before
     most = before.buffer(OUTPUT).num_bytes + 4096
     after = reserve(output_plan(most))
-    assert after is not before and after.layout == before.layout.union(Layout.of(output_plan(most)))
-    assert not before.closed and reserve(output_plan(256)) is after, "buffers never shrink"
-    before.tensor(0, (16,), torch.uint8).clone()
+    assert after is not before and after.layout.holds(before.layout.union(Layout.of(output_plan(most))))
+    assert before.closed and reserve(output_plan(256)) is after, "buffers never shrink"
     try:
         reserve(output_plan(most + 256 * (1 + rank)))
     except ArenaError as error:
