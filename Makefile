@@ -91,8 +91,9 @@ $(INSTALLED): requirements.txt
 	    || { echo "weaveopt: Python.h of $$python not found: install its headers (apt install python3-dev)" >&2; exit 1; }; \
 	"$$python" -m venv $(VENV) \
 	    || { echo "weaveopt: $$python cannot make an environment: install its venv module (apt install python3-venv)" >&2; exit 1; }
-	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -r requirements.txt
+	@# Of ten thousand files a third is ever imported, and Python compiles those then.
+	$(BIN)/python -m pip install -q --no-compile $(TORCH)
+	$(BIN)/python -m pip install -q --no-compile -r requirements.txt
 	touch $@
 
 # What the environment asks setup.py to build; a new file, with another text, only when that changes.

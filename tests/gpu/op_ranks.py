@@ -215,7 +215,7 @@ def table(quick: bool) -> str:
 
 
 def growing(quick: bool) -> str:
-    """A larger need makes a new arena and keeps the old one's addresses; differing needs are an error on all ranks."""
+    """A larger need makes a new arena, with room to spare; differing needs are an error on all ranks."""
     from weaveopt.errors import ArenaError
 
     rank = dist.get_rank()
@@ -223,11 +223,10 @@ def growing(quick: bool) -> str:
     assert reserve(output_plan(0)) is before
     most = before.buffer(OUTPUT).num_bytes + 4096
     after = reserve(output_plan(most))
-    assert after is not before and after.layout == before.layout.union(Layout.of(output_plan(most)))
-    assert not before.closed and reserve(output_plan(256)) is after, "buffers never shrink"
-    before.tensor(0, (16,), torch.uint8).clone()
+    assert after is not before and after.layout.holds(before.layout.union(Layout.of(output_plan(most))))
+    assert before.closed and reserve(output_plan(256)) is after, "buffers never shrink"
     try:
-        reserve(output_plan(most + 256 * (1 + rank)))
+        reserve(output_plan(4 * most + 256 * (1 + rank)))
     except ArenaError as error:
         assert "different buffers" in str(error)
     else:

@@ -108,7 +108,7 @@ def _meet(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
 def _bounded(process_group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
     """What torch waits for ends after `timeout_s`."""
     store = c10d._get_process_group_store(process_group)
-    before = store.timeout
+    before = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     try:
         with _interrupted_after(timeout_s):
