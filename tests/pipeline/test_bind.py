@@ -101,7 +101,7 @@ def test_all_ranks_fall_back_where_one_may_not_share_memory(world: int) -> None:
     said = run_ranks(run_denied, world, timeout_s=300)
     assert len(set(said)) == 1, "every rank has the same reason"
     first, second, third, _ = said[0]
-    assert "rank 1: cannot open /proc/" in first and "Permission denied" in first
+    assert "rank 1: the memory of rank 0: cannot open /proc/" in first and "Permission denied" in first
     assert second == f"{first} (not tried again)" and "Permission denied" in third and "again" not in third
 
 
