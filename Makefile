@@ -1,21 +1,20 @@
 # make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
-# make test    install into .venv, then the whole CPU test suite
-# make smoke   a few families under the oldest supported transformers
+# make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
 # make lint    what CI checks besides the tests
 # make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
 # make gpu-test, make gpu-sanitize, make gpu-bench    on a GPU host that has torch already: its own Python, no network
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := run
-.PHONY: run test smoke lint bench gpu-test gpu-sanitize gpu-bench clean
+.PHONY: run test lint bench gpu-test gpu-sanitize gpu-bench clean FORCE
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+ASKED := $(VENV)/.asked
 LINTERS := $(VENV)/.linters
-OLDEST := $(VENV)/oldest
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 RANKS ?= $(shell $(BIN)/python -c "import os, torch; print(torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4))")
 # Where gpu-bench puts its figures: benchmarks/results/$(MACHINE)/
@@ -37,11 +36,6 @@ run: $(BUILT)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS)
-
-# The oldest supported transformers, laid over the environment: its tensor-parallel code is another one.
-smoke: $(BUILT) $(OLDEST)/.installed
-	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.17.0', transformers"
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/test_models.py -k "test_family_computes_as_eager and 0" $(PYTEST_ARGS)
 
 # Of what runs on GPUs alone, only that what it names is there.
 NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item no-any-return unused-ignore)
@@ -97,18 +91,21 @@ $(INSTALLED): requirements.txt
 	    || { echo "weaveopt: Python.h of $$python not found: install its headers (apt install python3-dev)" >&2; exit 1; }; \
 	"$$python" -m venv $(VENV) \
 	    || { echo "weaveopt: $$python cannot make an environment: install its venv module (apt install python3-venv)" >&2; exit 1; }
-	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -r requirements.txt
+	@# Of ten thousand files a third is ever imported, and Python compiles those then.
+	$(BIN)/python -m pip install -q --no-compile $(TORCH)
+	$(BIN)/python -m pip install -q --no-compile -r requirements.txt
 	touch $@
+
+# What the environment asks setup.py to build; a new file, with another text, only when that changes.
+$(ASKED): FORCE | $(INSTALLED)
+	@asked='WEAVE_CUDA=$(WEAVE_CUDA) WEAVE_CUDA_ARCHS=$(WEAVE_CUDA_ARCHS) CUDA_HOME=$(CUDA_HOME)'; \
+	[ "$$(cat $@ 2>/dev/null)" = "$$asked" ] || echo "$$asked" > $@
 
 # Python sources are used in place; only native code, metadata and new top-level folders need this again.
-$(BUILT): $(INSTALLED) setup.py pyproject.toml $(NATIVE_SOURCES)
+$(BUILT): $(INSTALLED) $(ASKED) setup.py pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
-	touch $@
-
-$(OLDEST)/.installed: $(INSTALLED)
-	$(BIN)/python -m pip install -q --no-deps --target $(OLDEST) transformers==5.17.0
-	$(BIN)/python -m pip install -q --target $(OLDEST) "huggingface-hub<2"
+	@$(BIN)/python -c "from weaveopt._native import has_cuda; has_cuda or print('weaveopt: built without its CUDA part, \
+	as there is no GPU or no nvcc here, or WEAVE_CUDA=0; WEAVE_CUDA_ARCHS=all builds it for every GPU')"
 	touch $@
 
 $(LINTERS): requirements-lint.txt $(INSTALLED)

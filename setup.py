@@ -4,25 +4,32 @@
 `weaveopt.cost_model`. The native module `weaveopt._native` holds no torch, so it builds in an isolated
 environment that has neither torch nor a GPU, and one binary serves every torch version.
 
-`WEAVE_CUDA=0|1|auto` (default auto: where nvcc is found) builds the CUDA sources, `WEAVE_CUDA_ARCHS` (default
-`80;90a;100a`) names the GPU architectures.
+`WEAVE_CUDA=0|1|auto` builds the CUDA sources: never, in any case, or (auto, the default) where there is nvcc, and a GPU
+or a word of which ones are meant. `WEAVE_CUDA_ARCHS` is that word: `all`, or architectures such as `80;90`; by default
+those of this host's GPUs. The newest of them is compiled to PTX too, for GPUs that come after it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-DEFAULT_ARCHS = "80;90a;100a"
+# The kernels need no feature of one chip alone (`90a`), so a GPU runs what was compiled for the first of its major
+# version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the PTX of the last.
+ALL_ARCHS = ("80", "90", "100")
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
 # CUDA objects by content, so that one built here is found again, and may be carried to another machine.
 OBJECTS = ROOT / "build" / "cuda"
@@ -44,13 +51,83 @@ def find_nvcc() -> str | None:
         raise SystemExit(f"WEAVE_CUDA={asked!r}: expected 0, 1 or auto")
     if asked == "0":
         return None
+    named = os.environ.get("WEAVE_CUDA_ARCHS")
+    if asked == "auto" and not named and not gpu_archs():
+        say("no GPU found: the CUDA part is left out (WEAVE_CUDA_ARCHS=all builds it for every architecture)")
+        return None
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
-    if nvcc is None and asked == "1":
-        raise SystemExit(
-            "WEAVE_CUDA=1, but nvcc was not found: put it on PATH, set CUDA_HOME, or build with WEAVE_CUDA=0"
-        )
+    if nvcc is None:
+        wanted = f"WEAVE_CUDA_ARCHS={named}" if named else "WEAVE_CUDA=1"
+        missing = "nvcc was not found: put it on PATH, set CUDA_HOME, or build with WEAVE_CUDA=0"
+        if asked == "1" or named:
+            raise SystemExit(f"{wanted}, but {missing}")
+        say(f"the CUDA part is left out: {missing}")
     return nvcc
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"weaveopt: {line}\n")
+
+
+@cache
+def gpu_archs() -> tuple[str, ...]:
+    """Architectures of this host's GPUs that the kernels can be compiled for: `("90",)`."""
+    return in_order(arch for arch in set(asked_of_tool() or asked_of_driver()) if number(arch) >= number(ALL_ARCHS[0]))
+
+
+def asked_of_tool() -> list[str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [major + minor for major, minor in re.findall(r"^(\d+)\.(\d)$", listed, re.MULTILINE)]
+
+
+def asked_of_driver() -> list[str]:
+    """Where the driver's tool is missing, as in some containers."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    found = []
+    for index in range(count.value):
+        device, version = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+        for part, attribute in zip(version, (75, 76), strict=True):
+            driver.cuDeviceGetAttribute(ctypes.byref(part), attribute, device)
+        found.append(f"{version[0].value}{version[1].value}")
+    return found
+
+
+def in_order(archs: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(archs, key=number))
+
+
+def number(arch: str) -> int:
+    return int(arch.rstrip("af"))
+
+
+def choose_archs(known: tuple[str, ...]) -> tuple[str, ...]:
+    """Architectures to compile for, the oldest first, by WEAVE_CUDA_ARCHS, else this host's GPUs, else all.
+
+    `known`: what nvcc knows. A GPU newer than that runs the PTX of the newest one.
+    """
+    asked = os.environ.get("WEAVE_CUDA_ARCHS", "")
+    if asked not in ("", "all"):
+        named = [arch for arch in re.split("[;, ]+", asked) if arch]
+        for arch in named:
+            if not re.fullmatch(r"\d{2,3}[af]?", arch):
+                raise SystemExit(f"WEAVE_CUDA_ARCHS={asked!r}: expected all, or architectures such as 80;90")
+        return in_order(set(named))
+    wanted = ALL_ARCHS if asked == "all" else gpu_archs() or ALL_ARCHS
+    newest = max(map(number, known))
+    return in_order({arch if arch in known else str(min(number(arch), newest)) for arch in wanted})
 
 
 def find_runtime(nvcc: str) -> Path:
@@ -72,10 +149,16 @@ class CudaCompiler:
     def __init__(self, nvcc: str) -> None:
         self.nvcc = nvcc
         self.library_dir = find_runtime(nvcc)
-        archs = [arch for arch in os.environ.get("WEAVE_CUDA_ARCHS", DEFAULT_ARCHS).split(";") if arch]
+        listed = subprocess.check_output([nvcc, "--list-gpu-code"], text=True)
+        archs = choose_archs(tuple(re.findall(r"^sm_(\d+)$", listed, re.MULTILINE)))
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        # PTX for one chip alone (`90a`) runs on no other.
+        with_ptx = archs[-1].isdigit()
+        if with_ptx:
+            codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        self.archs = ";".join(archs) + ("+PTX" if with_ptx else "")
         self.flags = ["-std=c++17", "-O3", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
-        self.threads = f"--threads={max(len(archs), 1)}"
+        self.threads = f"--threads={len(archs)}"
         version = subprocess.check_output([nvcc, "--version"], text=True)
         headers = [path for suffix in HEADERS for path in sources(suffix)]
         self.surroundings = [version, *self.flags, *(text for path in headers for text in (path, read(path)))]
@@ -112,7 +195,7 @@ class BuildNative(build_ext):
             objects = compiler.compile_all(cuda)
             ext.extra_objects = [*ext.extra_objects, *objects]
             ext.depends = [*ext.depends, *objects]
-            ext.define_macros.append(("WEAVE_WITH_CUDA", "1"))
+            ext.define_macros += [("WEAVE_WITH_CUDA", "1"), ("WEAVE_CUDA_ARCHS", f'"{compiler.archs}"')]
             ext.extra_link_args.append(f"-L{compiler.library_dir}")
             ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
         super().build_extension(ext)

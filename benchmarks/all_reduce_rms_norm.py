@@ -2,7 +2,7 @@
 
     python -m benchmarks.all_reduce_rms_norm [--worlds 2,3,4] [--quick]                       CPU ranks, against Gloo
     python -m benchmarks.all_reduce_rms_norm --device cuda --machine h200x4 [--worlds 4,2]    GPUs of this host
-        [--sweep-ctas] [--sweep-shapes] [--all] [--tokens 1 64] [--hiddens 8192]
+        [--sweep-ctas] [--sweep-shapes] [--sums] [--all] [--tokens 1 64] [--hiddens 8192]
     torchrun --nproc-per-node 4 -m benchmarks.all_reduce_rms_norm --device cuda ...           the same, one world only
 
 On CPU ranks: one thread each, hidden 4096, bf16; all variants of a case take turns in one run on the same spawned
@@ -191,6 +191,7 @@ def main_gpu(args: argparse.Namespace) -> int:
         gpu.MAIN: args.main or args.all,
         gpu.CTAS: args.sweep_ctas or args.all,
         gpu.SHAPES: args.sweep_shapes or args.all,
+        gpu.SUMS: args.sums or args.all,
     }
     suites = tuple(suite for suite, is_asked in flags.items() if is_asked) or (gpu.MAIN,)
     profile = args.profile or (args.machine if args.machine in cost_model.names() else "h200x4")
@@ -237,8 +238,9 @@ def main() -> int:
     gpus = parser.add_argument_group("GPUs")
     gpus.add_argument("--sweep-ctas", action="store_true", help="how many CTAs the bulk form needs")
     gpus.add_argument("--sweep-shapes", action="store_true", help="many shapes, the profile's choice alone")
+    gpus.add_argument("--sums", action="store_true", help="all-reduces that no norm follows")
     gpus.add_argument("--main", action="store_true", help="the main suite")
-    gpus.add_argument("--all", action="store_true", help="the main suite and both sweeps")
+    gpus.add_argument("--all", action="store_true", help="the main suite, both sweeps and the sums")
     gpus.add_argument("--tokens", type=int, nargs="+", default=[], help="only these; no result file is written")
     gpus.add_argument("--hiddens", type=int, nargs="+", default=[], help="only these; no result file is written")
     gpus.add_argument("--profile", help="machine profile that chooses and predicts (default: MACHINE if shipped)")

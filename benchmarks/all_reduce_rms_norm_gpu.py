@@ -1,9 +1,10 @@
 """`weave::all_reduce_norm` on the GPUs of one host: the rank program, started by benchmarks.all_reduce_rms_norm.
 
 Suites: `all_reduce_rms_norm` (tokens 1 to 32K, hidden 8192 and 4096), `all_reduce_rms_norm_ctas` (how many CTAs the
-bulk form needs), `all_reduce_rms_norm_shapes` (hidden 1024 to 16384).
+bulk form needs), `all_reduce_rms_norm_shapes` (hidden 1024 to 16384), `all_reduce_sum` (no norm follows).
 
-Residual and sum are sharded by tokens, as between the layers of a model; rows with `sum` `whole` are the other case.
+Residual and sum are sharded by tokens, as between the layers of a model; rows with `sum` `whole` are the other case:
+there the norm is taken in or stays in the graph, whichever the model predicts to be faster.
 `weave` is what the profile's table picks; where it leaves the site alone that is NCCL and Inductor, whose time is then
 weave's. `bound` is the link's share alone: a two-shot that only pushes, at the highest rate measured.
 """
@@ -25,6 +26,7 @@ from benchmarks.all_reduce_rms_norm_variants import (
     SYMM_TWO_SHOT,
     Case,
     Effort,
+    Form,
     SymmetricBuffers,
     Variant,
     bulk_variants,
@@ -34,19 +36,22 @@ from benchmarks.all_reduce_rms_norm_variants import (
 from benchmarks.gpu_ranks import Place, table
 from benchmarks.peer_library import FLASHINFER_WORLD, flashinfer
 from weaveopt import cost_model
+from weaveopt.cost_model.kernels import norm_us
 from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
-from weaveopt.ops.all_reduce_norm.variant import KernelRow
+from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow
 from weaveopt.records.candidate import Fabric
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload, with_norm_apart
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
+SUMS = "all_reduce_sum"
 TOKENS = tuple(1 << power for power in range(16))
 HIDDENS = (8192, 4096)
 MAIN_CTAS = (16, 64, 128)
-WHOLE_TOKENS = (64, 1024, 8192)
+WHOLE_TOKENS = (1, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SUM_TOKENS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CTA_TOKENS = (64, 512, 4096, 16384)
 CTA_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 132)
 SHAPE_HIDDENS = (1024, 2048, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
@@ -121,7 +126,7 @@ class Bench:
 
     def jobs(self, suite: str) -> list[Job]:
         hiddens = self.asked.hiddens or {CTAS: (8192,), SHAPES: SHAPE_HIDDENS}.get(suite, HIDDENS)
-        tokens = self.asked.tokens or {CTAS: CTA_TOKENS, SHAPES: SHAPE_TOKENS}.get(suite, TOKENS)
+        tokens = self.asked.tokens or {CTAS: CTA_TOKENS, SHAPES: SHAPE_TOKENS, SUMS: SUM_TOKENS}.get(suite, TOKENS)
         if self.asked.quick and not self.asked.tokens:
             tokens = QUICK_TOKENS
         cases = [Case(count, hidden) for hidden in hiddens for count in tokens]
@@ -132,15 +137,21 @@ class Bench:
         variants: list[Variant] = []
         if suite == CTAS:
             variants = bulk_variants(case, CTA_COUNTS)
-        elif suite == MAIN:
+        elif suite in (MAIN, SUMS):
             variants = ll_packet_variants(case)
             if case.bytes >= BULK_BYTES:
                 variants += bulk_variants(case, MAIN_CTAS)
         variants = [each for each in variants if each.is_supported(case, self.place)]
-        if suite in (MAIN, SHAPES) and chosen is not None and chosen not in variants:
+        if suite in (MAIN, SHAPES, SUMS) and chosen is not None and chosen not in variants:
             variants.append(chosen)
         if suite == MAIN and case.tokens in WHOLE_TOKENS:
-            variants += [Variant(each.row, whole=True) for each in variants]
+            two_shot = [each for each in variants if each.row.algorithm is Algorithm.TWO_SHOT]
+            variants += [
+                *(Variant(each.row, Form.WHOLE) for each in variants),
+                *(Variant(each.row, Form.NORM_APART) for each in two_shot),
+            ]
+        if suite == SUMS:
+            variants = [Variant(each.row, Form.SUM) for each in variants]
         return Job(case, tuple(variants), chosen)
 
     def choice(self, case: Case) -> Variant | None:
@@ -151,12 +162,25 @@ class Bench:
         row = next((row for row in rows if case.tokens <= row.max_tokens), None)
         return None if row is None else Variant(KernelRow(case.tokens, row.algorithm, row.transfer, row.num_ctas))
 
-    def predicted_us(self, case: Case, lowering: KernelRow, whole: bool) -> float:
+    def predicted_us(self, case: Case, variant: Variant) -> float:
         workload = Workload(case.tokens, case.tokens, case.hidden, "bfloat16", self.place.world)
+        if variant.form.hands_out_sum_alone:
+            workload = with_norm_apart(workload)
+        lowering, sharded = variant.row, variant.form is Form.SHARDED
         estimate = estimate_all_reduce_norm(
-            self.machine, workload, Fabric.PEER, lowering.algorithm, not whole, lowering.transfer, lowering.num_ctas
+            self.machine, workload, Fabric.PEER, lowering.algorithm, sharded, lowering.transfer, lowering.num_ctas
         )
-        return estimate.us
+        norm = variant.form is Form.NORM_APART
+        return estimate.us + (norm_us(self.machine, 2 * workload.message_bytes, workload.hidden) if norm else 0.0)
+
+    def with_whole_sum(self, job: Job) -> Variant | None:
+        """What the model picks where every rank needs the whole sum."""
+        if job.chosen is None:
+            return None
+        row = job.chosen.row
+        apart = (Form.NORM_APART,) if row.algorithm is Algorithm.TWO_SHOT else ()
+        forms = [Variant(row, form) for form in (Form.WHOLE, *apart)]
+        return min(forms, key=lambda variant: self.predicted_us(job.case, variant))
 
     def suite(self, suite: str, jobs: Iterable[Job], symmetric: SymmetricBuffers) -> None:
         for job in jobs:
@@ -196,10 +220,15 @@ class Bench:
                 for variant in job.variants
             ]  # fmt: skip
         rows = []
-        for whole in (False, True) if any(variant.whole for variant in job.variants) else (False,):
+        alone, sharded = suite == SUMS, [each for each in job.variants if each.form is Form.SHARDED]
+        measured_whole = [each for each in job.variants if each.form is not Form.SHARDED]
+        for whole, candidates in ((False, sharded), (True, measured_whole)):
+            if (alone and not whole) or (whole and not measured_whole):
+                continue
             sum_out = {"sum": "whole" if whole else "sharded"}
-            candidates = [variant for variant in job.variants if variant.whole == whole]
-            chosen = None if job.chosen is None else Variant(job.chosen.row, whole)
+            chosen = self.with_whole_sum(job) if whole else job.chosen
+            if alone:
+                chosen = None if job.chosen is None else Variant(job.chosen.row, Form.SUM)
             fastest = min(candidates, key=lambda variant: us[variant.name], default=None)
             extra: dict[str, record.Scalar] = dict(measured)
             if fastest is not None:
@@ -218,7 +247,7 @@ class Bench:
             case=case,
             weave_us=baselines[NCCL] if variant is None else us[variant.name],
             baselines=baselines,
-            predicted_us=None if variant is None else self.predicted_us(shape, variant.row, variant.whole),
+            predicted_us=None if variant is None else self.predicted_us(shape, variant),
             bound_us=shape.floor_us(self.place.world),
             parameters={"runs": "leave" if variant is None else variant.name, **extra},
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from tests.tolerances import LIBRARY, assert_close
 from weaveopt.measure.cases.all_reduce_norm import calls, peer
 from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
 from weaveopt.measure.cases.memory import add_norm
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
 from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
@@ -58,25 +59,46 @@ class Case:
         return min(100, max(10, math.ceil(REPLAY_US / (8 + 1.3 * self.floor_us(world)))))
 
 
+class Form(StrEnum):
+    """What a call makes of a partial result and a residual."""
+
+    SHARDED = "sharded"
+    """Normalized rows; residual and sum are sharded by tokens."""
+    WHOLE = "whole"
+    """Normalized rows, and the whole sum on every rank."""
+    NORM_APART = "norm apart"
+    """The whole sum, which a kernel of Inductor's normalizes on every rank."""
+    SUM = "sum"
+    """The whole sum; there is no norm."""
+
+    @property
+    def hands_out_sum_alone(self) -> bool:
+        return self in (Form.NORM_APART, Form.SUM)
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the op. `whole`: residual and sum are whole on every rank; else sharded by tokens."""
+    """A way to run the op."""
 
     row: KernelRow
-    whole: bool = False
+    form: Form = Form.SHARDED
 
     @property
     def name(self) -> str:
         words = [self.row.algorithm.value, self.row.transfer.value]
         if self.row.num_ctas:
             words.append(str(self.row.num_ctas))
-        if self.whole:
-            words.append("whole")
+        if self.form is not Form.SHARDED:
+            words.append(self.form.value)
         return " ".join(words)
 
     def call(self, case: Case, place: Place) -> AllReduceNormCall:
         site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
-        return calls.peer_call(site, place.group, place.world, self._fused(case), sharded=not self.whole)
+        sharded = self.form is Form.SHARDED
+        call = calls.peer_call(site, place.group, place.world, self._fused(case), sharded)
+        if not self.form.hands_out_sum_alone:
+            return call
+        return replace(call, norm=None, sum_out=SumOut.WHOLE, normalized_aliases_arena=False)
 
     def is_supported(self, case: Case, place: Place) -> bool:
         return calls.is_supported(self._fused(case), place.world, place.device)
@@ -126,25 +148,29 @@ class Shape:
         self.residual = random(same)
         self.weight = torch.rand(case.hidden, generator=same, device=place.device).to(DTYPE)
         self.add_norm = torch.compile(add_norm, dynamic=False, fullgraph=True)
+        self.norm = torch.compile(_norm, dynamic=False, fullgraph=True)
+        self.add = torch.compile(torch.add, dynamic=False, fullgraph=True)
         self.restore()
 
     def restore(self) -> None:
         """In-place baselines leave sums in their inputs, which would grow from call to call."""
         torch._foreach_copy_(self.partials + self.symmetric, self.given + self.given)
 
-    def baselines(self) -> dict[str, Call]:
+    def baselines(self, adds_only: bool = False) -> dict[str, Call]:
+        """With `adds_only` no norm follows."""
+        finished = self.added if adds_only else self.finished
         group = self.place.group
         one_shot, two_shot = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
 
         def nccl(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
             dist.all_reduce(self.partials[index])
-            return self.finished(self.partials[index], residual)
+            return finished(self.partials[index], residual)
 
         def symm_one_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
-            return self.finished(one_shot(self.symmetric[index], "sum", group), residual)
+            return finished(one_shot(self.symmetric[index], "sum", group), residual)
 
         def symm_two_shot(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
-            return self.finished(two_shot(self.symmetric[index], "sum", group), residual)
+            return finished(two_shot(self.symmetric[index], "sum", group), residual)
 
         found: dict[str, Call] = {NCCL: nccl, SYMM_TWO_SHOT: symm_two_shot}
         if self.case.bytes <= LARGEST_ONE_SHOT_BYTES:
@@ -156,17 +182,23 @@ class Shape:
         total, normalized = self.add_norm(reduced, residual, self.weight)
         return normalized, total
 
+    def added(self, reduced: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(nothing, sum)."""
+        total = self.add(reduced, residual)
+        return total[:0], total
+
     def alone(self, index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
         return self.finished(self.partials[index], residual)
 
     def ours(self, variant: Variant) -> Call:
         fused = torch.ops.weave.all_reduce_norm.default
         call = variant.call(self.case, self.place).encode()
-        weight = self.weight
+        weight = None if variant.form.hands_out_sum_alone else self.weight
+        normalizes = variant.form is Form.NORM_APART
 
         def run(index: int, residual: Tensor) -> tuple[Tensor, Tensor]:
             normalized, total, *_ = fused(self.partials[index], None, None, residual, None, None, weight, None, call)
-            return normalized, total
+            return self.norm(total, self.weight) if normalizes else normalized, total
 
         return run
 
@@ -186,13 +218,20 @@ class Shape:
                 normalized, total = call(index, self.residual)
                 rows = own if name in sharded else slice(None)
                 what = f"rank {rank}, {name}, {tokens} x {self.case.hidden}, input {index}"
-                assert_close(normalized, want_normalized, LIBRARY, f"{what}, normalized")
+                if normalized.numel():
+                    assert_close(normalized, want_normalized, LIBRARY, f"{what}, normalized")
                 assert_close(total[rows], want_sum[rows], LIBRARY, f"{what}, sum")
                 # Or the next one could pass by leaving this memory as it finds it.
                 for result in (normalized, total):
                     result.fill_(float("nan"))
                 gpu_ranks.barrier()
         self.restore()
+
+
+def _norm(total: Tensor, weight: Tensor) -> Tensor:
+    wide = total.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return (wide * scale).to(total.dtype) * weight
 
 
 def usable(shape: Shape, calls: dict[str, Call]) -> dict[str, Call]:
@@ -227,12 +266,16 @@ def measure(
     effort: Effort,
     with_baselines: bool = True,
 ) -> dict[str, float]:
-    """Microseconds a call by name, of the ranks the slowest, after all results were checked."""
+    """Microseconds a call by name, of the ranks the slowest, after all results were checked.
+
+    Variants of form `sum` are measured by themselves, against baselines without a norm.
+    """
     shape = Shape(place, case, symmetric)
-    calls: dict[str, Call] = usable(shape, shape.baselines()) if with_baselines else {}
+    adds_only = any(variant.form is Form.SUM for variant in variants)
+    calls: dict[str, Call] = usable(shape, shape.baselines(adds_only)) if with_baselines else {}
     calls |= {variant.name: shape.ours(variant) for variant in variants}
     two_shot = Algorithm.TWO_SHOT
-    sharded = {each.name for each in variants if not each.whole and each.row.algorithm is two_shot}
+    sharded = {each.name for each in variants if each.form is Form.SHARDED and each.row.algorithm is two_shot}
     shape.check(calls, frozenset(sharded))
     num_calls = effort.num_calls or case.num_calls(place.world)
 

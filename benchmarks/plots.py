@@ -81,10 +81,11 @@ def _accuracy(title: str, rows: Rows) -> Figure:
 
 
 def _panels(rows: Rows) -> dict[Panel, list[Row]]:
-    """Rows by ranks and hidden size, by tokens; those with a whole sum are another case."""
+    """Rows by ranks and hidden size, by tokens; those with a whole sum are another case beside those without."""
     found: dict[Panel, list[Row]] = {}
+    told_apart = {row.case.get("sum") for row in rows} > {"whole"}
     for row in sorted(rows, key=lambda row: int(row.case["tokens"])):
-        if row.case.get("sum") != "whole":
+        if not told_apart or row.case.get("sum") != "whole":
             found.setdefault((int(row.case["ranks"]), int(row.case["hidden"])), []).append(row)
     return dict(sorted(found.items(), reverse=True))
 

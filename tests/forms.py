@@ -210,6 +210,40 @@ def chain(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     return (hidden,)
 
 
+def sum_alone(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """The last row-parallel layer of a head, or any all-reduce of a backward pass."""
+    return (all_reduce(x @ w.product),)
+
+
+def layer_end(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """Where a model is compiled layer by layer: the next norm is in another graph."""
+    return (residual + all_reduce(x @ w.product),)
+
+
+def read_by_several(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    reduced = all_reduce(x @ w.product)
+    return rms(residual + reduced, w.norm), reduced * 2
+
+
+def other_work(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    return ((residual + all_reduce(x @ w.product)).relu(),)
+
+
+def residual_in_fp32(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """As under autocast: partial results in two bytes beside a residual and a norm in fp32."""
+    total = residual.float() + all_reduce((x @ w.product).bfloat16())
+    return rms(total, w.norm.float()).bfloat16().to(x.dtype) @ w.after, total
+
+
+def heads_normed(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    heads = all_reduce(x @ w.product).unflatten(-1, (4, 16))
+    return (rms(heads, w.norm[:16]),)
+
+
+def normed_in_double(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    return (rms(residual + all_reduce(x @ w.product), w.norm.double()),)
+
+
 FORMS: tuple[Callable[[Weights, Tensor, Tensor], tuple[Tensor, ...]], ...] = (
     pre_norm,
     other_order,
@@ -234,4 +268,11 @@ FORMS: tuple[Callable[[Weights, Tensor, Tensor], tuple[Tensor, ...]], ...] = (
     no_residual,
     norm_read_twice,
     chain,
+    sum_alone,
+    layer_end,
+    read_by_several,
+    other_work,
+    residual_in_fp32,
+    heads_normed,
+    normed_in_double,
 )

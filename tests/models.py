@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +31,6 @@ class Family:
     name: str
     settings: dict[str, int | float | bool | None] = field(default_factory=dict)
     expert_parallel: bool = False
-    num_left: int = 0
-    """Sites of a graph that may stay as they are, each with a reason (no norm follows the embedding)."""
 
     @property
     def id(self) -> str:
@@ -49,7 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("phi3"),
     Family("gemma2"),
     Family("gemma3_text"),
-    Family("olmo2", num_left=1),
+    Family("olmo2"),
     Family("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}),
     Family("glm4"),
     Family("cohere"),
@@ -97,26 +94,8 @@ def save(family: Family, folder: str) -> None:
 
 
 def load(family: Family, folder: str, world: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """This rank's part of the model. `tp_size` and `ep_size` as the installed transformers spells them."""
-    settings: dict[str, object] = {"tp_size": world, "tp_plan": "auto"}
+    """This rank's part of the model, as a user gets it."""
+    parallel = DistributedConfig(tp_size=world, tp_plan="auto")
     if family.expert_parallel:
-        accepted = inspect.signature(DistributedConfig).parameters
-        settings = (
-            {"tp_size": world, "ep_size": world}
-            if "ep_size" in accepted
-            else {"tp_size": world, "enable_expert_parallel": True}
-        )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        distributed_config=DistributedConfig(**settings),  # type: ignore[arg-type]
-    )
-    return strip_hooks(model.eval())
-
-
-def strip_hooks(model: PreTrainedModel) -> PreTrainedModel:
-    """Without the backward hooks that transformers 5.17 registers and that break dynamo's graphs in inference."""
-    for module in model.modules():
-        module._backward_hooks.clear()
-        module._is_full_backward_hook = None
-    return model
+        parallel = DistributedConfig(tp_size=world, ep_size=world)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=parallel).eval()

@@ -86,8 +86,7 @@ def collect(
 ) -> list[Outcome]:
     """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die."""
     context = multiprocessing.get_context("forkserver")
-    # Loading torch costs more than most tests: the server does it once, before it has any thread.
-    context.set_forkserver_preload(["torch", "torch.distributed", "weaveopt.ops"])
+    context.set_forkserver_preload(["tests.preload"])
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
     with _no_gpus():

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import accuracy, gpu_clocks, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
-from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Variant
+from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
 from benchmarks.gpu_ranks import Place
 from benchmarks.peer_library import flashinfer
 from benchmarks.prediction_cases import CPU, GPU
@@ -49,7 +49,7 @@ def test_flashinfer_times_are_of_the_faster_form() -> None:
     assert flashinfer(5120, 1) is None
 
 
-@pytest.mark.parametrize(("suite", "least"), [(gpu.MAIN, 32), (gpu.CTAS, 4), (gpu.SHAPES, 60)])
+@pytest.mark.parametrize(("suite", "least"), [(gpu.MAIN, 32), (gpu.CTAS, 4), (gpu.SHAPES, 60), (gpu.SUMS, 20)])
 def test_suites_have_their_cases(suite: str, least: int) -> None:
     jobs = bench(suite).jobs(suite)
     assert len(jobs) >= least
@@ -64,7 +64,7 @@ def test_suites_have_their_cases(suite: str, least: int) -> None:
 
 def test_a_call_means_what_inductor_is_given() -> None:
     case = Case(5, 64)
-    call = Variant(KernelRow(5, Algorithm.ONE_SHOT, Transfer.LL_PACKET), whole=True).call(
+    call = Variant(KernelRow(5, Algorithm.ONE_SHOT, Transfer.LL_PACKET), Form.WHOLE).call(
         case, Place(0, 2, PLACE.device)
     )
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_rows_of_the_main_suite() -> None:
     assert "worst ratio" in gpu.summary(gpu.MAIN, rows)
 
 
-@pytest.mark.parametrize("suite", [gpu.MAIN, gpu.CTAS, gpu.SHAPES])
+@pytest.mark.parametrize("suite", [gpu.MAIN, gpu.CTAS, gpu.SHAPES, gpu.SUMS])
 def test_pages_and_plots(tmp_path: Path, suite: str) -> None:
     found = [bench(suite, world=world) for world in (4, 2)]
     together = gpu.Found()
@@ -108,7 +108,7 @@ def test_pages_and_plots(tmp_path: Path, suite: str) -> None:
     page = results_table.page([read])
     assert page.count("\n| ") == len(rows) + 1
     assert "4 x y, x, 1 cores" in page
-    assert ("FlashInfer" in page) == (suite != gpu.CTAS)
+    assert ("FlashInfer" in page) == (suite in (gpu.MAIN, gpu.SHAPES))
     plots.plot(suite, read.rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 

@@ -7,26 +7,20 @@ scope, as the address alone says that all ranks get it. The kernels' own stores 
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import re
-import shutil
-import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests import binary
 from weaveopt import _native
 
-pytestmark = pytest.mark.skipif(not _native.has_cuda, reason="built without CUDA")
+pytestmark = binary.needs_cuda_part
 
-TOOLS = ("cuobjdump", "nvdisasm")
-INSTALL = f"pip install {' '.join(f'nvidia-cuda-{tool}' for tool in TOOLS)} (requirements.txt pins them), or CUDA_HOME="
 MULTICAST, PEER = "8MultimemE", "4PeerE"
 """In the mangled names of the kernels `direct<Multimem, ...>` and `direct<Peer, ...>`."""
-FIRST_MAJOR = 9
-"""Compute capability that has multicast instructions."""
+FIRST = 90
+"""Architecture that has multicast instructions."""
 REDUCING_LOAD = {
     "13__nv_bfloat16": r"LDGMC\.E\.(F32ADD|HPADD)\.BF16x8\b",
     "6__half": r"LDGMC\.E\.(F32ADD|HPADD)\.F16x8\b",
@@ -38,53 +32,15 @@ BROADCAST_STORE = r"\bSTG\.E\.128\.STRONG\.SYS\b"
 
 
 @cache
-def tool(name: str) -> str:
-    """Path of an NVIDIA binary tool: from its package, from PATH, or from CUDA_HOME."""
-    found: list[Path] = []
-    try:
-        package = importlib.metadata.distribution(f"nvidia-cuda-{name}")
-        found = [Path(str(file.locate())) for file in package.files or () if file.name == name]
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    on_path = shutil.which(name)
-    found += [Path(on_path)] if on_path else []
-    found += [Path(os.environ["CUDA_HOME"]) / "bin" / name] if "CUDA_HOME" in os.environ else []
-    existing = [path for path in found if path.exists()]
-    assert existing, f"{name} not found, which reads the instructions in the binary: {INSTALL}"
-    return str(existing[0])
-
-
-def dump(*arguments: str) -> str:
-    # cuobjdump calls nvdisasm, which comes in a package of its own.
-    path = os.pathsep.join((str(Path(tool("nvdisasm")).parent), os.environ.get("PATH", "")))
-    command = [tool("cuobjdump"), *arguments, str(_native.__file__)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path}, timeout=120)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-    return done.stdout
-
-
-@cache
-def architectures() -> tuple[str, ...]:
-    """Those that the extension was built for: `sm_90a`, ..."""
-    return tuple(sorted(set(re.findall(r"\.(sm_\d+[a-z]?)\.cubin", dump("--list-elf")))))
-
-
-@cache
 def instructions(architecture: str, policy: str) -> dict[str, str]:
     """Mangled name -> text of every kernel of a policy."""
-    names = re.findall(r"Function (\w+):", dump("--dump-resource-usage", "-arch", architecture))
-    wanted = [name for name in names if policy in name]
-    assert wanted, f"{architecture}: no kernel of {len(names)} has {policy} in its name"
-    text = dump("--dump-sass", "-arch", architecture, "-fun", ",".join(wanted))
-    _, *parts = re.split(r"Function : (\w+)", text)
-    found = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert set(found) == set(wanted)
-    return found
+    wanted = [name for name in binary.kernels(architecture) if policy in name]
+    assert wanted, f"{architecture}: no kernel has {policy} in its name"
+    return binary.instructions(architecture, wanted)
 
 
 def has_multicast(architecture: str) -> bool:
-    digits = "".join(filter(str.isdigit, architecture))
-    return int(digits[:-1]) >= FIRST_MAJOR
+    return binary.number(architecture) >= FIRST
 
 
 def element_type(function: str) -> str:
@@ -93,12 +49,11 @@ def element_type(function: str) -> str:
     return found[1]
 
 
-def test_some_architecture_has_multicast() -> None:
-    assert any(map(has_multicast, architectures())), f"built for {architectures()}: add 90a to WEAVE_CUDA_ARCHS"
-
-
 def test_multicast_kernels_reduce_and_broadcast_in_the_switch() -> None:
-    for architecture in filter(has_multicast, architectures()):
+    found = [*filter(has_multicast, binary.architectures())]
+    if not found:
+        pytest.skip(f"built for {_native.CUDA_ARCHS} alone, which has no multicast")
+    for architecture in found:
         kernels = instructions(architecture, MULTICAST)
         assert {element_type(name) for name in kernels} == set(REDUCING_LOAD), f"{architecture}: a type is missing"
         for name, text in kernels.items():
@@ -110,7 +65,7 @@ def test_multicast_kernels_reduce_and_broadcast_in_the_switch() -> None:
 
 
 def test_peer_kernels_have_no_multicast() -> None:
-    for architecture in architectures():
+    for architecture in binary.architectures():
         kernels = instructions(architecture, PEER)
         assert {element_type(name) for name in kernels} == set(REDUCING_LOAD), f"{architecture}: a type is missing"
         for name, text in kernels.items():
@@ -120,7 +75,7 @@ def test_peer_kernels_have_no_multicast() -> None:
 
 def test_older_architectures_have_no_multicast() -> None:
     """There the kernels are empty shells, and the launch refuses."""
-    for architecture in architectures():
+    for architecture in binary.architectures():
         if not has_multicast(architecture):
             for name, text in instructions(architecture, MULTICAST).items():
                 assert not re.search(f"{ANY_REDUCING_LOAD}|{BROADCAST_STORE}", text), f"{architecture}: {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_command_is_installed() -> None:
 
 def test_supported_versions_are_declared() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
-    assert {"torch>=2.11", "transformers>=5.17"} <= set(PROJECT["dependencies"])
+    assert {"torch>=2.11", "transformers>=5.23"} <= set(PROJECT["dependencies"])
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +114,21 @@ def test_wheel_holds_the_native_module_without_torch(wheel: zipfile.ZipFile, tmp
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """setup.py as a module, and an nvcc that only says what it is asked for."""
+def setup_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """setup.py as a module."""
     monkeypatch.setattr(setuptools, "setup", lambda **of: None)
     monkeypatch.setattr(ParallelCompile, "install", lambda self: None)
     spec = importlib.util.spec_from_file_location("weaveopt_setup", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def build(setup_module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """setup.py on a host without GPUs, with an nvcc that only says what it is asked for."""
+    module = setup_module
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libcudart_static.a").touch()
@@ -129,19 +137,31 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         "#!/bin/sh\n"
         'case "$1" in\n'
         "--version) echo release 13.0 ;;\n"
+        "--list-gpu-code) printf 'sm_80\\nsm_90\\nsm_100\\nsm_120\\n' ;;\n"
         f"--dryrun) echo '#$ TOP={tmp_path}' >&2 ;;\n"
         f'-c) echo "$@" >> {tmp_path}/asked; touch "$4" ;;\n'
         "esac\n"
     )
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("WEAVE_CUDA", raising=False)
+    monkeypatch.delenv("WEAVE_CUDA_ARCHS", raising=False)
+    monkeypatch.setattr(module, "asked_of_tool", list)
+    monkeypatch.setattr(module, "asked_of_driver", list)
     monkeypatch.setattr(module, "OBJECTS", tmp_path / "objects")
     return module
+
+
+def set_gpus(build: ModuleType, monkeypatch: pytest.MonkeyPatch, *archs: str) -> None:
+    """Pretends that the host has these GPUs."""
+    build.gpu_archs.cache_clear()
+    monkeypatch.setattr(build, "asked_of_driver", lambda: list(archs))
 
 
 def test_cuda_objects_are_found_again_by_their_content(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WEAVE_CUDA_ARCHS", "all")
     assert build.find_nvcc() == str(tmp_path / "bin" / "nvcc")
     sources = build.sources(".cu")
     assert "csrc/fabric/peer.cu" in sources
@@ -156,26 +176,106 @@ def test_cuda_objects_are_found_again_by_their_content(
 
     objects = compile_all()
     assert len(set(objects)) == len(sources) == len(asked())
-    assert all("arch=compute_90a,code=sm_90a" in line and "code=sm_100a" in line for line in asked())
+    for line in asked():
+        found = re.findall(r"-gencode=arch=compute_(\w+),code=(\w+)", line)
+        assert found == [("80", "sm_80"), ("90", "sm_90"), ("100", "sm_100"), ("100", "compute_100")]
     assert compile_all() == objects and len(asked()) == len(sources), "nothing is compiled twice"
     monkeypatch.setenv("WEAVE_CUDA_ARCHS", "90a")
     assert not set(compile_all()) & set(objects), "other flags make other objects"
-    assert "sm_100a" not in asked()[-1]
+    assert "sm_100" not in asked()[-1] and "code=compute" not in asked()[-1], "PTX for one chip alone helps no other"
     (tmp_path / "lib64" / "libcudart_static.a").unlink()
     with pytest.raises(SystemExit, match="WEAVE_CUDA=0"):
         compile_all()
 
 
-def test_cuda_is_built_as_asked(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cuda_is_built_where_it_is_of_use(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvcc = str(tmp_path / "bin" / "nvcc")
+    assert build.find_nvcc() is None
+    assert "no GPU found" in (said := capsys.readouterr().err) and "WEAVE_CUDA_ARCHS=all" in said
+    set_gpus(build, monkeypatch, "70")
+    assert build.find_nvcc() is None, "the kernels need 80"
+    set_gpus(build, monkeypatch, "70", "90")
+    assert build.find_nvcc() == nvcc and build.gpu_archs() == ("90",)
+    set_gpus(build, monkeypatch)
+    monkeypatch.setenv("WEAVE_CUDA", "1")
+    assert build.find_nvcc() == nvcc
     monkeypatch.setenv("WEAVE_CUDA", "0")
     assert build.find_nvcc() is None
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
     monkeypatch.setenv("WEAVE_CUDA", "auto")
-    assert build.find_nvcc() is None
-    for asked, message in (("1", "nvcc was not found"), ("yes", "expected 0, 1 or auto")):
+    set_gpus(build, monkeypatch, "90")
+    assert build.find_nvcc() is None and "nvcc was not found" in capsys.readouterr().err
+    for asked, message in (("1", "WEAVE_CUDA=1, but nvcc was not found"), ("yes", "expected 0, 1 or auto")):
         monkeypatch.setenv("WEAVE_CUDA", asked)
         with pytest.raises(SystemExit, match=message):
             build.find_nvcc()
+    monkeypatch.setenv("WEAVE_CUDA", "auto")
+    monkeypatch.setenv("WEAVE_CUDA_ARCHS", "all")
+    with pytest.raises(SystemExit, match="WEAVE_CUDA_ARCHS=all, but nvcc was not found"):
+        build.find_nvcc()
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"),
+    [
+        ("", ("90",), ("90",)),
+        ("", ("120", "86"), ("86", "120")),
+        ("", ("121",), ("120",)),  # nvcc does not know it: the PTX of what it knows
+        ("", (), ("80", "90", "100")),
+        ("all", ("90",), ("80", "90", "100")),
+        ("90;80", ("90",), ("80", "90")),
+        ("103,100a", (), ("100a", "103")),
+    ],
+)
+def test_architectures_are_those_asked_for_else_the_hosts(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: str, gpus: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("WEAVE_CUDA_ARCHS", asked)
+    set_gpus(build, monkeypatch, *gpus)
+    assert build.choose_archs(("80", "86", "90", "100", "120")) == expected
+
+
+def test_an_architecture_that_is_none_is_refused(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEAVE_CUDA_ARCHS", "hopper")
+    with pytest.raises(SystemExit, match="'hopper': expected all, or architectures such as 80;90"):
+        build.choose_archs(("80",))
+
+
+def test_the_drivers_tool_names_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setup_module: ModuleType
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=compute_cap ] && printf "9.0\\n9.0\\n12.0\\n"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert setup_module.gpu_archs() == ("90", "120")
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    assert setup_module.asked_of_tool() == []
+
+
+def test_make_builds_again_only_where_other_architectures_are_asked_for(tmp_path: Path) -> None:
+    log, installed = tmp_path / "log", tmp_path / ".installed"
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$WEAVE_CUDA_ARCHS: $*" >> {log}\n')
+    python.chmod(0o755)
+    installed.touch()
+
+    def builds(**asked: str) -> list[str]:
+        log.write_text("")
+        without = {name: value for name, value in os.environ.items() if not name.startswith(("WEAVE_CUDA", "MAKE"))}
+        command = ["make", f"VENV={tmp_path}", f"{tmp_path}/.built"]
+        done = subprocess.run(command, cwd=ROOT, env={**without, **asked}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return [line.partition(":")[0] for line in log.read_text().splitlines() if "pip install" in line]
+
+    assert builds() == [""]
+    assert builds() == []
+    assert builds(WEAVE_CUDA_ARCHS="all") == ["all"]
+    assert builds(WEAVE_CUDA_ARCHS="all") == []
+    assert builds() == [""]
 
 
 def test_wheel_names_its_entry_points_and_needs(wheel: zipfile.ZipFile) -> None:

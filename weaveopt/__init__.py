@@ -28,17 +28,7 @@ def report(model: object | None = None) -> Report:
     `model` is what `torch.compile` returned, or a module on which `.compile(backend="weave")` was called; None
     stands for everything that this process compiled.
     """
-    from dataclasses import fields
-
-    from weaveopt.records.report import Report
     from weaveopt.reporting import registry
-    from weaveopt.reporting import text as render
+    from weaveopt.reporting.printed import printed
 
-    class PrintedReport(Report):
-        """A report that prints as tables; the record below it knows nothing of terminals."""
-
-        def __str__(self) -> str:
-            return render.text(self)
-
-    found = registry.report(model)
-    return PrintedReport(*(getattr(found, field.name) for field in fields(found)))
+    return printed(registry.report(model))

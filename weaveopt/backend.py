@@ -61,7 +61,7 @@ def weave(
     """
     try:
         config = resolve(options, seams.known_options(), rules.names)
-        entry = registry.open_entry(example_inputs)
+        entry = registry.open_entry(example_inputs, graph_module)
         hooks = [hook for rule in rules.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
 
         # Inductor's own signature: what it passes is handed on untouched.
@@ -76,7 +76,7 @@ def weave(
             return compiled
 
         patches = seams.patches_for(mode, config)
-        return seams.compile_with(optimize_and_compile, graph_module, example_inputs, patches)
+        return seams.compile_with(entry.watch(optimize_and_compile), graph_module, example_inputs, patches)
     except WeaveError as error:
         return _raiser(error)
 

@@ -38,8 +38,8 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 BUILD_VARIABLES: tuple[tuple[str, str], ...] = (
-    ("WEAVE_CUDA", "0, 1 or auto: build the CUDA part (auto: when nvcc is found)"),
-    ("WEAVE_CUDA_ARCHS", "GPU architectures to build for (default 80;90a;100a)"),
+    ("WEAVE_CUDA", "0, 1 or auto: build the CUDA part (auto: where nvcc is, and GPUs or WEAVE_CUDA_ARCHS)"),
+    ("WEAVE_CUDA_ARCHS", "GPU architectures to build for: all, or such as 80;90 (default: those of the GPUs here)"),
 )
 
 

@@ -44,9 +44,12 @@
 #include "all_reduce_norm/bulk_loader.cuh"
 #include "all_reduce_norm/bulk_senders.cuh"
 #include "fabric/call.cuh"
+#include "fabric/kernel_code.cuh"
 
 namespace weave::gpu {
 namespace {
+
+using fabric::KernelCode;
 
 // Bytes in flight on a GPU: enough to keep the link busy for a round trip. More would only queue, and signals
 // behind them.
@@ -88,6 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (lane == 0) {
         Loader{work}.run();
     } else {
+        fabric::send_tags(watch, state, lane - 1);
         fabric::end_call<false>(watch, state, lane - 1);
     }
 #endif
@@ -123,6 +127,8 @@ int enqueue_as(const Call& call, const Launch& launch) {
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    // Else an empty kernel, which would also start before the one ahead of it has ended.
+    if (fabric::code_of<bulk<T, kMaxW, kVecs, kPlain>>(device) != KernelCode::kSm90) return cudaErrorNotSupported;
     BulkLayout layout{};
     const OutputLayout output = output_layout(row_kind(call, launch.dtype), call.tokens);
     layout.row_bytes = output.row_bytes;
@@ -192,9 +198,9 @@ int with_world(const Call& call, const Launch& launch) {
 }  // namespace
 
 const char* bulk_unsupported(DType dtype, int64_t hidden, bool fp8, int32_t device) {
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major < 9) return "bulk copies need compute capability 9.0";
+    // All kernels of this file were compiled for the same architectures: one of them stands for the others.
+    if (fabric::code_of<bulk<float, 2, 2, true>>(device) != KernelCode::kSm90)
+        return "bulk copies need code for compute capability 9.0 or newer";
     if (hidden * size_of(dtype) / 16 > kMostVecs * kTeamThreads) return "rows are too long for the bulk kernel";
     if (fp8 && hidden % 16 != 0) return "bulk copies of e4m3 rows need a multiple of 16 elements";
     return "";

@@ -26,9 +26,11 @@
 #include "all_reduce_norm/finish.cuh"
 #include "all_reduce_norm/layout.h"
 #include "fabric/call.cuh"
+#include "fabric/kernel_code.cuh"
 
 namespace weave::gpu {
 
+using fabric::KernelCode;
 using fabric::kMaxCtas;
 using fabric::Watch;
 
@@ -68,6 +70,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     const uint64_t word = fabric::signal_word(state.epoch(), 1);
     const int peer = threadIdx.x;
     const bool has_peer = peer < call.group.world && peer != call.group.rank;
+    fabric::send_tags(watch, state, peer);
     fabric::end_call<false>(watch, state, peer);
     const fabric::Channel* own = call.group.channel(call.group.rank);
     if (has_peer) {
@@ -169,9 +172,7 @@ int enqueue_direct(const Call& call, const Launch& launch) {
     config.blockDim = kDirectThreads;
     config.stream = static_cast<cudaStream_t>(launch.stream);
     config.attrs = &attribute;
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    config.numAttrs = major >= 9 ? 1 : 0;
+    config.numAttrs = fabric::code_of<direct<Fabric, T, kVecs>>(device) == KernelCode::kSm90 ? 1 : 0;
     return cudaLaunchKernelEx(&config, direct<Fabric, T, kVecs>, call, layout);
 }
 

@@ -10,12 +10,15 @@
 
 #include "all_reduce_norm/ll_packet_rows.cuh"
 #include "fabric/call.cuh"
+#include "fabric/kernel_code.cuh"
 
 namespace weave::gpu {
 namespace {
 
+using fabric::KernelCode;
+
 constexpr int kControlThreads = 32;
-// Of a thread, where rows are too long for one: only without clusters (before sm_90).
+// Of a thread, where rows are too long for one: only without clusters (code older than sm_90's).
 constexpr int kMostVecs = 4;
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
@@ -41,6 +44,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
     watch.tag = fabric::tag_word(state.epoch(), call.tokens, call.site);
     if (controls) {
         // A warp beside those that compute.
+        fabric::send_tags(watch, state, threadIdx.x & 31);
         asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
         if (cluster > 1) team.await_peers();
         fabric::end_call<true>(watch, state, threadIdx.x & 31);
@@ -101,10 +105,11 @@ Shape shape_of(int64_t num_vecs, int64_t rows, int num_sms, bool has_clusters) {
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     const auto kernel = ll_packet<T, kMaxW, kVecs, kTwoShot, kPlain>;
-    int major = 0, num_sms = 0, device = 0;
+    int num_sms = 0, device = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    const bool has_sm90 = fabric::code_of<ll_packet<T, kMaxW, kVecs, kTwoShot, kPlain>>(device) == KernelCode::kSm90;
+    if (shape.cluster > 1 && !has_sm90) return cudaErrorNotSupported;
     cudaLaunchAttribute attributes[2];
     int num_attributes = 0;
     if (shape.cluster > 1) {
@@ -112,7 +117,7 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
         attributes[num_attributes].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
         ++num_attributes;
     }
-    if (major >= 9) {
+    if (has_sm90) {
         attributes[num_attributes].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[num_attributes].val.programmaticStreamSerializationAllowed = 1;
         ++num_attributes;
@@ -178,10 +183,9 @@ int with_world(const Call& call, const Launch& launch, const Shape& shape) {
     return with_steps<T, kMaxWorld, 1>(call, launch, shape);
 }
 
+// All kernels of this file were compiled for the same architectures: one of them stands for the others.
 bool has_clusters(int device) {
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    return major >= 9;
+    return fabric::code_of<ll_packet<float, 2, 1, false, true>>(device) == KernelCode::kSm90;
 }
 
 }  // namespace

@@ -73,10 +73,11 @@ struct Multimem {
 }  // namespace
 
 int run_direct_multimem(const Call& call, const Launch& launch) {
-    int device = 0, major = 0;
+    int device = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major < 9 || call.group.multicast == nullptr) return cudaErrorNotSupported;
+    // All kernels of this file were compiled for the same architectures: one of them stands for the others.
+    const KernelCode code = fabric::code_of<direct<Multimem, float, 2>>(device);
+    if (code != KernelCode::kSm90 || call.group.multicast == nullptr) return cudaErrorNotSupported;
     return run_direct<Multimem>(call, launch);
 }
 

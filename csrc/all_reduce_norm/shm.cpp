@@ -94,7 +94,8 @@ void* AllReduceNorm::partial() const {
 
 Status AllReduceNorm::enter(int64_t tokens) {
     Status status = group_.enter(site_.layout, fabric::shm::tag(site_.tag, tokens), site_.timeout_s);
-    if (!status.ok() && status.code != Code::kBusy) group_.leave();
+    const bool entered = status.code != Code::kBusy && status.code != Code::kForked;
+    if (!status.ok() && entered) group_.leave();
     return status;
 }
 

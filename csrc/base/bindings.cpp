@@ -4,13 +4,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstdlib>
 #include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include "base/dtype.h"
+#include "base/memory.h"
 #include "base/process.h"
 #include "fabric/arena.h"
 #include "fabric/buffer_need.h"
+#include "fabric/code_version.h"
 #include "fabric/shm.h"
 
 namespace py = pybind11;
@@ -21,20 +25,22 @@ namespace {
 using fabric::shm::Segment;
 
 void bind_host(py::module_& m) {
+    m.def("process_identity", &process_identity, py::arg("pid"),
+          "What tells a process from all others, on other hosts too, beside its number; empty where nobody can say.");
+    py::class_<Process>(m, "Process")
+        .def(py::init(&Process::of), py::arg("pid"), py::arg("identity"))
+        .def_property_readonly("has_descriptor", &Process::has_descriptor)
+        .def("has_ended", &Process::has_ended);
     m.def(
-        "process_start",
-        [](int32_t pid) {
-            const auto start = process_start(pid);
-            return start ? std::to_string(*start) : std::string();
+        "available_memory",
+        [](const std::string& root) -> std::optional<std::pair<uint64_t, std::string>> {
+            const auto found = available_memory(root);
+            if (!found) return std::nullopt;
+            return std::make_pair(found->num_bytes, found->limit);
         },
-        py::arg("pid"), "When a process started, in ticks since boot; empty where there is none, or nobody can say.");
-    m.def(
-        "process_has_ended",
-        [](int32_t pid, const std::string& start) {
-            return !start.empty() && process_has_ended(pid, std::strtoull(start.c_str(), nullptr, 10));
-        },
-        py::arg("pid"), py::arg("start"),
-        "Whether the process that started then is gone; False where its start, or what the system says, is unknown.");
+        py::arg("root") = "", "Bytes that this process may still take, and the file that says so.");
+    m.def("has_sm90_code", &fabric::has_sm90_code, py::arg("binary_version"), py::arg("ptx_version"),
+          "Whether a kernel's code has what `__CUDA_ARCH__ >= 900` selects, by what cudaFuncGetAttributes says of it.");
     m.attr("MAX_WORLD") = fabric::kMaxWorld;
     m.attr("MAX_CTAS") = fabric::kMaxCtas;
     m.attr("HEADER_BYTES") = fabric::kHeaderBytes;
@@ -66,7 +72,8 @@ void bind_fabric(py::module_& m) {
         .value("PEER_FAILED", Code::kPeerFailed)
         .value("SITE_MISMATCH", Code::kSiteMismatch)
         .value("POISONED", Code::kPoisoned)
-        .value("BUSY", Code::kBusy);
+        .value("BUSY", Code::kBusy)
+        .value("FORKED", Code::kForked);
     py::class_<Status>(m, "Status")
         .def_readonly("code", &Status::code)
         .def_readonly("peer", &Status::peer)
@@ -78,11 +85,13 @@ void bind_fabric(py::module_& m) {
     py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", py::buffer_protocol())
         .def_static(
             "create",
-            [](std::size_t bytes, uint64_t cookie, uint32_t first_epoch) {
+            [](std::size_t bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments,
+               const std::string& root) {
                 py::gil_scoped_release release;
-                return std::shared_ptr<Segment>(Segment::create(bytes, cookie, first_epoch));
+                return std::shared_ptr<Segment>(Segment::create(bytes, cookie, first_epoch, num_segments, root));
             },
-            py::arg("data_bytes"), py::arg("cookie"), py::arg("first_epoch"))
+            py::arg("data_bytes"), py::arg("cookie"), py::arg("first_epoch"), py::arg("num_segments") = 1,
+            py::arg("root") = "")
         .def_static(
             "open",
             [](int32_t pid, int32_t fd, uint64_t cookie, std::size_t bytes) {

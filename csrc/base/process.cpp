@@ -1,63 +1,151 @@
 #include "base/process.h"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+
+// Their numbers are the same on every architecture; headers may be older than the system.
+#ifndef SYS_pidfd_send_signal
+#define SYS_pidfd_send_signal 424
+#endif
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
 
 namespace weave {
 namespace {
 
-enum class Presence { kUnknown, kGone, kThere };
-
 struct Entry {
-    Presence presence = Presence::kUnknown;
-    uint64_t start = 0;
+    uint64_t start;
+    bool is_remains;  // a zombie
 };
 
-bool says_gone(int error) {
-    return error == ENOENT || error == ESRCH;
+// The first bytes of a file; nothing where it cannot be read.
+std::optional<std::string> text_of(const char* path) {
+    char text[1024];
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return std::nullopt;
+    const ssize_t length = read(fd, text, sizeof text);
+    close(fd);
+    if (length <= 0) return std::nullopt;
+    return std::string(text, static_cast<std::size_t>(length));
 }
 
-// Fields 3 (state) and 22 (start time) of /proc/<pid>/stat. The command in field 2 may hold spaces, so count from its
-// last bracket.
-Entry entry_of(int32_t pid) {
-    char path[32], text[1024];
+// Fields 3 (state), 20 (threads) and 22 (start time) of /proc/<pid>/stat. The command in field 2 may hold spaces, so
+// count from its last bracket.
+std::optional<Entry> entry_of(int32_t pid) {
+    char path[32];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return {says_gone(errno) ? Presence::kGone : Presence::kUnknown};
-    const ssize_t length = read(fd, text, sizeof text - 1);
-    const int error = length < 0 ? errno : 0;
-    close(fd);
-    if (length <= 0) return {says_gone(error) ? Presence::kGone : Presence::kUnknown};
-    text[length] = 0;
-    const char* cursor = std::strrchr(text, ')');
-    if (cursor == nullptr || cursor[1] != ' ') return {};
+    const std::optional<std::string> text = text_of(path);
+    if (!text) return std::nullopt;
+    const char* cursor = std::strrchr(text->c_str(), ')');
+    if (cursor == nullptr || cursor[1] != ' ') return std::nullopt;
     cursor += 2;
     const char state = *cursor;
-    if (state == 'Z' || state == 'X') return {Presence::kGone};
+    long num_threads = 0;
     for (int field = 3; field < 22; ++field) {
+        if (field == 20) num_threads = std::strtol(cursor, nullptr, 10);
         cursor = std::strchr(cursor, ' ');
-        if (cursor == nullptr) return {};
+        if (cursor == nullptr) return std::nullopt;
         ++cursor;
     }
-    return {Presence::kThere, std::strtoull(cursor, nullptr, 10)};
+    // A first thread that has ended looks like a zombie while others go on.
+    const bool is_remains = state == 'X' || (state == 'Z' && num_threads <= 1);
+    return Entry{std::strtoull(cursor, nullptr, 10), is_remains};
+}
+
+// Which boot of which host this is. Kept: later there may be no descriptor to ask with.
+const std::string& boot() {
+    static std::string known;
+    if (known.empty())
+        if (const std::optional<std::string> text = text_of("/proc/sys/kernel/random/boot_id"))
+            known = text->substr(0, text->find_first_of(" \n"));
+    return known;
+}
+
+// Where this process's numbers mean what they do: "<boot of the host>:<namespace>:"; empty where nobody can say.
+std::string place() {
+    const uint64_t in = pid_namespace();
+    return boot().empty() || in == 0 ? std::string() : boot() + ":" + std::to_string(in) + ":";
 }
 
 }  // namespace
 
 std::optional<uint64_t> process_start(int32_t pid) {
-    const Entry entry = entry_of(pid);
-    if (entry.presence != Presence::kThere) return std::nullopt;
-    return entry.start;
+    const std::optional<Entry> entry = entry_of(pid);
+    if (!entry || entry->is_remains) return std::nullopt;
+    return entry->start;
 }
 
-bool process_has_ended(int32_t pid, uint64_t start) {
-    const Entry entry = entry_of(pid);
-    return entry.presence == Presence::kGone || (entry.presence == Presence::kThere && entry.start != start);
+uint64_t pid_namespace() {
+    struct stat info{};
+    return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
+}
+
+std::string process_identity(int32_t pid) {
+    const std::string where = place();
+    const std::optional<uint64_t> start = process_start(pid);
+    return where.empty() || !start ? std::string() : where + std::to_string(*start);
+}
+
+Process::Process(int32_t pid, uint64_t start) : pid_(pid), start_(start) {
+    if (pid_ <= 0) return;
+    fd_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    if (fd_ < 0) return;
+    const std::optional<Entry> entry = entry_of(pid);
+    if (!entry || entry->start == start) return;
+    close(fd_);  // of a later process with the number
+    fd_ = -1;
+}
+
+Process Process::of(int32_t pid, const std::string& identity) {
+    const std::string where = place();
+    if (where.empty() || identity.compare(0, where.size(), where) != 0) return {};
+    return Process(pid, std::strtoull(identity.c_str() + where.size(), nullptr, 10));
+}
+
+Process::Process(Process&& other) noexcept
+    : pid_(std::exchange(other.pid_, 0)), start_(other.start_), fd_(std::exchange(other.fd_, -1)) {}
+
+Process& Process::operator=(Process&& other) noexcept {
+    std::swap(pid_, other.pid_);
+    std::swap(start_, other.start_);
+    std::swap(fd_, other.fd_);
+    return *this;
+}
+
+Process::~Process() {
+    if (fd_ >= 0) close(fd_);
+}
+
+// Nothing where the descriptor does not say, as after somebody closed it and its number went to another file: those may
+// look readable, so a second look asks for what only a pidfd answers.
+std::optional<bool> Process::ended_by_descriptor() const {
+    if (fd_ < 0) return std::nullopt;
+    pollfd asked{fd_, POLLIN, 0};
+    const int num_ready = poll(&asked, 1, 0);
+    if (num_ready == 0) return false;
+    if (num_ready < 0 || (asked.revents & POLLIN) == 0) return std::nullopt;
+    if (syscall(SYS_pidfd_send_signal, fd_, 0, nullptr, 0) == 0 || errno == ESRCH || errno == EPERM) return true;
+    return std::nullopt;
+}
+
+bool Process::has_ended() const {
+    if (pid_ <= 0) return false;
+    if (const std::optional<bool> ended = ended_by_descriptor()) return *ended;
+    // Needs no descriptor and no /proc, but knows neither remains nor a number that is used again.
+    if (kill(pid_, 0) != 0 && errno == ESRCH) return true;
+    const std::optional<Entry> entry = entry_of(pid_);
+    return entry && (entry->is_remains || entry->start != start_);
 }
 
 }  // namespace weave

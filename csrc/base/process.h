@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace weave {
 
@@ -10,8 +11,40 @@ namespace weave {
 // there is no such process, only its remains (a zombie), or nobody can say.
 std::optional<uint64_t> process_start(int32_t pid);
 
-// Whether the process that started at `start` is gone, a zombie included. Only if the system says so: where asking
-// fails for another reason (no descriptor left), it counts as alive. Knows only within one pid namespace.
-bool process_has_ended(int32_t pid, uint64_t start);
+// The pid namespace of this process: only inside it does a number stand for one process. 0 where nobody can say.
+uint64_t pid_namespace();
+
+// What tells a process of this pid namespace from all others, on other hosts too, beside its number: when the host was
+// booted, the namespace, and process_start(). Empty where one of them is not known.
+std::string process_identity(int32_t pid);
+
+// A process that may end at any time. It counts as ended, its remains included, only if the system says so: where
+// asking fails (no descriptor is left, a sandbox forbids it) it counts as alive.
+//
+// Holds a pidfd where the system gives one out, so that asking later needs no descriptor; else its number and start are
+// looked up, which takes one, or its number alone is asked for.
+class Process {
+  public:
+    // One of which nothing is known: it never ends.
+    Process() = default;
+    // The one of this pid namespace that started then.
+    Process(int32_t pid, uint64_t start);
+    // By its process_identity(). Nothing is known of it where that is empty, of another host or of another namespace.
+    static Process of(int32_t pid, const std::string& identity);
+    Process(Process&& other) noexcept;
+    Process& operator=(Process&& other) noexcept;
+    ~Process();
+
+    bool has_ended() const;
+    // Whether a pidfd is held.
+    bool has_descriptor() const { return fd_ >= 0; }
+
+  private:
+    std::optional<bool> ended_by_descriptor() const;
+
+    int32_t pid_ = 0;
+    uint64_t start_ = 0;
+    int fd_ = -1;
+};
 
 }  // namespace weave

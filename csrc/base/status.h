@@ -13,6 +13,7 @@ enum class Code : int32_t {
     kSiteMismatch = 4,  // the peer is at another site, or at this one with another token count
     kPoisoned = 5,      // an earlier call of this group failed
     kBusy = 6,          // a second thread entered the same group
+    kForked = 7,        // this process was forked from the one that is a rank of the group
 };
 
 struct Status {

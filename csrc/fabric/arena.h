@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "base/host_device.h"
+#include "base/status.h"
 
 namespace weave::fabric {
 
@@ -33,9 +34,17 @@ struct Channel {
     alignas(128) uint64_t rows[kMaxWorld][kMaxCtas];     // its finished rows from CTA c have come
 };
 
+// What a rank that gave up tells its peers: a Code, and who it is.
+constexpr int32_t kCodeBits = 8;
+constexpr uint32_t kCodeMask = (1u << kCodeBits) - 1;
+WEAVE_HOST_DEVICE inline uint32_t lost_word(int32_t rank) {
+    return static_cast<uint32_t>(rank) << kCodeBits | static_cast<uint32_t>(Code::kPeerFailed);
+}
+
 // The first bytes of an arena.
 struct ArenaHeader {
     alignas(128) uint32_t failed;  // a kernel of this rank has given up
+    uint32_t lost_peer;            // lost_word() of a peer that gave up, written by that one; 0: none did
     Channel channel[kNumChannels];
 };
 constexpr std::size_t kHeaderBytes = 132 << 10;
@@ -52,6 +61,15 @@ WEAVE_HOST_DEVICE inline uint64_t tag_word(uint64_t epoch, int64_t tokens, uint3
 // What a wait was for.
 enum class Slot : uint32_t { kTag = 0, kPartial = 1, kRows = 2, kLLPacket = 3 };
 
+// In host memory: the words `lost_peer` in the arenas of all peers, in every group that this process is in, as the
+// kernel that gives up ends those of the other groups too.
+struct Peers {
+    static constexpr uint32_t kMost = 1024;  // those beyond hear of it by their own timeout
+    uint32_t count;                          // places that were ever taken
+    uint32_t value[kMost];                   // what to write
+    uint64_t word[kMost];                    // 0: a place that is free
+};
+
 // In host memory that kernels write: why they gave up. Only the first one is kept.
 struct Record {
     uint32_t code;  // Code, written last
@@ -63,6 +81,7 @@ struct Record {
     uint64_t own_tag;
     uint64_t peer_tag;
     uint32_t acknowledged;  // written by the host
+    const Peers* peers;     // for kernels; nullptr: none
 };
 
 // A word of an LL packet that has not arrived: as a pair of 2-byte elements (+0, -0), as a float -0.
@@ -72,13 +91,13 @@ constexpr uint32_t kEmptyWord = 0x80000000u;
 struct GroupView {
     char* base[kMaxWorld];   // every rank's arena
     char* multicast;         // all of them at once; nullptr: not mapped
+    ArenaHeader* own;        // of this rank
     Record* record;          // where a kernel that gives up says why
     uint64_t timeout_ns;     // of every wait
     int64_t channel_offset;  // in every arena
     int32_t world;
     int32_t rank;
 
-    WEAVE_HOST_DEVICE ArenaHeader* header() const { return reinterpret_cast<ArenaHeader*>(base[rank]); }
     WEAVE_HOST_DEVICE Channel* channel(int32_t of) const {
         return reinterpret_cast<Channel*>(base[of] + channel_offset);
     }

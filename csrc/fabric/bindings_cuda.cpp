@@ -31,8 +31,12 @@ void bind_fabric_cuda(py::module_& m) {
              py::arg("fills"))
         .def_property_readonly("status", &PeerGroup::status)
         .def("acknowledge", &PeerGroup::acknowledge)
-        .def("abort", &PeerGroup::abort, py::arg("code"));
+        .def("abort", &PeerGroup::abort, py::arg("code"))
+        .def("retire", &PeerGroup::retire);
     m.def("cuda_error_text", &fabric::error_text, py::arg("code"));
+    m.def("has_code", &fabric::has_code, py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+          "Whether this build has kernels that the GPU can run, as machine code or as PTX.");
+    m.attr("CUDA_ARCHS") = WEAVE_CUDA_ARCHS;
 }
 
 }  // namespace weave

@@ -3,8 +3,13 @@
 //
 //   begin_call   every thread of every CTA, before it reads or writes what others share: waits for the kernel before
 //                this one, and reads how many calls there were
+//   send_tags    `world` threads of CTA 0, after they have begun, the sooner the better: says what is run to every peer
 //   end_call     `world` + 1 threads of every CTA, after all its threads have begun: the grid's last CTA counts the
 //                call, and CTA 0 compares with every peer what is run
+//
+// A tag says more: its source's call before has ended, as kernels of a stream follow one another. So a rank whose call
+// has ended knows that every peer has begun that call and is through with all that it did in the one before, whatever
+// data the two exchange, if any; and no rank is more than one call ahead of another.
 //
 // Memory order, by what is shared:
 //
@@ -15,8 +20,11 @@
 //     wait    griddepcontrol.wait of the next kernel in the stream, the only reader
 //   tag[parity of the epoch][source]
 //     store   the source, relaxed at system scope
-//     fence   none: the word is all there is
-//     wait    the owner, relaxed, in the same call
+//     fence   acq_rel at system scope before it, in the thread that stores: with the store it is a release. What all
+//             threads of the source's kernels before did is part of it: griddepcontrol.wait, or the launch, comes after
+//             their end
+//     flag    every word itself
+//     wait    the owner, acquire, in the same call. All threads of its kernels behind this one come after it
 //     again   two calls later: the source's call in between ended only with this rank's tag of that call, which
 //             this rank wrote after its own call before, comparison included, had ended
 #pragma once
@@ -56,16 +64,22 @@ __device__ __forceinline__ CallState begin_call(const GroupView& group) {
     return CallState{num_calls, kUsesMailbox ? words.word[2] : 0};
 }
 
-// Sends `peer` what this rank runs and compares it with what the peer runs: `watch.tag` on both, or neither goes on.
-__device__ __forceinline__ void exchange_tags(const Watch& watch, const CallState& call, int32_t peer) {
-    constexpr int32_t kEpochShift = 2 * kTagFieldBits;
+// `helper` is 0 .. world - 1, one thread each, and stands for a peer. The fence waits for what its SM has in flight and
+// not for the state, so it costs least where nothing else was begun.
+__device__ __forceinline__ void send_tags(const Watch& watch, const CallState& call, int32_t helper) {
     const GroupView& group = watch.group;
-    const int parity = static_cast<int>(call.epoch() & 1);
-    store_relaxed(&group.channel(peer)->tag[parity][group.rank], watch.tag);
-    const uint64_t* word = &group.channel(group.rank)->tag[parity][peer];
+    if (blockIdx.x != 0 || helper < 0 || helper >= group.world || helper == group.rank) return;
+    fence();
+    store_relaxed(&group.channel(helper)->tag[call.epoch() & 1][group.rank], watch.tag);
+}
+
+// Compares what this rank runs with what the peer runs: `watch.tag` on both, or neither goes on.
+__device__ __forceinline__ void compare_tags(const Watch& watch, const CallState& call, int32_t peer) {
+    constexpr int32_t kEpochShift = 2 * kTagFieldBits;
+    const uint64_t* word = &watch.group.channel(watch.group.rank)->tag[call.epoch() & 1][peer];
     Deadline deadline;
     uint64_t theirs;
-    while ((theirs = load_relaxed(word)) >> kEpochShift != watch.tag >> kEpochShift) {
+    while ((theirs = load_acquire(word)) >> kEpochShift != watch.tag >> kEpochShift) {
         if (deadline.has_passed(watch))
             give_up(watch, deadline.code(), peer, Slot::kTag, watch.tag >> kEpochShift, theirs >> kEpochShift, 0);
     }
@@ -85,7 +99,7 @@ __device__ __forceinline__ void end_call(const Watch& watch, const CallState& ca
             state->num_calls = call.epoch();
         }
     } else if (blockIdx.x == 0 && helper < group.world && helper != group.rank) {
-        exchange_tags(watch, call, helper);
+        compare_tags(watch, call, helper);
     }
 }
 

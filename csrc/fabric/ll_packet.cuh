@@ -15,12 +15,14 @@
 //     again   two calls with LL packets later, into words that are empty
 //   empty words in a mailbox
 //     store   the owner, plain, once it has taken the data
-//     fence   the end of the kernel
-//     wait    none, as the source's call that uses the mailbox again comes later: see below
+//     fence   the end of the kernel, then that of the owner's tag of its next call (call.cuh)
+//     flag    that tag
+//     wait    the source, acquire, before it ends that call; it puts in the one after
 //
-// A channel has kNumMailboxes = 2 mailboxes, which its calls with LL packets use in turn. A rank that has finished call
-// k has what every peer sent in k, at first hand or in an owner's row; so each peer has at least begun k, and so has
-// finished k - 1, all of its taking included. Call k + 1 therefore puts into a mailbox that its owner emptied in k - 1.
+// A channel has kNumMailboxes = 2 mailboxes, which its calls with LL packets use in turn. A rank that has ended call k
+// has every peer's tag of k, whatever else the peer sent it: with one token, no norm and a sum that stays sharded, all
+// but the token's owner get nothing else. So every peer has ended k - 1, all of its taking included, and call k + 1
+// puts into a mailbox that its owner emptied in k - 1, or before if calls without LL packets came in between.
 #pragma once
 
 #include "fabric/arena.h"

@@ -1,10 +1,14 @@
 #include <cuda_runtime.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
+#include "fabric/kernel_code.cuh"
 #include "fabric/peer.h"
 
 namespace weave::fabric {
@@ -30,6 +34,45 @@ __global__ void fill_words(uint32_t* words, int64_t count, uint32_t value) {
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x)
         words[i] = value;
+}
+
+// Memory of the host that kernels of a device use too.
+template <typename T>
+T* mapped(T** device_address) {
+    T* memory = nullptr;
+    check(cudaHostAlloc(reinterpret_cast<void**>(&memory), sizeof(T), cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc");
+    std::memset(static_cast<void*>(memory), 0, sizeof(T));
+    check(cudaHostGetDevicePointer(reinterpret_cast<void**>(device_address), memory, 0), "cudaHostGetDevicePointer");
+    return memory;
+}
+
+// Whom kernels of a device tell when one gives up. Lives as long as the process: a kernel may read it at any time.
+struct PeersOfDevice {
+    Peers* peers = nullptr;
+    Peers* device_peers = nullptr;
+};
+
+std::mutex peers_mutex;
+
+PeersOfDevice& peers_of(int32_t device) {
+    static std::map<int32_t, PeersOfDevice> all;
+    PeersOfDevice& found = all[device];
+    if (found.peers == nullptr) found.peers = mapped(&found.device_peers);
+    return found;
+}
+
+void add(Peers* to, uint64_t word, uint32_t value) {
+    volatile Peers* peers = to;
+    uint32_t place = 0;
+    while (place < peers->count && peers->word[place] != 0)
+        ++place;
+    if (place == Peers::kMost) return;
+    peers->value[place] = value;
+    __sync_synchronize();
+    peers->word[place] = word;
+    __sync_synchronize();
+    if (place == peers->count) peers->count = place + 1;
 }
 
 const char* name_of(Slot slot) {
@@ -62,9 +105,14 @@ const char* error_text(int code) {
     return cudaGetErrorString(static_cast<cudaError_t>(code));
 }
 
+bool has_code(int32_t device) {
+    // All kernels of a build were compiled for the same architectures: one of them stands for the others.
+    return code_of<fill_words>(device) != KernelCode::kMissing;
+}
+
 PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device, int64_t num_bytes,
                      const std::vector<Fill>& fills)
-    : bases_(std::move(bases)), multicast_(multicast), rank_(rank), num_bytes_(num_bytes) {
+    : bases_(std::move(bases)), multicast_(multicast), rank_(rank), num_bytes_(num_bytes), maker_(getpid()) {
     if (bases_.size() < 2 || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
         throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(bases_.size()) +
                                  ": a peer group has 2 to " + std::to_string(kMaxWorld) + " ranks");
@@ -79,16 +127,36 @@ PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t ra
         check(cudaGetLastError(), "fill");
     }
     check(cudaDeviceSynchronize(), "fill");
-    check(
-        cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(Record), cudaHostAllocMapped | cudaHostAllocPortable),
-        "cudaHostAlloc");
-    std::memset(static_cast<void*>(record_), 0, sizeof(Record));
-    check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_record_), record_, 0), "cudaHostGetDevicePointer");
+    record_ = mapped(&device_record_);
+    const std::lock_guard lock(peers_mutex);
+    const PeersOfDevice& of_device = peers_of(device);
+    peers_ = of_device.peers;
+    for (int32_t peer = 0; peer < world(); ++peer)
+        if (peer != rank) add(peers_, lost_peer_of(peer), lost_word(rank));
+    record_->peers = of_device.device_peers;
 }
 
 PeerGroup::~PeerGroup() {
+    if (getpid() != maker_) return;
+    retire();
     // Fails where a kernel ended with a trap or the driver is gone already; the process is about to end then.
     if (record_ != nullptr) cudaFreeHost(record_);
+}
+
+uint64_t PeerGroup::lost_peer_of(int32_t peer) const {
+    return bases_[peer] + offsetof(ArenaHeader, lost_peer);
+}
+
+// A forked process has no part in what belongs to its parent: not even that memory need be mapped there.
+void PeerGroup::retire() {
+    if (getpid() != maker_) return;
+    const std::lock_guard lock(peers_mutex);
+    if (peers_ == nullptr) return;
+    for (int32_t peer = 0; peer < world(); ++peer)
+        for (uint32_t place = 0; place < peers_->count && peer != rank_; ++place)
+            if (peers_->word[place] == lost_peer_of(peer) && peers_->value[place] == lost_word(rank_))
+                const_cast<volatile Peers*>(peers_)->word[place] = 0;
+    peers_ = nullptr;
 }
 
 GroupView PeerGroup::view(int32_t channel, uint64_t timeout_ns) const {
@@ -99,6 +167,7 @@ GroupView PeerGroup::view(int32_t channel, uint64_t timeout_ns) const {
     for (int32_t rank = 0; rank < world(); ++rank)
         view.base[rank] = reinterpret_cast<char*>(bases_[rank]);
     view.multicast = reinterpret_cast<char*>(multicast_);
+    view.own = reinterpret_cast<ArenaHeader*>(bases_[rank_]);
     view.record = device_record_;
     view.timeout_ns = timeout_ns;
     view.channel_offset = static_cast<int64_t>(offsetof(ArenaHeader, channel) + channel * sizeof(Channel));

@@ -20,6 +20,9 @@ struct Fill {
 // What a CUDA error code stands for.
 const char* error_text(int code);
 
+// Whether this build has kernels that `device` can run, as machine code or as PTX.
+bool has_code(int32_t device);
+
 class PeerGroup {
   public:
     // `bases[r]` is where rank r's arena of `num_bytes` is mapped here, `multicast` all of them at once (0: not
@@ -41,14 +44,20 @@ class PeerGroup {
     void acknowledge();
     // Ends every wait of this rank's kernels with `code`.
     void abort(Code code);
+    // Before the arena is given back: peers are told no more that a kernel of this process gave up.
+    void retire();
 
   private:
+    uint64_t lost_peer_of(int32_t peer) const;
+
     std::vector<uint64_t> bases_;
     uint64_t multicast_;
     int32_t rank_;
     int64_t num_bytes_;
     Record* record_ = nullptr;         // host address
     Record* device_record_ = nullptr;  // the same for kernels
+    Peers* peers_ = nullptr;           // of this device: whom its kernels tell that they gave up
+    int32_t maker_;                    // pid of the process that made it
 };
 
 }  // namespace weave::fabric

@@ -8,21 +8,20 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <random>
 #include <stdexcept>
 
-#include "base/process.h"
+#include "base/memory.h"
 
 namespace weave::fabric::shm {
 namespace {
 
 constexpr uint64_t kMagic = 0x77656176656f7074;  // "weaveopt"
-// A sleeping wait checks the peer's process this often: a dead peer is noticed within this time.
+// A sleeping wait looks after the peers this often: a dead one is noticed within twice this time.
 constexpr long kSliceNs = 20'000'000;
 
 using Clock = std::chrono::steady_clock;
@@ -85,32 +84,8 @@ bool spins_until(const std::atomic<uint32_t>& word, uint32_t epoch, const SpinPo
     return false;
 }
 
-uint64_t pid_namespace() {
-    struct stat info{};
-    return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
-}
-
-// Only knows within one pid namespace; elsewhere a dead peer costs the whole timeout.
-bool exited(const SegmentHeader& header, uint64_t own_namespace) {
-    if (header.pid_namespace != own_namespace || header.start_time == 0) return false;
-    return process_has_ended(header.pid, header.start_time);
-}
-
 [[noreturn]] void fail(const std::string& what, int error) {
     throw std::runtime_error(what + ": " + std::strerror(error));
-}
-
-// Bytes that the host could still give; 0 if it does not say.
-uint64_t available_bytes() {
-    std::FILE* file = std::fopen("/proc/meminfo", "re");
-    if (file == nullptr) return 0;
-    char line[128];
-    unsigned long long kib = 0;
-    while (std::fgets(line, sizeof line, file) != nullptr) {
-        if (std::sscanf(line, "MemAvailable: %llu kB", &kib) == 1) break;
-    }
-    std::fclose(file);
-    return kib * 1024;
 }
 
 // Sizes `fd` with memory that is really there: a full /dev/shm must be an error now, not a SIGBUS at the first store.
@@ -119,27 +94,20 @@ int allocate(int fd, std::size_t bytes) {
     return posix_fallocate(fd, 0, static_cast<off_t>(bytes));
 }
 
-// A file in memory, of `bytes`, that has no name.
-int make_file(std::size_t bytes) {
+// A file in memory, of `bytes`, that has no name, where as many as `num_segments` are made at the same time.
+int make_file(std::size_t bytes, int32_t num_segments, const std::string& root) {
     const std::string what = "cannot reserve " + std::to_string(bytes) + " bytes of shared memory";
-    // memfd has no limit of its own: past the host's memory it would call the OOM killer instead of failing.
-    const uint64_t available = available_bytes();
-    if (available != 0 && bytes > available) {
-        throw std::runtime_error(what + ": the host has " + std::to_string(available) + " available");
+    // memfd has no limit of its own: past the memory there is it would call the OOM killer instead of failing.
+    const std::optional<Available> available = available_memory(root);
+    if (available && bytes > available->num_bytes / static_cast<uint64_t>(num_segments)) {
+        throw std::runtime_error(what + " on each of " + std::to_string(num_segments) + " ranks: " +
+                                 std::to_string(available->num_bytes) + " are available (" + available->limit + ")");
     }
-    std::random_device random;
-    char name[64];
-    std::snprintf(name, sizeof name, "/weaveopt-%08x%08x%08x", random(), random(), random());
-    int error = 0;
-    int fd = shm_open(name, O_CREAT | O_EXCL | O_RDWR, 0600);
-    if (fd >= 0) {
-        shm_unlink(name);
-        error = allocate(fd, bytes);
-        if (error == 0) return fd;
-        close(fd);
-    } else {
-        error = errno;
-    }
+    // Never has a name: a process that is killed in between would leave that behind.
+    int fd = open("/dev/shm", O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+    const int error = fd < 0 ? errno : allocate(fd, bytes);
+    if (error == 0) return fd;
+    if (fd >= 0) close(fd);
     // Containers often have a /dev/shm of 64 MiB; a memfd counts against their memory instead.
     fd = memfd_create("weaveopt", MFD_CLOEXEC);
     int second = fd < 0 || fchmod(fd, 0600) != 0 ? errno : allocate(fd, bytes);
@@ -150,9 +118,10 @@ int make_file(std::size_t bytes) {
 
 }  // namespace
 
-Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch) {
+Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments,
+                         const std::string& root) {
     const std::size_t bytes = kSegmentHeaderBytes + data_bytes;
-    int fd = make_file(bytes);
+    int fd = make_file(bytes, std::max(num_segments, 1), root);
     void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         int error = errno;
@@ -202,13 +171,23 @@ Segment::~Segment() {
     munmap(base_, kSegmentHeaderBytes + data_bytes_);
 }
 
+void Segment::mark(State state) {
+    if (getpid() == maker_) header()->state.store(static_cast<uint32_t>(state), std::memory_order_release);
+}
+
 void Segment::close_fd() {
     if (fd_ >= 0) close(fd_);
     fd_ = -1;
 }
 
 Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes, uint32_t first_epoch)
-    : segments_(std::move(segments)), rank_(rank), epoch_(first_epoch) {
+    : segments_(std::move(segments)), rank_(rank), epoch_(first_epoch), maker_(getpid()) {
+    const uint64_t own_namespace = segments_[rank]->header()->pid_namespace;
+    for (const Segment* segment : segments_) {
+        const SegmentHeader& header = *segment->header();
+        const bool is_known = own_namespace != 0 && header.pid_namespace == own_namespace && header.start_time != 0;
+        processes_.push_back(is_known ? Process(header.pid, header.start_time) : Process());
+    }
     cpu_set_t cores;
     CPU_ZERO(&cores);
     const int num_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
@@ -219,44 +198,73 @@ Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes
     spin_policy_ = num_processes <= num_cores ? SpinPolicy{50, 450, 0} : SpinPolicy{0, 0, 4};
 }
 
-Status Group::wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const {
-    if (spins_until(word, epoch_, spin_policy_)) {
+// A peer without which this call cannot end: it gave up, or ended before it had done its part of the call. `peer` comes
+// first. Code kOk if there is none.
+Status Group::lost_peer(int32_t peer) const {
+    Status status;
+    for (int32_t step = 0; step < world(); ++step) {
+        const int32_t other = (peer + step) % world();
+        if (other == rank_) continue;
+        const SegmentHeader& header = *segments_[other]->header();
+        const auto state = static_cast<State>(header.state.load(std::memory_order_acquire));
+        if (state == State::kFailed)
+            status.code = Code::kPeerFailed;
+        else if (state == State::kClosed || processes_[other].has_ended())
+            status.code = Code::kPeerExited;
+        else
+            continue;
+        // Loaded after its state: what it did, it had done before. A peer that gave up in a later call finished this
+        // one; one that gave up in this call will not begin another.
+        const uint32_t ready = header.ready.load(std::memory_order_acquire);
+        const uint32_t rows = header.rows.load(std::memory_order_acquire);
+        const bool is_through = status.code == Code::kPeerFailed ? reached(ready, epoch_ + 1)
+                                                                 : reached(ready, epoch_) && reached(rows, epoch_);
+        if (!is_through) {
+            status.peer = other;
+            return status;
+        }
+    }
+    return {};
+}
+
+Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) const {
+    SegmentHeader& header = *segments_[peer]->header();
+    std::atomic<uint32_t>& awaited = header.*word;
+    if (spins_until(awaited, epoch_, spin_policy_)) {
         std::atomic_thread_fence(std::memory_order_acquire);
         return {};
     }
-    SegmentHeader& header = *segments_[peer]->header();
-    const uint64_t own_namespace = segments_[rank_]->header()->pid_namespace;
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
+    bool was_lost = false;
     for (;;) {
         header.num_waiters.fetch_add(1, std::memory_order_seq_cst);
-        uint32_t seen = word.load(std::memory_order_seq_cst);
-        if (!reached(seen, epoch_)) futex_wait(word, seen, kSliceNs);
+        const uint32_t seen = awaited.load(std::memory_order_seq_cst);
+        if (!reached(seen, epoch_)) futex_wait(awaited, seen, kSliceNs);
         header.num_waiters.fetch_sub(1, std::memory_order_relaxed);
-        seen = word.load(std::memory_order_acquire);
-        if (reached(seen, epoch_)) return {};
-        Status status;
-        status.peer = peer;
-        status.slot = slot;
-        status.expected = epoch_;
-        const auto state = static_cast<State>(header.state.load(std::memory_order_acquire));
-        const auto now = Clock::now();
-        if (state == State::kFailed) {
-            status.code = Code::kPeerFailed;
-        } else if (state == State::kClosed || exited(header, own_namespace)) {
-            status.code = Code::kPeerExited;
-        } else if (now >= deadline) {
-            status.code = Code::kTimeout;
-        } else {
+        if (reached(awaited.load(std::memory_order_acquire), epoch_)) return {};
+        const bool is_late = Clock::now() >= deadline;
+        Status status = lost_peer(peer);
+        const bool is_lost = !status.ok();
+        // Not at the first look: what is not there at the second one either is gone.
+        if (!(is_lost && was_lost) && !is_late) {
+            was_lost = is_lost;
             continue;
         }
-        // The peer may have signalled since `seen` was loaded, as its last act.
-        status.seen = word.load(std::memory_order_acquire);
-        if (reached(status.seen, epoch_)) return {};
+        if (!is_lost) {
+            status.code = Code::kTimeout;
+            status.peer = peer;
+        }
+        // The peer may have signalled meanwhile, as its last act.
+        if (reached(awaited.load(std::memory_order_acquire), epoch_)) return {};
+        status.slot = slot;
+        status.expected = epoch_;
+        status.seen = (segments_[status.peer]->header()->*word).load(std::memory_order_acquire);
         return status;
     }
 }
 
 Status Group::enter(const Layout& layout, uint64_t tag, double timeout_s) {
+    if (getpid() != maker_) return Status{Code::kForked};
     if (busy_.test_and_set(std::memory_order_acquire)) return Status{Code::kBusy};
     if (!status_.ok()) {
         Status status = status_;
@@ -296,14 +304,17 @@ void Group::store_rows_relaxed() {
 }
 
 Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {
-    SegmentHeader& header = *segments_[peer]->header();
-    Status status = wait(header.ready, "ready", peer, timeout_s);
+    Status status = wait(&SegmentHeader::ready, "ready", peer, timeout_s);
     status.own_tag = tag;
-    if (!status.ok()) return status;
+    // A peer that gave up in this call may have found that it runs something else.
+    if (!status.ok() && status.code != Code::kPeerFailed) return status;
+    const int32_t other = status.ok() ? peer : status.peer;
+    const SegmentHeader& header = *segments_[other]->header();
+    if (!status.ok() && header.ready.load(std::memory_order_acquire) != epoch_) return status;
     const uint64_t peer_tag = header.tag[epoch_ & 1].load(std::memory_order_relaxed);
     if (peer_tag == tag) return status;
     status.code = Code::kSiteMismatch;
-    status.peer = peer;
+    status.peer = other;
     status.slot = "ready";
     status.expected = status.seen = epoch_;
     status.peer_tag = peer_tag;
@@ -311,7 +322,7 @@ Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {
 }
 
 Status Group::wait_rows(int32_t peer, double timeout_s) {
-    return wait(segments_[peer]->header()->rows, "rows", peer, timeout_s);
+    return wait(&SegmentHeader::rows, "rows", peer, timeout_s);
 }
 
 Status Group::poison(const Status& status) {

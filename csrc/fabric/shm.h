@@ -34,12 +34,15 @@
 // wide and compared by distance, so they may wrap; for that every word must move at least once in 2^31 calls.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "base/process.h"
 #include "base/status.h"
 
 namespace weave::fabric::shm {
@@ -71,7 +74,9 @@ class Segment {
   public:
     // Makes and touches `data_bytes` of fresh shared memory. It has no name from the start, so nothing is left behind
     // when the process dies. Throws std::runtime_error if the host has not that much.
-    static Segment* create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch);
+    // `num_segments` of that size are made on this host at the same time; `root` is for available_memory().
+    static Segment* create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments = 1,
+                           const std::string& root = "");
     // Maps the segment that process `pid` has open as `fd`. Throws if it is not the one with `cookie`.
     static Segment* open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t data_bytes);
     ~Segment();
@@ -83,13 +88,15 @@ class Segment {
     std::size_t data_bytes() const { return data_bytes_; }
     int32_t fd() const { return fd_; }
     void close_fd();
-    void mark(State state) { header()->state.store(static_cast<uint32_t>(state), std::memory_order_release); }
+    // Does nothing in a process that was forked from the one that made it: the memory is that one's.
+    void mark(State state);
 
   private:
     Segment(void* base, std::size_t data_bytes, int32_t fd) : base_(base), data_bytes_(data_bytes), fd_(fd) {}
     void* base_;
     std::size_t data_bytes_;
     int32_t fd_;
+    pid_t maker_ = getpid();
 };
 
 // Where a call works in the data of every segment; equal on all ranks.
@@ -141,11 +148,15 @@ class Group {
     void leave() { busy_.clear(std::memory_order_release); }
 
   private:
-    Status wait(std::atomic<uint32_t>& word, const char* slot, int32_t peer, double timeout_s) const;
+    using Word = std::atomic<uint32_t> SegmentHeader::*;
+    Status wait(Word word, const char* slot, int32_t peer, double timeout_s) const;
+    Status lost_peer(int32_t peer) const;
 
     std::vector<Segment*> segments_;
     int32_t rank_;
     uint32_t epoch_;
+    pid_t maker_;
+    std::vector<Process> processes_;
     SpinPolicy spin_policy_;
     Layout layout_;
     Status status_;

@@ -12,7 +12,8 @@
 // Words never go back. Most hold signal_word(epoch, count): the epoch of a channel (its calls, from 1) above what is
 // counted in it, so nothing has to be reset between calls and a word from an earlier call is smaller than any of this
 // one. They are 64 bits wide, so they do not wrap. Every wait is bounded: a thread that gives up writes a Record into
-// host memory and ends the kernel with a trap, so nothing goes on with wrong data.
+// host memory, tells its peers, whose waits end then, and ends the kernel with a trap, so nothing goes on with wrong
+// data.
 //
 // A signal after ordinary stores of several threads comes after the barrier that makes those stores part of it. A
 // signal after bulk copies comes after they have arrived (await_arrival, which is `wait_group` without `.read`).
@@ -80,13 +81,23 @@ struct Watch {
     uint64_t tag;  // of the running call, see tag_word()
 };
 
-// Writes why into host memory, waits until the host has read that, and ends the kernel. Does not return. Takes values:
-// a reference would put what it refers to into local memory, and every use of it with that.
-static __device__ __noinline__ void report_and_trap(uint32_t* failed, Record* to, uint64_t own_tag, Code code,
-                                                    int32_t peer, Slot slot, uint64_t expected, uint64_t seen,
-                                                    uint64_t peer_tag) {
+// A peer that gave up because ranks differ is seen to differ as well, if that is looked at first.
+constexpr uint64_t kHearsFirstNs = 10'000'000;
+constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
+
+// Writes why into host memory, tells the peers, waits until the host has read it, and ends the kernel. Does not return.
+// Takes values: a reference would put what it refers to into local memory, and every use of it with that.
+[[noreturn]] static __device__ __noinline__ void report_and_trap(ArenaHeader* header, Record* to, uint64_t own_tag,
+                                                                 Code code, int32_t peer, Slot slot, uint64_t expected,
+                                                                 uint64_t seen, uint64_t peer_tag) {
     volatile Record* record = to;
-    if (atomicExch(failed, 1u) == 0) {
+    const uint64_t begin = nanoseconds();
+    if (code == Code::kPeerFailed) {
+        peer = static_cast<int32_t>(*const_cast<volatile uint32_t*>(&header->lost_peer) >> kCodeBits);
+        while (nanoseconds() - begin < kHearsFirstNs)
+            __nanosleep(1000);
+    }
+    if (atomicExch(&header->failed, 1u) == 0) {
         record->peer = peer;
         record->slot = static_cast<uint32_t>(slot);
         record->expected = expected;
@@ -96,21 +107,26 @@ static __device__ __noinline__ void report_and_trap(uint32_t* failed, Record* to
         __threadfence_system();
         record->code = static_cast<uint32_t>(code);
         __threadfence_system();
+        const volatile Peers* peers = record->peers;
+        for (uint32_t i = 0; peers != nullptr && i < peers->count; ++i) {
+            volatile uint32_t* word = reinterpret_cast<volatile uint32_t*>(peers->word[i]);
+            if (word != nullptr) *word = peers->value[i];
+        }
     }
-    constexpr uint64_t kHostReadsWithinNs = 2'000'000'000;
-    const uint64_t begin = nanoseconds();
     while (record->acknowledged == 0 && nanoseconds() - begin < kHostReadsWithinNs)
         __nanosleep(1000);
     __trap();
+    __builtin_unreachable();
 }
 
-__device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot, uint64_t expected,
-                                        uint64_t seen, uint64_t peer_tag) {
-    report_and_trap(&watch.group.header()->failed, watch.group.record, watch.tag, code, peer, slot, expected, seen,
-                    peer_tag);
+// Nothing that the caller holds in registers has to live on behind it.
+[[noreturn]] __device__ __forceinline__ void give_up(const Watch& watch, Code code, int32_t peer, Slot slot,
+                                                     uint64_t expected, uint64_t seen, uint64_t peer_tag) {
+    report_and_trap(watch.group.own, watch.group.record, watch.tag, code, peer, slot, expected, seen, peer_tag);
 }
 
-// When a thread that polls gives up. Reads the clock and host memory only once in 1024 polls.
+// When a thread that polls gives up: after the timeout, because the host says so, or because a peer gave up. Looks
+// only once in 1024 polls.
 class Deadline {
   public:
     // True once the wait is to end; `code` says why.
@@ -122,9 +138,11 @@ class Deadline {
             code_ = Code::kTimeout;
             return true;
         }
-        const uint32_t abort = reinterpret_cast<volatile Record*>(watch.group.record)->abort;
-        code_ = static_cast<Code>(abort);
-        return abort != 0;
+        // In turn: two words in a row would cost registers where data is awaited.
+        const uint32_t* why = (num_polls_ & 0x400) != 0 ? &watch.group.record->abort : &watch.group.own->lost_peer;
+        const uint32_t word = *const_cast<const volatile uint32_t*>(why);
+        code_ = static_cast<Code>(word & kCodeMask);
+        return word != 0;
     }
     __device__ Code code() const { return code_; }
 

@@ -24,6 +24,7 @@ from weaveopt.sites.reduction import Reduction
 aten = torch.ops.aten
 _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """GEMMs, and which of their arguments has the rows that are multiplied."""
+_MASKED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 """Of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's nodes
 counts in what it lowers to element-wise work, such as the masked write of an embedding that is spread over ranks."""
@@ -120,9 +121,24 @@ def _target_splits(target: object, asked: frozenset[str]) -> bool:
 
 def _value_splits(node: fx.Node, device: str | None) -> bool:
     """Whether Inductor splits a graph at a node for what it reads or makes: another device, sizes known late."""
-    if node.meta.get("unbacked_bindings"):
+    if node.meta.get("unbacked_bindings") or _looks_for_true(node):
         return True
     return any(value is not None and value.device.type != device for value in map(tensor_of, _seen(node)))
+
+
+def _looks_for_true(node: fx.Node) -> bool:
+    """Whether a write at a mask becomes a kernel of the library, which counts what is true: no CUDA graph holds it.
+
+    One value at all places of one mask is element-wise work.
+    """
+    if not is_call(node, _MASKED_WRITES):
+        return False
+    arguments = dict(zip(("x", "indices", "values"), node.args, strict=False)) | node.kwargs
+    indices, value = arguments["indices"], tensor_of(arguments["values"])  # type: ignore[arg-type]
+    assert isinstance(indices, list | tuple), f"{node.name} has no list of indices"
+    masks = [mask for each in indices if isinstance(each, fx.Node) and (mask := tensor_of(each)) is not None]
+    is_fill = len(indices) == 1 and value is not None and value.numel() == 1
+    return not is_fill and any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
 
 
 def _seen(node: fx.Node) -> Iterator[fx.Node]:

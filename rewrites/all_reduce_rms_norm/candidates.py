@@ -6,6 +6,7 @@ that hand a token-sharded residual to each other always agree on who holds which
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
 from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
 from weaveopt.rewrites.all_reduce_rms_norm.variants import KernelVariant, kernel_variants
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload, workload_of
+from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload, with_norm_apart, workload_of
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "all_reduce_rms_norm"
@@ -49,6 +50,8 @@ class Lowered:
     """What handing out the rows of the sum to every rank costs."""
     takes_gemm: bool = False
     quantizes: bool = False
+    norm_apart: bool = False
+    """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
     residual_sharded: bool = False
     """The residual that comes in holds only this rank's token rows."""
     sum_sharded: bool = False
@@ -62,6 +65,7 @@ class Lowered:
         return (
             self.fabric is Fabric.PEER
             and not self.quantizes
+            and self.workload.has_norm
             and any(row.transfer is Transfer.BULK for row in self.rows)
         )
 
@@ -82,6 +86,8 @@ class Terms:
     machine: Machine
     against_library: bool
     """False where the rule is forced: then its kernels are not compared with the library's."""
+    norm_refused: bool = False
+    """The kernels do not take the site's norm: it can only stay in the graph."""
 
 
 @lru_cache(maxsize=4096)
@@ -114,12 +120,37 @@ def candidates(
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
-        if features is not None and features.tabled and variants:
+        tabled = features is not None and features.tabled and bool(variants)
+        if tabled:
             reasons.extend(_shape_rejections(workload, TRAITS[fabric].max_world))
-            found.extend(_from_table(base, variants, reasons, known, usable_only))
-        else:
-            found.extend(_by_threshold(base, reasons, machine, usable_only))
+        for form in _forms(base, facts, known):
+            if tabled:
+                here = _from_table(form, variants, reasons, known, usable_only)
+            else:
+                here = _by_threshold(form, reasons, machine, usable_only)
+            if form.norm_apart and not known.norm_refused:
+                here = [each for each in here if _may_pay(*each, reasons)]
+            found.extend(here)
     return tuple(found)
+
+
+def _forms(base: Lowered, facts: ReductionFacts, known: Terms) -> Iterator[Lowered]:
+    """What the operation can make of a site: all of it; and the whole sum alone, where every rank needs that."""
+    if not known.norm_refused:
+        yield base
+    if facts.has_norm and (known.norm_refused or (facts.sum_is_read and not facts.sum_read_by_reductions)):
+        yield replace(base, workload=with_norm_apart(base.workload), quantizes=False, norm_apart=True)
+
+
+def _may_pay(candidate: Candidate, lowered: Lowered, reasons: list[Rejection]) -> bool:
+    """Whether a norm left in the graph may be faster than one taken in: where rows of both would be handed out."""
+    return lowered.algorithm is Algorithm.TWO_SHOT and len(candidate.rejections) == len(reasons)
+
+
+def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: Lowered) -> str:
+    """A kernel and its form, as reports name them."""
+    name = algorithm.value if transfer is None else f"{algorithm.value} {transfer.value}"
+    return f"{name}, norm apart" if lowered.norm_apart else name
 
 
 def can_quantize(hidden: int) -> bool:
@@ -169,9 +200,9 @@ def _from_table(
                 ("max_tokens", end),
                 ("measured", best.measured),
             )
-        variant = f"{algorithm.value} {transfer.value}"
         rows = tuple(_table_row(each) for each in table)
-        candidate = Candidate(RULE, base.fabric, variant, parameters, estimate, tuple(why), rows)
+        named = _named(algorithm, transfer, base)
+        candidate = Candidate(RULE, base.fabric, named, parameters, estimate, tuple(why), rows)
         lowered = replace(
             base,
             algorithm=algorithm,
@@ -267,7 +298,7 @@ def _by_threshold(base: Lowered, reasons: list[Rejection], machine: Machine, usa
             continue
         estimate, gather_us = _estimates(workload, fabric, algorithm, machine) if known else (None, 0.0)
         parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
-        candidate = Candidate(RULE, fabric, algorithm.value, parameters, estimate, tuple(why))
+        candidate = Candidate(RULE, fabric, _named(algorithm, None, base), parameters, estimate, tuple(why))
         division = _division(base, algorithm, parameters, ())
         lowered = replace(
             base, algorithm=algorithm, division=division, one_shot_max_tokens=threshold, gather_us=gather_us

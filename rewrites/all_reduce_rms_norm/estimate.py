@@ -35,14 +35,17 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
 
     Terms: `gemm`, `all_reduce` (once per partial result), `add_norm` (one kernel that reads the reduced
     partials and the residual and writes the sum, if used, and the normalized rows), and `norm` where a second
-    norm needs a kernel of its own.
+    norm needs a kernel of its own. Without any norm `add` in place of `add_norm`, where there is a residual.
     """
     message = workload.message_bytes
     slowdown = machine.oversubscription(workload.world, workload.hosts)
     reduce_us = all_reduce_us(machine, Fabric.LIBRARY, LIBRARY, message, workload.world, workload.hosts)
     reads = workload.num_partials + workload.has_residual
     terms = [Term("all_reduce", workload.num_partials * reduce_us)]
-    if workload.num_norms > 1:
+    if workload.num_norms == 0:
+        if reads > 1:
+            terms.append(Term("add", memory_us(machine, (reads + 1) * message) * slowdown))
+    elif workload.num_norms > 1:
         terms.append(Term("add_norm", norm_us(machine, (reads + 1) * message, workload.hidden) * slowdown))
         terms.append(Term("norm", norm_us(machine, 2 * message, workload.hidden) * slowdown))
     else:
@@ -65,7 +68,7 @@ def estimate_all_reduce_norm(
     Without `transfer`, the algorithm's fastest; without `num_ctas`, the fastest number of those measured.
     Terms: `gemm`; `add` (partial results summed before the one reduction); `copy` (into the arena, if the transfer
     needs it there and no GEMM writes there); `synchronize`, `reduce`, `norm`, `distribute`; `gather`, if the sum is
-    used and `sum_sharded` is False: then two-shot also hands out the rows of the sum.
+    used beside normalized rows and `sum_sharded` is False: then two-shot also hands out the rows of the sum.
     """
     message, world = workload.message_bytes, workload.world
     if fabric is Fabric.LIBRARY or algorithm is Algorithm.LIBRARY:
@@ -82,7 +85,8 @@ def estimate_all_reduce_norm(
     else:
         terms.append(Term("add", traffic_us(machine, extra * message) * slowdown))
     terms += exchange_terms(machine, workload, fabric, variant)
-    if algorithm is Algorithm.TWO_SHOT and workload.sum_is_used and not sum_sharded and world > 1:
+    handed_out_too = workload.has_norm and workload.sum_is_used and not sum_sharded
+    if algorithm is Algorithm.TWO_SHOT and handed_out_too and world > 1:
         link = fabric_costs(machine, fabric).link
         half = all_reduce_steps(fabric, algorithm, world).traffic / 2
         terms.append(Term("gather", link.us(half * message) * slowdown))

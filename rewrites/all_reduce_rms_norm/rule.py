@@ -22,6 +22,7 @@ from dataclasses import replace as with_fields
 
 import torch
 import torch.fx as fx
+from torch.fx.node import Argument
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.facts import shape_of
@@ -62,12 +63,19 @@ class AllReduceRMSNorm:
         facts, structure = found.facts, found.structure
         assert isinstance(facts, ReductionFacts) and isinstance(structure, Reduction), f"{found.site.id}: no reduction"
         refused = _refused(facts, structure)
-        if refused:
-            return () if usable_only else (Proposal(Candidate(RULE, rejections=refused)),)
-        known = Terms(context.topologies[facts.group], context.machine, RULE not in context.config.force)
-        return tuple(
-            Proposal(candidate, _consumed(structure, lowered), lowered)
-            for candidate, lowered in candidates(facts, tokens, known, usable_only)
+        norm_refused = _norms_refused(structure.reduced)
+        if refused or (norm_refused and structure.reduced.post is not None):
+            reasons = (*refused, *norm_refused)
+            return () if usable_only else (Proposal(Candidate(RULE, rejections=reasons)),)
+        against_library = RULE not in context.config.force
+        known = Terms(context.topologies[facts.group], context.machine, against_library, bool(norm_refused))
+        taken_in = (Proposal(Candidate(RULE, rejections=norm_refused)),) if norm_refused and not usable_only else ()
+        return (
+            *taken_in,
+            *(
+                Proposal(candidate, _consumed(structure, lowered), lowered)
+                for candidate, lowered in candidates(facts, tokens, known, usable_only)
+            ),
         )
 
     def interactions(self, sites: Sequence[FoundSite]) -> Sequence[SharedSum]:
@@ -89,7 +97,7 @@ class AllReduceRMSNorm:
                     lowered,
                     residual_sharded=residual_of(each.found) in sharded,
                     sum_sharded=total_of(each.found) in sharded,
-                    aliases_arena=norm is not None and norm.output in aliasing,
+                    aliases_arena=norm is not None and not lowered.norm_apart and norm.output in aliasing,
                 )
                 candidate = with_fields(each.proposal.candidate, notes=_notes(plan, each.found.facts))
                 settled[each.found.site.id] = with_fields(each.proposal, candidate=candidate, plan=plan)
@@ -105,7 +113,8 @@ class AllReduceRMSNorm:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         structure, lowered = chosen.found.structure, _lowered(chosen)
         assert isinstance(structure, Reduction), f"{chosen.found.site.id}: no reduction"
-        reduced, sum_used = structure.reduced, structure.sum_is_read
+        reduced = with_fields(structure.reduced, norm=None) if lowered.norm_apart else structure.reduced
+        sum_used = structure.sum_is_read or reduced.norm is None
         quantized = structure.quantized if lowered.quantizes else None
         call = call_of(chosen, lowered, reduced, placement, quantized, sum_used, context)
         first = reduced.collectives[0]
@@ -143,11 +152,19 @@ def _notes(lowered: Lowered, facts: object) -> tuple[str, ...]:
         if features is not None and features.quantizes:
             why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
         notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
-    if lowered.workload.sum_is_used and not lowered.sum_sharded and lowered.algorithm is Algorithm.TWO_SHOT:
-        notes.append("gather: two-shot hands out the whole sum, which others read")
+    if lowered.norm_apart:
+        notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
+    elif _gathers(lowered):
+        notes.append("gather: two-shot hands out the whole sum too, which others read")
     if lowered.aliases_arena:
         notes.append("no copy: normalized rows that come in bulk are read in the arena, where peers write them")
     return tuple(notes)
+
+
+def _gathers(lowered: Lowered) -> bool:
+    """Whether rows of the sum are handed out beside normalized ones."""
+    both = lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded
+    return both and lowered.algorithm is Algorithm.TWO_SHOT
 
 
 def _lowered(chosen: Chosen) -> Lowered:
@@ -157,7 +174,7 @@ def _lowered(chosen: Chosen) -> Lowered:
 
 def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
     """What disappears from the graph with a candidate."""
-    consumed = structure.interior
+    consumed = structure.reduced.passed if lowered.norm_apart else structure.interior
     if lowered.quantizes and structure.quantized is not None:
         consumed |= structure.quantized.nodes
     if lowered.takes_gemm and structure.gemm is not None:
@@ -179,18 +196,21 @@ def _made_by(structure: Reduction) -> Iterator[fx.Node]:
 def _refused(facts: ReductionFacts, structure: Reduction) -> tuple[Rejection, ...]:
     """Conditions that no fabric or parameter changes; all that fail are listed."""
     reduced = structure.reduced
-    value = tensor_of(reduced.collectives[0])
-    assert value is not None, f"{reduced.collectives[0].name} makes no tensor"
     reasons: list[Rejection] = []
     if facts.world < 2:
         reasons.append(Rejection("one_rank", "a group of one rank communicates nothing", (("world", facts.world),)))
-    for norm in (reduced.post, reduced.norm):
-        if norm is not None:
-            reasons.extend(_norm_refused(norm, value))
     total = tensor_of(reduced.total)
     if total is None or total.ndim not in (2, 3):
         reasons.append(Rejection("shape_not_known", "the sum is neither [tokens, hidden] nor [batch, seq, hidden]"))
     return tuple(reasons)
+
+
+def _norms_refused(reduced: Reduced) -> tuple[Rejection, ...]:
+    """Why the kernels do not take the site's norms; the one of the sum may stay in the graph then."""
+    value = tensor_of(reduced.collectives[0])
+    assert value is not None, f"{reduced.collectives[0].name} makes no tensor"
+    norms = (norm for norm in (reduced.post, reduced.norm) if norm is not None)
+    return tuple(reason for norm in norms for reason in _norm_refused(norm, value))
 
 
 def _norm_refused(norm: Norm, value: torch.Tensor) -> list[Rejection]:
@@ -224,14 +244,19 @@ def _splice_results(
         old_value, value = tensor_of(old), tensor_of(result)
         assert old_value is not None and value is not None
         if value.ndim != old_value.ndim:
-            # Only a GEMM without a residual loses the shape [batch, seq, hidden]; its view still has the sizes.
-            sizes = shape_of(graph, reduced.partials[0])
-            last = value.shape[-1]
-            result = call_after(graph, result, aten.view.default, (result, [*sizes[:-1], last]), old)
+            # Where there is no residual, rows have the shape of the partial result, or of the GEMM that was taken in.
+            result = call_after(graph, result, aten.view.default, (result, _sizes(graph, reduced, old_value)), old)
         if places is None:
             replace_uses(graph, old, result)
         for place in places or ():
             replace_uses(graph, place.node, shaped_like(graph, place, result))
+
+
+def _sizes(graph: fx.Graph, reduced: Reduced, value: torch.Tensor) -> list[Argument]:
+    """The shape of `value`, which may have symbols that the partial result's view has as nodes."""
+    if all(isinstance(size, int) for size in value.shape):
+        return list(value.shape)
+    return [*shape_of(graph, reduced.partials[0])[:-1], value.shape[-1]]
 
 
 def _summed(graph: fx.Graph, values: tuple[fx.Node, ...]) -> fx.Node | None:

@@ -51,7 +51,7 @@ class SharedSum:
             made, *read = (_lowered(member.proposal(at)) for member, at in zip(members, choices, strict=True))
             rewritten = sum(1 << bit for bit, each in enumerate(read) if each is not None)
             readers = [each for each in read if each is not None]
-            if made is not None and self.covered[rewritten] and _divide_equally(made, readers):
+            if made is not None and self.covered[rewritten] and _hands_over(made, readers):
                 found[choices] = -made.gather_us
         return found
 
@@ -90,7 +90,7 @@ def sharded_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
             continue
         those = [other for other in readers.get(total, ()) if other is not each]
         read = [lowered for other in those if (lowered := _lowered(other.proposal)) is not None]
-        if those and _divide_equally(made, read) and _is_covered(total, each.found, [other.found for other in those]):
+        if those and _hands_over(made, read) and _is_covered(total, each.found, [other.found for other in those]):
             sharded.add(total)
     return frozenset(sharded)
 
@@ -112,8 +112,10 @@ def _lowered(proposal: Proposal | None) -> Lowered | None:
     return proposal.plan if proposal is not None and isinstance(proposal.plan, Lowered) else None
 
 
-def _divide_equally(made: Lowered, readers: Sequence[Lowered]) -> bool:
-    return bool(readers) and all(reader.division == made.division for reader in readers)
+def _hands_over(made: Lowered, readers: Sequence[Lowered]) -> bool:
+    """Whether readers can take just their own rows of a sum: its maker has no norm in the graph that reads them all."""
+    divided_equally = bool(readers) and all(reader.division == made.division for reader in readers)
+    return divided_equally and not made.norm_apart
 
 
 def _is_covered(value: fx.Node, maker: FoundSite, readers: Sequence[FoundSite]) -> bool:

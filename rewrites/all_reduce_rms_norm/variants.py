@@ -167,8 +167,10 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     if world <= 1 or message <= 0:
         return []
     one_shot = variant.algorithm is Algorithm.ONE_SHOT
-    # The residual is read and the sum written in the same pass; the normalized row's write belongs to the exchange.
-    passes = workload.has_residual + workload.sum_is_used + (workload.num_norms - 1)
+    # The residual is read and the sum written in the same pass; the write of what is handed out belongs to the
+    # exchange: normalized rows, or the sum where there are none.
+    norms_before = workload.num_norms - workload.has_norm
+    passes = workload.has_residual + norms_before + (workload.has_norm and workload.sum_is_used)
     rows = 1.0 if one_shot else 1.0 / world
     norm_us = traffic_us(machine, passes * message * rows) * machine.oversubscription(world, workload.hosts)
     if variant.curve is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Gemm
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
@@ -28,6 +28,8 @@ class Workload:
     num_partials: int = 1
     """All-reduces that meet in one sum (two where a mixture and its shared experts are added)."""
     num_norms: int = 1
+    has_norm: bool = True
+    """Whether rows are handed out normalized; else the sum is all that the operation hands out."""
     has_residual: bool = True
     sum_is_used: bool = True
     """Whether the graph reads the sum (partials + residual) after this site."""
@@ -61,9 +63,23 @@ def workload_of(facts: ReductionFacts, tokens: TokenCounts, *, takes_gemm: bool,
         gemm=gemm,
         num_partials=facts.num_partials,
         num_norms=facts.num_norms,
+        has_norm=facts.has_norm,
         has_residual=facts.has_residual,
         sum_is_used=facts.sum_is_read,
         sum_may_shard=facts.sum_read_by_reductions,
         out_dtype="float8_e4m3fn" if quantizes else facts.out_dtype,
         min_tokens=tokens.least,
+    )
+
+
+def with_norm_apart(workload: Workload) -> Workload:
+    """The same with the norm of the sum left in the graph: every rank gets the whole sum and normalizes it."""
+    assert workload.has_norm, "there is no norm to leave"
+    return replace(
+        workload,
+        num_norms=workload.num_norms - 1,
+        has_norm=False,
+        sum_is_used=True,
+        sum_may_shard=False,
+        out_dtype="",
     )

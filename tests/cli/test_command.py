@@ -100,12 +100,62 @@ def test_what_is_wrong_is_said_in_one_line(words: str, message: str, capsys: pyt
         ('{"model_type": "gpt2"}', "no tensor-parallel plan for gpt2"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "not a valid llama configuration"),
         ('{"model_type": "t5"}', "t5"),
+        ('{"model_type": "bert"}', "no tensor-parallel plan for bert"),
+        ('{"model_type": 3}', "no 'model_type'"),
+        ('{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}', "its own code (auto_map)"),
+        ("[" * 100_000, "not JSON that can be read: RecursionError"),
+        ('{"model_type": ' + "9" * 5000 + "}", "not JSON that can be read: ValueError"),
+        ('{"model_type": "llama", "text_config": 3, "num_hidden_layers": 2}', "no num_hidden_layers"),
     ],
 )
 def test_configurations_that_cannot_be_used(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in _error(["explain", _config(tmp_path, text), "--tp", "2"], capsys)
+
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pad_token_id": 500}, "transformers cannot build a llama of this configuration: AssertionError: Padding_idx"),
+        ({"hidden_act": "swoosh"}, "transformers cannot build a llama of this configuration: KeyError: 'swoosh'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "KeyError: 'spiral'"),
+        ({"attn_implementation": "magic"}, "cannot build a llama"),
+        ({"hidden_size": 10**30}, "cannot build a llama"),
+        ({"hidden_size": -64}, "hidden_size -64; expected at least 1"),
+        ({"hidden_size": 0}, "hidden_size 0; expected at least 1"),
+        ({"intermediate_size": -1}, "intermediate_size -1; expected at least 1"),
+        ({"vocab_size": 0}, "vocab_size 0; expected at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0; expected at least 1"),
+        ({"head_dim": -16}, "head_dim -16; expected at least 1"),
+        ({"num_hidden_layers": -2}, "no num_hidden_layers"),
+        ({"num_attention_heads": 0}, "not a valid llama configuration"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"num_attention_heads": None}, "not a valid llama configuration"),
+        ({"num_key_value_heads": 3}, "4 query, 3 key-value"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "Missing required keys"),
+        ({"torch_dtype": "float99"}, "not a valid llama configuration"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "must be equal to the number of `layer_types`"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 9}, "k not in range for dimension"),
+    ],
+)
+def test_configurations_that_transformers_cannot_build(
+    fields: dict[str, object], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and nothing beside it: what torch logs of an error goes around `sys.stderr`."""
+    config = _config(tmp_path, json.dumps({**TINY, **fields}))
+    assert message in _error(["explain", config, "--tp", "2", "--tokens", "8", "--machine", "cpu"], capfd)
 
 
 def test_a_directory_without_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import weaveopt
 from weaveopt.cli import doctor
 from weaveopt.cli.doctor import Check, Status
 from weaveopt.cli.main import main
@@ -52,6 +55,30 @@ def test_without_the_native_part_it_says_how_to_build_it(
     out = capsys.readouterr().out
     assert "pip install" in out
     assert "not usable yet" in out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "archs", "has_code", "status", "found", "advice"),
+    [
+        (0, None, False, Status.NOTE, "left out of this build", ""),
+        (2, None, False, Status.NOTE, "left out of this build", "WEAVE_CUDA_ARCHS='89' pip install"),
+        (0, "80;90;100+PTX", False, Status.OK, "built for 80;90;100+PTX", ""),
+        (2, "80+PTX", True, Status.OK, "built for 80+PTX", ""),
+        (2, "90+PTX", False, Status.NOTE, "built for 90+PTX, not for every GPU here", "WEAVE_CUDA_ARCHS='89' pip"),
+    ],
+)
+def test_the_cuda_part_is_held_against_the_gpus_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, archs: str | None, has_code: bool, status: Status, found: str,
+    advice: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+    native = SimpleNamespace(has_cuda=archs is not None, CUDA_ARCHS=archs, has_code=lambda index: has_code)
+    monkeypatch.setattr(weaveopt, "_native", native, raising=False)
+    check = doctor._cuda_part()
+    assert (check.status, check.found) == (status, found)
+    assert advice in check.advice and bool(advice) is bool(check.advice)
 
 
 def test_little_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,12 @@ class MadeUpGroup:
 
     def acknowledge(self) -> None: ...
     def abort(self, code: _native.Code) -> None: ...
+    def retire(self) -> None: ...
 
 
-def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40, processors: int = 132) -> None:
+def make_up_gpus(
+    rank: int, device: int | None = None, free_bytes: int = 1 << 40, processors: int = 132, has_code: bool = True
+) -> None:
     """Replaces what needs a GPU, in this rank's process."""
     own = rank if device is None else device
     cuda: object = torch.cuda
@@ -65,7 +68,9 @@ def make_up_gpus(rank: int, device: int | None = None, free_bytes: int = 1 << 40
     for name, function in made_up.items():
         setattr(cuda, name, function)
     module: object = peer
-    native = SimpleNamespace(has_cuda=True, PeerGroup=MadeUpGroup)
+    native = SimpleNamespace(
+        has_cuda=True, PeerGroup=MadeUpGroup, has_code=lambda device: has_code, CUDA_ARCHS="100+PTX"
+    )
     for name, value in {
         "_native": native,
         "_allocate": lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8),
@@ -109,6 +114,17 @@ def run_unlike(rank: int) -> None:
 def test_unlike_gpus_and_folders_are_refused() -> None:
     """A kernel has as many CTAs as its GPU has processors, each paired with one of every peer."""
     run_ranks(run_unlike, 2)
+
+
+def run_without_code(rank: int) -> None:
+    make_up_gpus(rank, has_code=rank == 0)
+    said = r"rank 1: weaveopt was built for CUDA architectures 100\+PTX, and cuda:1 is sm_90: .* WEAVE_CUDA_ARCHS=90$"
+    with pytest.raises(ArenaError, match=said):
+        reserve()
+
+
+def test_a_gpu_that_the_build_has_no_code_for_is_named_on_all_ranks() -> None:
+    run_ranks(run_without_code, 2)
 
 
 def run_lifetimes(rank: int) -> None:

@@ -3,45 +3,114 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
+import pytest
+
+from tests.descriptors import exhausted
 from weaveopt import _native
 
 
-def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
-    own = os.getpid()
-    start = _native.process_start(own)
-    assert start.isdigit() and not _native.process_has_ended(own, start)
-    assert _native.process_has_ended(own, str(int(start) + 1))
-
-
-def test_a_killed_process_has_ended_before_and_after_its_parent_waits() -> None:
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    start = _native.process_start(child.pid)
-    os.kill(child.pid, signal.SIGSTOP)
-    assert not _native.process_has_ended(child.pid, start), "a stopped process may go on"
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert _native.process_has_ended(child.pid, start), "a zombie"
-    assert _native.process_start(child.pid) == ""
-    child.communicate()
-    assert _native.process_has_ended(child.pid, start)
-
-
-def test_a_process_without_a_known_start_never_ends() -> None:
-    assert not _native.process_has_ended(1 << 30, "")
-    assert _native.process_start(1 << 30) == "" and _native.process_has_ended(1 << 30, "1")
-
-
-def test_a_process_that_cannot_be_asked_about_counts_as_alive() -> None:
-    own, start = os.getpid(), _native.process_start(os.getpid())
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        seen = _native.process_has_ended(own, start), _native.process_has_ended(own, "1"), _native.process_start(own)
+        yield child
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert seen == (False, False, ""), "no descriptor was left"
+        child.kill()
+        child.communicate()
+
+
+def later(identity: str) -> str:
+    """Of a process that started a tick later."""
+    where, _, start = identity.rpartition(":")
+    return f"{where}:{int(start) + 1}"
+
+
+def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
+    own, identity = os.getpid(), _native.process_identity(os.getpid())
+    boot, namespace, start = identity.split(":")
+    assert len(boot) == 36 and namespace.isdigit() and start.isdigit()
+    process, other = _native.Process(own, identity), _native.Process(own, later(identity))
+    assert process.has_descriptor and not process.has_ended()
+    assert not other.has_descriptor and other.has_ended()
+
+
+@pytest.mark.parametrize("has_descriptor", [True, False])
+@pytest.mark.parametrize("can_open", [True, False])
+def test_a_killed_process_has_ended(has_descriptor: bool, can_open: bool) -> None:
+    """By a descriptor that was opened before, or by its number; with descriptors left when it is asked for, or not."""
+    own = os.getpid()
+    with sleeper() as child:
+        identities = _native.process_identity(child.pid), _native.process_identity(own)
+        with nullcontext() if has_descriptor else exhausted():
+            process, alive = _native.Process(child.pid, identities[0]), _native.Process(own, identities[1])
+        assert process.has_descriptor is alive.has_descriptor is has_descriptor
+        os.kill(child.pid, signal.SIGSTOP)
+        with nullcontext() if can_open else exhausted():
+            assert not process.has_ended() and not alive.has_ended(), "a stopped process may go on"
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            # Its parent has not waited for it yet. The number alone does not tell its remains from itself.
+            assert process.has_ended() is (has_descriptor or can_open)
+            child.wait()
+            assert process.has_ended() and not alive.has_ended()
+
+
+def test_a_process_whose_first_thread_has_ended_goes_on() -> None:
+    """It looks like a zombie in /proc."""
+    program = (
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "print('there', flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        identity = _native.process_identity(child.pid)
+        with exhausted():
+            by_number = _native.Process(child.pid, identity)
+        by_descriptor = _native.Process(child.pid, identity)
+        while " Z " not in _stat(child.pid):
+            assert child.poll() is None
+        assert not by_number.has_ended() and not by_descriptor.has_ended()
+    finally:
+        child.kill()
+        child.communicate()
+    assert by_number.has_ended() and by_descriptor.has_ended()
+
+
+def _stat(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read()
+
+
+def test_a_process_of_another_host_or_namespace_never_ends() -> None:
+    nobody = 1 << 30
+    boot, namespace, start = _native.process_identity(os.getpid()).split(":")
+    assert _native.Process(nobody, f"{boot}:{namespace}:{start}").has_ended()
+    elsewhere = ("", f"{boot[::-1]}:{namespace}:{start}", f"{boot}:{namespace}1:{start}", f"{boot}:1:{start}", "1")
+    for identity in elsewhere:
+        for pid in (nobody, os.getpid()):
+            assert not _native.Process(pid, identity).has_ended(), identity
+    assert _native.process_identity(nobody) == ""
+
+
+def test_a_descriptor_that_was_closed_and_used_again_says_nothing() -> None:
+    """A file looks readable at once, as the descriptor of a process that has ended does."""
+    with sleeper() as child:
+        process = _native.Process(child.pid, _native.process_identity(child.pid))
+        names = [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+        descriptor = next(int(name) for name in names if "pidfd" in os.readlink(f"/proc/self/fd/{name}"))
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+        assert not process.has_ended()
+        child.kill()
+        child.wait()
+        assert process.has_ended()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.descriptors import exhausted
 from weaveopt import _native
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import watchdog
@@ -48,6 +49,7 @@ class MadeUpGroup:
     acknowledged: int = 0
     error_when_acknowledged: WeaveError | None = None
     aborted: list[_native.Code] = field(default_factory=list)
+    retired: bool = False
     owner: MadeUpArena | None = None
 
     def acknowledge(self) -> None:
@@ -57,6 +59,9 @@ class MadeUpGroup:
 
     def abort(self, code: _native.Code) -> None:
         self.aborted.append(code)
+
+    def retire(self) -> None:
+        self.retired = True
 
 
 @dataclass
@@ -112,9 +117,11 @@ def test_ranks_that_differ_are_named_with_what_they_run(arena: MadeUpArena) -> N
 
 def test_the_peer_that_died_is_named_and_not_the_one_waited_for(arena: MadeUpArena) -> None:
     own = watchdog.this_process()
-    arena.peers = (own, own, Process(own.pid, "0"))
-    text = str(watchdog.describe(arena, SaidByKernels(CODES.PEER_EXITED)))
-    assert "peer rank 7 exited (waited for rank 6: " in text
+    where = own.start.rpartition(":")[0]
+    arena.peers = (own, own, Process(own.pid, f"{where}:0"))
+    for code in (CODES.PEER_EXITED, CODES.PEER_FAILED):
+        text = str(watchdog.describe(arena, SaidByKernels(code)))
+        assert "peer rank 7 exited (waited for rank 6: " in text
 
 
 def test_the_main_thread_is_told_before_the_kernel_may_end(
@@ -159,16 +166,19 @@ def test_a_launch_that_fails_in_a_sound_arena_tells_of_the_one_that_broke(arena:
 def test_a_dead_peer_ends_the_waits(arena: MadeUpArena) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        peer = Process(child.pid, _native.process_start(child.pid))
+        peer = Process(child.pid, _native.process_identity(child.pid))
         assert peer.start and not peer.has_ended()
         arena.peers = (watchdog.this_process(), peer)
         watchdog.watch(arena)
-        time.sleep(2 * watchdog.POLLS_PER_PEER_CHECK * watchdog.POLL_S)
-        assert not arena.native.aborted
-        os.kill(child.pid, signal.SIGSTOP)
-        assert not peer.has_ended(), "a stopped process may go on"
-        child.kill()
-        wait_until(lambda: arena.native.aborted)  # not waited for by its parent yet: only its remains are there
+        with exhausted():
+            time.sleep(2 * watchdog.POLLS_PER_PEER_CHECK * watchdog.POLL_S)
+            assert not arena.native.aborted, "a look that fails says nothing"
+            os.kill(child.pid, signal.SIGSTOP)
+            assert not peer.has_ended(), "a stopped process may go on"
+            child.kill()
+            started = time.monotonic()
+            wait_until(lambda: arena.native.aborted)  # not waited for by its parent yet: only its remains are there
+            assert time.monotonic() - started < 1.0
         assert arena.native.aborted[0] == CODES.PEER_EXITED
     finally:
         child.kill()
@@ -178,7 +188,53 @@ def test_a_dead_peer_ends_the_waits(arena: MadeUpArena) -> None:
 
 def test_nothing_is_known_of_a_process_without_a_start_time() -> None:
     assert not Process(1 << 30, "").has_ended()
-    assert Process(os.getpid(), "1").has_ended(), "a later process with the same number"
+    assert watchdog.this_process() == Process(os.getpid(), _native.process_identity(os.getpid()))
+
+
+def test_a_peer_that_looks_gone_once_is_not_given_up(arena: MadeUpArena) -> None:
+    looks = iter((False, True, False, True, True))
+
+    class Flickers(Process):
+        def has_ended(self) -> bool:
+            return next(looks)
+
+    arena.peers = (Flickers(1, ""),)
+    for seen in (False, False, False, False, True):
+        watchdog._check_peers(arena)
+        assert bool(arena.native.aborted) is seen
+
+
+def test_a_forked_process_watches_nothing(arena: MadeUpArena) -> None:
+    """Even where the lock was held at the fork, its end waits for nobody."""
+    watchdog.watch(arena)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with watchdog._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        child = os.fork()
+        if child == 0:
+            watchdog._stop()
+            watchdog.forget(arena)
+            os._exit(0 if not watchdog._watched and watchdog._thread is None else 1)
+        deadline = time.monotonic() + 5
+        ended, status = os.waitpid(child, os.WNOHANG)
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended and status == 0
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_one_thread_watches_all_arenas(arena: MadeUpArena) -> None:
@@ -188,3 +244,4 @@ def test_one_thread_watches_all_arenas(arena: MadeUpArena) -> None:
     assert sum(thread.name == "weaveopt-watchdog" for thread in threading.enumerate()) == 1
     for other in others:
         watchdog.forget(other)
+    assert all(other.native.retired for other in others), "before their memory is given back"

@@ -33,11 +33,11 @@ def check_aliasing(rank: int, check: Callable[[tuple[Tensor, ...], tuple[Tensor,
 
     into, out_of, norm = random(2, forms.INNER, WIDE), random(2, WIDE, forms.INNER), random(1, WIDE)[0].abs()
 
-    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         total = residual + functional.all_reduce(x @ into[0], "sum", dist.group.WORLD)
         inner = forms.rms(total, norm) @ out_of[0]
         total = total + functional.all_reduce(torch.nn.functional.silu(inner) @ into[1], "sum", dist.group.WORLD)
-        return forms.rms(total, norm) @ out_of[1], total
+        return (forms.rms(total, norm) @ out_of[1],)
 
     with torch.no_grad():
         for cuda_graphs in (False, True):

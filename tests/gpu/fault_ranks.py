@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from tests.gpu.op_cases import BULK, LL_PACKET_ONE_SHOT, Case, make_call, make_inputs, plan_of, run_op
 from weaveopt.fabrics import peer, topology
@@ -41,7 +42,7 @@ def main(scenario: str, device: int) -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     kernel = BULK if scenario.endswith("bulk") else LL_PACKET_ONE_SHOT
-    timeout_s = STALL_TIMEOUT_S if scenario.startswith("stalled") else LONG_TIMEOUT_S
+    timeout_s = STALL_TIMEOUT_S if scenario.startswith(("stalled", "caught")) else LONG_TIMEOUT_S
     call = replace(make_call(Case(), HIDDEN, "bfloat16", world, (kernel.row(64),)), timeout_s=timeout_s)
     call = replace(call, site="layers.0")
     other = replace(call, site="layers.1")
@@ -52,6 +53,10 @@ def main(scenario: str, device: int) -> None:
         for values in inputs.values():
             run_op(values, rank, warm)
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph() if scenario.endswith("graph") else None
+    if graph is not None:
+        with torch.cuda.graph(graph):
+            run_op(inputs[5], rank, call)
     dist.barrier()  # on the GPUs: nobody is inside a call any more
     torch.cuda.synchronize()
     victim = world - 1
@@ -61,8 +66,19 @@ def main(scenario: str, device: int) -> None:
     tokens = 6 if differs and "tokens" in scenario else 5
     last = other if differs and "sites" in scenario else call
 
+    store = c10d._get_default_store()
+    if scenario.startswith("caught"):
+        # The victim comes once all others have given up, and each of those later than the one before.
+        if rank == victim:
+            store.wait([f"over/{other}" for other in range(victim)])
+        else:
+            time.sleep(rank * STALL_TIMEOUT_S / 2)
+
     def fail() -> None:
-        run_op(inputs[tokens], rank, last)
+        if graph is None:
+            run_op(inputs[tokens], rank, last)
+        else:
+            graph.replay()
         torch.cuda.synchronize()
         # The watchdog's own error comes at the next step in Python.
         for _ in range(100):
@@ -71,12 +87,16 @@ def main(scenario: str, device: int) -> None:
     started = time.monotonic()
     at_once = error_of(fail)
     seconds = time.monotonic() - started
+    if scenario.startswith("caught"):
+        store.set(f"over/{rank}", "")
     time.sleep(0.2)
     error_of(lambda: run_op(inputs[5], rank, call))  # may be cut short by the watchdog's error
     later = error_of(lambda: run_op(inputs[5], rank, call))
     told = {"rank": rank, "seconds": seconds, "at_once": at_once, "later": later}
     print(json.dumps(told), flush=True)
     sys.stderr.flush()
+    if scenario.startswith("caught"):
+        store.wait([f"over/{other}" for other in range(world)])  # what was caught ends no process
     # Nothing can be taken down in order after a trap.
     os._exit(0)
 

@@ -20,6 +20,7 @@ from tests.gpu.op_cases import (
     CASES,
     DTYPES,
     KERNELS,
+    LL_PACKET_TWO_SHOT,
     Case,
     Inputs,
     Kernel,
@@ -34,7 +35,7 @@ from weaveopt import _native
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.traits import header_bytes
 from weaveopt.ops.all_reduce_norm.buffers import OUTPUT, PARTIAL, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
 from weaveopt.ops.all_reduce_norm.peer import native_kernel, native_site
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import Quant
@@ -266,6 +267,35 @@ def run_channels(gpu: Gpu, kernels: Sequence[Kernel], channels: Sequence[int], r
     return len(kernels)
 
 
+def run_with_tags_alone(gpu: Gpu, kernel: Kernel, world: int, num_calls: int, rounds: int) -> int:
+    """Calls of one token back to back, each on its own data, that leave the sum sharded and have no norm.
+
+    The token's owner gets data from all, and the others none from anybody: only tags keep ranks in step.
+    """
+    case, hidden, dtype = Case(sum_out=SumOut.SHARDED, norm=None), 1024, "bfloat16"
+    call = make_call(case, hidden, dtype, world, (kernel.row(1),))
+    owned = gpu.num_owned
+    ranks = Ranks(gpu, world, [call])
+    steps = []
+    for seed in range(num_calls):
+        inputs = make_inputs(case, 1, hidden, getattr(torch, dtype), world, seed, device="cpu")
+        want = reference_of(inputs, call)
+        steps.append((want, ranks.launch(0, kernel, call, inputs, 1, want)))
+    # Each rank replays all of its calls in its own order of time: nothing but the kernels waits for anyone.
+    for _ in range(rounds):
+        for rank, stream in enumerate(ranks.streams[0]):
+            for _, launched in steps:
+                gpu.call("cudaGraphLaunch", launched.graphs[rank], ctypes.c_void_p(stream))
+    gpu.finish()
+    for seed, (want, launched) in enumerate(steps):
+        for rank, results in enumerate(ranks.results(launched)):
+            check(results, want, call, 1, rank, f"{kernel.name}, {world} ranks, call {seed} of one token, rank {rank}")
+        for graph in launched.graphs:
+            gpu.call("cudaGraphExecDestroy", graph)
+    gpu.free(owned)
+    return num_calls * rounds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", nargs="*", type=int, default=[2, 3, 8])
@@ -279,6 +309,8 @@ def main() -> None:
     for kernel in KERNELS:
         count += run_case(gpu, kernel, CASES[0], "bfloat16", 1024, 300, 2)
         count += run_case(gpu, kernel, CASES[0], "bfloat16", 16384, 23, 2)
+    for world in (2, 4):
+        count += run_with_tags_alone(gpu, LL_PACKET_TWO_SHOT, world, num_calls=96, rounds=8)
     # At most 8 streams: more of them would share the queues of the GPU, and a kernel wait behind one that waits for it.
     for first, second in itertools.combinations_with_replacement(KERNELS, 2):
         count += run_channels(gpu, (first, second), (1, _native.NUM_CHANNELS - 1), rounds=20)

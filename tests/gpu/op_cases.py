@@ -78,6 +78,8 @@ class Case:
     product: bool = False
     strided: bool = False
     three_dims: bool = False
+    markers: bool = False
+    """Words of the data, of the sum and of the results equal the one that an LL packet is empty with."""
 
 
 CASES = (
@@ -98,6 +100,11 @@ CASES = (
     Case(quant=Quant.STATIC),
     Case(quant=Quant.PER_TOKEN, sum_out=SumOut.SHARDED),
     Case(quant=Quant.PER_TOKEN, norm=GEMMA, residual=False),
+    Case(markers=True),
+    Case(markers=True, norm=None),
+    Case(markers=True, norm=GEMMA, wide_out=True, wide_weights=True, sum_out=SumOut.SHARDED),
+    Case(markers=True, quant=Quant.STATIC),
+    Case(markers=True, quant=Quant.PER_TOKEN, residual=False),
 )
 
 
@@ -117,6 +124,8 @@ def make_inputs(
     random = torch.Generator(device=device).manual_seed(seed)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        if case.markers:
+            return with_markers(torch.randn(shape, generator=random, device=device)).to(dtype)
         if case.strided and len(shape) == 2:
             return torch.randn(shape[::-1], generator=random, device=device).to(dtype).t()
         return torch.randn(shape, generator=random, device=device).to(dtype)
@@ -144,6 +153,25 @@ def make_inputs(
             torch.tensor(0.02, device=device) if case.quant is Quant.STATIC else None,
         ),
     )
+
+
+MARKER_BLOCK = 16
+"""Elements in a row that are all zero, or none of them."""
+
+
+def with_markers(x: Tensor) -> Tensor:
+    """Three of four blocks of every row are +0, +0, +0, -0 and so on, in the row's second half; +0 in the first.
+
+    So pairs of 2-byte elements, fp32 and four e4m3 elements hold the bits 0x80000000. So do rows of +0 times a vector,
+    whose fourth elements are negative in the first half, and rows of -0 times its second half.
+    """
+    column = torch.arange(x.shape[-1], device=x.device)
+    last, second = column % 4 == 3, column >= x.shape[-1] // 2
+    if x.ndim == 1:
+        return torch.where(last & ~second, -x.abs(), x.abs())
+    rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    zeros = torch.where(last & second, -0.0, 0.0).expand_as(x)
+    return torch.where((rows + column // MARKER_BLOCK) % 4 != 0, zeros, x)
 
 
 def make_call(

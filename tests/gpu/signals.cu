@@ -18,6 +18,7 @@ struct Meeting {
 __device__ GroupView view_of(const Meeting& meeting) {
     GroupView group{};
     group.base[0] = meeting.arena;
+    group.own = reinterpret_cast<ArenaHeader*>(meeting.arena);
     group.record = meeting.record;
     group.timeout_ns = meeting.timeout_ns;
     group.channel_offset = sizeof(ArenaHeader) - sizeof(Channel);  // the last one

@@ -134,3 +134,18 @@ def test_ranks_that_differ_are_told_so(scenario: str, told: dict[str, Told]) -> 
     texts = [outcome.text(rank, "later") for rank in (0, 1)]
     assert any("AgreementError" in text and own in text and other in text for text in texts), texts
     assert all(outcome.seconds(rank) < 15 for rank in (0, 1))
+
+
+@needs_cuda_part
+@pytest.mark.multigpu
+@pytest.mark.parametrize("scenario", ["caught", "caught graph"])
+def test_a_rank_that_gave_up_and_lives_ends_the_waits_of_all(scenario: str) -> None:
+    """Rank 0 gives up on rank 2 after 4 s, and goes on. Rank 1 began to wait 2 s later, and rank 2 comes last."""
+    if torch.cuda.device_count() < 3:
+        pytest.skip(f"needs 3 CUDA GPUs, found {torch.cuda.device_count()}")
+    outcome = run_scenario(scenario, (0, 1, 2))
+    assert set(outcome.results) == {0, 1, 2}, f"a rank hung or died:\n{outcome.stderr[-4000:]}"
+    first, second, late = (outcome.text(rank, "later") for rank in range(3))
+    assert "peer rank 2 did not signal within 4 s" in first
+    assert "peer rank 0 gave up waiting itself" in second and outcome.seconds(1) < 3.2, "4 s by its own timeout"
+    assert "gave up waiting itself" in late and outcome.seconds(2) < 2.0

@@ -17,9 +17,8 @@ from tests.preview import FORCED as RULE
 from tests.preview import previewed
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
-from weaveopt.records.candidate import Rejection
 from weaveopt.records.report import GraphReport
-from weaveopt.sites.reduced import follow
+from weaveopt.sites.reduced import Reduced, follow
 
 c10d = torch.ops._c10d_functional
 
@@ -87,18 +86,18 @@ def _item_eps(w: forms.Weights, x: Tensor, r: Tensor, eps: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [_tensor_eps, _tensor_eps_of_a_layer_norm, _item_eps], ids=lambda form: form.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_tensor_is_refused_by_name(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_a_norm_whose_eps_is_a_tensor_stays_in_the_graph(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
     """Dynamo has a symbol for every float64 tensor without dimensions: only those that it made itself are numbers."""
     weights = forms.make_weights(torch.float32)
     inputs = (*_inputs(0, 5), torch.tensor(1e-6, dtype=dtype))
     (decision,) = previewed(lambda x, r, eps: form(weights, x, r, eps), inputs).decisions
-    (rejection,) = decision.site.rejections
-    assert rejection.code == "eps_not_known" and not decision.rewritten
-    assert set(dict(rejection.values)) == {"node", "op"}
+    assert decision.site.rejections == () and decision.rewritten
+    assert "no norm: the norm's eps is a tensor" in decision.site.description
+    assert ("has_norm", False) in decision.site.facts
 
 
-@pytest.mark.parametrize(("device", "code"), [("cpu", "device_changes"), ("meta", "no_norm_follows")])
-def test_a_scale_on_another_device_is_refused(device: str, code: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scale_on_another_device_is_no_part_of_the_site(device: str) -> None:
     """A product may be scaled by a tensor of the host; the kernel reads the scale where the rows are."""
     graph, rows = fx.Graph(), torch.empty(3, 8, device="meta")
     partial, scale = graph.placeholder("partial"), graph.placeholder("scale")
@@ -109,8 +108,11 @@ def test_a_scale_on_another_device_is_refused(device: str, code: str) -> None:
     for node in (partial, reduced, wait, scaled):
         node.meta["val"] = rows
     scale.meta["val"] = torch.empty((), device=device)
-    refused = follow(reduced, {})
-    assert isinstance(refused, Rejection) and refused.code == code
+    found = follow(reduced, {})
+    assert isinstance(found, Reduced) and found.without_norm is not None
+    taken_in = device == rows.device.type
+    assert (found.total, found.scale_tensor) == ((scaled, scale) if taken_in else (wait, None))
+    assert found.without_norm.code == ("no_norm_follows" if taken_in else "device_changes")
 
 
 CALLS: tuple[tuple[int, float, float], ...] = (

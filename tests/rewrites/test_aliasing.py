@@ -190,6 +190,20 @@ def test_in_graphs_that_become_several_cuda_graphs_nothing_aliases(target: Calla
     assert chain.aliasing(between, chain.mm(normed)) == set()
 
 
+@pytest.mark.parametrize(("dtype", "num_values", "splits"), [
+    (torch.bool, 8, True), (torch.uint8, 8, True), (torch.bool, 1, False), (torch.int64, 8, False),
+])  # fmt: skip
+def test_a_write_at_a_mask_splits_a_graph_unless_it_fills(dtype: torch.dtype, num_values: int, splits: bool) -> None:
+    """`x[mask] = y`: Inductor has the library do it, outside of CUDA graphs."""
+    chain = Chain()
+    normed = chain.site(chain.mm(chain.x))
+    mask, values = chain.graph.placeholder("mask"), chain.graph.placeholder("values")
+    mask.meta["val"] = torch.empty(4, device="meta", dtype=dtype)
+    values.meta["val"] = torch.empty(num_values, device="meta", dtype=torch.bfloat16)
+    last = chain.site(chain.mm(chain.call(aten.index_put.default, chain.mm(normed), [mask], values)))
+    assert chain.aliasing(chain.mm(last)) == (set() if splits else {normed.name, last.name})
+
+
 @pytest.mark.parametrize("name", ["aten::sin", "aten::sin.default"])
 def test_where_inductor_is_asked_to_split_at_an_operation_nothing_aliases(name: str) -> None:
     for asked, landed in (([name], False), (["aten::cos"], True)):

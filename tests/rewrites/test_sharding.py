@@ -91,6 +91,16 @@ def test_only_between_sites_that_divide_alike(other: dict[str, object], alike: b
     assert found.terms([priced(first, a), priced(second, b)]) == ({(0, 0): -7.0} if alike else {})
 
 
+def test_a_norm_left_in_the_graph_reads_the_whole_sum_and_takes_a_sharded_residual() -> None:
+    first, second = pair()
+    whole, apart = replace(LOWERED, division=division()), replace(LOWERED, division=division(), norm_apart=True)
+    assert sharded_values([chosen(first, apart), chosen(second, whole)]) == set()
+    assert sharded_values([chosen(first, whole), chosen(second, apart)]) == {total_of(first)}
+    (found,) = shared_sums([first, second])
+    assert found.terms([priced(first, apart), priced(second, whole)]) == {}
+    assert found.terms([priced(first, whole), priced(second, apart)]) == {(0, 0): -7.0}
+
+
 def test_the_rules_candidates_divide_alike_where_all_that_counts_is_equal() -> None:
     """Another GEMM makes no other division; another token count, table or hidden size does."""
     from weaveopt import cost_model
@@ -105,8 +115,9 @@ def test_the_rules_candidates_divide_alike_where_all_that_counts_is_equal() -> N
         return [lowered.division for candidate, lowered in candidates(known, tokens, terms) if candidate.allowed]
 
     here = divisions(facts, TokenCounts(64))
-    assert len(here) == 1 == len(set(here))
+    assert len(set(here)) == 1
     assert divisions(replace(facts, gemm_depth=7168, num_norms=2), TokenCounts(64)) == here
+    assert set(divisions(replace(facts, has_norm=False, num_norms=0), TokenCounts(64))) == set(here)
     assert divisions(facts, TokenCounts(65)) != here
     assert divisions(facts, TokenCounts(64, most=8192)) != here
     assert divisions(replace(facts, hidden=4096), TokenCounts(64)) != here

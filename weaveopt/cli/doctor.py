@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.17"}
+MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.23"}
 """Oldest versions that are supported."""
 SHM = Path("/dev/shm")
 SHM_COMFORT_BYTES = 512 << 20
@@ -80,6 +80,7 @@ def examine() -> tuple[Check, ...]:
         _shared_memory(),
         _cores(),
         _cuda(),
+        _cuda_part(),
         _profile(),
         *_fabrics(),
     )
@@ -211,6 +212,26 @@ def _cuda() -> Check:
         return Check("cuda", Status.NOTE, "no usable GPU", advice)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Check("cuda", Status.OK, f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}")
+
+
+def _cuda_part() -> Check:
+    """Whether the GPU kernels were built, and for the GPUs that are here."""
+    try:
+        import torch
+
+        from weaveopt import _native
+    except ImportError as error:
+        return Check("cuda part", Status.NOTE, f"cannot be examined: {error}", "repair what is missing above")
+    present = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    archs = sorted({"".join(map(str, torch.cuda.get_device_capability(i))) for i in present})
+    rebuild = f"WEAVE_CUDA_ARCHS='{';'.join(archs)}' pip install --no-build-isolation --no-deps -e ."
+    if not _native.has_cuda:
+        advice = f"build it where nvcc is found: {rebuild}" if archs else ""
+        return Check("cuda part", Status.NOTE, "left out of this build", advice)
+    found = f"built for {_native.CUDA_ARCHS}"
+    if not all(map(_native.has_code, present)):
+        return Check("cuda part", Status.NOTE, f"{found}, not for every GPU here", rebuild)
+    return Check("cuda part", Status.OK, found)
 
 
 def _profile() -> Check:

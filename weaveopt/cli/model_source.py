@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,29 +87,52 @@ def _from_text(text: str, where: str) -> PreTrainedConfig:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise CaptureError(f"{where}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise CaptureError(f"{where}: not JSON that can be read: {first_line(error)}") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise CaptureError(f"{where}: no 'model_type'; expected the config.json of a transformers model")
     known = tuple(CONFIG_MAPPING.keys())
+    if data["model_type"] not in known and "auto_map" in data:
+        raise CaptureError(
+            f"{where}: model_type {data['model_type']!r} comes with its own code (auto_map), which is never run: "
+            "expected a model that transformers itself has"
+        )
     if data["model_type"] not in known:
         hint = _near(data["model_type"], known)
         raise CaptureError(f"{where}: model_type {data['model_type']!r} is unknown to transformers: {hint}")
     try:
-        return CONFIG_MAPPING[data["model_type"]].from_dict(data).get_text_config()
+        with quiet():
+            return CONFIG_MAPPING[data["model_type"]].from_dict(data).get_text_config()
     except Exception as error:  # transformers validates fields with errors of many types
-        raise CaptureError(f"{where}: not a valid {data['model_type']} configuration: {_first_line(error)}") from error
+        raise CaptureError(f"{where}: not a valid {data['model_type']} configuration: {first_line(error)}") from error
 
 
 def _from_hub(model: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+        with quiet():
+            return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
     except Exception as error:  # network, authorization, unknown repository, unknown model type
         preset = closest(model.split("/")[-1].lower(), presets.names())
         raise CaptureError(
-            f"cannot get the configuration of {model!r} from the hub ({_first_line(error)}); "
+            f"cannot get the configuration of {model!r} from the hub ({first_line(error)}); "
             f"download its config.json and pass that file, or use a preset: {preset}"
         ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is logged: transformers warns of what it then refuses, torch logs tracebacks of errors that it raises.
+
+    What is wrong with a model is one line of this command's own.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _near(word: str, known: tuple[str, ...]) -> str:
@@ -114,7 +140,7 @@ def _near(word: str, known: tuple[str, ...]) -> str:
     return hint if hint.startswith("did you mean") else f"{len(known)} types are known, none of them similar"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:240]}" if lines else type(error).__name__
 
@@ -134,19 +160,16 @@ def check(source: Source, request: Request) -> None:
         raise CaptureError("one rank alone has no communication to rewrite; give --tp (or --ep) of at least 2")
     if world % request.nodes:
         raise CaptureError(f"{world} ranks cannot be spread evenly over --nodes {request.nodes}")
+    for size in SIZES:
+        value = getattr(source.config, size, None)
+        if isinstance(value, int) and value < 1:
+            raise CaptureError(f"{name}: its configuration has {size} {value}; expected at least 1")
     total = getattr(source.config, "num_hidden_layers", None)
     if not isinstance(total, int) or total < 1:
         raise CaptureError(f"{name}: its configuration has no num_hidden_layers; expected a decoder-only text model")
     if request.layers is not None and not 1 <= request.layers <= total:
         raise CaptureError(f"--layers {request.layers}: {name} has {total}")
     _check_plan(source, request)
-
-
-def experts_come_alone() -> bool:
-    """Whether the installed transformers replicates everything but the experts when it shards these."""
-    from transformers.distributed import DistributedConfig
-
-    return "ep_size" not in {field.name for field in fields(DistributedConfig)}
 
 
 def _check_plan(source: Source, request: Request) -> None:
@@ -163,8 +186,6 @@ def _check_plan(source: Source, request: Request) -> None:
         if experts and experts % world:
             divisors = _divisors(experts)
             raise CaptureError(f"{option} does not divide the {experts} experts of {source.name}; {divisors}")
-        if experts_come_alone():
-            tp_plan = ep_plan
     elif not tp_plan:
         hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
         raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")
@@ -186,6 +207,14 @@ def largest_world(source: Source, limit: int, nodes: int) -> int:
     return next(fitting, limit)
 
 
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that families give to the number of routed experts."""
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
-from weaveopt.cli.model_source import Request, Source, experts_come_alone
+from weaveopt.cli.model_source import Request, Source, first_line, quiet
 from weaveopt.errors import CaptureError, WeaveError
 
 if TYPE_CHECKING:
     import torch
-    from torch import fx, nn
+    from torch import fx
     from transformers import Cache, PreTrainedConfig, PreTrainedModel
     from transformers.distributed import DistributedConfig
 
@@ -83,12 +83,17 @@ def _kinds(config: PreTrainedConfig) -> tuple[object, ...]:
 
 
 def build(config: PreTrainedConfig, device: torch.device, dtype: str) -> PreTrainedModel:
-    """The causal language model of a configuration, weights not initialized."""
+    """The causal language model of a configuration, weights not initialized. Raises `CaptureError` if there is none."""
     import torch
     from transformers.initialization import no_init_weights
 
-    with device, no_init_weights():
-        return _model_class(config)._from_config(config, dtype=getattr(torch, dtype)).eval()
+    model_class = _model_class(config)
+    try:
+        with quiet(), device, no_init_weights():
+            return model_class._from_config(config, dtype=getattr(torch, dtype)).eval()
+    except Exception as error:  # transformers and torch refuse a field with errors of many types
+        words = first_line(error)
+        raise CaptureError(f"transformers cannot build a {config.model_type} of this configuration: {words}") from error
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -108,18 +113,12 @@ def sharding(request: Request) -> str:
 
 def _parallelism(request: Request) -> tuple[DistributedConfig, str]:
     """What transformers is asked for, and a sentence on it. Its options changed within 5.x."""
-    from transformers import __version__
     from transformers.distributed import DistributedConfig
 
     if not request.ep:
         return DistributedConfig(tp_size=request.world, tp_plan="auto"), f"tensor parallel over {request.world} ranks"
-    if not experts_come_alone():
-        shard = DistributedConfig(tp_size=request.world, ep_size=request.world)
-        return shard, f"experts, and all else that has a plan, sharded over {request.world} ranks"
-    if request.tp:
-        raise CaptureError(f"transformers {__version__} shards either the experts or the rest: give --ep or --tp")
-    shard = DistributedConfig(tp_size=request.world, enable_expert_parallel=True)
-    return shard, f"only the experts sharded, over {request.world} ranks (so does transformers {__version__})"
+    shard = DistributedConfig(tp_size=request.world, ep_size=request.world)
+    return shard, f"experts, and all else that has a plan, sharded over {request.world} ranks"
 
 
 def capture(
@@ -139,7 +138,7 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(_quiet_transformers())
+        stack.enter_context(quiet())
         stack.enter_context(fake_group(request.world))
         # The compiled frames of this capture must not count against the recompile limit of the next.
         stack.callback(torch._dynamo.reset)
@@ -153,7 +152,6 @@ def capture(
             model = model.maybe_distribute_model(model, distributed, mesh)
             # In the order of from_pretrained: shared weights are joined after they were sharded.
             model.tie_weights()
-            _drop_backward_hooks(model)
             cache = _filled_cache(model, config, request) if request.phase == "decode" else None
             on_step("tracing the forward pass")
 
@@ -180,25 +178,6 @@ def _filled_cache(model: PreTrainedModel, config: PreTrainedConfig, request: Req
     return cache
 
 
-def _drop_backward_hooks(model: nn.Module) -> None:
-    """Some plans hang backward hooks on modules; no gradient is taken here and Dynamo stops at them."""
-    for module in model.modules():
-        module._backward_hooks.clear()
-        module._is_full_backward_hook = None
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
 def _as_weave_error(error: BaseException, source: Source) -> WeaveError:
     """The `WeaveError` inside what Dynamo wraps around a backend's exception, else a `CaptureError` of one line."""
     innermost: BaseException | None = error
@@ -210,4 +189,6 @@ def _as_weave_error(error: BaseException, source: Source) -> WeaveError:
         inner = getattr(innermost, "inner_exception", None)
         innermost = inner if isinstance(inner, BaseException) else innermost.__cause__
     lines = [line.strip() for line in str(root).splitlines() if line.strip()]
-    return CaptureError(f"{source.name} cannot be captured: {type(root).__name__}: {lines[0][:300] if lines else ''}")
+    # Dynamo's first line is a title; what failed stands in its explanation.
+    words = [*lines[:1], *(line for line in lines if line.startswith("Explanation: "))]
+    return CaptureError(f"{source.name} cannot be captured: {type(root).__name__}: {' '.join(words)[:300]}")

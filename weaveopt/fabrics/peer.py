@@ -299,8 +299,8 @@ def _announcement(device: int, layout: Layout) -> Payload:
     num_bytes = total_bytes(layout)
     properties = torch.cuda.get_device_properties(device)
     own = watchdog.this_process()
-    error = ""
-    if torch.cuda.mem_get_info(device)[0] < num_bytes:
+    error = _missing_code(device, f"{properties.major}{properties.minor}")
+    if not error and torch.cuda.mem_get_info(device)[0] < num_bytes:
         torch.cuda.empty_cache()  # what torch keeps for later is free as well
         free = torch.cuda.mem_get_info(device)[0]
         if free < num_bytes:
@@ -317,6 +317,16 @@ def _announcement(device: int, layout: Layout) -> Payload:
         "layout": layout.text(),
         "error": error,
     }
+
+
+def _missing_code(device: int, arch: str) -> str:
+    """That this build's kernels cannot run on the GPU; empty where they can."""
+    if _native.has_code(device):
+        return ""
+    return (
+        f"weaveopt was built for CUDA architectures {_native.CUDA_ARCHS}, and cuda:{device} is sm_{arch}: "
+        f"install it again with WEAVE_CUDA_ARCHS={arch}"
+    )
 
 
 def _allocate(num_bytes: int, device: int) -> torch.Tensor:

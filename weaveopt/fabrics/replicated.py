@@ -2,7 +2,7 @@
 
 A residual, a norm weight or a bias is the same on all ranks of a tensor-parallel group, but nothing in a graph
 says so. Where ranks divide the tokens, a residual that differs would give wrong rows; so the first call of every
-site compares a few numbers of each value, through the store and with a timeout.
+site compares a few numbers of each value, through the store and with a timeout. All ranks get the same answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from weaveopt.errors import AgreementError
 from weaveopt.fabrics import topology
 
 Named = tuple[str, torch.Tensor | None]
@@ -23,11 +22,14 @@ _SAMPLES = 1 << 20
 """Elements that are looked at, evenly spread: a whole residual in float64 could take gigabytes of a GPU."""
 
 
-def expect_replicated(group: str, where: str, values: Sequence[Named], timeout_s: float) -> None:
-    """Raises `AgreementError` naming the site, the value and two ranks, if a value differs beyond rounding."""
+def first_difference(group: str, where: str, values: Sequence[Named], timeout_s: float) -> str | None:
+    """The site, the value and two ranks, if a value differs beyond rounding; the same on all ranks.
+
+    Raises `AgreementError` if a rank does not come within `timeout_s`.
+    """
     present = [(name, value) for name, value in values if value is not None]
     if not present:
-        return
+        return None
     channel = topology.exchange(group, timeout_s)
     marks = {name: _marks(value) for name, value in present}
     told = channel.gather({"marks": json.dumps(marks)}, f"the first call of {where}", timeout_s)
@@ -36,11 +38,11 @@ def expect_replicated(group: str, where: str, values: Sequence[Named], timeout_s
     for name, first in everyone[0].items():
         for rank, other in zip(ranks[1:], everyone[1:], strict=True):
             if not _close(first, other.get(name, [])):
-                raise AgreementError(
+                return (
                     f"{where}: the {name} on rank {ranks[0]} is not the one on rank {rank}. The rewrite needs it "
-                    f"replicated on all ranks of group {group!r}, as under tensor parallelism; if it is meant to "
-                    'differ, switch the rule of this site off with options={"disable": [...]}'
+                    f"replicated on all ranks of group {group!r}, as under tensor parallelism"
                 )
+    return None
 
 
 def _marks(value: torch.Tensor) -> list[float]:

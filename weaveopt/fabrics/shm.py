@@ -159,7 +159,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     try:
         if _native is None:
             raise ArenaError("weaveopt was installed without its native part")
-        own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH)
+        own = _native.Segment.create(num_bytes, cookie, FIRST_EPOCH, len(group.ranks))
         _fill(own, layout)
     except Exception as failure:  # whatever it is, the others must hear of it
         error = str(failure) or type(failure).__name__

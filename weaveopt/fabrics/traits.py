@@ -28,7 +28,7 @@ class NativePart(StrEnum):
 
 
 def is_built(part: NativePart) -> bool:
-    """Whether this installation has the part; the CUDA part is built where nvcc is found."""
+    """Whether this installation has the part; the CUDA part is built where nvcc and GPUs are."""
     return _native is not None and (part is NativePart.HOST or bool(_native.has_cuda))
 
 

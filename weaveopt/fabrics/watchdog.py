@@ -1,9 +1,9 @@
 """Watches what the waiting kernels of this process say, and turns it into one clear error.
 
-A kernel that gives up on a peer writes why into host memory, waits a moment for the host to read it, and ends with a
-trap; from then on every CUDA call of the process fails, whatever it is about. So a thread reads that memory all the
-time: it tells stderr, keeps the error on the group's arena, raises it in the main thread, and only then lets the kernel
-end. The thread also notices a peer of this host that died, and ends the waits for it at once.
+A kernel that gives up on a peer writes why into host memory, tells the other peers, waits a moment for the host to read
+it, and ends with a trap; from then on every CUDA call of the process fails, whatever it is about. So a thread reads
+that memory all the time: it tells stderr, keeps the error on the group's arena, raises it in the main thread, and only
+then lets the kernel end. The thread also notices a peer of this host that died, and ends the waits for it at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
@@ -28,6 +28,7 @@ except ImportError:  # built without it: nothing is ever watched
 
 POLL_S = 0.05
 POLLS_PER_PEER_CHECK = 4
+"""Waits for a peer that died end after the second check that finds it gone."""
 _TAG_FIELD_BITS: int = 0 if _native is None else _native.TAG_FIELD_BITS
 _TAG_FIELD = (1 << _TAG_FIELD_BITS) - 1
 MAX_TOKENS = _TAG_FIELD
@@ -36,15 +37,19 @@ MAX_TOKENS = _TAG_FIELD
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process. The start time tells it from a later one with the same number."""
+    """A rank's process. Holds a descriptor of it, where the system gives one out, from when it is made."""
 
     pid: int
     start: str
-    """As the kernel counts it; empty where it is not known, or where the process runs on another host."""
+    """Where and when it started, which tells it from others with that number; empty where it is not known."""
+    _seen: _native.Process = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_seen", _native.Process(self.pid, self.start))
 
     def has_ended(self) -> bool:
-        """Only if the system says so; False where nothing is known about it."""
-        return bool(self.start) and bool(_native.process_has_ended(self.pid, self.start))
+        """Only if the system says so; False of one of another host or pid namespace."""
+        return self._seen.has_ended()
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class NativeGroup(Protocol):
     def status(self) -> _native.Status: ...
     def acknowledge(self) -> None: ...
     def abort(self, code: _native.Code) -> None: ...
+    def retire(self) -> None: ...
 
 
 class Watched(Protocol):
@@ -81,13 +87,15 @@ class Watched(Protocol):
 
 _sites: dict[int, NamedSite] = {}
 _watched: list[Watched] = []
+_suspected: set[int] = set()
+"""Of watched arenas with a peer that was gone at the last check, the `id`."""
 _lock = threading.RLock()
 _wake = threading.Event()
 _thread: threading.Thread | None = None
 
 
 def this_process() -> Process:
-    return Process(os.getpid(), _native.process_start(os.getpid()))
+    return Process(os.getpid(), _native.process_identity(os.getpid()))
 
 
 def tag_of(checksum: int) -> int:
@@ -111,7 +119,10 @@ def watch(arena: Watched) -> None:
 
 
 def forget(arena: Watched) -> None:
+    """Before the memory of `arena` is given back."""
+    arena.native.retire()
     with _lock:
+        _suspected.discard(id(arena))
         _watched[:] = [other for other in _watched if other is not arena]
 
 
@@ -149,10 +160,10 @@ def describe(arena: Watched, status: _native.Status) -> WeaveError:
             f"{where}: runs {_runs(status.own_tag)}, but rank {peer} runs {_runs(status.peer_tag)} ({expected}): "
             "ranks of a group must make the same calls in the same order"
         )
-    if status.code == codes.PEER_EXITED:
+    if status.code in (codes.PEER_EXITED, codes.PEER_FAILED):
         ended = [group.ranks[rank] for rank, process in enumerate(arena.peers) if process.has_ended()]
         if ended and peer not in ended:
-            # The peer waited for is alive, and waits itself for the one that is gone.
+            # The peer waited for is alive, and waits, or gave up waiting, for the one that is gone.
             return PeerTimeoutError(f"{where}: peer rank {ended[0]} exited (waited for rank {peer}: {expected})")
     why = {
         codes.TIMEOUT: f"did not signal within {named.timeout_s:g} s",
@@ -204,8 +215,12 @@ def _read(arena: Watched, in_main: bool) -> None:
 
 
 def _check_peers(arena: Watched) -> None:
-    if arena.error is None and any(process.has_ended() for process in arena.peers):
+    if arena.error is not None or not any(process.has_ended() for process in arena.peers):
+        _suspected.discard(id(arena))
+    elif id(arena) in _suspected:
         arena.native.abort(_native.Code.PEER_EXITED)
+    else:
+        _suspected.add(id(arena))
 
 
 def _raise_in_main(error: WeaveError) -> None:
@@ -228,6 +243,20 @@ def _take_back() -> None:
     ident = threading.get_ident()
     if ident == threading.main_thread().ident:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
+
+
+def _begin_anew() -> None:
+    """In a process that was forked from this one: the arenas are its parent's, and so is the thread.
+
+    The thread may have held the lock, or that of the event, at the fork: nobody would release it.
+    """
+    global _lock, _wake, _thread
+    _lock, _wake, _thread = threading.RLock(), threading.Event(), None
+    _watched.clear()
+    _suspected.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @atexit.register

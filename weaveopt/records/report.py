@@ -170,6 +170,31 @@ class MachineSummary:
 
 
 @dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo ended a graph of the model before the model's end. No rewrite reaches across it."""
+
+    reason: str
+    """What Dynamo noted, in one line."""
+    where: str
+    """`file:line in function`, the innermost that is not torch's own; empty where Dynamo kept no stack."""
+    hint: str = ""
+    """What Dynamo says can be done about it."""
+    count: int = 1
+    """How often Dynamo stopped there for this reason."""
+
+
+@dataclass(frozen=True)
+class OutsideCommunication:
+    """Collectives that ran outside the graphs of a model, where nothing can rewrite them."""
+
+    group: str
+    collectives: int
+    """At least so many: those that were counted between two graphs of the call that compiled them."""
+    after: str
+    """The break behind which they ran."""
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that was decided for one model: the only thing that `explain` and `weaveopt.report` print."""
 
@@ -179,3 +204,11 @@ class Report:
     graphs: tuple[GraphReport, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    breaks: tuple[GraphBreak, ...] = ()
+    """Why the model is several graphs; empty where Dynamo captured it whole."""
+    outside: tuple[OutsideCommunication, ...] = ()
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that Dynamo captured. A backward graph belongs to the forward graph that it was made with."""
+        return sum(graph.phase != "backward" for graph in self.graphs)

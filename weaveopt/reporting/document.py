@@ -35,6 +35,9 @@ def to_json(report: Report) -> str:
         "graphs": [_graph(graph) for graph in report.graphs],
         "fallbacks": [asdict(fallback) for fallback in report.fallbacks],
         "notes": list(report.notes),
+        "graphs_count": report.num_graphs,
+        "breaks": [asdict(found) for found in report.breaks],
+        "communication_outside": [asdict(found) for found in report.outside],
     }
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 

@@ -10,8 +10,10 @@ from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import (
     Decision,
     Fallback,
+    GraphBreak,
     GraphReport,
     MachineSummary,
+    OutsideCommunication,
     Regime,
     Report,
     Sensitivity,
@@ -48,7 +50,18 @@ def from_json(text: str) -> Report:
         graphs=tuple(_read_graph(graph) for graph in root["graphs"]),
         fallbacks=_read_fallbacks(root["fallbacks"]),
         notes=root["notes"].texts(),
+        breaks=tuple(map(_read_break, root.optional_list("breaks"))),
+        outside=tuple(map(_read_outside, root.optional_list("communication_outside"))),
     )
+
+
+def _read_break(found: Reader) -> GraphBreak:
+    reason, where, hint = (found[name].text() for name in ("reason", "where", "hint"))
+    return GraphBreak(reason, where, hint, found["count"].integer())
+
+
+def _read_outside(found: Reader) -> OutsideCommunication:
+    return OutsideCommunication(found["group"].text(), found["collectives"].integer(), found["after"].text())
 
 
 def _read_graph(graph: Reader) -> GraphReport:

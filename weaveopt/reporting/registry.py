@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.fx as fx
+from torch._dynamo.output_graph import GraphCompileReason
 
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
-from weaveopt.records.report import GraphReport, MachineSummary, Report
+from weaveopt.inductor import breaks, outside
+from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report
 
 
 @dataclass
@@ -18,24 +22,66 @@ class Entry:
     """The graphs of one call of the backend: forward, and backward if there is one."""
 
     parameters: tuple[weakref.ref[torch.Tensor], ...]
+    callers: tuple[weakref.ref[torch.nn.Module], ...] = ()
+    """Modules that were being called, from the innermost out: a part of a broken model may have no parameters."""
+    breaks: tuple[GraphBreak, ...] = ()
+    """Those met on the way to this graph since the one before, and the one that ended it."""
+    reason: GraphCompileReason | None = None
+    """Dynamo's own note of the break that ended it; None where it returned."""
+    outside: list[OutsideCommunication] = field(default_factory=list)
     graphs: list[GraphReport] = field(default_factory=list)
     machine: MachineSummary | None = None
     world: int = 1
 
     def belongs_to(self, owned: frozenset[int]) -> bool:
-        alive = [reference() for reference in self.parameters]
-        return any(id(tensor) in owned for tensor in alive if tensor is not None)
+        alive = [reference() for reference in (*self.parameters, *self.callers)]
+        return any(id(found) in owned for found in alive if found is not None)
+
+    def watch(self, inner_compile: Callable[..., object]) -> Callable[..., object]:
+        """`inner_compile` that also notes what this model communicated between its graphs."""
+        ended_at = self.breaks[-1].where if self.reason is not None else ""
+        return outside.watched(inner_compile, self.caller, ended_at, self.outside)
+
+    @property
+    def caller(self) -> int | None:
+        """Tells apart what is being called: the outermost module."""
+        return id(self.callers[-1]()) if self.callers else None
 
 
 _entries: list[Entry] = []
 
 
-def open_entry(example_inputs: Sequence[object]) -> Entry:
-    """A place for the reports of one compile; the model is known by the parameters that it passes in."""
+def open_entry(example_inputs: Sequence[object], graph_module: fx.GraphModule | None = None) -> Entry:
+    """A place for the reports of one graph that Dynamo captured.
+
+    Its model is known by the parameters that the graph takes, and by the modules whose call is under way.
+    """
     tensors = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
-    entry = Entry(tuple(weakref.ref(tensor) for tensor in tensors))
+    entry = Entry(
+        parameters=tuple(weakref.ref(tensor) for tensor in tensors),
+        callers=tuple(weakref.ref(module) for module in _called_modules()),
+        reason=breaks.noted(graph_module),
+    )
+    before = _entries[-1] if _entries else None
+    # After a break the rest of the same call comes next.
+    if before is not None and before.reason is not None and before.caller == entry.caller:
+        entry.breaks = breaks.since(before.reason, entry.reason)
+    if entry.reason is not None:
+        entry.breaks += (breaks.graph_break(entry.reason),)
     _entries.append(entry)
     return entry
+
+
+def _called_modules() -> Iterator[torch.nn.Module]:
+    """Modules whose `__call__` is on the stack, from the innermost out."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        # Only of these frames: to read a frame's locals keeps them alive until it ends.
+        if frame.f_code.co_name == "_wrapped_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module):
+                yield module
 
 
 def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping[str, Topology]) -> None:
@@ -57,7 +103,7 @@ def report(model: torch.nn.Module | object | None = None) -> Report:
     if isinstance(model, torch.nn.Module):
         module = getattr(model, "_orig_mod", model)
         name = type(module).__name__
-        owned = frozenset(id(parameter) for parameter in module.parameters())
+        owned = frozenset(map(id, (*module.parameters(), *module.modules(), model)))
         entries = [entry for entry in entries if entry.belongs_to(owned)]
     elif model is not None:
         name = getattr(model, "__name__", type(model).__name__)
@@ -70,6 +116,8 @@ def report(model: torch.nn.Module | object | None = None) -> Report:
         graphs=tuple(graph for entry in entries for graph in entry.graphs),
         fallbacks=tuple(f for entry in entries for graph in entry.graphs for f in graph.fallbacks),
         notes=notes,
+        breaks=breaks.counted(found for entry in entries for found in entry.breaks),
+        outside=outside.summed([found for entry in entries for found in entry.outside]),
     )
 
 

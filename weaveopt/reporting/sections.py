@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import RenderableType
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weaveopt.records.candidate import LEAVE
-from weaveopt.records.report import GraphReport, Sensitivity, Stretch
+from weaveopt.records.report import GraphReport, Report, Sensitivity, Stretch
 from weaveopt.reporting.memory import arena_line, arena_rows
 from weaveopt.reporting.parts import parts
 from weaveopt.reporting.reasons import collapse
@@ -19,6 +19,21 @@ from weaveopt.reporting.timeline import Times, total
 
 SHOWN_AROUND = 2
 """Stretches shown on each side of the one decided for; the JSON report has them all."""
+
+
+def broken(report: Report) -> Iterator[str]:
+    """Of a model that is several graphs: how many, why, and what communicated outside of them."""
+    if report.num_graphs > 1:
+        ended = "Dynamo broke the model, and no rewrite reaches across a break" if report.breaks else "no graph break"
+        yield f"{report.num_graphs} graphs: {ended}"
+    for found in report.breaks:
+        hint = f" ({found.hint})" if found.hint else ""
+        yield f"graph break ×{found.count} at {found.where or 'an unknown place'}: {found.reason}{hint}"
+    for each in report.outside:
+        yield (
+            f"communication outside the graphs: at least {each.collectives} collectives of group {each.group} "
+            f"after the break at {each.after}"
+        )
 
 
 def whole(graph: GraphReport) -> list[RenderableType]:

@@ -60,6 +60,7 @@ def _report(report: Report, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"{report.model} on {report.world} ranks", style="bold")]
     parts.append(Text(_machine_line(report.machine)))
     parts.extend(Text(note) for note in report.notes)
+    parts.extend(Text(line) for line in sections.broken(report))
     if not report.graphs:
         parts.append(Text("no graph was compiled yet"))
     for graph in report.graphs:

@@ -1,9 +1,9 @@
-"""Follow a reduced value from its all-reduce to the norm that ends the site.
+"""Follow a reduced value from its all-reduce to the norm that ends the site, or as far as it goes.
 
     wait(all_reduce(partial)) [+ bias] [* scale] [-> post norm] [+ residual] [+ another all-reduce] [-> norm]
 
 in any of the orders that models write it, over views. The walk goes on while a value has one reader, so that
-nothing it passes is needed elsewhere; where it cannot go on, it says why.
+nothing it passes is needed elsewhere. Where it cannot go on the site ends, without a norm, and says why.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Reduced:
     norm: Norm | None
     passed: frozenset[fx.Node]
     """Nodes on the way, from the collectives up to and with `total`; nobody else reads those before `total`."""
+    without_norm: Rejection | None = None
+    """Why no norm is part of the site; None where one is, or where a post-norm family ends."""
 
     @property
     def partials(self) -> tuple[fx.Node, ...]:
@@ -71,6 +73,9 @@ class Reduced:
         if self.post is not None:
             words += f" -> {self.post.text}"
         words += " + residual" * len(self.residuals)
+        if self.without_norm is not None:
+            values = ", ".join(f"{name} {value}" for name, value in self.without_norm.values)
+            return f"{words}; no norm: {self.without_norm.message} ({values})"
         return words + (f" -> {self.norm.text}" if self.norm is not None else "")
 
 
@@ -88,6 +93,8 @@ class _Walk:
     scale_tensor: fx.Node | None = None
     post: Norm | None = None
     residuals: list[fx.Node] = field(default_factory=list)
+    views: list[fx.Node] = field(default_factory=list)
+    """Views behind the last computation, with what the first of them reads in front."""
 
     @property
     def linear(self) -> bool:
@@ -95,8 +102,21 @@ class _Walk:
         return self.post is None and self.scale == 1.0 and self.scale_tensor is None
 
     def step_to(self, node: fx.Node) -> None:
+        self.views.clear()
         self.passed.add(node)
         self.value = node
+
+    def step_to_view(self, node: fx.Node) -> None:
+        before = self.views or [self.value]
+        self.step_to(node)
+        self.views = [*before, node]
+
+    def step_back(self) -> None:
+        """Before the last views: they stay in the graph where a site ends without a norm."""
+        if self.views:
+            self.value, *behind = self.views
+            self.passed.difference_update(behind)
+            self.views.clear()
 
     def refuse(self, code: str, message: str, node: fx.Node) -> Rejection:
         return Rejection(code, message, (("node", node.name), ("op", describe(node))))
@@ -108,6 +128,7 @@ def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced 
     if isinstance(started, Rejection):
         return started
     walk = started
+    stopped: Rejection | None = None
     while True:
         here = norms.get(walk.value, [])
         if here:
@@ -119,11 +140,18 @@ def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced 
         reader = next(iter(walk.value.users))
         moved = _pass(walk, reader)
         if isinstance(moved, Rejection):
-            return moved
+            stopped = moved
+            break
         if not moved:
             break
-    if walk.post is not None and walk.residuals:
+    if walk.post is not None and walk.residuals and stopped is None:
         return _ended(walk, None)
+    why = stopped or _why_no_norm(walk)
+    walk.step_back()
+    return _ended(walk, None, why)
+
+
+def _why_no_norm(walk: _Walk) -> Rejection:
     eps = tensor_eps(walk.value)
     if eps is not None:
         return walk.refuse(
@@ -131,7 +159,7 @@ def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced 
         )
     readers = ", ".join(sorted({describe(user) for user in walk.value.users})) or "nothing"
     code = "read_by_several" if len(walk.value.users) > 1 else "no_norm_follows"
-    message = "the reduced value is not followed by a norm over the hidden dimension"
+    message = "none over the hidden dimension follows"
     return Rejection(code, message, (("node", walk.value.name), ("read_by", readers)))
 
 
@@ -171,7 +199,7 @@ def _pass(walk: _Walk, reader: fx.Node) -> bool | Rejection:
         shape = tensor_of(reader)
         if shape is None or shape.ndim < 2 or shape.shape[-1] != walk.hidden:
             return walk.refuse("hidden_is_split", "a view takes the hidden dimension apart before the norm", reader)
-        walk.step_to(reader)
+        walk.step_to_view(reader)
         return True
     if is_call(reader, MUL):
         return _pass_scale(walk, reader)
@@ -311,7 +339,7 @@ def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
     return True
 
 
-def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
+def _ended(walk: _Walk, norm: Norm | None, without_norm: Rejection | None = None) -> Reduced:
     return Reduced(
         collectives=tuple(walk.collectives),
         biases=tuple(walk.biases),
@@ -323,6 +351,7 @@ def _ended(walk: _Walk, norm: Norm | None) -> Reduced:
         total=walk.value,
         norm=norm,
         passed=frozenset(walk.passed),
+        without_norm=without_norm,
     )
 
 

@@ -4,10 +4,12 @@
     total = all_reduce(partial)            # then optionally + bias, * scale
     total = post_norm(total)               # post-norm families only
     total = residual + total               # absent after the embedding
-    normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
+    normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where none follows
     rows = e4m3(normalized / scale)        # where FP8 linears read the rows
 
-Two all-reduces that meet in one sum (a mixture and its shared experts; parallel attention and MLP) are one site.
+Two all-reduces that meet in one sum (a mixture and its shared experts; parallel attention and MLP) are one site. No
+norm follows in a backward pass, behind the last layer of a model that is compiled layer by layer, where a value is
+read by others before the norm, and where the dtype changes before it (autocast).
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class ReductionFacts:
     num_partials: int = 1
     """All-reduces that meet in one sum."""
     num_norms: int = 1
+    has_norm: bool = True
+    """Whether a norm of the sum ends the site."""
     has_residual: bool = True
     sum_is_read: bool = True
     """Whether the graph reads the sum (partial results + residual) after this site."""
@@ -73,7 +77,7 @@ class Reduction:
 
     reduced: Reduced
     interior: frozenset[fx.Node]
-    """What disappears with any rewrite: the collectives, what follows them up to the sum, and the norm."""
+    """What disappears where the norm is taken in: the collectives, what follows them up to the sum, and the norm."""
     quantized: Quantized | None = None
     gemm: fx.Node | None = None
     """The GEMM that makes the partial result, read by nothing else; of two partial results, one that can accumulate."""
@@ -205,6 +209,7 @@ def _facts(structure: Reduction, absorbed: frozenset[fx.Node], context: Context)
         gemm_depth=0 if a is None else int(a.shape[-1]),
         num_partials=len(reduced.collectives),
         num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
+        has_norm=reduced.norm is not None,
         has_residual=bool(reduced.residuals),
         sum_is_read=_is_read_elsewhere(reduced),
         sum_read_by_reductions=all(

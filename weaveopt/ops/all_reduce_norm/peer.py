@@ -20,13 +20,13 @@ from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
-from weaveopt.fabrics.replicated import expect_replicated
 from weaveopt.fabrics.traits import header_bytes
 from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
 from weaveopt.ops.all_reduce_norm.native import kernel_name, native_norm, out_kind
 from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
 from weaveopt.ops.all_reduce_norm.reference import row_scale_shape
+from weaveopt.ops.all_reduce_norm.replication import may_share_rows
 from weaveopt.ops.all_reduce_norm.variant import KernelRow
 from weaveopt.records.norm import Quant
 
@@ -73,8 +73,21 @@ class PeerSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_aliased", "_arena", "_call", "_dtype", "_hidden", "_index", "_is_replicated", "_launches", "_native",
-        "_normalized_dtype", "_partial", "_partial_offset", "_static", "_sum", "_where",
+        "_aliased",
+        "_arena",
+        "_call",
+        "_dtype",
+        "_hidden",
+        "_index",
+        "_launches",
+        "_may_share",
+        "_native",
+        "_normalized_dtype",
+        "_partial",
+        "_partial_offset",
+        "_static",
+        "_sum",
+        "_where",
     )  # fmt: skip
 
     def __init__(
@@ -83,8 +96,8 @@ class PeerSite:
         buffers = locate(call, memory.layout)
         self._hidden = call.hidden
         self._launches = tuple(_launch(call, row, memory.device) for row in call.table)
-        self._is_replicated = False
-        """Whether the ranks have been seen to hold the same residual and parameters."""
+        self._may_share: bool | None = None
+        """Whether ranks hold the same residual and parameters; None: not compared yet."""
         self._arena = memory
         self._call = call
         self._native = native
@@ -169,8 +182,10 @@ class PeerSite:
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
             return results
-        if not self._is_replicated and not torch.cuda.is_current_stream_capturing():
-            self._expect_replicated(operands)
+        if self._may_share is None and not torch.cuda.is_current_stream_capturing():
+            self._may_share = may_share_rows(self._call, operands)
+        if self._may_share is False:
+            return None
         dtype, hidden = self._dtype, self._hidden
         pointers = [0] * 5
         fp32 = 0
@@ -239,13 +254,6 @@ class PeerSite:
         if self._call.quant is not Quant.PER_TOKEN:
             return normalized, total, None
         return normalized, total, like.new_empty(row_scale_shape(like.shape, self._call), dtype=torch.float32)
-
-    def _expect_replicated(self, operands: Operands) -> None:
-        """Once: every rank reduces its own rows with its own residual and parameters, so they must be the same."""
-        call = self._call
-        where = f"weave::all_reduce_norm at site {call.site}"
-        expect_replicated(call.group, where, operands.replicated(call), call.timeout_s)
-        self._is_replicated = True
 
     def _multiply(self, gemm: Gemm, pieces: tuple[Piece, ...], tokens: int) -> Tensor:
         if len(pieces) != 1 or not pieces[0].launch.in_place or self._partial is None:

@@ -10,12 +10,12 @@ import torch
 
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics.replicated import expect_replicated
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.ops.all_reduce_norm.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
 from weaveopt.ops.all_reduce_norm.native import native_norm
 from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
+from weaveopt.ops.all_reduce_norm.replication import may_share_rows
 
 try:
     from weaveopt import _native
@@ -32,8 +32,17 @@ class ShmSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
     __slots__ = (
-        "_arena", "_call", "_dtype", "_hidden", "_is_replicated", "_max_tokens", "_native", "_normalized_dtype",
-        "_partials", "_scale", "_sum",
+        "_arena",
+        "_call",
+        "_dtype",
+        "_hidden",
+        "_max_tokens",
+        "_may_share",
+        "_native",
+        "_normalized_dtype",
+        "_partials",
+        "_scale",
+        "_sum",
     )  # fmt: skip
 
     def __init__(
@@ -41,8 +50,8 @@ class ShmSite:
     ) -> None:
         self._hidden = call.hidden
         self._max_tokens = call.max_tokens
-        self._is_replicated = False
-        """Whether the ranks have been seen to hold the same residual and parameters."""
+        self._may_share: bool | None = None
+        """Whether ranks hold the same residual and parameters; None: not compared yet."""
         self._call = call
         self._native = native
         self._arena = memory
@@ -92,7 +101,7 @@ class ShmSite:
     def run(self, partial: Tensor | Gemm, operands: Operands) -> tuple[Tensor, Tensor, None] | None:
         """The op on the rows of `partial`, which as a GEMM is computed into the arena.
 
-        None: there are more tokens than were planned for, and the library does it.
+        None: the library does it, as there are more tokens than were planned for, or ranks may not share rows.
         """
         dtype, hidden = self._dtype, self._hidden
         gemm = partial if isinstance(partial, Gemm) else None
@@ -103,8 +112,10 @@ class ShmSite:
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        if not self._is_replicated:
-            self._expect_replicated(operands)
+        if self._may_share is None:
+            self._may_share = may_share_rows(self._call, operands)
+        if not self._may_share:
+            return None
         pointers = [0] * 5
         fp32 = 0
         kept = []  # converted parameters live until the native call is over
@@ -151,13 +162,6 @@ class ShmSite:
             self._fail(code)
         return normalized, out, None
 
-    def _expect_replicated(self, operands: Operands) -> None:
-        """Once: every rank reduces its own rows with its own residual and parameters, so they must be the same."""
-        call = self._call
-        where = f"weave::all_reduce_norm at site {call.site}"
-        expect_replicated(call.group, where, operands.replicated(call), call.timeout_s)
-        self._is_replicated = True
-
     def _multiply(self, gemm: Gemm, tokens: int) -> None:
         """Takes the group and computes the GEMM into this rank's buffer of the coming epoch."""
         code = self._native.enter(tokens)
@@ -193,6 +197,11 @@ class ShmSite:
         codes = _native.Code
         if code == int(codes.BUSY):
             raise WeaveError(f"{where}: another thread runs an operation of the same group; run them one by one")
+        if code == int(codes.FORKED):
+            raise WeaveError(
+                f"{where}: this process was forked from the one that is that rank: run the model there, or start "
+                "processes that run it by spawn"
+            )
         status = self._arena.native.status
         peer = ranks[status.peer]
         expected = f"slot {status.slot}, expected epoch {status.expected}, seen {status.seen}"

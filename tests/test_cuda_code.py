@@ -1,0 +1,72 @@
+"""What the GPU kernels were compiled to, and that the host launches them by that.
+
+SASS (nvcc 13.0): `griddepcontrol.wait` is `ACQBULK`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import binary
+from weaveopt import _native
+
+ORDERED = ("9ll_packet", "4bulk", "6direct")
+"""In the mangled names of kernels that call fabric::begin_call."""
+
+
+@pytest.mark.parametrize(
+    ("binary_version", "ptx_version", "expected"),
+    [
+        (80, 80, False),
+        (89, 80, False),
+        (90, 90, True),
+        (103, 100, True),  # sm_100's code on a B300
+        (120, 100, True),  # PTX of compute_100, made into code by the driver
+        (90, 80, False),  # PTX of compute_80: it has no griddepcontrol.wait, though the GPU launches programmatically
+        (120, 80, False),
+    ],
+)
+def test_a_kernel_has_what_it_was_compiled_for(binary_version: int, ptx_version: int, expected: bool) -> None:
+    assert _native.has_sm90_code(binary_version, ptx_version) is expected
+
+
+@binary.needs_cuda_part
+def test_the_extension_holds_the_architectures_that_it_names() -> None:
+    named, _, ptx = _native.CUDA_ARCHS.partition("+")
+    archs = named.split(";")
+    assert sorted(f"sm_{arch}" for arch in archs) == sorted(binary.architectures())
+    held = set(re.findall(r"\.sm_(\d+[a-z]?)\.ptx", binary.dump("--list-ptx")))
+    assert held == ({archs[-1]} if ptx else set())
+    assert ptx or not archs[-1].isdigit(), "GPUs that come after the newest one need its PTX"
+
+
+def ordered(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if any(part in name for part in ORDERED)]
+
+
+@binary.needs_cuda_part
+def test_machine_code_waits_for_the_kernel_ahead_where_the_host_launches_it_early() -> None:
+    for architecture in binary.architectures():
+        names = ordered(binary.kernels(architecture))
+        # One of each kernel: a whole architecture is a hundred.
+        some = [next(name for name in names if part in name) for part in ORDERED]
+        launched_early = _native.has_sm90_code(binary.number(architecture), binary.number(architecture))
+        for name, text in binary.instructions(architecture, some).items():
+            assert bool(re.search(r"\bACQBULK\b", text)) is launched_early, f"{architecture}: {name}"
+
+
+@binary.needs_cuda_part
+def test_ptx_waits_for_the_kernel_ahead_where_the_host_launches_it_early() -> None:
+    """Every kernel of it: a driver of a GPU to come makes its code of nothing else."""
+    if "+PTX" not in _native.CUDA_ARCHS:
+        pytest.skip(f"built for {_native.CUDA_ARCHS} alone, without PTX")
+    text = binary.dump("--dump-ptx")
+    (version,) = {int(found) for found in re.findall(r"^\.target sm_(\d+)", text, re.MULTILINE)}
+    launched_early = _native.has_sm90_code(200, version)
+    _, *parts = re.split(r"^(?:\.visible )?\.entry (\w+)", text, flags=re.MULTILINE)
+    entries = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert set(ordered(tuple(entries))) >= set(ordered(binary.kernels(binary.architectures()[-1])))
+    for name in ordered(tuple(entries)):
+        assert ("griddepcontrol.wait" in entries[name]) is launched_early, name
