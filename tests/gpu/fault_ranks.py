@@ -41,8 +41,8 @@ def main(scenario: str, device: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    kernel = BULK if scenario.endswith("bulk") else LL_PACKET_ONE_SHOT
-    timeout_s = STALL_TIMEOUT_S if scenario.startswith(("stalled", "caught")) else LONG_TIMEOUT_S
+    kernel = BULK if "bulk" in scenario.split() else LL_PACKET_ONE_SHOT
+    timeout_s = STALL_TIMEOUT_S if scenario.startswith(("stalled", "continued", "caught")) else LONG_TIMEOUT_S
     call = replace(make_call(Case(), HIDDEN, "bfloat16", world, (kernel.row(64),)), timeout_s=timeout_s)
     call = replace(call, site="layers.0")
     other = replace(call, site="layers.1")
@@ -53,20 +53,23 @@ def main(scenario: str, device: int) -> None:
         for values in inputs.values():
             run_op(values, rank, warm)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph() if scenario.endswith("graph") else None
+    graph = torch.cuda.CUDAGraph() if "graph" in scenario.split() else None
     if graph is not None:
         with torch.cuda.graph(graph):
             run_op(inputs[5], rank, call)
     dist.barrier()  # on the GPUs: nobody is inside a call any more
     torch.cuda.synchronize()
     victim = world - 1
-    if rank == victim and scenario.startswith(("killed", "stalled")):
+    store = c10d._get_default_store()
+    if rank == victim:
+        store.set("victim", str(os.getpid()))
+    victim_pid = int(store.get("victim"))
+    if rank == victim and scenario.startswith(("killed", "stalled", "continued")):
         os.kill(os.getpid(), signal.SIGKILL if scenario.startswith("killed") else signal.SIGSTOP)
     differs = rank == victim and scenario.startswith("differing")
     tokens = 6 if differs and "tokens" in scenario else 5
     last = other if differs and "sites" in scenario else call
 
-    store = c10d._get_default_store()
     if scenario.startswith("caught"):
         # The victim comes once all others have given up, and each of those later than the one before.
         if rank == victim:
@@ -87,15 +90,17 @@ def main(scenario: str, device: int) -> None:
     started = time.monotonic()
     at_once = error_of(fail)
     seconds = time.monotonic() - started
-    if scenario.startswith("caught"):
+    if scenario.startswith(("caught", "continued")):
         store.set(f"over/{rank}", "")
     time.sleep(0.2)
     error_of(lambda: run_op(inputs[5], rank, call))  # may be cut short by the watchdog's error
     later = error_of(lambda: run_op(inputs[5], rank, call))
+    if scenario.startswith("continued") and rank != victim:
+        os.kill(victim_pid, signal.SIGCONT)  # this rank caught its error and goes on, when the other one comes back
     told = {"rank": rank, "seconds": seconds, "at_once": at_once, "later": later}
     print(json.dumps(told), flush=True)
     sys.stderr.flush()
-    if scenario.startswith("caught"):
+    if scenario.startswith(("caught", "continued")):
         store.wait([f"over/{other}" for other in range(world)])  # what was caught ends no process
     # Nothing can be taken down in order after a trap.
     os._exit(0)

@@ -89,7 +89,12 @@ def run_scenario(scenario: str, devices: tuple[int, ...]) -> Told:
     return Told(results, errors)
 
 
-SCENARIOS = ("killed", "killed bulk", "stalled", "stalled bulk", "differing tokens", "differing sites bulk")
+GONE = tuple(
+    f"{how}{kernel}{graph}" for how in ("killed", "stalled") for kernel in ("", " bulk") for graph in ("", " graph")
+)
+CONTINUED = ("continued", "continued bulk", "continued graph")
+DIFFERING = ("differing tokens", "differing sites bulk")
+SCENARIOS = (*GONE, *CONTINUED, *DIFFERING)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +114,7 @@ def told() -> dict[str, Told]:
 
 @needs_cuda_part
 @pytest.mark.multigpu
-@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if not s.startswith("differing")])
+@pytest.mark.parametrize("scenario", GONE)
 def test_a_rank_that_is_gone_ends_the_other(scenario: str, told: dict[str, Told]) -> None:
     outcome = told[scenario]
     assert 0 in outcome.results, f"rank 0 hung or died:\n{outcome.stderr[-4000:]}"
@@ -126,7 +131,19 @@ def test_a_rank_that_is_gone_ends_the_other(scenario: str, told: dict[str, Told]
 
 @needs_cuda_part
 @pytest.mark.multigpu
-@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.startswith("differing")])
+@pytest.mark.parametrize("scenario", CONTINUED)
+def test_a_rank_that_comes_back_hears_that_the_other_gave_up(scenario: str, told: dict[str, Told]) -> None:
+    """The other one caught its error and lives on."""
+    outcome = told[scenario]
+    assert set(outcome.results) == {0, 1}, f"a rank hung or died:\n{outcome.stderr[-4000:]}"
+    assert "rank 0: peer rank 1 did not signal within 4 s" in outcome.text(0, "later")
+    assert "rank 1: peer rank 0 gave up waiting itself" in outcome.text(1, "later") and outcome.seconds(1) < 3
+    assert outcome.stderr.count("weaveopt: PeerTimeoutError: ") == 2, outcome.stderr[-4000:]
+
+
+@needs_cuda_part
+@pytest.mark.multigpu
+@pytest.mark.parametrize("scenario", DIFFERING)
 def test_ranks_that_differ_are_told_so(scenario: str, told: dict[str, Told]) -> None:
     outcome = told[scenario]
     assert set(outcome.results) == {0, 1}, f"a rank hung or died:\n{outcome.stderr[-4000:]}"

@@ -154,6 +154,7 @@ def release_all() -> None:
 def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
     group, num_bytes = topology.group, _page_aligned(layout.num_bytes)
     own: _native.Segment | None = None
+    segments: list[_native.Segment] = []
     cookie = secrets.randbits(63)
     error = ""
     try:
@@ -163,29 +164,48 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         _fill(own, layout)
     except Exception as failure:  # whatever it is, the others must hear of it
         error = str(failure) or type(failure).__name__
-    announced = channel.gather(
-        {"pid": os.getpid(), "fd": own.fd if own else -1, "cookie": cookie, "layout": layout.text(), "error": error},
-        f"an arena of {num_bytes} bytes",
-        timeout_s,
-    )
-    _raise_if_any(group, announced, num_bytes)
-    expect_equal_layouts(group, announced)
-    segments: list[_native.Segment] = []
     try:
-        for rank, record in enumerate(announced):
-            if rank == group.rank and own is not None:
-                segments.append(own)
-            else:
-                pid, fd, peer_cookie = int(record["pid"]), int(record["fd"]), int(record["cookie"])
-                segments.append(_native.Segment.open(pid, fd, peer_cookie, num_bytes))
-    except Exception as failure:
-        error = str(failure) or type(failure).__name__
-    # Peers open our file through our descriptor, so it stays open until all have said that they are done.
-    mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
-    if own is not None:
-        own.close_fd()
-    _raise_if_any(group, mapped, num_bytes)
-    return ShmArena(group, segments, _num_local_processes(), layout)
+        record: dict[str, str | int] = {
+            "pid": os.getpid(),
+            "fd": own.fd if own else -1,
+            "cookie": cookie,
+            "layout": layout.text(),
+        }
+        announced = channel.gather({**record, "error": error}, f"an arena of {num_bytes} bytes", timeout_s)
+        _raise_if_any(group, announced, num_bytes)
+        expect_equal_layouts(group, announced)
+        assert own is not None
+        try:
+            segments += _open_all(group, announced, own, num_bytes)
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        # Peers open our file through our descriptor, so it stays open until all have said that they are done.
+        mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
+        _raise_if_any(group, mapped, num_bytes)
+        return ShmArena(group, segments, _num_local_processes(), layout)
+    finally:
+        if own is not None:
+            own.close_fd()
+        # An error keeps this frame, and a program may keep the error: the memory must not live as long.
+        own = None
+        segments.clear()
+
+
+def _open_all(
+    group: Group, announced: Sequence[Payload], own: _native.Segment, num_bytes: int
+) -> list[_native.Segment]:
+    """This rank's segment and the peers', in group order."""
+    found = []
+    for index, (rank, record) in enumerate(zip(group.ranks, announced, strict=True)):
+        if index == group.rank:
+            found.append(own)
+            continue
+        try:
+            pid, fd, cookie = int(record["pid"]), int(record["fd"]), int(record["cookie"])
+            found.append(_native.Segment.open(pid, fd, cookie, num_bytes))
+        except RuntimeError as failure:
+            raise ArenaError(f"the memory of rank {rank}: {failure}") from None
+    return found
 
 
 def _fill(segment: _native.Segment, layout: Layout) -> None:

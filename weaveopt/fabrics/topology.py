@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,6 +83,12 @@ def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
     return Topology(Group("0", tuple(range(world)), 0), names, device, fake=True)
 
 
+_WHAT = "what"
+"""Beside every payload: what its rank wanted to agree on."""
+_STORE_ANSWERS_S = 5.0
+"""What the store gets to answer what it can answer at once, beyond a timeout that it was asked to wait for."""
+
+
 class Exchange:
     """A bounded all-gather of small records among the ranks of a group, through the default store.
 
@@ -101,23 +109,58 @@ class Exchange:
     def gather(self, payload: Payload, what: str, timeout_s: float) -> tuple[Payload, ...]:
         """Everyone's `payload`, in group order.
 
-        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`; `what` says in
-        the message what the ranks wanted to agree on.
+        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`, or one that met for
+        something else and has another payload, or saying that the store failed or does not answer, as where the rank
+        that has it is gone or stopped; `what` says in the message what the ranks wanted to agree on.
         """
         keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
         self._num_rounds += 1
+        where = f"group {self.group.name!r}"
+        found: queue.SimpleQueue[tuple[Payload, ...] | list[int] | RuntimeError] = queue.SimpleQueue()
+
+        def meet() -> None:
+            try:
+                found.put(self._meet(keys, {**payload, _WHAT: what}, timeout_s))
+            except RuntimeError as error:  # torch's errors of stores and of connections are of this kind
+                found.put(error)
+
+        # A store whose process is stopped keeps its callers for good, whatever the timeout.
+        threading.Thread(target=meet, name="weaveopt-store", daemon=True).start()
+        try:
+            answer = found.get(timeout=timeout_s + _STORE_ANSWERS_S)
+        except queue.Empty:
+            raise AgreementError(
+                f"{where}: the store did not answer within {timeout_s + _STORE_ANSWERS_S:g} s for {what}: the process "
+                "that has it, rank 0 or the launcher, may be stopped"
+            ) from None
+        if isinstance(answer, RuntimeError):
+            lines = str(answer).splitlines()
+            raise AgreementError(
+                f"{where}: the store failed while ranks met for {what}: {lines[0] if lines else repr(answer)}"
+            )
+        if isinstance(answer, list):
+            raise AgreementError(
+                f"{where}: rank(s) {', '.join(map(str, answer))} of {self.group.ranks} did not come within "
+                f"{timeout_s:g} s for {what}"
+            )
+        for rank, other in zip(self.group.ranks, answer, strict=True):
+            if other[_WHAT] != what and other.keys() != payload.keys() | {_WHAT}:
+                raise AgreementError(
+                    f"{where}: rank {self.group.ranks[self.group.rank]} is at {what!r} while rank {rank} is at "
+                    f"{other[_WHAT]!r}: ranks of a group must do the same in the same order"
+                )
+        return answer
+
+    def _meet(self, keys: list[str], payload: Payload, timeout_s: float) -> tuple[Payload, ...] | list[int]:
+        """Everyone's payload, or the ranks whose payload did not come. Raises what the store raises."""
         self._store.set(keys[self.group.rank], json.dumps(dict(payload)))
         try:
             self._store.wait(keys, timedelta(seconds=timeout_s))
-        except (dist.DistStoreError, RuntimeError) as error:
+        except RuntimeError:
             missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self._store.check([key])]
-            if not missing:
-                where = f"group {self.group.name!r}"
-                raise AgreementError(f"{where}: the store failed while ranks met for {what}: {error}") from error
-            raise AgreementError(
-                f"group {self.group.name!r}: rank(s) {', '.join(map(str, missing))} of {self.group.ranks} did not "
-                f"come within {timeout_s:g} s for {what}"
-            ) from None
+            if missing:
+                return missing
+            raise
         return tuple(json.loads(self._store.get(key)) for key in keys)
 
 
