@@ -1,4 +1,4 @@
-"""Every family, on real ranks: one graph, whose all-reduces are rewritten or have a reason; logits and tokens as eager."""
+"""Every family, on real ranks: one graph, all-reduces rewritten or with a reason, logits and tokens as eager."""
 
 from __future__ import annotations
 
