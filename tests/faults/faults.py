@@ -129,7 +129,9 @@ def stopped(case: Case, victim: frozenset[Saying] | None = None) -> Expected:
 def stopped_for_long(case: Case) -> Expected:
     """Its peers have given up when it goes on."""
     lost = {Saying.STORE_LOST, Saying.STORE_SILENT} if case.store_on_rank else set()
-    return stopped(case, CAME_BACK | lost)
+    # Programs that caught a failed meeting before the first call went on, and are at another call now.
+    elsewhere = {Saying.CALLS_DIFFER} if case.catches else set()
+    return stopped(case, CAME_BACK | lost | elsewhere)
 
 
 def all_say(*sayings: Saying) -> Callable[[Case], Expected]:
