@@ -53,6 +53,16 @@ def test_train_step_has_eagers_gradients() -> None:
     assert "forward" in found and "backward" in found
 
 
+def test_trainer_has_eagers_losses() -> None:
+    """The same under `torchrun` is tests/test_trainer.py's."""
+    config = str(CONFIGS / "accelerate_one_host.yaml")
+    found = launch(
+        "accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "--main_process_port", "0",
+        "examples/trainer.py", "--hidden", "64", "--layers", "1", "--steps", "2",
+    )  # fmt: skip
+    assert "largest relative difference" in found and "forward" in found and "backward" in found
+
+
 def test_hand_written_block_is_rewritten() -> None:
     assert "1 rewritten" in torchrun("hand_written.py")
 
@@ -100,7 +110,7 @@ def test_two_hosts_meet(tmp_path: Path) -> None:
     assert all("ranks met: 2" in text for text in printed), printed
 
 
-@pytest.mark.parametrize("name", ["generate.py", "train_step.py", "hand_written.py"])
+@pytest.mark.parametrize("name", ["generate.py", "train_step.py", "trainer.py", "hand_written.py"])
 def test_examples_have_a_main(name: str) -> None:
     text = (ROOT / "examples" / name).read_text()
     assert "def main() -> int:" in text and "sys.exit(main())" in text

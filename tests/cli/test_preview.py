@@ -20,8 +20,8 @@ from weaveopt.cli.model_source import Request
 from weaveopt.errors import CaptureError, OptionError
 from weaveopt.reporting import timeline
 
-EMBEDDING = int(not model_source.experts_come_alone())
-"""All-reduces behind the embedding: later transformers share it by vocabulary."""
+EMBEDDING = 1
+"""All-reduces behind the embedding, which is shared by vocabulary."""
 
 TINY = {
     "hidden_size": 64,
@@ -99,8 +99,7 @@ DEEPSEEK = {
 def test_experts_spread_over_ranks(tmp_path: Path) -> None:
     model = _tiny(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     total, _ = _all_reduces(Request(model, ep=2, seq=8))
-    per_layer = 1 if model_source.experts_come_alone() else 2
-    assert total == per_layer * 6 + EMBEDDING
+    assert total == 2 * 6 + EMBEDDING
 
 
 def test_sliding_and_full_attention(tmp_path: Path) -> None:

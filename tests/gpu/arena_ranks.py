@@ -6,6 +6,7 @@ import os
 import sys
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
@@ -46,6 +47,7 @@ def check(rank: int, mode: str, arena_bytes: int) -> list[int]:
 
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 2 * len(STEPS)
+    inductor_config.compile_threads = 1  # no pool of processes, each of which would have memory of this GPU
     for tokens in STEPS:
         block(*inputs(tokens))  # NCCL's and cuBLAS's buffers
     before = outside_torch()

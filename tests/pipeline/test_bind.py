@@ -118,7 +118,7 @@ def run_mesh(rank: int) -> tuple[tuple[str, ...], list[int]]:
     def block(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         total = residual + functional.all_reduce(x @ weights.product, "sum", tp)
         normalized = forms.rms(total, weights.norm)
-        return total, normalized, functional.all_reduce(normalized.square(), "sum", dp)
+        return total, normalized, functional.all_reduce(normalized.square(), "max", dp)
 
     with torch.no_grad():
         compiled = torch.compile(block, backend="weave", options=options())  # type: ignore[call-overload]
@@ -127,10 +127,10 @@ def run_mesh(rank: int) -> tuple[tuple[str, ...], list[int]]:
     (graph,) = weaveopt.report().graphs
     assert [fallback.step for fallback in graph.fallbacks] == ["bind"], graph.fallbacks
 
-    # A chain of pairs, the last of which fails: through all of them.
+    # A chain of pairs, the last of which fails: through all of them, and of two reasons the same everywhere.
     pairs = [dist.new_group([at, at + 1]) for at in range(3)]
     names = [pair.group_name for at, pair in enumerate(pairs) if rank in (at, at + 1)]
-    assert binding._spread("no memory" if rank > 1 else "", sorted(names), TIMEOUT_S) == "no memory"
+    assert binding._spread(f"{rank}: no memory" if rank > 1 else "", sorted(names), TIMEOUT_S) == "2: no memory"
     assert binding._spread("", sorted(names), TIMEOUT_S) == ""
     return tuple(fallback.error for fallback in graph.fallbacks), [d.rewritten for d in graph.decisions]
 

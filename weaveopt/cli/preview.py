@@ -107,12 +107,12 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def sharding(request: Request) -> str:
-    """How transformers shards for this request, in words. Raises `CaptureError` if the installed one cannot."""
+    """How transformers shards for this request, in words."""
     return _parallelism(request)[1]
 
 
 def _parallelism(request: Request) -> tuple[DistributedConfig, str]:
-    """What transformers is asked for, and a sentence on it. Its options changed within 5.x."""
+    """What transformers is asked for, and a sentence on it."""
     from transformers.distributed import DistributedConfig
 
     if not request.ep:

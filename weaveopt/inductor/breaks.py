@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from traceback import FrameSummary
@@ -45,7 +45,7 @@ def graph_break(reason: GraphCompileReason) -> GraphBreak:
     return GraphBreak(words, place(reason.user_stack or ()), "; ".join(_after("Hint:", lines)))
 
 
-def _after(label: str, lines: Sequence[str]) -> Iterable[str]:
+def _after(label: str, lines: Sequence[str]) -> Iterator[str]:
     found = (line.removeprefix(label).strip() for line in lines if line.startswith(label))
     return (words for words in found if words)
 

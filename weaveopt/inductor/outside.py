@@ -78,7 +78,7 @@ def _counts() -> dict[str, int]:
         return found
     for group in dist.distributed_c10d._world.pg_map:
         try:
-            found[group.group_name] = group._get_sequence_number_for_group()
+            found[group.group_name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         except RuntimeError:
             continue
     return found

@@ -98,7 +98,7 @@ def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:
     for _ in range(_SPREADS):
         for group in groups:
             told = _gather(group, {"why": why}, "what could be reserved", timeout_s)
-            why = why or next((each["why"] for each in told if each["why"]), "")
+            why = min((each["why"] for each in told if each["why"]), default="")  # of several, the same on all ranks
     for group in groups:
         told = _gather(group, {"why": why}, "whether to leave the graph as it was", timeout_s)
         ranks = topology.discover(group, timeout_s).group.ranks

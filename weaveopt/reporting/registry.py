@@ -34,8 +34,9 @@ class Entry:
     world: int = 1
 
     def belongs_to(self, owned: frozenset[int]) -> bool:
-        alive = [reference() for reference in (*self.parameters, *self.callers)]
-        return any(id(found) in owned for found in alive if found is not None)
+        tensors = [id(tensor) for reference in self.parameters if (tensor := reference()) is not None]
+        modules = [id(module) for reference in self.callers if (module := reference()) is not None]
+        return any(found in owned for found in (*tensors, *modules))
 
     def watch(self, inner_compile: Callable[..., object]) -> Callable[..., object]:
         """`inner_compile` that also notes what this model communicated between its graphs."""
