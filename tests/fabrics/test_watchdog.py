@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -161,6 +162,20 @@ def test_a_launch_that_fails_in_a_sound_arena_tells_of_the_one_that_broke(arena:
     watchdog.watch(arena)
     with pytest.raises(PeerTimeoutError, match="peer rank 6 exited"):
         watchdog.fail(sound, "unspecified launch failure")
+
+
+def test_an_arena_is_freed_on_the_thread_that_lets_it_go() -> None:
+    """On the watchdog's own, freeing would wake up the first GPU, which may be a peer's."""
+    freed_on: list[int] = []
+    for _ in range(5):
+        made = MadeUpArena()
+        made.native.owner = None
+        watchdog.watch(made)
+        weakref.finalize(made, lambda: freed_on.append(threading.get_ident()))
+        time.sleep(3 * watchdog.POLL_S)
+        watchdog.forget(made)
+        del made
+    assert freed_on == [threading.get_ident()] * 5
 
 
 def test_a_dead_peer_ends_the_waits(arena: MadeUpArena) -> None:

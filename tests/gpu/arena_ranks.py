@@ -69,8 +69,8 @@ def check(rank: int, mode: str, arena_bytes: int) -> list[int]:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 result = compiled(x, residual)
-            graphs.append((graph, result, want))
-    for graph, result, want in graphs:  # in arenas that were outgrown since
+            graphs.append((graph, result, want, (x, residual)))
+    for graph, result, want, _ in graphs:  # in arenas that were outgrown since
         graph.replay()
         for got, expected in zip(result, want, strict=True):
             assert_close(got, expected, LIBRARY, "replayed")
@@ -79,10 +79,11 @@ def check(rank: int, mode: str, arena_bytes: int) -> list[int]:
     expected_bytes = sum(arena.num_bytes for arena in kept)
     assert [arena.num_bytes for arena in kept] == (made[-1:] if mode == "eager" else made), (mode, made)
     assert used < expected_bytes + SLACK_BYTES, (mode, used, expected_bytes)
+    num_kept = len(kept)
     peer.release(group.group_name)
     if rank == 0:
         what = (
-            f"{len(made)} arenas made, {len(kept)} kept, {used >> 20} MiB in use for {expected_bytes >> 20} MiB of them"
+            f"{len(made)} arenas made, {num_kept} kept, {used >> 20} MiB in use for {expected_bytes >> 20} MiB of them"
         )
         print(f"{mode}, arena_bytes={arena_bytes}: {what}", flush=True)
     return made

@@ -190,10 +190,19 @@ def _run() -> None:
     while not _wake.wait(POLL_S):
         polls += 1
         with _lock:
-            for arena in tuple(_watched):
-                _read(arena, in_main=True)
-                if polls % POLLS_PER_PEER_CHECK == 0:
-                    _check_peers(arena)
+            _look(check_peers=polls % POLLS_PER_PEER_CHECK == 0)
+
+
+def _look(check_peers: bool) -> None:
+    """At all arenas, under the lock; the thread holds none of them afterwards.
+
+    Or an arena that is given back meanwhile would be freed on this thread, whose current GPU is the first one: that
+    takes half a gigabyte of a GPU that may be a peer's.
+    """
+    for arena in tuple(_watched):
+        _read(arena, in_main=True)
+        if check_peers:
+            _check_peers(arena)
 
 
 def _read(arena: Watched, in_main: bool) -> None:
