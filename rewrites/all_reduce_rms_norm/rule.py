@@ -26,7 +26,7 @@ from torch.fx.node import Argument
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.facts import shape_of
-from weaveopt.graph.pattern import tensor_of
+from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.ops.all_reduce_norm import call as op
 from weaveopt.ops.all_reduce_norm.variant import Algorithm
@@ -245,18 +245,22 @@ def _splice_results(
         assert old_value is not None and value is not None
         if value.ndim != old_value.ndim:
             # Where there is no residual, rows have the shape of the partial result, or of the GEMM that was taken in.
-            result = call_after(graph, result, aten.view.default, (result, _sizes(graph, reduced, old_value)), old)
+            sizes = [*_leading_sizes(graph, reduced, old_value), value.shape[-1]]
+            result = call_after(graph, result, aten.view.default, (result, sizes), old)
         if places is None:
             replace_uses(graph, old, result)
         for place in places or ():
             replace_uses(graph, place.node, shaped_like(graph, place, result))
 
 
-def _sizes(graph: fx.Graph, reduced: Reduced, value: torch.Tensor) -> list[Argument]:
-    """The shape of `value`, which may have symbols that the partial result's view has as nodes."""
-    if all(isinstance(size, int) for size in value.shape):
-        return list(value.shape)
-    return [*shape_of(graph, reduced.partials[0])[:-1], value.shape[-1]]
+def _leading_sizes(graph: fx.Graph, reduced: Reduced, value: torch.Tensor) -> list[Argument]:
+    """All but the last size of `value`; symbols are nodes of the view that makes the sum, or the partial result."""
+    if all(isinstance(size, int) for size in value.shape[:-1]):
+        return list(value.shape[:-1])
+    total = tensor_of(reduced.total)
+    is_viewed = is_call(reduced.total, frozenset({aten.view.default})) and total is not None
+    source = reduced.total if is_viewed and total.ndim == value.ndim else reduced.partials[0]  # type: ignore[union-attr]
+    return shape_of(graph, source)[:-1]
 
 
 def _summed(graph: fx.Graph, values: tuple[fx.Node, ...]) -> fx.Node | None:

@@ -110,6 +110,20 @@ def test_a_sharded_sum_or_one_that_nothing_reads_is_not_handed_out(form: Callabl
         assert not any(note.startswith(("gather:", "norm apart:")) for note in decision.chosen.notes)
 
 
+def test_rows_without_a_residual_keep_their_shape_where_the_norm_stays_in_the_graph() -> None:
+    """The sum is a view of what was reduced, and of symbolic sizes."""
+    weights = forms.make_weights(torch.float32)
+
+    def form(x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = forms.all_reduce(x.reshape(-1, forms.INNER) @ weights.product)
+        total = flat.view(*x.shape[:-1], forms.HIDDEN)
+        return forms.rms(total, weights.norm), total
+
+    report = previewed(form, inputs(torch.float32, tokens=(2, 700))[:1], dynamic=True)
+    assert report.fallbacks == ()
+    assert [d.chosen.variant for d in report.decisions] == ["two_shot, norm apart"]
+
+
 def test_product_writes_into_the_arena_without_a_copy(graphs: list[fx.Graph]) -> None:
     weights = forms.make_weights(torch.float32)
     previewed(lambda x, r: forms.cohere(weights, x, r), inputs(torch.float32))
