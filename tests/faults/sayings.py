@@ -49,8 +49,11 @@ class Saying(Enum):
     NO_ARENA = r"ArenaError: no arena was reserved for group '\S+': reserve\(\) comes before the first call"
     NO_GROUP = r"ValueError: Unsupported group type: <class 'NoneType'>, None"
     """Torch's own, at a collective without a group."""
-    CLOSED = rf"{_SHARE}rank {{rank}}: the memory of rank \d+: cannot open /proc/\S+: No such file or directory"
-    """What a rank finds that comes when its peers have gone."""
+    CLOSED = (
+        rf"{_SHARE}rank {{rank}}: the memory of rank \d+: (cannot open /proc/\S+: No such (file or directory|device or "
+        r"address)|/proc/\S+: (has \d+ bytes, expected \d+|is not the segment that its owner announced))"
+    )
+    """What a rank finds that comes when its peers have gone, or use the descriptor for something else."""
 
     @property
     def phrase(self) -> str:

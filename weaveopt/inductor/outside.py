@@ -53,8 +53,9 @@ def watched(
             # run in the opposite order.
             place = ended_at if is_backward else _last.ended_at
             found.extend(_since(_last.counts, place) if place else ())
+        groups = groups_in(module.graph)  # a rewritten graph has them in operations that go by other names
         compiled = inner_compile(module, inputs, **arguments)
-        _used_by_graphs.update(groups_in(module.graph))
+        _used_by_graphs.update(groups)
         _last = _Mark(call, ended_at, _counts())
         return compiled
 
