@@ -16,7 +16,7 @@ from tests.faults.zygote import MESSAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
-MOST_WORK_AT_ONCE = 24
+MOST_WORK_AT_ONCE = 44
 """Most of a case is waiting, so several run at a time."""
 _WORK = {Mode.EAGER: 1, Mode.PAIRS: 1, Mode.GRAPH: 3, Mode.REGIONS: 4}
 """Of a rank: what it computes until it is through."""
