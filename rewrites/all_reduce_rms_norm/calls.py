@@ -31,7 +31,6 @@ def call_of(
 ) -> op.AllReduceNormCall:
     """The constants of the site's call, equal on all ranks."""
     workload = lowered.workload
-    norm = None if lowered.norm_apart else reduced.norm
     sharded = op.SumOut.SHARDED if lowered.sum_sharded else op.SumOut.WHOLE
     call = op.AllReduceNormCall(
         site=chosen.found.site.id,
@@ -45,9 +44,9 @@ def call_of(
         one_shot_max_tokens=lowered.one_shot_max_tokens,
         scale=reduced.scale,
         post=reduced.post.form if reduced.post else None,
-        norm=norm.form if norm else None,
+        norm=reduced.norm.form if reduced.norm else None,
         residual_sharded=lowered.residual_sharded,
-        sum_out=sharded if sum_used or norm is None else op.SumOut.NONE,
+        sum_out=sharded if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
         normalized_aliases_arena=lowered.aliases_arena,
         quant=op.Quant.NONE if quantized is None else quantized.quant,

@@ -97,7 +97,7 @@ class AllReduceRMSNorm:
                     lowered,
                     residual_sharded=residual_of(each.found) in sharded,
                     sum_sharded=total_of(each.found) in sharded,
-                    aliases_arena=norm is not None and not lowered.norm_apart and norm.output in aliasing,
+                    aliases_arena=norm is not None and norm.output in aliasing,
                 )
                 candidate = with_fields(each.proposal.candidate, notes=_notes(plan, each.found.facts))
                 settled[each.found.site.id] = with_fields(each.proposal, candidate=candidate, plan=plan)

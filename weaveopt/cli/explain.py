@@ -156,7 +156,7 @@ def _write(content: str | bytes, output: Path | None) -> None:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Python looks for garbage less often: what imports and tracing make stays until the end, and looking costs 12%."""
+    """Python looks for garbage less often: what imports and tracing make stays until the end."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 20, 50)
     try:
