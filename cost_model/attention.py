@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from functools import cache
+from math import log
+
 from weaveopt.cost_model.curve import interpolate_rate
 from weaveopt.cost_model.gemm import num_waves
+from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.kernels import traffic_us
-from weaveopt.cost_model.machine import AttentionCosts, Machine
+from weaveopt.cost_model.machine import AttentionCosts, KernelCurve, Machine, kernel_name
 from weaveopt.records.site import DTYPE_BYTES
 
 ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
@@ -46,6 +50,17 @@ class Attention:
     """The kernel itself skips what a causal mask hides; a mask that comes as a tensor hides nothing from it."""
     mask_bytes: int = 0
     """Size of the mask tensor; 0 without one."""
+    window: int = 0
+    """With `causal`: how many keys a query reads at most; 0: all before it."""
+    kernel: str = "sdpa"
+    """Which kernel, as curves of profiles name it; `sdpa`: whatever compiled models get of the library."""
+
+    @property
+    def form(self) -> str:
+        """`decode` (one query a head), else `causal`, `masked` or `full`: the second word of a curve's variant."""
+        if self.q_len == 1:
+            return "decode"
+        return "causal" if self.causal else ("masked" if self.mask_bytes else "full")
 
     @property
     def flops(self) -> float:
@@ -55,6 +70,8 @@ class Attention:
             # Query i of the last `seen` ones sees `kv_len - seen + i + 1` keys.
             seen = min(self.q_len, self.kv_len)
             visible = seen * self.kv_len - seen * (seen - 1) // 2
+            if self.window:
+                visible = min(visible, seen * self.window)
         return 4.0 * self.batch * self.heads * visible * self.head_dim
 
     @property
@@ -66,18 +83,43 @@ class Attention:
 
 REFERENCE_HEAD = 128
 """Head size of the steps that profiles hold."""
+TILE = 128
+"""Queries, and keys, of a step in curves that count `steps`."""
+
+
+def steps(attention: Attention, units: int) -> int:
+    """How many tiles of keys the busiest of `units` processors goes through, `TILE` queries at a time.
+
+    Tiles of queries run in waves; where the kernel skips what is hidden they differ, the longest start first, and the
+    work spreads evenly.
+    """
+    tiles = attention.batch * attention.heads
+    rows, columns = -(-attention.q_len // TILE), -(-attention.kv_len // TILE)
+    if not attention.causal:
+        return num_waves(tiles * rows, units) * columns
+    before = attention.kv_len - attention.q_len
+    lengths = []
+    for row in range(rows):
+        last = before + min((row + 1) * TILE, attention.q_len)
+        first = max(before + row * TILE - attention.window + 1, 0) if attention.window else 0
+        lengths.append(max(-(-last // TILE) - first // TILE, 1))
+    return max(-(-tiles * sum(lengths) // units), *lengths)
 
 
 def attention_us(machine: Machine, attention: Attention) -> float:
     """Microseconds of one attention on one rank: a launch, and the larger of its arithmetic and its traffic.
 
-    Where the profile has measured attention, the arithmetic is `waves · steps · step_us`: tiles of queries in waves,
+    Where the profile has a curve of the kernel in this form, that curve, by `steps` or by bytes of keys and values.
+    Else, where it has measured attention as compiled models call it, the arithmetic is `waves · steps · step_us`: tiles of queries in waves,
     each with a loop over tiles of keys, whatever is masked. Else it runs at `ATTENTION_EFFICIENCY` of a GEMM's
     rate: at full waves, or on machines without waves at `q_len` rows. The traffic runs at the memory's bandwidth
     (decode: reading keys and values). 0 where it is empty.
     """
     if attention.flops <= 0:
         return 0.0
+    curve = curve_of(machine, attention)
+    if curve is not None:
+        return _curve_us(machine, curve, attention)
     if machine.attention is not None and attention.dtype in ("bfloat16", "float16"):
         return _measured_us(machine.attention, attention)
     rate = _gemm_rate(machine, attention.dtype, attention.q_len)
@@ -86,6 +128,34 @@ def attention_us(machine: Machine, attention: Attention) -> float:
         rate *= MASK_FACTOR
     arithmetic_us = attention.flops / rate * 1e6
     return machine.memory.floor_us + max(arithmetic_us, traffic_us(machine, attention.num_bytes))
+
+
+def curve_of(machine: Machine, attention: Attention) -> KernelCurve | None:
+    """The measured curve of this kernel in this form, of the head size nearest to this one."""
+    if attention.dtype not in ("bfloat16", "float16"):
+        return None
+    curves = _curves(machine, attention.kernel, attention.form)
+    if not curves:
+        return None
+    return min(curves, key=lambda curve: abs(log(_head_of(curve) / attention.head_dim)))
+
+
+@cache
+def _curves(machine: Machine, kernel: str, form: str) -> tuple[KernelCurve, ...]:
+    named = f"{kernel} {form}"
+    return tuple(each for each in machine.kernels if each.op == "attention" and kernel_name(each.variant) == named)
+
+
+def _head_of(curve: KernelCurve) -> int:
+    words = dict(word.split("=") for word in curve.variant.split() if "=" in word)
+    return int(words.get("head_dim", REFERENCE_HEAD))
+
+
+def _curve_us(machine: Machine, curve: KernelCurve, attention: Attention) -> float:
+    if curve.counts == "bytes":
+        return kernel_curve_us(curve, attention.num_bytes)
+    units = machine.attention.units if machine.attention is not None else 1
+    return kernel_curve_us(curve, steps(attention, units) * attention.head_dim / _head_of(curve))
 
 
 def _measured_us(costs: AttentionCosts, attention: Attention) -> float:

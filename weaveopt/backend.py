@@ -23,7 +23,7 @@ from weaveopt.cost_model import Choice, Machine
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import gpus, topology
 from weaveopt.fabrics.topology import Topology
-from weaveopt.graph.facts import devices_in, groups_in
+from weaveopt.graph.facts import devices_in, groups_in, runs_on_gpu
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
 from weaveopt.pipeline.bind import await_peers, bind, unrewritten
@@ -107,7 +107,7 @@ def optimize(
     captured, failure = _capture(module, inputs, is_backward, is_inference)
     clock.lap("capture")
     topologies = _topologies(captured, config)
-    choice = _machine_for(config, topologies)
+    choice = _machine_for(config, topologies, captured)
     context = Context(config, choice.machine, topologies, _not_measured(choice))
     steps = _steps(captured, context, rules, clock, failure)
     report = steps.report
@@ -281,15 +281,15 @@ def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
     return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}
 
 
-def _machine_for(config: Config, topologies: Mapping[str, Topology]) -> Choice:
+def _machine_for(config: Config, topologies: Mapping[str, Topology], captured: CapturedGraph) -> Choice:
     """The profile asked for, else the shipped one that fits the GPUs of all ranks, or the nearest in its place."""
     if config.machine is not None:
         return Choice(cost_model.load(config.machine))
     on_gpus = [known for known in topologies.values() if known.device == "cuda"]
-    if not on_gpus:
+    if not on_gpus and (topologies or not runs_on_gpu(captured.graph)):
         return Choice(cost_model.load("cpu"))
     found = {gpu for known in on_gpus for gpu in known.gpus} or {*gpus.gpus_of([gpus.describe()])}
-    per_host = max(known.world // known.num_hosts for known in topologies.values())
+    per_host = max((known.world // known.num_hosts for known in topologies.values()), default=1)
     return cost_model.choose(tuple(found), per_host)
 
 

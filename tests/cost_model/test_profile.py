@@ -14,7 +14,7 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.planned.kernel_curve import kernel_curve_us
+from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.validate import checked
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric

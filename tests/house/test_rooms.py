@@ -27,6 +27,7 @@ LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in room
 
 FAMILIES = {
     "all_reduce_rms_norm": re.compile(r"all_reduce_(rms_)?norm|AllReduce(RMS)?Norm", re.IGNORECASE),
+    "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
 }
 """Each rule, and every name of it and of its operations."""
 ROOMS = {
@@ -35,6 +36,12 @@ ROOMS = {
         "weaveopt/ops/all_reduce_norm/",
         "weaveopt/measure/cases/all_reduce_norm/",
         "csrc/all_reduce_norm/",
+    ),
+    "causal_attention": (
+        "rewrites/causal_attention/",
+        "weaveopt/ops/library_attention/",
+        "weaveopt/ops/masked_attention/",
+        "weaveopt/measure/cases/causal_attention/",
     ),
 }
 REGISTRIES = (

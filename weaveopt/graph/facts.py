@@ -44,6 +44,12 @@ def devices_in(graph: fx.Graph) -> dict[str, str]:
     return devices
 
 
+def runs_on_gpu(graph: fx.Graph) -> bool:
+    """Whether a graph takes or makes tensors on a GPU."""
+    values = (tensor_of(node) for node in graph.nodes)
+    return any(value is not None and value.device.type == "cuda" for value in values)
+
+
 def groups_in(graph: fx.Graph) -> tuple[str, ...]:
     """Names of the process groups that a graph communicates in, sorted."""
     return tuple(sorted({name for node in collectives_in(graph) if (name := group_of(node))}))

@@ -15,7 +15,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Attention, Gemm, Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import group_of
-from weaveopt.inductor.values import (
+from weaveopt.graph.values import (
     argument,
     bytes_of,
     dtype_name,

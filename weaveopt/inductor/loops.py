@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from weaveopt.inductor.calls import name_of
-from weaveopt.inductor.values import Layout, argument, tensors_of
+from weaveopt.graph.values import Layout, argument, tensors_of
 
 REDUCTIONS = frozenset(
     {"sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "var", "var_mean", "std", "std_mean"}

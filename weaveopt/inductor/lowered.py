@@ -32,7 +32,7 @@ from weaveopt.inductor.loops import (
     is_masked,
     is_written_back,
 )
-from weaveopt.inductor.values import (
+from weaveopt.graph.values import (
     argument,
     bytes_of,
     has_rows,

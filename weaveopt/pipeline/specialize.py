@@ -21,7 +21,7 @@ from torch.utils._sympy.numbers import int_oo
 from weaveopt import cost_model
 from weaveopt.graph.facts import tokens_of
 from weaveopt.graph.pattern import tensor_of
-from weaveopt.inductor.values import dtype_name, hint
+from weaveopt.graph.values import dtype_name, hint
 from weaveopt.pipeline.problem import Frame, Problem
 from weaveopt.records.report import Regime
 from weaveopt.records.site import TokenCounts

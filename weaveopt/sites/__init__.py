@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weaveopt.rule import Matcher
+from weaveopt.sites.attention import AttentionMatcher
 from weaveopt.sites.reduction import ReductionMatcher
 
-MATCHERS: tuple[Matcher, ...] = (ReductionMatcher(),)
+MATCHERS: tuple[Matcher, ...] = (ReductionMatcher(), AttentionMatcher())

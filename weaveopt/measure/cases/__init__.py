@@ -6,6 +6,7 @@ from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
 from weaveopt.measure.cases.attention import AttentionKernels
+from weaveopt.measure.cases.causal_attention.kernels import CausalKernels
 from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copy_engine import Copies
 from weaveopt.measure.cases.family import Family
@@ -19,6 +20,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Gemms,
     MemoryKernels,
     AttentionKernels,
+    CausalKernels,
     GroupedGemms,
     Collectives,
     PeerKernels,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from weaveopt.cost_model import Attention
 from weaveopt.cost_model.machine import AttentionCosts
+from weaveopt.measure.attention_curves import DECODE, DTYPE, PREFILL, Call, Timed, operands, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Clock, Sample, slowest
 from weaveopt.measure.draft import Draft
@@ -55,6 +57,18 @@ def attention(clock: Clock, device: torch.device, case: AttentionCase, expected_
         return clock.alone(run, expected_us)
 
 
+def as_compiled(case: Attention, device: torch.device) -> Call:
+    """`scaled_dot_product_attention` with a mask in memory, on keys and values that stand there for every head."""
+    sets = [operands(case, device, repeated=True) for _ in range(turns(case))]
+    mask = torch.zeros(case.batch, 1, case.q_len, case.kv_len, device=device, dtype=DTYPE)
+
+    def run(index: int) -> object:
+        query, key, value = sets[index % len(sets)]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    return run
+
+
 TILE_Q = TILE_KV = 128
 
 
@@ -75,6 +89,15 @@ def _is_prefill(case: AttentionCase, causal: bool) -> bool:
     return case.queries > 1 and case.causal == causal
 
 
+def masked_cases() -> tuple[Attention, ...]:
+    return tuple(replace(case, mask_bytes=2 * case.q_len * case.kv_len) for case in PREFILL)
+
+
+def repeated_cases() -> tuple[Attention, ...]:
+    """Decode over keys that were written out for every query head; of these fewer fit."""
+    return tuple(replace(case, kv_heads=case.heads) for case in DECODE if case.batch * case.kv_heads <= 64)
+
+
 def steps_of(case: AttentionCase, units: int) -> int:
     """Steps of the K-loop in all waves of query tiles, one after the other."""
     tiles = case.batch * case.heads * -(-case.queries // TILE_Q)
@@ -87,6 +110,7 @@ class AttentionKernels(Family):
 
     devices: ClassVar = frozenset({"cuda"})
     times: dict[AttentionCase, Sample] = field(default_factory=dict)
+    by_work: list[Timed] = field(default_factory=list)
 
     def measure_alone(self, session: Session) -> None:
         cases = CASES[::2] if session.quick else CASES
@@ -95,8 +119,16 @@ class AttentionKernels(Family):
             session.tell("attention", done, len(cases))
             mine.append(attention(session.clock, session.device, case, 30.0))
         self.times = dict(zip(cases, slowest(mine), strict=True))
+        for what, taken in (("attention, masked", masked_cases()), ("attention, decode", repeated_cases())):
+            chosen = taken[::4] if session.quick else taken
+
+            def tell(done: int, of: int, what: str = what) -> None:
+                session.tell(what, done, of)
+
+            self.by_work.append(timed(session.clock, session.device, "sdpa", chosen, as_compiled, "steps", tell))
 
     def write(self, draft: Draft) -> None:
         what = "scaled_dot_product_attention, heads of 128, bfloat16"
         origin = draft.origin("attention", self.times.values(), what)
         draft.attention = attention_costs(origin, draft.units, self.times)
+        draft.kernels += [each.curve(origin, draft.units) for each in self.by_work]

@@ -1,0 +1,178 @@
+"""The kernels that could compute an attention, each with what it takes, or what speaks against it.
+
+    flash, cudnn     torch's kernels, causal or over all keys, grouped heads: where the mask is known
+    cpu              the same on CPU ranks
+    masked           weaveopt's kernel, which reads a mask of booleans and only those keys that it admits; also soft caps
+                     and sinks, and a few queries against many keys
+    grouped          the operator that is there, with its mask, but keys and values not repeated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from weaveopt import cost_model
+from weaveopt.cost_model import Attention, Machine
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+from weaveopt.sites.attention import AttentionFacts
+from weaveopt.sites.masks import MaskKind
+
+RULE = "causal_attention"
+
+
+class Form(StrEnum):
+    FLASH = "flash"
+    CUDNN = "cudnn"
+    CPU = "cpu"
+    MASKED = "masked"
+    GROUPED = "grouped"
+
+
+LIBRARY = frozenset({Form.FLASH, Form.CUDNN, Form.CPU})
+FORMS = {"cuda": (Form.FLASH, Form.CUDNN, Form.MASKED, Form.GROUPED), "cpu": (Form.CPU, Form.GROUPED)}
+"""Those that a device may have."""
+HALVES = ("bfloat16", "float16")
+LARGEST_HEAD = 256
+LARGEST_HEAD_OF_CUDNN = 192
+"""With values of at most 128; what torch's own checks let through on Hopper."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """How a proposal computes the site."""
+
+    form: Form
+    causal: bool = False
+    window: int = 0
+    num_keys: int = 0
+    """Keys that some query reads, where the mask hides all behind them: the others are sliced off. 0: all."""
+    reads_mask: bool = False
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What prices depend on beside the site."""
+
+    machine: Machine
+    slowdown: float
+    """Of a rank's own kernels, because ranks share processors."""
+
+    def us(self, us: float) -> float:
+        return us * self.slowdown + cost_model.host_us(self.machine) * self.slowdown
+
+
+def candidates(
+    facts: AttentionFacts, tokens: TokenCounts, terms: Terms, usable_only: bool
+) -> Iterator[tuple[Candidate, Lowered]]:
+    for form in FORMS[terms.machine.device]:
+        lowered = _lowered(form, facts)
+        reasons = (lowered,) if isinstance(lowered, Rejection) else tuple(_against(form, lowered, facts))
+        if reasons:
+            if not usable_only:
+                yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), Lowered(form)
+            continue
+        assert isinstance(lowered, Lowered)
+        estimate = _estimate(lowered, _at(facts, tokens), terms)
+        yield Candidate(RULE, Fabric.LIBRARY, form.value, _parameters(lowered), estimate), lowered
+
+
+def _parameters(lowered: Lowered) -> Values:
+    named: list[tuple[str, bool | int]] = []
+    if lowered.form in LIBRARY:
+        named.append(("causal", lowered.causal))
+    if lowered.window:
+        named.append(("window", lowered.window))
+    if lowered.num_keys:
+        named.append(("keys", lowered.num_keys))
+    if lowered.reads_mask:
+        named.append(("reads_mask", True))
+    return tuple(named)
+
+
+def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
+    """The arguments that make `form` compute what the site does."""
+    mask = facts.mask
+    if form is Form.GROUPED:
+        if facts.is_repeated and not facts.is_written_out:
+            return Lowered(form)
+        return Rejection("not_repeated", "the graph does not repeat keys and values for an operator that takes groups")
+    if mask is None:
+        if form is Form.MASKED:
+            return Lowered(form, reads_mask=True)
+        return Rejection("mask_not_known", "what the mask hides is known at run time only")
+    if mask.kind in (MaskKind.NONE, MaskKind.FULL):
+        return Lowered(form, num_keys=mask.filled(facts.keys) % facts.keys)
+    if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW):
+        if form is Form.MASKED:
+            return Lowered(form, reads_mask=True)
+        return Rejection("mask_not_supported", "the kernel knows no chunks", (("mask", str(mask)),))
+    last = facts.queries + mask.offset
+    if mask.offset < 0 or last > mask.filled(facts.keys):
+        values = (("queries", facts.queries), ("keys", facts.keys), ("mask", str(mask)))
+        return Rejection("mask_not_supported", "the last query is not at the last key that some query reads", values)
+    return Lowered(form, causal=True, window=mask.window, num_keys=last % facts.keys)
+
+
+def _against(form: Form, lowered: Lowered, facts: AttentionFacts) -> Iterator[Rejection]:
+    keys = lowered.num_keys or facts.keys
+    heads = (("head_dim", facts.head_dim), ("value_dim", facts.value_dim))
+    if form is not Form.MASKED and (facts.softcap or facts.has_sinks):
+        yield Rejection("scores_changed", "no kernel of the library knows soft caps or sinks")
+    if form in (Form.FLASH, Form.CUDNN, Form.MASKED) and facts.dtype not in HALVES:
+        yield Rejection("dtype_not_supported", "the kernel takes bfloat16 and float16", (("dtype", facts.dtype),))
+    if form is Form.FLASH:
+        if facts.head_dim != facts.value_dim or facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
+            yield Rejection("head_size", "the kernel takes equal head sizes of at most 256", heads)
+    elif form is Form.CUDNN:
+        if facts.head_dim > LARGEST_HEAD_OF_CUDNN or facts.value_dim > 128 or (facts.head_dim | facts.value_dim) % 8:
+            yield Rejection("head_size", "the kernel takes head sizes of at most 128, and keys of 192", heads)
+    elif form is Form.MASKED and max(facts.head_dim, facts.value_dim) > LARGEST_HEAD:
+        yield Rejection("head_size", "the kernel takes head sizes of at most 256", heads)
+    if form in (Form.CUDNN, Form.CPU) and lowered.causal:
+        if lowered.window:
+            yield Rejection("mask_not_supported", "the kernel knows no windows", (("window", lowered.window),))
+        elif facts.queries != keys:
+            values = (("queries", facts.queries), ("keys", keys))
+            yield Rejection("mask_not_supported", "the kernel is causal where queries and keys are equally many", values)
+
+
+def _at(facts: AttentionFacts, tokens: TokenCounts) -> AttentionFacts:
+    """With another token count: longer sequences, or in decode more of them."""
+    known = facts.batch * facts.queries
+    if tokens.hint == known:
+        return facts
+    if facts.queries == 1:
+        return replace(facts, batch=max(tokens.hint, 1))
+    queries = max(tokens.hint // facts.batch, 1)
+    return replace(facts, queries=queries, keys=max(facts.keys + queries - facts.queries, queries))
+
+
+def _estimate(lowered: Lowered, facts: AttentionFacts, terms: Terms) -> Estimate:
+    machine = terms.machine
+    mask_bytes = facts.batch * facts.queries * facts.keys if lowered.reads_mask else 0
+    if lowered.form is Form.GROUPED and facts.has_mask:
+        mask_bytes = facts.batch * facts.queries * facts.keys * DTYPE_BYTES[facts.dtype]
+    keys = min(lowered.num_keys, facts.keys) if lowered.num_keys else facts.keys
+    attention = Attention(
+        batch=facts.batch,
+        heads=facts.heads,
+        kv_heads=facts.kv_heads,
+        q_len=facts.queries,
+        kv_len=max(keys, facts.queries if lowered.causal else 1),
+        head_dim=(facts.head_dim + facts.value_dim) // 2,
+        dtype=facts.dtype,
+        # A mask that is read at run time hides about as much, in graphs that have more than one query.
+        causal=lowered.causal or (lowered.form is Form.MASKED and lowered.reads_mask and facts.queries > 1),
+        mask_bytes=mask_bytes,
+        window=lowered.window,
+        kernel="sdpa" if lowered.form in (Form.GROUPED, Form.CPU) else lowered.form.value,
+    )
+    found = [Term("attention", terms.us(cost_model.attention_us(machine, attention)))]
+    if lowered.reads_mask:
+        # One kernel finds the keys that the mask admits, for all sites that read it.
+        ranges_us = terms.us(cost_model.memory_us(machine, mask_bytes)) / facts.reads_of_mask
+        found.append(Term("ranges", ranges_us))
+    return Estimate(tuple(found), machine.relative_error)

@@ -1,0 +1,146 @@
+"""Attention as compiled models call it -> causal, grouped, and in decode over what is filled alone.
+
+    key, value = (repeat(each, groups) for each in (key, value))       # written out for every query head
+    bias = where(mask, 0, -inf)                                        # [batch, 1, queries, keys], added to every score
+    out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+becomes `weave::library_attention` where the mask is known when the model is compiled: the kernel masks by itself, skips
+what is hidden, and reads the heads of keys and values as they are. Where only its values at run time say what the mask
+is (a static cache, padding, packed sequences), `weave::masked_attention` reads it as booleans, and `weave::key_ranges`
+finds once for all layers which keys it admits. No rank communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.graph.pattern import is_call, tensor_of
+from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.ops.masked_attention.shapes import RANGE_ROWS
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.causal_attention.candidates import LIBRARY, RULE, Form, Lowered, Terms, candidates
+from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
+from weaveopt.sites.attention import KIND, AttentionFacts, AttentionNodes
+
+aten = torch.ops.aten
+_EXPANDED = frozenset({aten.expand.default})
+
+
+class CausalAttention:
+    """The rule; see the module's docstring."""
+
+    name = RULE
+    kinds = frozenset({KIND})
+
+    def propose(
+        self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
+    ) -> Sequence[Proposal]:
+        facts, nodes = found.facts, found.structure
+        assert isinstance(facts, AttentionFacts) and isinstance(nodes, AttentionNodes), f"{found.site.id}: no attention"
+        machine = context.machine
+        shared = (machine.oversubscription(each.world, each.num_hosts) for each in context.topologies.values())
+        terms = Terms(machine, max(shared, default=1.0))
+        return tuple(
+            Proposal(candidate, nodes.interior, lowered)
+            for candidate, lowered in candidates(facts, tokens, terms, usable_only)
+        )
+
+    def memory(self, chosen: Chosen, context: Context) -> Memory | None:
+        return None
+
+    def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
+        nodes, lowered = chosen.found.structure, chosen.proposal.plan
+        assert isinstance(nodes, AttentionNodes) and isinstance(lowered, Lowered) and not placement.buffers
+        form = nodes.form
+        if lowered.form is Form.GROUPED:
+            call = form.call
+            assert call is not None
+            call.replace_input_with(form.key, _node(nodes.key))
+            call.replace_input_with(form.value, _node(nodes.value))
+            erase_dead(graph, chosen.proposal.consumes - {call, form.output})
+            return ()
+        made = _library(graph, nodes, lowered) if lowered.form in LIBRARY else _masked(graph, nodes, lowered)
+        replace_uses(graph, form.output, made)
+        erase_dead(graph, chosen.proposal.consumes)
+        _erase_mask(graph, nodes)
+        return (f"{RULE}: weights of the keys are summed in another order",)
+
+
+def _node(node: fx.Node) -> fx.Node:
+    found = current(node)
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _library(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
+    query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
+    position = last_of(graph, [query, key, value])
+    if lowered.num_keys:
+        key = position = call_after(graph, position, aten.slice.Tensor, (key, 2, 0, lowered.num_keys), like=key)
+        value = position = call_after(graph, position, aten.slice.Tensor, (value, 2, 0, lowered.num_keys), like=value)
+    rest = (nodes.form.scale, lowered.causal, lowered.window, lowered.form.value)
+    op = torch.ops.weave.library_attention.default
+    return call_after(graph, position, op, (query, key, value, *rest), like=nodes.form.output)
+
+
+def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
+    query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
+    operands = [query, key, value]
+    if lowered.num_keys:
+        position = last_of(graph, operands)
+        key = position = call_after(graph, position, aten.slice.Tensor, (key, 2, 0, lowered.num_keys), like=key)
+        value = call_after(graph, position, aten.slice.Tensor, (value, 2, 0, lowered.num_keys), like=value)
+        operands = [query, key, value]
+    mask = ranges = None
+    if lowered.reads_mask:
+        assert nodes.reading.admitted is not None
+        mask = _node(nodes.reading.admitted)
+        if nodes.reading.is_inverted:
+            mask = _negated(graph, mask)
+        while is_call(mask, _EXPANDED) and _keeps_dims(mask):
+            mask = _node(mask.args[0])  # type: ignore[arg-type]  # one row of booleans for all that share it
+        ranges = _ranges(graph, mask)
+        operands += [mask, ranges]
+    sinks = None if nodes.form.sinks is None else _node(nodes.form.sinks)
+    if sinks is not None:
+        operands.append(sinks)
+    arguments = (query, key, value, mask, ranges, sinks, nodes.form.scale, nodes.form.softcap, lowered.causal)
+    op = torch.ops.weave.masked_attention.default
+    return call_after(graph, last_of(graph, operands), op, arguments, like=nodes.form.output)
+
+
+def _negated(graph: fx.Graph, mask: fx.Node) -> fx.Node:
+    """`~mask`: one for all sites that read it."""
+    op = aten.bitwise_not.default
+    known = next((user for user in mask.users if is_call(user, frozenset({op}))), None)
+    return known or call_after(graph, last_of(graph, [mask]), op, (mask,), like=mask)
+
+
+def _keeps_dims(node: fx.Node) -> bool:
+    before = node.args[0]
+    a, b = tensor_of(node), tensor_of(before) if isinstance(before, fx.Node) else None
+    return a is not None and b is not None and a.ndim == b.ndim == 4
+
+
+def _ranges(graph: fx.Graph, mask: fx.Node) -> fx.Node:
+    """The call that finds which keys `mask` admits: one for all sites that read it."""
+    op = torch.ops.weave.key_ranges.default
+    for user in mask.users:
+        if is_call(user, frozenset({op})):
+            return user
+    return call_after(graph, last_of(graph, [mask]), op, (mask, RANGE_ROWS), like=mask)
+
+
+def _erase_mask(graph: fx.Graph, nodes: AttentionNodes) -> None:
+    """The bias, and what made it alone: no site reads it any more."""
+    pending = [nodes.form.mask] if nodes.form.mask is not None else []
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            before = list(node.all_input_nodes)
+            graph.erase_node(node)
+            pending.extend(before)

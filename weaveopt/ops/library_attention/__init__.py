@@ -1,0 +1,1 @@
+"""Attention without a mask tensor, by the kernels that torch ships."""

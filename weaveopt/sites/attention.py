@@ -1,0 +1,200 @@
+"""Matcher of the kind `attention`: what models compute between their query, key and value projections and the output's.
+
+    keys, values = (each[:, :, None].expand(-1, -1, groups, -1, -1).reshape(batch, heads, length, -1) for each in cache)
+    bias = where(mask, 0, -inf)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
+
+A site is the attention, in whatever form the graph holds it (`sites.attention_forms`), and the repetition of keys and
+values before it. What the mask means is read (`sites.masks`); it stays in the graph, since many layers share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch.fx as fx
+
+from weaveopt.graph.facts import DTYPE_NAMES, module_of
+from weaveopt.graph.pattern import is_call, tensor_of
+from weaveopt.graph.values import shape_of
+from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.site import Site, TokenCounts
+from weaveopt.rule import Context, FoundSite
+from weaveopt.sites.attention_forms import LAYOUTS, Form, find_forms, unrepeated
+from weaveopt.sites.masks import Mask, MaskCache, MaskReading, read_mask
+
+KIND = "attention"
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What an attention computes on every rank; sizes that are symbols by their hints."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    """Positions that the keys have room for."""
+    head_dim: int
+    value_dim: int
+    dtype: str
+    is_repeated: bool
+    """Whether the graph writes keys and values out for every query head."""
+    has_mask: bool
+    """Whether a mask tensor is read."""
+    mask: Mask | None
+    """What the mask is for every query and key; None where only its values at run time say."""
+    reads_of_mask: int = 1
+    """How many sites of the graph read the same mask."""
+    softcap: float = 0.0
+    has_sinks: bool = False
+    is_written_out: bool = False
+    """Whether the scores are in memory: attention as the model wrote it, of plain products and a softmax."""
+    has_symbols: bool = False
+    """Whether the number of queries or keys is a symbol."""
+
+    def values(self) -> Values:
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "mask"}
+        mask = str(self.mask) if self.mask is not None else "read at run time"
+        return (*((name, _scalar(value)) for name, value in named.items()), ("mask", mask))
+
+
+def _scalar(value: object) -> Scalar:
+    assert isinstance(value, bool | int | float | str), value
+    return value
+
+
+@dataclass(frozen=True)
+class AttentionNodes:
+    """The nodes of a site by their role."""
+
+    form: Form
+    key: fx.Node
+    """[batch, kv_heads, keys, head_dim]: before it was repeated."""
+    value: fx.Node
+    interior: frozenset[fx.Node]
+    """What disappears with a rewrite."""
+    reading: MaskReading
+
+
+class AttentionMatcher:
+    """See the module's docstring."""
+
+    kind = KIND
+
+    def find(self, graph: fx.Graph, context: Context) -> Sequence[FoundSite]:
+        forms = list(find_forms(graph))
+        known = MaskCache()
+        readings = [read_mask(form.mask, form.is_causal, *_lengths(form), known) for form in forms]
+        readers = Counter(reading.admitted for reading in readings)
+        return tuple(
+            _found(form, reading, readers[reading.admitted], context)
+            for form, reading in zip(forms, readings, strict=True)
+        )
+
+
+def _lengths(form: Form) -> tuple[object, object]:
+    query, key = tensor_of(form.query), tensor_of(form.key)
+    assert query is not None and key is not None, f"{form.output.name}: operands are no tensors"
+    return query.shape[-2], key.shape[-2]
+
+
+def _found(form: Form, reading: MaskReading, readers: int, context: Context) -> FoundSite:
+    key, repeats_key = unrepeated(form.key, form.nodes)
+    value, repeats_value = unrepeated(form.value, form.nodes)
+    if key is form.key or value is form.value:
+        key, value, repeats_key, repeats_value = form.key, form.value, frozenset(), frozenset()
+    interior = form.nodes | repeats_key | repeats_value
+    facts = _facts(form, key, value, reading, readers)
+    refused = next((each for each in (form.refused, facts) if isinstance(each, Rejection)), None)
+    known = facts if isinstance(facts, AttentionFacts) and refused is None else None
+    query = tensor_of(form.query)
+    assert query is not None
+    batch, _, queries, _ = (*shape_of(query), 1, 1, 1, 1)[:4]
+    most = batch * queries
+    if any(not isinstance(size, int) for size in query.shape):
+        most = max(most, context.config.max_tokens)
+    site = Site(
+        id=form.output.name,
+        kind=KIND,
+        groups=(),
+        module=module_of(form.output),
+        description=_text(form, key is not form.key, reading),
+        tokens=TokenCounts(batch * queries, most=most),
+        facts=() if known is None else known.values(),
+        rejections=() if refused is None else (refused,),
+    )
+    nodes = AttentionNodes(form, key, value, interior, reading)
+    return FoundSite(site, interior, known, nodes, token_value=_rows_of(form.output))
+
+
+def _facts(
+    form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int
+) -> AttentionFacts | Rejection:
+    operands = [tensor_of(node) for node in (form.query, key, value)]
+    shapes = [shape_of(operand) for operand in operands if operand is not None]
+    if len(shapes) != 3 or any(len(shape) != 4 for shape in shapes):
+        return Rejection("shape_not_known", "queries, keys and values are not [batch, heads, length, head_dim]")
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, _), (*_, value_dim) = shapes
+    query = operands[0]
+    assert query is not None
+    if query.dtype not in DTYPE_NAMES:
+        values = (("dtype", str(query.dtype).removeprefix("torch.")),)
+        return Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values)
+    if any(operand is None or operand.dtype != query.dtype for operand in operands):
+        return Rejection("dtype_not_supported", "queries, keys and values differ in dtype")
+    if kv_heads == 0 or heads % kv_heads:
+        values = (("heads", heads), ("kv_heads", kv_heads))
+        return Rejection("heads_not_grouped", "query heads are no multiple of key heads", values)
+    if reading.mask is None and reading.admitted is None:
+        return reading.reason or Rejection("mask_not_known", "the mask could not be read")
+    lengths = [size for operand in operands if operand is not None for size in operand.shape[-2:-1]]
+    return AttentionFacts(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=DTYPE_NAMES[query.dtype],
+        is_repeated=key is not form.key,
+        has_mask=form.mask is not None,
+        mask=reading.mask,
+        reads_of_mask=readers,
+        softcap=form.softcap,
+        has_sinks=form.sinks is not None,
+        is_written_out=form.is_written_out,
+        has_symbols=any(not isinstance(size, int) for size in lengths),
+    )
+
+
+def _text(form: Form, is_repeated: bool, reading: MaskReading) -> str:
+    scores = f"q @ {'repeat(k)' if is_repeated else 'k'}^T * {form.scale:.6g}"
+    if form.softcap:
+        scores = f"softcap({scores}, {form.softcap:g})"
+    if form.is_causal or form.mask is not None:
+        scores += f" + mask ({reading.mask})" if reading.mask is not None else " + mask (read at run time)"
+    sinks = ", sinks" if form.sinks is not None else ""
+    return f"softmax({scores}{sinks}) @ {'repeat(v)' if is_repeated else 'v'}"
+
+
+def _rows_of(output: fx.Node) -> fx.Node | None:
+    """The result as rows `[..., heads * value_dim]`, as the projection behind it takes it."""
+    value = tensor_of(output)
+    assert value is not None
+    width = shape_of(value)[1] * shape_of(value)[3]
+    node = output
+    for _ in range(4):
+        users = [user for user in node.users if is_call(user, LAYOUTS)]
+        if len(users) != 1:
+            return None
+        node = users[0]
+        rows = tensor_of(node)
+        if rows is not None and rows.ndim in (2, 3) and shape_of(rows)[-1] == width:
+            return node if math.prod(shape_of(rows)[:-1]) == shape_of(value)[0] * shape_of(value)[2] else None
+    return None
