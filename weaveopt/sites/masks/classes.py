@@ -122,13 +122,19 @@ def _hypotheses(first: torch.Tensor, end: torch.Tensor, num_keys: int) -> list[M
         Mask(MaskKind.CAUSAL, offset, num_filled=num_filled),
     ]
     late = (first > 0).nonzero()
+    after = int(some.nonzero()[-1]) + 1
     if late.numel():
         query = int(late[0])
         window = query + offset + 1 - int(first[query])
-        if window > 0:
-            found.append(Mask(MaskKind.WINDOW, offset, window=window, num_filled=num_filled))
         starts = first[some].unique().tolist()
         # Chunks start at multiples of their length: neighbours differ by it, and a single one may be its own length.
         chunk = starts[1] - starts[0] if len(starts) > 1 else starts[0]
+    elif after < len(end):  # queries that are past the filled keys by a window, or in the chunk after them
+        window, chunk = after + offset + 1 - last, after + offset
+    else:
+        window, chunk = 0, 0
+    if window > 0:
+        found.append(Mask(MaskKind.WINDOW, offset, window=window, num_filled=num_filled))
+    if chunk > 0:
         found.append(Mask(MaskKind.CHUNKED, offset, chunk=chunk, num_filled=num_filled))
     return found

@@ -1,4 +1,4 @@
-"""Values of nodes that hang on no graph input: small ones whole, large ones block by block, with torch's own ops on CPU.
+"""Values of nodes that hang on no graph input: small ones whole, large ones in blocks, by torch's own ops on CPU.
 
 A block is a range of indices in every dimension of a node. What the node reads is then asked for exactly the ranges
 that this block needs, so a mask of `queries × keys` is never in memory.

@@ -1,4 +1,4 @@
-"""The one range of keys that each query sees, of a boolean node that hangs on no graph input; exact, or an answer why not.
+"""The one range of keys that each query sees, of a boolean node that hangs on no graph input; exact, or the reason.
 
 Masks are mostly comparisons of a vector over queries with one over keys, joined by `and`. Where the vector over keys
 ascends or descends, a comparison admits one range of keys a query, and a binary search finds it; ranges meet in ranges.
