@@ -1,0 +1,87 @@
+"""Graphs of attention masks for tests: written op by op as AOTAutograd leaves them, with the value beside them."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+from torch.fx.node import Argument
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class MaskGraph:
+    """An FX graph under construction. Nodes carry meta tensors, as compiled graphs carry fakes; `value` computes."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph(torch.nn.Module())
+        self.values: dict[fx.Node, torch.Tensor] = {}
+
+    def call(self, target: object, *args: Argument, **kwargs: Argument) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        known = fx.map_arg((args, kwargs), lambda each: self.values[each])
+        self._note(node, target(*known[0], **known[1]))  # type: ignore[operator]
+        return node
+
+    def constant(self, value: torch.Tensor) -> fx.Node:
+        name = f"constant_{len(self.values)}"
+        setattr(self.graph.owning_module, name, value)
+        node = self.graph.create_node("get_attr", name)
+        self._note(node, value)
+        return node
+
+    def input(self, value: torch.Tensor) -> fx.Node:
+        node = self.graph.placeholder(f"input_{len(self.values)}")
+        self._note(node, value)
+        return node
+
+    def value(self, node: fx.Node) -> torch.Tensor:
+        return self.values[node]
+
+    def _note(self, node: fx.Node, value: torch.Tensor) -> None:
+        self.values[node] = value
+        node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    def positions(self, size: int, dim: int, rank: int = 4, start: int = 0) -> fx.Node:
+        """`arange(start, start + size)` along `dim` of a tensor of `rank` dimensions."""
+        node = self.call(prims.iota.default, size, start=0, step=1, dtype=torch.int64, device=torch.device("cpu"),
+                         requires_grad=False)  # fmt: skip
+        node = self.call(aten.add.Tensor, node, start)
+        for at in [at for at in range(rank) if at != dim % rank]:
+            node = self.call(aten.unsqueeze.default, node, at)
+        return node
+
+    def both(self, a: fx.Node, b: fx.Node) -> fx.Node:
+        return self.call(aten.bitwise_and.Tensor, a, b)
+
+    def scalar(self, value: float | bool, dtype: torch.dtype) -> fx.Node:
+        return self.call(aten.full.default, [], value, dtype=dtype, device=torch.device("cpu"), pin_memory=False)
+
+    def bias(self, admitted: fx.Node, dtype: torch.dtype = torch.bfloat16, fill: float = -65536.0) -> fx.Node:
+        zero, never = self.scalar(0.0, dtype), self.scalar(fill, dtype)
+        return self.call(aten.where.self, admitted, zero, never)
+
+    def masked(self, num_queries: int, num_keys: int, *, offset: int = 0, window: int = 0, chunk: int = 0,
+               num_filled: int | None = None) -> fx.Node:  # fmt: skip
+        """As transformers writes it: `[1, 1, queries, keys]`, from comparisons of positions."""
+        query, key = self.positions(num_queries, -2, start=offset), self.positions(num_keys, -1)
+        node = self.scalar(True, torch.bool)
+        if window:
+            node = self.both(node, self.call(aten.gt.Tensor, key, self.call(aten.sub.Tensor, query, window)))
+        if chunk:
+            own, other = (self.call(aten.div.Tensor_mode, each, chunk, rounding_mode="floor") for each in (query, key))
+            node = self.both(node, self.call(aten.eq.Tensor, other, own))
+        node = self.both(node, self.call(aten.le.Tensor, key, query))
+        if num_filled is not None:
+            node = self.both(node, self.call(aten.lt.Scalar, key, num_filled))
+        return node
+
+    def flipped(self, node: fx.Node, batch: int, head: int, query: int, key: int) -> fx.Node:
+        """With the bit at one place the other way round, and the result of the size of all indices."""
+        size = self.value(node).shape
+        at = (batch, head, query, key)
+        here = self.call(aten.eq.Scalar, self.positions(size[-1], -1), key)
+        for dim in range(3):
+            own = self.call(aten.eq.Scalar, self.positions(size[dim], dim), at[dim])
+            here = self.both(here, own)
+        return self.call(aten.bitwise_xor.Tensor, node, here)

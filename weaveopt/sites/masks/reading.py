@@ -1,0 +1,158 @@
+"""What the mask of an attention call means: read once for each node of a graph, however many layers ask."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weaveopt.graph.pattern import describe, tensor_of
+from weaveopt.records.candidate import Rejection
+from weaveopt.sites.masks.bias import boolean_form
+from weaveopt.sites.masks.classes import Mask, MaskKind, classify
+from weaveopt.sites.masks.evaluate import SHAPES_ONLY, Unreadable, Values, known_constant
+from weaveopt.sites.masks.intervals import find_intervals
+
+Size = int | torch.SymInt
+MAX_ELEMENTS = 1 << 30
+"""Masks above this that have to be evaluated element by element are not: it would take seconds of every compile."""
+
+
+@dataclass(frozen=True)
+class MaskReading:
+    """What is known of one mask when the graph is compiled. `reason` says why `mask` is None where it is."""
+
+    mask: Mask | None
+    """The class that the mask was proven equal to, for every sequence, head, query and key."""
+    admitted: fx.Node | None = None
+    """The boolean under a bias (`is_inverted`: its negation), of a shape that broadcasts to the mask's: what can be
+    read when the graph runs. None where there is no mask, and where a bias is not made from a boolean."""
+    is_inverted: bool = False
+    fill: float | None = None
+    """What a bias adds to the score of a key that is not admitted; None where the mask is boolean as it comes."""
+    inputs: tuple[fx.Node, ...] = ()
+    """Inputs of the graph whose values the mask hangs on."""
+    reason: Rejection | None = None
+
+    @property
+    def hangs_on_lengths_only(self) -> bool:
+        """Whether all inputs it hangs on are single integers, such as the filled length of a static cache."""
+        values = [tensor_of(node) for node in self.inputs]
+        integers = [value is not None and value.numel() == 1 and not value.is_floating_point() for value in values]
+        return bool(integers) and all(integers)
+
+
+class MaskCache:
+    """The readings of one graph: layers share their masks."""
+
+    def __init__(self) -> None:
+        self.readings: dict[tuple[fx.Node | None, bool, Size, Size], MaskReading] = {}
+
+
+def read_mask(
+    node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size, cache: MaskCache | None = None
+) -> MaskReading:
+    """What `scaled_dot_product_attention(..., attn_mask=node, is_causal=is_causal)` admits.
+
+    `node`: bool, or a number that is added to the scores, broadcastable to `[batch, heads, num_queries, num_keys]`.
+    `is_causal` without a mask aligns at the upper left, as torch does. Nothing in the graph is changed.
+    """
+    key = (node, is_causal, num_queries, num_keys)
+    found = cache.readings.get(key) if cache is not None else None
+    if found is None:
+        found = _read(*key)
+        if cache is not None:
+            cache.readings[key] = found
+    return found
+
+
+def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size) -> MaskReading:
+    if node is None:
+        return _without_mask(is_causal, num_queries, num_keys)
+    if is_causal:
+        message = "the call has a mask and is_causal, which torch does not define together"
+        return MaskReading(None, reason=Rejection("mask_beside_is_causal", message, (("node", node.name),)))
+    form = boolean_form(node)
+    inputs, symbols = hangs_on(node)
+    if isinstance(form, Rejection):
+        return MaskReading(None, inputs=inputs, reason=form)
+    inputs, symbols = hangs_on(form.node)
+    mask, reason = None, None
+    if inputs:
+        names = ", ".join(placeholder.name for placeholder in inputs)
+        reason = Rejection("depends_on_input", "the mask hangs on inputs of the graph", (("inputs", names),))
+    elif symbols or not isinstance(num_queries, int) or not isinstance(num_keys, int):
+        sizes = ", ".join(symbols) or f"{num_queries} × {num_keys}"
+        reason = Rejection("symbolic_sizes", "the mask has sizes that differ from call to call", (("sizes", sizes),))
+    else:
+        with _disable_current_modes(), torch.no_grad():  # whoever compiles has fake tensors switched on
+            proven = _prove(form.node, form.is_inverted, num_queries, num_keys)
+        mask, reason = (None, proven) if isinstance(proven, Rejection) else (proven, None)
+    return MaskReading(mask, form.node, form.is_inverted, form.fill, inputs, reason)
+
+
+def _without_mask(is_causal: bool, num_queries: Size, num_keys: Size) -> MaskReading:
+    if not is_causal:
+        return MaskReading(Mask(MaskKind.NONE))
+    mask = Mask(MaskKind.CAUSAL)
+    if not isinstance(num_queries, int) or not isinstance(num_keys, int):
+        return MaskReading(mask)
+    first, end = mask.bounds(num_queries, num_keys)
+    known = classify(first, end, num_queries, num_keys)
+    return MaskReading(known) if isinstance(known, Mask) else MaskReading(None, reason=known)
+
+
+def _prove(node: fx.Node, is_inverted: bool, num_queries: int, num_keys: int) -> Mask | Rejection:
+    value = tensor_of(node)
+    if value is None or value.dtype is not torch.bool:
+        return Rejection("mask_unknown", "the condition of the mask is not boolean", (("node", node.name),))
+    shape = tuple(value.shape)
+    wanted = (num_queries, num_keys)
+    if 0 in (*shape, *wanted) or any(
+        size not in (1, want) for size, want in zip(shape[-2:], wanted[-len(shape) :], strict=True)
+    ):
+        text = " × ".join(map(str, shape))
+        message = "the mask does not have a bit for each query and key"
+        return Rejection(
+            "mask_of_other_shape", message, (("shape", text), ("queries", num_queries), ("keys", num_keys))
+        )
+    try:
+        found = find_intervals(node, is_inverted, Values(), MAX_ELEMENTS)
+    except Unreadable as unreadable:
+        values = (("node", unreadable.node.name), ("op", describe(unreadable.node)), ("elements", math.prod(shape)))
+        return Rejection("mask_not_evaluated", "a part of the mask is not evaluated when the graph is compiled", values)
+    if found is None:
+        message = "some query sees keys that are not one contiguous range"
+        return Rejection("keys_not_contiguous", message, (("node", node.name),))
+    found = found.over(num_keys)
+    lead = (*torch.broadcast_shapes(found.first.shape[:-1]), num_queries)
+    return classify(found.first.expand(lead), found.end.expand(lead), num_queries, num_keys)
+
+
+def hangs_on(node: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[str, ...]]:
+    """The inputs of the graph whose values `node` hangs on, in graph order, and the symbolic sizes; not inputs whose
+    shape alone matters. A constant whose value is not there counts as an input."""
+    seen, pending = {node}, [node]
+    inputs: list[fx.Node] = []
+    symbols: set[str] = set()
+    while pending:
+        current = pending.pop()
+        value = current.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            symbols.add(str(value))
+            continue
+        if isinstance(value, torch.Tensor):
+            symbols.update(str(size) for size in value.shape if not isinstance(size, int))
+        if current.op == "placeholder" or (current.op == "get_attr" and known_constant(current) is None):
+            inputs.append(current)
+            continue
+        if current.target in SHAPES_ONLY:
+            continue
+        fresh = [source for source in current.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    order = {each: at for at, each in enumerate(node.graph.nodes)} if len(inputs) > 1 else {}
+    return tuple(sorted(inputs, key=lambda each: order.get(each, 0))), tuple(sorted(symbols))
