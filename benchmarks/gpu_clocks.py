@@ -26,6 +26,7 @@ class Clocks:
     sm_mhz: float
     limited: float
     """Share of the samples in which the power limit held the clock down."""
+    watts: float = 0.0
 
 
 def observe(step: Callable[[], object], count: int, device: torch.device) -> Clocks | None:
@@ -34,7 +35,7 @@ def observe(step: Callable[[], object], count: int, device: torch.device) -> Clo
     if smi is None:
         return None
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    fields = "clocks.sm,clocks_event_reasons.sw_power_cap"
+    fields = "clocks.sm,clocks_event_reasons.sw_power_cap,power.draw"
     command = [smi, "-i", gpu, f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"-lms={INTERVAL_MS}"]
     watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -48,14 +49,15 @@ def observe(step: Callable[[], object], count: int, device: torch.device) -> Clo
 
 
 def parse(said: str) -> Clocks | None:
-    """From nvidia-smi's lines: MHz, and whether the power limit holds."""
+    """From nvidia-smi's lines: MHz, whether the power limit holds, and watts."""
     rows = []
     for line in said.splitlines():
-        mhz, _, reason = line.partition(", ")
-        if not reason:  # cut off: its number may be too
+        mhz, _, rest = line.partition(", ")
+        reason, _, watts = rest.partition(", ")
+        if not watts:  # cut off: its number may be too
             continue
         try:
-            rows.append((float(mhz), reason.strip() == "Active"))
+            rows.append((float(mhz), reason.strip() == "Active", float(watts)))
         except ValueError:  # a field that this GPU does not have
             continue
     rows = rows[int(len(rows) * SETTLING) :]

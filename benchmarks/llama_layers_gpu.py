@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,17 +76,8 @@ def make(place: Place) -> PreTrainedModel:
 class Variants:
     """One capture by Dynamo, compiled in every way; `forward` runs the one that is `chosen`."""
 
-    def __init__(self, model: PreTrainedModel, profile: str | None) -> None:
-        from torch._inductor.compile_fx import compile_fx
-
-        from weaveopt.backend import weave
-
-        options = {"machine": profile} if profile else {}
-        self.ways: dict[str, Compile] = {
-            INDUCTOR: compile_fx,
-            WEAVE: lambda gm, inputs: weave(gm, inputs, options=options),
-            WITHOUT: without_all_reduce,
-        }
+    def __init__(self, model: PreTrainedModel, ways: Mapping[str, Compile]) -> None:
+        self.ways = ways
         self.compiled: dict[str, Forward] = {}
         self.seconds: dict[str, float] = {}
         self.chosen = INDUCTOR
@@ -99,6 +90,19 @@ class Variants:
             self.compiled[name] = way(copied(gm), inputs)
             self.seconds[name] = time.perf_counter() - begin
         return lambda *arguments: self.compiled[self.chosen](*arguments)
+
+    @staticmethod
+    def usual(profile: str | None) -> dict[str, Compile]:
+        from torch._inductor.compile_fx import compile_fx
+
+        from weaveopt.backend import weave
+
+        options = {"machine": profile} if profile else {}
+        return {
+            INDUCTOR: compile_fx,
+            WEAVE: lambda gm, inputs: weave(gm, inputs, options=options),
+            WITHOUT: without_all_reduce,
+        }
 
     def running(self, name: str) -> Forward:
         def run(*arguments: object, **named: object) -> object:
@@ -127,7 +131,15 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 class Workload:
     """The call of one case, and the cache that it starts from each time."""
 
-    def __init__(self, model: PreTrainedModel, case: Case, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        case: Case,
+        device: torch.device,
+        positions: int = CACHE_POSITIONS,
+        filled: int = FILLED_POSITIONS,
+    ) -> None:
+        self.filled = filled
         generator = torch.Generator(device).manual_seed(case.tokens)
 
         def random_ids(seq: int) -> torch.Tensor:
@@ -137,14 +149,14 @@ class Workload:
         self.ids = random_ids(case.seq)
         self.positions = torch.arange(case.seq, device=device)[None].expand(case.batch, -1).contiguous()
         if case.phase == "decode":
-            self.cache = StaticCache(config=model.config, max_cache_len=CACHE_POSITIONS)
-            model(input_ids=random_ids(FILLED_POSITIONS), past_key_values=self.cache, use_cache=True)
-            self.positions = self.positions + FILLED_POSITIONS
+            self.cache = StaticCache(config=model.config, max_cache_len=positions)
+            model(input_ids=random_ids(filled), past_key_values=self.cache, use_cache=True)
+            self.positions = self.positions + filled
 
     def reset(self) -> None:
         if self.cache is not None:
             for layer in self.cache.layers:
-                layer.cumulative_length.fill_(FILLED_POSITIONS)
+                layer.cumulative_length.fill_(self.filled)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
         caching = self.cache is not None
@@ -156,7 +168,7 @@ def run_case(place: Place, model: PreTrainedModel, case: Case, asked: Asked) -> 
     """One row, and what is wrong with it (empty: nothing)."""
     torch._dynamo.reset()
     workload = Workload(model, case, place.device)
-    variants = Variants(model, asked.profile)
+    variants = Variants(model, Variants.usual(asked.profile))
     eager = workload(model).float()
     outputs: dict[str, torch.Tensor] = {}
     pool = torch.cuda.graph_pool_handle()

@@ -173,9 +173,11 @@ def test_cases_of_an_earlier_run_stay_and_say_so(tmp_path: Path, monkeypatch: py
 
 
 def test_clocks_are_means_of_the_settled_samples() -> None:
-    lines = ["345, Not Active", *["1980, Not Active"] * 2, *["1500, Active"] * 6, "[N/A], Active", "15"]
+    idle, held = "1980, Not Active, 300.5", "1500, Active, 700.0"
+    lines = ["345, Not Active, 90.0", *[idle] * 2, *[held] * 6, "[N/A], Active, 1.0", "15", "1500, Active"]
     found = gpu_clocks.parse("\n".join(lines))
     assert found is not None
     assert found.sm_mhz == pytest.approx((1980 + 6 * 1500) / 7) and found.limited == pytest.approx(6 / 7)
+    assert found.watts == pytest.approx((300.5 + 6 * 700.0) / 7)
     assert gpu_clocks.parse("") is None
-    assert gpu_clocks.parse("[N/A], Active") is None
+    assert gpu_clocks.parse("[N/A], Active, 700.0") is None

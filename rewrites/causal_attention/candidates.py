@@ -103,6 +103,8 @@ def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
         if form is Form.MASKED:
             return Lowered(form, reads_mask=True)
         return Rejection("mask_not_known", "what the mask hides is known at run time only")
+    if facts.has_symbols and mask.kind is not MaskKind.NONE:
+        return Rejection("symbolic_sizes", "how many keys each query reads differs from call to call")
     if mask.kind in (MaskKind.NONE, MaskKind.FULL):
         return Lowered(form, num_keys=mask.filled(facts.keys) % facts.keys)
     if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW):

@@ -49,7 +49,7 @@ class MaskCache:
     """The readings of one graph: layers share their masks."""
 
     def __init__(self) -> None:
-        self.readings: dict[tuple[fx.Node | None, bool, Size, Size], MaskReading] = {}
+        self.readings: dict[tuple[fx.Node | None, bool, str, str], MaskReading] = {}
 
 
 def read_mask(
@@ -60,10 +60,11 @@ def read_mask(
     `node`: bool, or a number that is added to the scores, broadcastable to `[batch, heads, num_queries, num_keys]`.
     `is_causal` without a mask aligns at the upper left, as torch does. Nothing in the graph is changed.
     """
-    key = (node, is_causal, num_queries, num_keys)
+    key = (node, is_causal, str(num_queries), str(num_keys))
     found = cache.readings.get(key) if cache is not None else None
     if found is None:
-        found = _read(*key)
+        with _disable_current_modes(), torch.no_grad():  # whoever compiles has fake tensors switched on
+            found = _read(node, is_causal, num_queries, num_keys)
         if cache is not None:
             cache.readings[key] = found
     return found
@@ -88,8 +89,7 @@ def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Si
         sizes = ", ".join(symbols) or f"{num_queries} × {num_keys}"
         reason = Rejection("symbolic_sizes", "the mask has sizes that differ from call to call", (("sizes", sizes),))
     else:
-        with _disable_current_modes(), torch.no_grad():  # whoever compiles has fake tensors switched on
-            proven = _prove(form.node, form.is_inverted, num_queries, num_keys)
+        proven = _prove(form.node, form.is_inverted, num_queries, num_keys)
         mask, reason = (None, proven) if isinstance(proven, Rejection) else (proven, None)
     return MaskReading(mask, form.node, form.is_inverted, form.fill, inputs, reason)
 
