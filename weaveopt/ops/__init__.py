@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 from weaveopt.ops.all_reduce_norm import op as _all_reduce_norm  # noqa: F401
+from weaveopt.ops.masked_attention import op as _masked_attention  # noqa: F401
