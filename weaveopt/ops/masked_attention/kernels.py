@@ -1,0 +1,290 @@
+"""The Triton kernels: ranges of keys, attention over a range, and the sum over its splits.
+
+Scores are kept in units of log2, so `exp2` makes probabilities of them. A split leaves `m` (the largest score), `total`
+(the sum of probabilities) and `acc` (the sum of values), both of them relative to `m`, in fp32; `combine` adds up:
+
+    m = max(m_s);  out = sum(acc_s * 2^(m_s - m)) / (sum(total_s * 2^(m_s - m)) + 2^(sink - m))
+"""
+
+# mypy: ignore-errors
+# Triton's language is not Python's: values have no types before they are traced.
+
+import triton
+import triton.language as tl
+
+RANGE_ROWS = tl.constexpr(128)
+
+
+@triton.jit(do_not_specialize=["num_heads"])
+def key_ranges(
+    mask, out, stride_b, stride_h, stride_s, stride_l, num_heads, num_queries, num_keys, rows,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """One program a tile: looks at all of its bytes."""
+    tile, row_of_mask = tl.program_id(0), tl.program_id(1)
+    b, h = row_of_mask // num_heads, row_of_mask % num_heads
+    mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    keys = tl.arange(0, BLOCK_KEYS)
+    first = tl.full([BLOCK_KEYS], 2147483647, tl.int32)
+    end = tl.zeros([BLOCK_KEYS], tl.int32)
+    for row in range(tile * rows, min((tile + 1) * rows, num_queries), BLOCK_ROWS):
+        row_ids = row + tl.arange(0, BLOCK_ROWS)
+        inside = row_ids < min((tile + 1) * rows, num_queries)
+        base = mask + row_ids.to(tl.int64)[:, None] * stride_s
+        for start in range(0, num_keys, BLOCK_KEYS):
+            ids = start + keys
+            here = base + ids.to(tl.int64)[None, :] * stride_l
+            admitted = tl.load(here, mask=inside[:, None] & (ids < num_keys)[None, :], other=0)
+            some = tl.max((admitted != 0).to(tl.int32), 0) > 0
+            first = tl.minimum(first, tl.where(some, ids, 2147483647))
+            end = tl.maximum(end, tl.where(some, ids + 1, 0))
+    last = tl.max(end, 0)
+    out += (row_of_mask * tl.num_programs(0) + tile).to(tl.int64) * 2
+    tl.store(out, tl.where(last > 0, tl.min(first, 0), 0))
+    tl.store(out + 1, last)
+
+
+@triton.jit
+def range_of(ranges, stride_t, num_entries, first_query, last_query, num_keys):
+    """First and end over the entries that the tile's queries are in: at most two, as tiles are no longer than one."""
+    one = min(first_query // RANGE_ROWS, num_entries - 1)
+    two = min(last_query // RANGE_ROWS, num_entries - 1)
+    first_one, end_one = tl.load(ranges + one * stride_t), tl.load(ranges + one * stride_t + 1)
+    first_two, end_two = tl.load(ranges + two * stride_t), tl.load(ranges + two * stride_t + 1)
+    first_one = tl.where(end_one > 0, first_one, first_two)
+    first_two = tl.where(end_two > 0, first_two, first_one)
+    return min(first_one, first_two), min(max(end_one, end_two), num_keys)
+
+
+@triton.jit
+def mask_bytes(mask_rows, key_ids, num_keys, stride_ml, MASK: tl.constexpr):
+    """The mask's bytes of these keys: one row of them, or one for each query.
+
+    They are 0 outside of the tile's range anyway. Were it asked for here, each byte would be a load of its own.
+    """
+    inside = key_ids < num_keys
+    offsets = key_ids.to(tl.int64) * stride_ml
+    if MASK == 1:
+        found = tl.load(mask_rows + offsets, mask=inside, other=0)
+    else:
+        found = tl.load(mask_rows[:, None] + offsets[None, :], mask=inside[None, :], other=0)
+    return found
+
+
+@triton.jit
+def attend_blocks(
+    q, acc, m, total, k_blocks, v_blocks, mask_rows, begin, stop, first, end, num_keys, visible,
+    stride_kl, stride_vl, stride_ml, unit, cap_rate,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Goes on over the keys from `begin` to `stop`, multiples of BLOCK_N; not CHECKED: every one is admitted."""
+    ids = tl.arange(0, BLOCK_N)
+    sizes = tl.arange(0, BLOCK_D)
+    value_sizes = tl.arange(0, BLOCK_DV)
+    bytes_next = 0
+    if MASK != 0 and CHECKED:
+        bytes_next = mask_bytes(mask_rows, begin + ids, num_keys, stride_ml, MASK)
+    for start in range(begin, stop, BLOCK_N):
+        key_ids = start + ids
+        inside = (key_ids >= first) & (key_ids < end)
+        bytes_here = bytes_next
+        if MASK != 0 and CHECKED:
+            # A block ahead: bytes are too narrow for copies that the compiler keeps in flight by itself.
+            bytes_next = mask_bytes(mask_rows, key_ids + BLOCK_N, num_keys, stride_ml, MASK)
+        k_here = k_blocks + tl.cast(start, tl.int64) * stride_kl + ids[None, :] * stride_kl + sizes[:, None]
+        v_here = v_blocks + tl.cast(start, tl.int64) * stride_vl + ids[:, None] * stride_vl + value_sizes[None, :]
+        if CHECKED:
+            if D == BLOCK_D:
+                k = tl.load(k_here, mask=inside[None, :], other=0.0)
+            else:
+                k = tl.load(k_here, mask=inside[None, :] & (sizes < D)[:, None], other=0.0)
+        else:
+            if D == BLOCK_D:
+                k = tl.load(k_here)
+            else:
+                k = tl.load(k_here, mask=(sizes < D)[:, None], other=0.0)
+        scores = tl.dot(q, k)
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1), without overflow at either end.
+            scores = 1.0 - 2.0 / (tl.exp2(scores * cap_rate) + 1.0)
+        if CHECKED:
+            admitted = inside[None, :]
+            if MASK == 1:
+                admitted = (bytes_here != 0)[None, :]
+            if MASK == 2:
+                admitted = bytes_here != 0
+            if CAUSAL:
+                admitted = admitted & (key_ids[None, :] < visible[:, None])
+            scores = tl.where(admitted, scores, float("-inf"))
+        m_next = tl.maximum(m, tl.max(scores, 1) * unit)
+        if CHECKED:
+            # A row that nothing was admitted to yet: 2^(-inf - -inf) would be NaN.
+            m_used = tl.where(m_next == float("-inf"), 0.0, m_next)
+        else:
+            m_used = m_next
+        probabilities = tl.exp2(scores * unit - m_used[:, None])
+        decay = tl.exp2(m - m_used)
+        total = total * decay + tl.sum(probabilities, 1)
+        acc = acc * decay[:, None]
+        if CHECKED:
+            # Zeros, not whatever lies there: it may be NaN, and 0 * NaN is.
+            if DV == BLOCK_DV:
+                v = tl.load(v_here, mask=inside[:, None], other=0.0)
+            else:
+                v = tl.load(v_here, mask=inside[:, None] & (value_sizes < DV)[None, :], other=0.0)
+        else:
+            if DV == BLOCK_DV:
+                v = tl.load(v_here)
+            else:
+                v = tl.load(v_here, mask=(value_sizes < DV)[None, :], other=0.0)
+        acc = tl.dot(probabilities.to(v.dtype), v, acc)
+        m = m_next
+    return acc, m, total
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "num_entries", "num_splits"])
+def attention(
+    q, k, v, mask, ranges, sinks, out, partial_acc, partial_ml,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
+    stride_mb, stride_mh, stride_ms, stride_ml, stride_rb, stride_rh, stride_rt, stride_ob, stride_oh, stride_os,
+    num_heads, group, packed, num_queries, num_keys, num_entries, unit, cap_rate, num_splits,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, RANGES: tl.constexpr, SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M of the rows of `packed` heads that read one key head, over one split of their keys.
+
+    Row r is query r // packed of head r % packed of these heads. Grid (num_splits * bundles * batch, tiles).
+    A score is `unit` (> 0) times what the first product gives, or times its tanh where there is a soft cap.
+    """
+    if PDL:
+        # `combine` may be launched: it waits by itself until all of this grid is written.
+        tl.extra.cuda.gdc_launch_dependents()
+    split = tl.program_id(0) % num_splits
+    bundle = tl.program_id(0) // num_splits
+    num_bundles = num_heads // packed
+    b = bundle // num_bundles
+    first_head = bundle % num_bundles * packed
+    # The last queries see most: they go first, so that what is left at the end is short.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    num_rows = num_queries * packed
+    row_ids = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.minimum(row_ids, num_rows - 1)
+    queries = rows // packed
+    heads = first_head + rows % packed
+    first_query = tile * BLOCK_M // packed
+    last_query = min(tile * BLOCK_M + BLOCK_M - 1, num_rows - 1) // packed
+
+    first, end = 0, num_keys
+    if RANGES:
+        of_tile = ranges + b.to(tl.int64) * stride_rb + first_head * stride_rh
+        first, end = range_of(of_tile, stride_rt, num_entries, first_query, last_query, num_keys)
+    visible = queries + (num_keys - num_queries + 1)
+    if CAUSAL:
+        end = max(min(end, last_query + num_keys - num_queries + 1), 0)
+    begin = first // BLOCK_N * BLOCK_N
+    stop = end
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(max(end - begin, 0), BLOCK_N), num_splits) * BLOCK_N
+        begin += split * share
+        stop = min(end, begin + share)
+
+    b64 = b.to(tl.int64)
+    key_head = first_head // group
+    k += b64 * stride_kb + key_head.to(tl.int64) * stride_kh
+    v += b64 * stride_vb + key_head.to(tl.int64) * stride_vh
+    sizes = tl.arange(0, BLOCK_D)
+    value_sizes = tl.arange(0, BLOCK_DV)
+    q_here = q + b64 * stride_qb + queries.to(tl.int64)[:, None] * stride_qs + heads.to(tl.int64)[:, None] * stride_qh
+    q_here += sizes[None, :]
+    if D == BLOCK_D:
+        q_rows = tl.load(q_here)
+    else:
+        q_rows = tl.load(q_here, mask=(sizes < D)[None, :], other=0.0)
+    if MASK == 2:
+        mask_rows = mask + b64 * stride_mb + heads.to(tl.int64) * stride_mh + queries.to(tl.int64) * stride_ms
+    else:
+        mask_rows = mask + b64 * stride_mb + first_head.to(tl.int64) * stride_mh
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS and not SPLIT:
+        m = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+        total = tl.where(m > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if MASK == 0 and not RANGES:
+        whole = stop // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            whole = min(whole, max(first_query + num_keys - num_queries + 1, 0) // BLOCK_N * BLOCK_N)
+        whole = max(whole, begin)
+        acc, m, total = attend_blocks(
+            q_rows, acc, m, total, k, v, mask_rows, begin, whole, first, end, num_keys, visible,
+            stride_kl, stride_vl, stride_ml, unit, cap_rate,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, False,
+        )  # fmt: skip
+        begin = whole
+    acc, m, total = attend_blocks(
+        q_rows, acc, m, total, k, v, mask_rows, begin, stop, first, end, num_keys, visible,
+        stride_kl, stride_vl, stride_ml, unit, cap_rate,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, True,
+    )  # fmt: skip
+
+    there = row_ids < num_rows
+    if SPLIT:
+        # [bundle, row, split]: what a row's sum reads lies together.
+        at = (bundle.to(tl.int64) * num_rows + row_ids) * num_splits + split
+        tl.store(partial_ml + at * 2, m, mask=there)
+        tl.store(partial_ml + at * 2 + 1, total, mask=there)
+        # A split without keys leaves only that: nobody reads its sums.
+        written = there & (m > float("-inf"))
+        acc_here = partial_acc + at[:, None] * DV + value_sizes[None, :]
+        tl.store(acc_here, acc, mask=written[:, None] & (value_sizes < DV)[None, :])
+    else:
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        out_here = out + b64 * stride_ob + queries.to(tl.int64)[:, None] * stride_os + heads[:, None] * stride_oh
+        out_here += value_sizes[None, :]
+        tl.store(out_here, result.to(out.dtype.element_ty), mask=there[:, None] & (value_sizes < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_splits"])
+def combine(
+    partial_acc, partial_ml, sinks, out, stride_ob, stride_oh, stride_os, num_heads, packed, num_queries, num_splits,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_DV columns of a row. Grid (rows of all bundles, ceil(DV / BLOCK_DV))."""
+    row = tl.program_id(0)
+    num_rows = num_queries * packed
+    bundle, row_of_bundle = row // num_rows, row % num_rows
+    num_bundles = num_heads // packed
+    b = bundle // num_bundles
+    head = bundle % num_bundles * packed + row_of_bundle % packed
+    query = row_of_bundle // packed
+    splits = tl.arange(0, BLOCK_SPLITS)
+    columns = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    if SINKS:
+        m = tl.load(sinks + head + tl.zeros([1], tl.int32)).to(tl.float32) * 1.4426950408889634
+        total = tl.where(m > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    at = row.to(tl.int64) * num_splits
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for start in range(0, num_splits, BLOCK_SPLITS):
+        ids = start + splits
+        m_s = tl.load(partial_ml + (at + ids) * 2, mask=ids < num_splits, other=float("-inf"))
+        total_s = tl.load(partial_ml + (at + ids) * 2 + 1, mask=ids < num_splits, other=0.0)
+        used = m_s > float("-inf")
+        acc_here = partial_acc + (at + ids)[:, None] * DV + columns[None, :]
+        acc_s = tl.load(acc_here, mask=used[:, None] & (columns < DV)[None, :], other=0.0)
+        m_next = tl.maximum(m, tl.max(m_s, 0))
+        m_used = tl.where(m_next == float("-inf"), 0.0, m_next)
+        decay = tl.exp2(m - m_used)
+        weight = tl.exp2(m_s - m_used)
+        total = total * decay + tl.sum(total_s * weight, 0)
+        acc = acc * decay + tl.sum(acc_s * weight[:, None], 0)
+        m = m_next
+    result = acc / tl.where(total > 0.0, total, 1.0)
+    out += b.to(tl.int64) * stride_ob + query.to(tl.int64) * stride_os + head * stride_oh
+    tl.store(out + columns, result.to(out.dtype.element_ty), mask=columns < DV)
