@@ -14,7 +14,7 @@ class MaskGraph:
     """An FX graph under construction. Nodes carry meta tensors, as compiled graphs carry fakes; `value` computes."""
 
     def __init__(self) -> None:
-        self.graph = fx.Graph(torch.nn.Module())
+        self.graph = fx.Graph(torch.nn.Module())  # type: ignore[arg-type]
         self.values: dict[fx.Node, torch.Tensor] = {}
 
     def call(self, target: object, *args: Argument, **kwargs: Argument) -> fx.Node:

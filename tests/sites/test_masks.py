@@ -113,7 +113,7 @@ def test_masks_that_are_almost_of_a_class_keep_their_meaning(path: str, case: st
     for _ in range(NUM_RANDOM if path == "short forms" else NUM_RANDOM // 5):
         graph = MaskGraph()
         num_refused += assert_sound(graph, near_miss(chance, graph, case)).mask is None
-    assert num_refused > 20
+    assert num_refused > 10
 
 
 def test_a_bit_too_many_or_too_few_is_never_missed(path: str) -> None:
@@ -266,8 +266,9 @@ def test_a_mask_is_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     graph, cache = MaskGraph(), MaskCache()
     node = graph.masked(6, 6)
     first = read_mask(node, False, 6, 6, cache)
-    monkeypatch.setattr("weaveopt.sites.masks.reading._read", None)
+    monkeypatch.setattr("weaveopt.sites.masks.reading._decide", None)
     assert read_mask(node, False, 6, 6, cache) is first
+    assert read_mask(graph.bias(node), False, 6, 6, cache).mask == first.mask
 
 
 def test_fake_tensors_do_not_reach_the_evaluation(path: str) -> None:

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import describe, tensor_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.masks.bias import boolean_form
+from weaveopt.sites.masks.bias import BooleanForm, boolean_form
 from weaveopt.sites.masks.classes import Mask, MaskKind, classify
 from weaveopt.sites.masks.evaluate import SHAPES_ONLY, Unreadable, Values, known_constant
 from weaveopt.sites.masks.intervals import find_intervals
+from weaveopt.sites.masks.symbolic import prove_for_all_sizes
 
 Size = int | torch.SymInt
 MAX_ELEMENTS = 1 << 30
@@ -45,11 +46,19 @@ class MaskReading:
         return bool(integers) and all(integers)
 
 
+Decided = tuple[Mask | None, Rejection | None, tuple[fx.Node, ...]]
+"""Class, reason, and the inputs that a boolean hangs on."""
+
+
 class MaskCache:
-    """The readings of one graph: layers share their masks."""
+    """What was read in one graph. Layers share their masks, or the booleans that each makes a mask of its own from.
+
+    Keys hold sizes as text: symbolic ones have no hash.
+    """
 
     def __init__(self) -> None:
-        self.readings: dict[tuple[fx.Node | None, bool, Size, Size], MaskReading] = {}
+        self.readings: dict[tuple[fx.Node | None, bool, str, str], MaskReading] = {}
+        self.decided: dict[tuple[fx.Node, bool, str, str], Decided] = {}
 
 
 def read_mask(
@@ -60,38 +69,51 @@ def read_mask(
     `node`: bool, or a number that is added to the scores, broadcastable to `[batch, heads, num_queries, num_keys]`.
     `is_causal` without a mask aligns at the upper left, as torch does. Nothing in the graph is changed.
     """
-    key = (node, is_causal, num_queries, num_keys)
-    found = cache.readings.get(key) if cache is not None else None
-    if found is None:
-        found = _read(*key)
-        if cache is not None:
-            cache.readings[key] = found
-    return found
+    cache = cache if cache is not None else MaskCache()
+    key = (node, is_causal, str(num_queries), str(num_keys))
+    if key not in cache.readings:
+        cache.readings[key] = _read(node, is_causal, num_queries, num_keys, cache)
+    return cache.readings[key]
 
 
-def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size) -> MaskReading:
+def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size, cache: MaskCache) -> MaskReading:
     if node is None:
         return _without_mask(is_causal, num_queries, num_keys)
     if is_causal:
         message = "the call has a mask and is_causal, which torch does not define together"
         return MaskReading(None, reason=Rejection("mask_beside_is_causal", message, (("node", node.name),)))
     form = boolean_form(node)
-    inputs, symbols = hangs_on(node)
     if isinstance(form, Rejection):
-        return MaskReading(None, inputs=inputs, reason=form)
+        return MaskReading(None, inputs=hangs_on(node)[0], reason=form)
+    key = (form.node, form.is_inverted, str(num_queries), str(num_keys))
+    if key not in cache.decided:
+        cache.decided[key] = _decide(form, num_queries, num_keys)
+    mask, reason, inputs = cache.decided[key]
+    return MaskReading(mask, form.node, form.is_inverted, form.fill, inputs, reason)
+
+
+def _decide(form: BooleanForm, num_queries: Size, num_keys: Size) -> Decided:
     inputs, symbols = hangs_on(form.node)
-    mask, reason = None, None
     if inputs:
         names = ", ".join(placeholder.name for placeholder in inputs)
-        reason = Rejection("depends_on_input", "the mask hangs on inputs of the graph", (("inputs", names),))
-    elif symbols or not isinstance(num_queries, int) or not isinstance(num_keys, int):
-        sizes = ", ".join(symbols) or f"{num_queries} × {num_keys}"
-        reason = Rejection("symbolic_sizes", "the mask has sizes that differ from call to call", (("sizes", sizes),))
-    else:
+        return (
+            None,
+            Rejection("depends_on_input", "the mask hangs on inputs of the graph", (("inputs", names),)),
+            inputs,
+        )
+    if not symbols and isinstance(num_queries, int) and isinstance(num_keys, int):
         with _disable_current_modes(), torch.no_grad():  # whoever compiles has fake tensors switched on
             proven = _prove(form.node, form.is_inverted, num_queries, num_keys)
-        mask, reason = (None, proven) if isinstance(proven, Rejection) else (proven, None)
-    return MaskReading(mask, form.node, form.is_inverted, form.fill, inputs, reason)
+        return (None, proven, ()) if isinstance(proven, Rejection) else (proven, None, ())
+    mask = prove_for_all_sizes(form.node, form.is_inverted, num_queries, num_keys)
+    if mask is not None:
+        return mask, None, ()
+    sizes = ", ".join(symbols) or f"{num_queries} × {num_keys}"
+    return (
+        None,
+        Rejection("symbolic_sizes", "the mask has sizes that differ from call to call", (("sizes", sizes),)),
+        (),
+    )
 
 
 def _without_mask(is_causal: bool, num_queries: Size, num_keys: Size) -> MaskReading:
