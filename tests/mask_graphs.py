@@ -16,6 +16,7 @@ class MaskGraph:
     def __init__(self) -> None:
         self.graph = fx.Graph(torch.nn.Module())  # type: ignore[arg-type]
         self.values: dict[fx.Node, torch.Tensor] = {}
+        self._positions: dict[tuple[int, int, int, int], fx.Node] = {}
 
     def call(self, target: object, *args: Argument, **kwargs: Argument) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
@@ -43,13 +44,17 @@ class MaskGraph:
         node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     def positions(self, size: int, dim: int, rank: int = 4, start: int = 0) -> fx.Node:
-        """`arange(start, start + size)` along `dim` of a tensor of `rank` dimensions."""
-        node = self.call(prims.iota.default, size, start=0, step=1, dtype=torch.int64, device=torch.device("cpu"),
-                         requires_grad=False)  # fmt: skip
-        node = self.call(aten.add.Tensor, node, start)
-        for at in [at for at in range(rank) if at != dim % rank]:
-            node = self.call(aten.unsqueeze.default, node, at)
-        return node
+        """`arange(start, start + size)` along `dim` of a tensor of `rank` dimensions; the same again if asked again."""
+        key = (size, dim, rank, start)
+        if key not in self._positions:
+            cpu = torch.device("cpu")
+            node = self.call(
+                prims.iota.default, size, start=0, step=1, dtype=torch.int64, device=cpu, requires_grad=False
+            )
+            node = self.call(aten.add.Tensor, node, start)
+            shape = [size if at == dim % rank else 1 for at in range(rank)]
+            self._positions[key] = self.call(aten.view.default, node, shape)
+        return self._positions[key]
 
     def both(self, a: fx.Node, b: fx.Node) -> fx.Node:
         return self.call(aten.bitwise_and.Tensor, a, b)

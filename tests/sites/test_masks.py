@@ -279,6 +279,83 @@ def test_fake_tensors_do_not_reach_the_evaluation(path: str) -> None:
         assert read(graph, node).mask == Mask(MaskKind.WINDOW, window=4)
 
 
+DTYPES = [torch.int64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.float32, torch.bool]
+COMPARISONS = [aten.le, aten.lt, aten.ge, aten.gt, aten.eq, aten.ne]
+
+
+def random_number(chance: random.Random, graph: MaskGraph, size: tuple[int, int], depth: int) -> fx.Node:
+    """Numbers of any dtype that broadcast to `[1, 1, *size]`, wrapping ones too."""
+    roll = chance.random()
+    if depth == 0 or roll < 0.3:
+        dim = chance.choice([-1, -2])
+        node = graph.positions(size[dim], dim, start=chance.choice([0, 0, -3, 120, 250]))
+        return graph.call(torch.ops.prims.convert_element_type.default, node, chance.choice(DTYPES))
+    inner = random_number(chance, graph, size, depth - 1)
+    if graph.value(inner).dtype is torch.bool:
+        return graph.call(torch.ops.prims.convert_element_type.default, inner, chance.choice(DTYPES[:-1]))
+    if roll < 0.5:
+        return graph.call(
+            chance.choice([aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor]), inner, chance.randint(-4, 9)
+        )
+    if roll < 0.6:
+        return graph.call(aten.remainder.Scalar, inner, chance.randint(1, 9))
+    if roll < 0.7:
+        return graph.call(aten.neg.default, inner)
+    other = random_number(chance, graph, size, depth - 1)
+    if graph.value(other).dtype is torch.bool:
+        return inner
+    return graph.call(chance.choice([aten.add.Tensor, aten.sub.Tensor]), inner, other)
+
+
+def random_condition(chance: random.Random, graph: MaskGraph, size: tuple[int, int], depth: int) -> fx.Node:
+    roll = chance.random()
+    if depth == 0 or roll < 0.3:
+        left, compare = random_number(chance, graph, size, 2), chance.choice(COMPARISONS)
+        if chance.random() < 0.3:
+            return graph.call(compare.Scalar, left, chance.randint(-5, 9))
+        return graph.call(compare.Tensor, left, random_number(chance, graph, size, 2))
+    inner = random_condition(chance, graph, size, depth - 1)
+    if roll < 0.4:
+        return graph.call(aten.logical_not.default, inner)
+    if roll < 0.5:
+        full = graph.call(aten.expand.default, inner, [1, 1, *size])
+        sliced = graph.call(aten.slice.Tensor, full, chance.choice([2, -1]), 0, 9223372036854775807, 1)
+        return graph.call(aten.view.default, sliced, [1, 1, 1, *size]) if depth == 3 else sliced
+    if roll < 0.55:
+        full = graph.call(aten.expand.default, inner, [1, 1, *size])
+        return graph.call(aten.permute.default, graph.call(aten.permute.default, full, [0, 3, 1, 2]), [0, 2, 3, 1])
+    other = random_condition(chance, graph, size, depth - 1)
+    if roll < 0.6:
+        return graph.call(aten.where.self, inner, other, graph.scalar(chance.random() < 0.5, torch.bool))
+    ops = [aten.bitwise_and.Tensor, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor]
+    return graph.call(chance.choice(ops), inner, other)
+
+
+def test_random_programs_keep_their_meaning(path: str) -> None:
+    """Whatever is written: what is read is the mask, and what is not a class is refused; never evaluated wrongly."""
+    chance = random.Random(path)
+    num_read = 0
+    for _ in range(NUM_RANDOM // 2):
+        graph = MaskGraph()
+        size = (chance.randint(1, 10), chance.randint(1, 10))
+        node = random_condition(chance, graph, size, 3)
+        node = graph.call(aten.expand.default, node, [*graph.value(node).shape[:-2], *size])
+        node = graph.bias(node) if chance.random() < 0.5 else node
+        reading = assert_sound(graph, node)
+        assert reading.mask is not None or (reading.reason is not None and reading.reason.code != "mask_not_evaluated")
+        num_read += reading.mask is not None
+    assert num_read > NUM_RANDOM // 20
+
+
+def test_masks_of_fewer_dimensions() -> None:
+    graph = MaskGraph()
+    assert read_mask(graph.scalar(True, torch.bool), False, 3, 5).mask == Mask(MaskKind.NONE)
+    keys = graph.call(aten.lt.Scalar, graph.positions(5, 0, rank=1), 4)
+    assert read_mask(keys, False, 3, 5).mask == Mask(MaskKind.FULL, num_filled=4)
+    queries = graph.call(aten.ge.Scalar, graph.positions(3, 0, rank=2), 0)
+    assert read_mask(queries, False, 3, 5).mask == Mask(MaskKind.NONE)
+
+
 @pytest.mark.parametrize("facts", [{}, {"window": 4096}, {"chunk": 8192}])
 def test_long_masks_are_read_in_a_fraction_of_a_second(facts: dict[str, int]) -> None:
     """What transformers writes for 16384 tokens: two sequences, and the test for packed ones, which are not."""

@@ -39,7 +39,7 @@ def readings(model: torch.nn.Module, tokens: torch.Tensor = TOKENS, **inputs: ob
         raise _Stop("before Inductor")
 
     def backend(module: fx.GraphModule, examples: list[torch.Tensor]) -> object:
-        return compile_fx(module, examples, inner_compile=inner_compile)
+        return compile_fx(module, examples, inner_compile=inner_compile)  # type: ignore[arg-type]
 
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(Exception, match="before Inductor"):

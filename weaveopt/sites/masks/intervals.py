@@ -36,7 +36,7 @@ NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
 SAME = frozenset({aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default})
 _ADD = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 _SAFE = 1 << 30
-"""Sums and differences of integers below this do not wrap in int32, nor do ours in int64."""
+"""Sums and differences of a few integers below this do not wrap in int64."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ class _Sum:
 def _summed(argument: Argument, values: Values) -> _Sum | None:
     zero = torch.zeros((1, 1), dtype=torch.int64)
     if isinstance(argument, int):
-        return _Sum(zero + argument, zero)
+        return _Sum(zero + argument, zero) if abs(argument) < _SAFE else None
     if not isinstance(argument, fx.Node):
         return None
     dtype, shape = _dtype_of(argument), shape_of(argument)
-    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+    if dtype not in (torch.int32, torch.int64):  # narrower ones wrap in comparisons with Python's numbers
         return None
-    if argument.target in _ADD and len(argument.args) == 2 and not argument.kwargs:
+    if argument.target in _ADD and dtype is torch.int64 and len(argument.args) == 2 and not argument.kwargs:
         a, b = (_summed(part, values) for part in argument.args)
         if a is None or b is None:
             return None

@@ -94,6 +94,10 @@ def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Si
 
 def _decide(form: BooleanForm, num_queries: Size, num_keys: Size) -> Decided:
     inputs, symbols = hangs_on(form.node)
+    value = tensor_of(form.node)
+    if value is None or value.dtype is not torch.bool:
+        reason = Rejection("mask_unknown", "the condition of the mask is not boolean", (("node", form.node.name),))
+        return None, reason, inputs
     if inputs:
         names = ", ".join(placeholder.name for placeholder in inputs)
         return (
@@ -129,12 +133,11 @@ def _without_mask(is_causal: bool, num_queries: Size, num_keys: Size) -> MaskRea
 
 def _prove(node: fx.Node, is_inverted: bool, num_queries: int, num_keys: int) -> Mask | Rejection:
     value = tensor_of(node)
-    if value is None or value.dtype is not torch.bool:
-        return Rejection("mask_unknown", "the condition of the mask is not boolean", (("node", node.name),))
+    assert value is not None, f"{node.name} makes no tensor"
     shape = tuple(value.shape)
-    wanted = (num_queries, num_keys)
-    if 0 in (*shape, *wanted) or any(
-        size not in (1, want) for size, want in zip(shape[-2:], wanted[-len(shape) :], strict=True)
+    wanted = (num_queries, num_keys)[2 - min(len(shape), 2) :]
+    if 0 in (*shape, num_queries, num_keys) or any(
+        size not in (1, want) for size, want in zip(shape[-2:], wanted, strict=True)
     ):
         text = " × ".join(map(str, shape))
         message = "the mask does not have a bit for each query and key"

@@ -196,6 +196,19 @@ def _unsqueeze(node: fx.Node, rank: int) -> _Affine | None:
     return _Affine(inner.base, (*inner.steps[:dim], 0, *inner.steps[dim:]))
 
 
+def _view(node: fx.Node, rank: int) -> _Affine | None:
+    """Where dimensions of size 1 come and go, and the others stay."""
+    inner = _affine(node.args[0])
+    source, value = tensor_of(node.args[0]), tensor_of(node)  # type: ignore[arg-type]
+    if inner is None or source is None or value is None:
+        return None
+    before, after = ([str(size) for size in tensor.shape] for tensor in (source, value))  # comparing them adds guards
+    if [size for size in before if size != "1"] != [size for size in after if size != "1"]:
+        return None
+    kept = iter([step for size, step in zip(before, inner.steps, strict=True) if size != "1"])
+    return _Affine(inner.base, tuple(0 if size == "1" else next(kept) for size in after))
+
+
 def _expand(node: fx.Node, rank: int) -> _Affine | None:
     inner = _affine(node.args[0])
     return None if inner is None else inner.of_rank(rank)
@@ -262,6 +275,7 @@ _RULES: dict[object, Callable[[fx.Node, int], _Affine | None]] = {
     aten.sub.Tensor: _sum,
     aten.unsqueeze.default: _unsqueeze,
     aten.expand.default: _expand,
+    aten.view.default: _view,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
     aten.cumsum.default: _cumsum,
