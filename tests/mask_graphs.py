@@ -6,6 +6,8 @@ import torch
 import torch.fx as fx
 from torch.fx.node import Argument
 
+from weaveopt.sites.masks import MaskReading, read_mask
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -90,3 +92,25 @@ class MaskGraph:
             own = self.call(aten.eq.Scalar, self.positions(size[dim], dim), at[dim])
             here = self.both(here, own)
         return self.call(aten.bitwise_xor.Tensor, node, here)
+
+
+def read(graph: MaskGraph, node: fx.Node) -> MaskReading:
+    shape = graph.value(node).shape
+    return read_mask(node, False, shape[-2], shape[-1])
+
+
+def admits(graph: MaskGraph, node: fx.Node) -> torch.Tensor:
+    value = graph.value(node)
+    return value if value.dtype is torch.bool else value == 0
+
+
+def assert_sound(graph: MaskGraph, node: fx.Node) -> MaskReading:
+    """A reading is the mask, bit for bit, or has a reason; and `admitted` is what the mask is made from."""
+    reading, truth = read(graph, node), admits(graph, node)
+    assert (reading.mask is None) == (reading.reason is not None)
+    if reading.mask is not None:
+        expanded = reading.mask.admitted(truth.shape[-2], truth.shape[-1])
+        assert torch.equal(expanded.expand(truth.shape), truth), reading
+    if reading.admitted is not None:
+        assert torch.equal((graph.value(reading.admitted) != reading.is_inverted).expand(truth.shape), truth)
+    return reading

@@ -55,8 +55,8 @@ def readings(model: torch.nn.Module, tokens: torch.Tensor = TOKENS, **inputs: ob
     return found
 
 
-def llama() -> LlamaModel:
-    return LlamaModel(LlamaConfig(num_hidden_layers=2, **SIZES))
+def llama(num_layers: int = 1) -> LlamaModel:
+    return LlamaModel(LlamaConfig(num_hidden_layers=num_layers, **SIZES))
 
 
 def gemma3() -> Gemma3TextModel:
@@ -72,7 +72,7 @@ def filled(model: torch.nn.Module) -> DynamicCache:
 
 
 def test_prompts() -> None:
-    first, second = readings(llama(), use_cache=False)
+    first, second = readings(llama(2), use_cache=False)
     assert first.mask == second.mask == Mask(MaskKind.CAUSAL)
     assert first.admitted is second.admitted and first.fill == float("-inf")
 
@@ -107,7 +107,7 @@ def test_inputs_that_decide() -> None:
     packed = torch.cat([torch.arange(15), torch.arange(25)])[None]
     model = llama()
     for name, value in (("attention_mask", padding), ("position_ids", packed)):
-        reading, _ = readings(model, use_cache=False, **{name: value})
+        (reading,) = readings(model, use_cache=False, **{name: value})
         assert reading.mask is None and reading.admitted is not None and reading.fill == float("-inf")
         assert reading.reason is not None and reading.reason.code == "depends_on_input"
         (decides,) = reading.inputs

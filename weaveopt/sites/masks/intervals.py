@@ -21,7 +21,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of a mask that are evaluated at a time: with int64 operands beside them, within 16 MiB."""
+"""Elements of a mask that are evaluated at a time: 2 MiB for each int64 operand of that size."""
 
 COMPARE = {
     target: name
