@@ -6,6 +6,8 @@ import torch
 import torch.fx as fx
 from torch.fx.node import Argument
 
+from weaveopt.sites.masks import MaskReading, read_mask
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -14,8 +16,9 @@ class MaskGraph:
     """An FX graph under construction. Nodes carry meta tensors, as compiled graphs carry fakes; `value` computes."""
 
     def __init__(self) -> None:
-        self.graph = fx.Graph(torch.nn.Module())
+        self.graph = fx.Graph(torch.nn.Module())  # type: ignore[arg-type]
         self.values: dict[fx.Node, torch.Tensor] = {}
+        self._positions: dict[tuple[int, int, int, int], fx.Node] = {}
 
     def call(self, target: object, *args: Argument, **kwargs: Argument) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
@@ -43,13 +46,17 @@ class MaskGraph:
         node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     def positions(self, size: int, dim: int, rank: int = 4, start: int = 0) -> fx.Node:
-        """`arange(start, start + size)` along `dim` of a tensor of `rank` dimensions."""
-        node = self.call(prims.iota.default, size, start=0, step=1, dtype=torch.int64, device=torch.device("cpu"),
-                         requires_grad=False)  # fmt: skip
-        node = self.call(aten.add.Tensor, node, start)
-        for at in [at for at in range(rank) if at != dim % rank]:
-            node = self.call(aten.unsqueeze.default, node, at)
-        return node
+        """`arange(start, start + size)` along `dim` of a tensor of `rank` dimensions; the same again if asked again."""
+        key = (size, dim, rank, start)
+        if key not in self._positions:
+            cpu = torch.device("cpu")
+            node = self.call(
+                prims.iota.default, size, start=0, step=1, dtype=torch.int64, device=cpu, requires_grad=False
+            )
+            node = self.call(aten.add.Tensor, node, start)
+            shape = [size if at == dim % rank else 1 for at in range(rank)]
+            self._positions[key] = self.call(aten.view.default, node, shape)
+        return self._positions[key]
 
     def both(self, a: fx.Node, b: fx.Node) -> fx.Node:
         return self.call(aten.bitwise_and.Tensor, a, b)
@@ -85,3 +92,25 @@ class MaskGraph:
             own = self.call(aten.eq.Scalar, self.positions(size[dim], dim), at[dim])
             here = self.both(here, own)
         return self.call(aten.bitwise_xor.Tensor, node, here)
+
+
+def read(graph: MaskGraph, node: fx.Node) -> MaskReading:
+    shape = graph.value(node).shape
+    return read_mask(node, False, shape[-2], shape[-1])
+
+
+def admits(graph: MaskGraph, node: fx.Node) -> torch.Tensor:
+    value = graph.value(node)
+    return value if value.dtype is torch.bool else value == 0
+
+
+def assert_sound(graph: MaskGraph, node: fx.Node) -> MaskReading:
+    """A reading is the mask, bit for bit, or has a reason; and `admitted` is what the mask is made from."""
+    reading, truth = read(graph, node), admits(graph, node)
+    assert (reading.mask is None) == (reading.reason is not None)
+    if reading.mask is not None:
+        expanded = reading.mask.admitted(truth.shape[-2], truth.shape[-1])
+        assert torch.equal(expanded.expand(truth.shape), truth), reading
+    if reading.admitted is not None:
+        assert torch.equal((graph.value(reading.admitted) != reading.is_inverted).expand(truth.shape), truth)
+    return reading

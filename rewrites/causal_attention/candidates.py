@@ -100,17 +100,21 @@ def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
             return Lowered(form)
         return Rejection("not_repeated", "the graph does not repeat keys and values for an operator that takes groups")
     if mask is None:
-        if form is Form.MASKED:
+        if form is Form.MASKED and facts.has_booleans:
             return Lowered(form, reads_mask=True)
         return Rejection("mask_not_known", "what the mask hides is known at run time only")
     if facts.has_symbols and mask.kind is not MaskKind.NONE:
-        return Rejection("symbolic_sizes", "how many keys each query reads differs from call to call")
+        aligned = facts.is_square and mask.offset == 0 and mask.num_filled is None
+        if not aligned or mask.kind not in (MaskKind.CAUSAL, MaskKind.WINDOW):
+            if form is Form.MASKED and facts.has_booleans:
+                return Lowered(form, reads_mask=True)
+            return Rejection("symbolic_sizes", "how many keys each query reads differs from call to call")
     if mask.kind in (MaskKind.NONE, MaskKind.FULL):
         return Lowered(form, num_keys=mask.filled(facts.keys) % facts.keys)
-    if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW):
-        if form is Form.MASKED:
+    if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW and facts.queries > 1):
+        if form is Form.MASKED and facts.has_booleans:
             return Lowered(form, reads_mask=True)
-        return Rejection("mask_not_supported", "the kernel knows no chunks", (("mask", str(mask)),))
+        return Rejection("mask_not_supported", "the kernel knows no such mask", (("mask", str(mask)),))
     last = facts.queries + mask.offset
     if mask.offset < 0 or last > mask.filled(facts.keys):
         values = (("queries", facts.queries), ("keys", facts.keys), ("mask", str(mask)))

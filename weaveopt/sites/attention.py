@@ -46,6 +46,8 @@ class AttentionFacts:
     """Whether the graph writes keys and values out for every query head."""
     has_mask: bool
     """Whether a mask tensor is read."""
+    has_booleans: bool
+    """Whether the graph holds the mask as booleans, which can be read."""
     mask: Mask | None
     """What the mask is for every query and key; None where only its values at run time say."""
     reads_of_mask: int = 1
@@ -56,6 +58,8 @@ class AttentionFacts:
     """Whether the scores are in memory: attention as the model wrote it, of plain products and a softmax."""
     has_symbols: bool = False
     """Whether the number of queries or keys is a symbol."""
+    is_square: bool = False
+    """Whether there are as many keys as queries, whatever the symbols are."""
 
     def values(self) -> Values:
         named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "mask"}
@@ -164,12 +168,14 @@ def _facts(
         dtype=DTYPE_NAMES[query.dtype],
         is_repeated=key is not form.key,
         has_mask=form.mask is not None,
+        has_booleans=reading.admitted is not None,
         mask=reading.mask,
         reads_of_mask=readers,
         softcap=form.softcap,
         has_sinks=form.sinks is not None,
         is_written_out=form.is_written_out,
         has_symbols=any(not isinstance(size, int) for size in lengths),
+        is_square=str(lengths[0]) == str(lengths[1]),
     )
 
 

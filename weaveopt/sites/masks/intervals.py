@@ -21,22 +21,22 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of a mask that are evaluated at a time: with int64 operands beside them, within 16 MiB."""
+"""Elements of a mask that are evaluated at a time: 2 MiB for each int64 operand of that size."""
 
-_COMPARE = {
+COMPARE = {
     target: name
     for name in ("eq", "ne", "lt", "le", "gt", "ge")
     for target in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)
 }
 _NEGATED = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "le": "gt", "gt": "le"}
-_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
 AND = frozenset({aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor})
 OR = frozenset({aten.bitwise_or.Tensor, aten.logical_or.default})
 NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
 SAME = frozenset({aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default})
 _ADD = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 _SAFE = 1 << 30
-"""Sums and differences of integers below this do not wrap in int32, nor do ours in int64."""
+"""Sums and differences of a few integers below this do not wrap in int64."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _derived(node: Argument, is_inverted: bool, values: Values) -> Intervals | N
     if shape[-1] == 1 and values.is_small(node):
         on = (values.whole(node).squeeze(-1) != is_inverted).to(torch.int64)
         return Intervals(torch.zeros_like(on), on, 1)
-    if node.target in _COMPARE:
+    if node.target in COMPARE:
         return _compared(node, is_inverted, values)
     if is_call(node, AND | OR):
         parts = [_derived(argument, is_inverted, values) for argument in node.args[:2]]
@@ -140,13 +140,13 @@ class _Sum:
 def _summed(argument: Argument, values: Values) -> _Sum | None:
     zero = torch.zeros((1, 1), dtype=torch.int64)
     if isinstance(argument, int):
-        return _Sum(zero + argument, zero)
+        return _Sum(zero + argument, zero) if abs(argument) < _SAFE else None
     if not isinstance(argument, fx.Node):
         return None
     dtype, shape = _dtype_of(argument), shape_of(argument)
-    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+    if dtype not in (torch.int32, torch.int64):  # narrower ones wrap in comparisons with Python's numbers
         return None
-    if argument.target in _ADD and len(argument.args) == 2 and not argument.kwargs:
+    if argument.target in _ADD and dtype is torch.int64 and len(argument.args) == 2 and not argument.kwargs:
         a, b = (_summed(part, values) for part in argument.args)
         if a is None or b is None:
             return None
@@ -172,11 +172,11 @@ def _compared(node: fx.Node, is_inverted: bool, values: Values) -> Intervals | N
     a, b = (_summed(argument, values) for argument in node.args[:2])
     if a is None or b is None:
         return None
-    name = _COMPARE[node.target]
+    name = COMPARE[node.target]
     name = _NEGATED[name] if is_inverted else name
     keys, bound = a.column - b.column, b.row - a.row
     if bool((keys.diff(dim=-1) < 0).any()):
-        keys, bound, name = -keys, -bound, _MIRRORED[name]
+        keys, bound, name = -keys, -bound, MIRRORED[name]
         if bool((keys.diff(dim=-1) < 0).any()):
             return None
     shape = shape_of(node)

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import describe, tensor_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.masks.bias import boolean_form
+from weaveopt.sites.masks.bias import BooleanForm, boolean_form
 from weaveopt.sites.masks.classes import Mask, MaskKind, classify
 from weaveopt.sites.masks.evaluate import SHAPES_ONLY, Unreadable, Values, known_constant
 from weaveopt.sites.masks.intervals import find_intervals
+from weaveopt.sites.masks.symbolic import prove_for_all_sizes
 
 Size = int | torch.SymInt
 MAX_ELEMENTS = 1 << 30
@@ -45,11 +46,19 @@ class MaskReading:
         return bool(integers) and all(integers)
 
 
+Decided = tuple[Mask | None, Rejection | None, tuple[fx.Node, ...]]
+"""Class, reason, and the inputs that a boolean hangs on."""
+
+
 class MaskCache:
-    """The readings of one graph: layers share their masks."""
+    """What was read in one graph. Layers share their masks, or the booleans that each makes a mask of its own from.
+
+    Keys hold sizes as text: symbolic ones have no hash.
+    """
 
     def __init__(self) -> None:
         self.readings: dict[tuple[fx.Node | None, bool, str, str], MaskReading] = {}
+        self.decided: dict[tuple[fx.Node, bool, str, str], Decided] = {}
 
 
 def read_mask(
@@ -60,38 +69,55 @@ def read_mask(
     `node`: bool, or a number that is added to the scores, broadcastable to `[batch, heads, num_queries, num_keys]`.
     `is_causal` without a mask aligns at the upper left, as torch does. Nothing in the graph is changed.
     """
+    cache = cache if cache is not None else MaskCache()
     key = (node, is_causal, str(num_queries), str(num_keys))
-    found = cache.readings.get(key) if cache is not None else None
-    if found is None:
-        with _disable_current_modes(), torch.no_grad():  # whoever compiles has fake tensors switched on
-            found = _read(node, is_causal, num_queries, num_keys)
-        if cache is not None:
-            cache.readings[key] = found
-    return found
+    if key not in cache.readings:
+        cache.readings[key] = _read(node, is_causal, num_queries, num_keys, cache)
+    return cache.readings[key]
 
 
-def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size) -> MaskReading:
+def _read(node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size, cache: MaskCache) -> MaskReading:
     if node is None:
         return _without_mask(is_causal, num_queries, num_keys)
     if is_causal:
         message = "the call has a mask and is_causal, which torch does not define together"
         return MaskReading(None, reason=Rejection("mask_beside_is_causal", message, (("node", node.name),)))
     form = boolean_form(node)
-    inputs, symbols = hangs_on(node)
     if isinstance(form, Rejection):
-        return MaskReading(None, inputs=inputs, reason=form)
+        return MaskReading(None, inputs=hangs_on(node)[0], reason=form)
+    key = (form.node, form.is_inverted, str(num_queries), str(num_keys))
+    if key not in cache.decided:
+        cache.decided[key] = _decide(form, num_queries, num_keys)
+    mask, reason, inputs = cache.decided[key]
+    return MaskReading(mask, form.node, form.is_inverted, form.fill, inputs, reason)
+
+
+def _decide(form: BooleanForm, num_queries: Size, num_keys: Size) -> Decided:
     inputs, symbols = hangs_on(form.node)
-    mask, reason = None, None
+    value = tensor_of(form.node)
+    if value is None or value.dtype is not torch.bool:
+        reason = Rejection("mask_unknown", "the condition of the mask is not boolean", (("node", form.node.name),))
+        return None, reason, inputs
     if inputs:
         names = ", ".join(placeholder.name for placeholder in inputs)
-        reason = Rejection("depends_on_input", "the mask hangs on inputs of the graph", (("inputs", names),))
-    elif symbols or not isinstance(num_queries, int) or not isinstance(num_keys, int):
-        sizes = ", ".join(symbols) or f"{num_queries} × {num_keys}"
-        reason = Rejection("symbolic_sizes", "the mask has sizes that differ from call to call", (("sizes", sizes),))
-    else:
-        proven = _prove(form.node, form.is_inverted, num_queries, num_keys)
-        mask, reason = (None, proven) if isinstance(proven, Rejection) else (proven, None)
-    return MaskReading(mask, form.node, form.is_inverted, form.fill, inputs, reason)
+        return (
+            None,
+            Rejection("depends_on_input", "the mask hangs on inputs of the graph", (("inputs", names),)),
+            inputs,
+        )
+    if not symbols and isinstance(num_queries, int) and isinstance(num_keys, int):
+        with _disable_current_modes(), torch.no_grad():  # whoever compiles has fake tensors switched on
+            proven = _prove(form.node, form.is_inverted, num_queries, num_keys)
+        return (None, proven, ()) if isinstance(proven, Rejection) else (proven, None, ())
+    mask = prove_for_all_sizes(form.node, form.is_inverted, num_queries, num_keys)
+    if mask is not None:
+        return mask, None, ()
+    sizes = ", ".join(symbols) or f"{num_queries} × {num_keys}"
+    return (
+        None,
+        Rejection("symbolic_sizes", "the mask has sizes that differ from call to call", (("sizes", sizes),)),
+        (),
+    )
 
 
 def _without_mask(is_causal: bool, num_queries: Size, num_keys: Size) -> MaskReading:
@@ -100,19 +126,19 @@ def _without_mask(is_causal: bool, num_queries: Size, num_keys: Size) -> MaskRea
     mask = Mask(MaskKind.CAUSAL)
     if not isinstance(num_queries, int) or not isinstance(num_keys, int):
         return MaskReading(mask)
-    first, end = mask.bounds(num_queries, num_keys)
-    known = classify(first, end, num_queries, num_keys)
+    with _disable_current_modes(), torch.no_grad():
+        first, end = mask.bounds(num_queries, num_keys)
+        known = classify(first, end, num_queries, num_keys)
     return MaskReading(known) if isinstance(known, Mask) else MaskReading(None, reason=known)
 
 
 def _prove(node: fx.Node, is_inverted: bool, num_queries: int, num_keys: int) -> Mask | Rejection:
     value = tensor_of(node)
-    if value is None or value.dtype is not torch.bool:
-        return Rejection("mask_unknown", "the condition of the mask is not boolean", (("node", node.name),))
+    assert value is not None, f"{node.name} makes no tensor"
     shape = tuple(value.shape)
-    wanted = (num_queries, num_keys)
-    if 0 in (*shape, *wanted) or any(
-        size not in (1, want) for size, want in zip(shape[-2:], wanted[-len(shape) :], strict=True)
+    wanted = (num_queries, num_keys)[2 - min(len(shape), 2) :]
+    if 0 in (*shape, num_queries, num_keys) or any(
+        size not in (1, want) for size, want in zip(shape[-2:], wanted, strict=True)
     ):
         text = " × ".join(map(str, shape))
         message = "the mask does not have a bit for each query and key"
