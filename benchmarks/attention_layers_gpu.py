@@ -1,6 +1,6 @@
 """Layers of models with and without the rewrite of their attention, on the GPUs of one host.
 
-    python -m benchmarks.attention_layers_gpu --machine h200x4 [--ranks 2] [--models llama-70b qwen3-30b-a3b mixtral-8x22b]
+    python -m benchmarks.attention_layers_gpu --machine h200x4 [--ranks 2] [--models llama-70b qwen3-30b-a3b]
         [--cases prefill:4096 decode:8] [--layers N] [--variants ...] [--beside]
 
 Random weights, bf16, tensor parallel over all ranks by the model's own plan. Prefill is one sequence without a cache;
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ import weaveopt
 from benchmarks import gpu_clocks, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error
-from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Forward, Variants, Workload, parse
+from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Variants, Workload, parse
 from weaveopt.reporting.timeline import total
 
 SUITE = "attention_layers"
@@ -149,13 +151,17 @@ def run_case(
     del eager
     settle = torch.zeros(1, device=place.device)
     rounds, replays = 6, 4 if case.tokens > 2048 else 10
-    us = gpu_ranks.median_us({which: graph.replay for which, graph in graphs.items()}, workload.reset, rounds, replays, settle)
+    us = gpu_ranks.median_us(
+        {which: graph.replay for which, graph in graphs.items()}, workload.reset, rounds, replays, settle
+    )
     gpu_ranks.barrier()
     steady = {which: steadily(graph.replay, workload.reset, us[which], place) for which, graph in graphs.items()}
     for graph in graphs.values():
         graph.reset()
     found = reports[WEAVE]
-    forms = sorted({each.chosen.variant or each.chosen.choice for each in found.decisions if each.site.kind == "attention"})
+    forms = sorted(
+        {each.chosen.variant or each.chosen.choice for each in found.decisions if each.site.kind == "attention"}
+    )
     times = ", ".join(f"{which} {time / 1e3:.3f} (steady {steady[which].ms:.3f})" for which, time in us.items())
     place.say(f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten, {forms}")
     row = record.row(
@@ -208,9 +214,9 @@ def steadily(step: Callable[[], object], restore: Callable[[], object], us: floa
 
     seen = gpu_clocks.observe(all_of_them, 1, place.device)
     torch.cuda.synchronize()
-    ms, watts, mhz = gpu_ranks.slowest([
-        begin.elapsed_time(end) / count, seen.watts if seen else 0.0, -seen.sm_mhz if seen else 0.0
-    ])
+    ms, watts, mhz = gpu_ranks.slowest(
+        [begin.elapsed_time(end) / count, seen.watts if seen else 0.0, -seen.sm_mhz if seen else 0.0]
+    )
     return Steady(ms, watts, -mhz)
 
 
@@ -225,11 +231,7 @@ def main() -> None:
     parser.add_argument("--profile", default=None)
     parser.add_argument("--beside", action="store_true", help="keep the other rows of the result file")
     asked = parser.parse_args()
-    import os
-
     if "LOCAL_RANK" not in os.environ:
-        import sys
-
         raise SystemExit(gpu_ranks.start(__spec__.name, asked.ranks or torch.cuda.device_count(), sys.argv[1:]))
     names = [INDUCTOR, WEAVE, *(each for each in asked.variants if each not in (INDUCTOR, WEAVE))]
 

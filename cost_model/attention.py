@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
 from functools import cache
 from math import log
 
@@ -110,10 +109,10 @@ def attention_us(machine: Machine, attention: Attention) -> float:
     """Microseconds of one attention on one rank: a launch, and the larger of its arithmetic and its traffic.
 
     Where the profile has a curve of the kernel in this form, that curve, by `steps` or by bytes of keys and values.
-    Else, where it has measured attention as compiled models call it, the arithmetic is `waves · steps · step_us`: tiles of queries in waves,
-    each with a loop over tiles of keys, whatever is masked. Else it runs at `ATTENTION_EFFICIENCY` of a GEMM's
-    rate: at full waves, or on machines without waves at `q_len` rows. The traffic runs at the memory's bandwidth
-    (decode: reading keys and values). 0 where it is empty.
+    Else, where it has measured attention as compiled models call it, the arithmetic is `waves · steps · step_us`:
+    tiles of queries in waves, each with a loop over tiles of keys, whatever is masked. Else it runs at
+    `ATTENTION_EFFICIENCY` of a GEMM's rate: at full waves, or on machines without waves at `q_len` rows. The traffic
+    runs at the memory's bandwidth (decode: reading keys and values). 0 where it is empty.
     """
     if attention.flops <= 0:
         return 0.0

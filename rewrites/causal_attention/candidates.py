@@ -1,10 +1,10 @@
 """The kernels that could compute an attention, each with what it takes, or what speaks against it.
 
-    flash, cudnn     torch's kernels, causal or over all keys, grouped heads: where the mask is known
-    cpu              the same on CPU ranks
-    masked           weaveopt's kernel, which reads a mask of booleans and only those keys that it admits; also soft caps
-                     and sinks, and a few queries against many keys
-    grouped          the operator that is there, with its mask, but keys and values not repeated
+flash, cudnn     torch's kernels, causal or over all keys, grouped heads: where the mask is known
+cpu              the same on CPU ranks
+masked           weaveopt's kernel, which reads a mask of booleans and only those keys that it admits; also soft caps
+                 and sinks, and a few queries against many keys
+grouped          the operator that is there, with its mask, but keys and values not repeated
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def _against(form: Form, lowered: Lowered, facts: AttentionFacts) -> Iterator[Re
             yield Rejection("mask_not_supported", "the kernel knows no windows", (("window", lowered.window),))
         elif facts.queries != keys:
             values = (("queries", facts.queries), ("keys", keys))
-            yield Rejection("mask_not_supported", "the kernel is causal where queries and keys are equally many", values)
+            yield Rejection(
+                "mask_not_supported", "the kernel is causal where queries and keys are equally many", values
+            )
 
 
 def _at(facts: AttentionFacts, tokens: TokenCounts) -> AttentionFacts:

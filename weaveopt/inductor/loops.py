@@ -8,8 +8,8 @@ from functools import cache
 import torch
 import torch.fx as fx
 
-from weaveopt.inductor.calls import name_of
 from weaveopt.graph.values import Layout, argument, tensors_of
+from weaveopt.inductor.calls import name_of
 
 REDUCTIONS = frozenset(
     {"sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "var", "var_mean", "std", "std_mean"}

@@ -12,6 +12,16 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
+from weaveopt.graph.values import (
+    argument,
+    bytes_of,
+    has_rows,
+    layout_of,
+    num_elements,
+    tensor_inputs,
+    tensors_of,
+    touched_bytes,
+)
 from weaveopt.inductor.calls import ATTENTION, kind_of, name_of
 from weaveopt.inductor.loops import (
     GATHERS,
@@ -31,16 +41,6 @@ from weaveopt.inductor.loops import (
     is_alias,
     is_masked,
     is_written_back,
-)
-from weaveopt.graph.values import (
-    argument,
-    bytes_of,
-    has_rows,
-    layout_of,
-    num_elements,
-    tensor_inputs,
-    tensors_of,
-    touched_bytes,
 )
 
 

@@ -65,7 +65,7 @@ def turns(case: Attention) -> int:
 
 
 def operands(case: Attention, device: torch.device, repeated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, keys and values as projections leave them: heads side by side in a row. `repeated`: for every query head."""
+    """Query, keys and values as projections leave them, heads side by side. `repeated`: for every query head."""
     kv_heads = case.heads if repeated else case.kv_heads
     made = (
         torch.randn(case.batch, length, heads, case.head_dim, device=device, dtype=DTYPE).transpose(1, 2)

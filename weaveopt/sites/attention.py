@@ -136,9 +136,7 @@ def _found(form: Form, reading: MaskReading, readers: int, context: Context) -> 
     return FoundSite(site, interior, known, nodes, token_value=_rows_of(form.output))
 
 
-def _facts(
-    form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int
-) -> AttentionFacts | Rejection:
+def _facts(form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, readers: int) -> AttentionFacts | Rejection:
     operands = [tensor_of(node) for node in (form.query, key, value)]
     shapes = [shape_of(operand) for operand in operands if operand is not None]
     if len(shapes) != 3 or any(len(shape) != 4 for shape in shapes):

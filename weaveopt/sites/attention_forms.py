@@ -1,8 +1,8 @@
 """The forms in which graphs hold attention, each read into one record.
 
-    library    one operator, as `scaled_dot_product_attention` was lowered for the device
-    written    two products with a softmax between them, as models write attention that the operator cannot express:
-               soft caps `c * tanh(scores / c)`, sinks (a logit of each head beside those of the keys)
+library    one operator, as `scaled_dot_product_attention` was lowered for the device
+written    two products with a softmax between them, as models write attention that the operator cannot express:
+           soft caps `c * tanh(scores / c)`, sinks (a logit of each head beside those of the keys)
 """
 
 from __future__ import annotations
@@ -356,5 +356,3 @@ def _capped(scores: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, float] | No
     passed.add(divided)
     assert isinstance(divided.args[0], fx.Node)
     return divided.args[0], cap
-
-

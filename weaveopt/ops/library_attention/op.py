@@ -57,7 +57,9 @@ def library_attention(
                 query, key, value, None, False, 0.0, causal, False, scale=scale
             )
             return _by_rows(found[0])
-        return _by_rows(F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=True))
+        return _by_rows(
+            F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=True)
+        )
     mask = admitted(query.shape[2], key.shape[2], window, query.device)
     return _by_rows(F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True))
 

@@ -57,6 +57,7 @@ class CausalKernels(Family):
             ("cudnn", causal, library, "steps"),
             ("masked", causal, masked, "steps"),
             ("flash", DECODE, library, "bytes"),
+            ("cudnn", DECODE, library, "bytes"),
             ("masked", DECODE, masked, "bytes"),
         ):
             chosen = cases[::4] if session.quick else cases
