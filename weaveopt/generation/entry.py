@@ -10,7 +10,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateNonBeamOutput
+from transformers.generation.utils import (
+    GENERATION_MODES_MAPPING,
+    GenerateDecoderOnlyOutput,
+    GenerateNonBeamOutput,
+)
 
 from weaveopt.generation import handing, ranks
 from weaveopt.generation.caller import withheld
@@ -19,10 +23,9 @@ from weaveopt.generation.fallback import in_transformers, needs_synced_gpus
 from weaveopt.generation.loop import Loop, Outcome
 from weaveopt.generation.request import Request, read
 from weaveopt.generation.session import Chosen, Session
-from weaveopt.generation.sessions import session_for, sessions_of
+from weaveopt.generation.sessions import session_for
 from weaveopt.generation.step import Form
 from weaveopt.records.candidate import Rejection
-from weaveopt.records.generation import StepReport
 from weaveopt.reporting import registry
 
 
@@ -70,7 +73,7 @@ def generate(
             finally:
                 session.lock.release()
         no += (found,)
-    registry.note_left(model, f"_{mode.value}", no)
+    registry.note_left(model, GENERATION_MODES_MAPPING[mode], no)
     return in_transformers(
         model, mode, input_ids, logits_processor, stopping_criteria, generation_config, synced, streamer,
         hidden.assistant_model, model_kwargs,
@@ -168,8 +171,4 @@ def _note(model: PreTrainedModel, session: Session, chosen: Chosen, outcome: Out
         loop_us=before.loop_us + outcome.loop_us,
         step_us=before.step_us + outcome.step_us,
     )
-    registry.note_steps(model, _all_steps(model))
-
-
-def _all_steps(model: PreTrainedModel) -> tuple[StepReport, ...]:
-    return tuple(report for session in sessions_of(model) for report in session.reports)
+    registry.note_step(model, chosen.report)

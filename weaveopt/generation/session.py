@@ -67,10 +67,6 @@ class Session:
         return self.buffers.ids.device
 
     @property
-    def reports(self) -> tuple[StepReport, ...]:
-        return tuple(chosen.report for chosen in self._forms.values())
-
-    @property
     def forms(self) -> tuple[Chosen, ...]:
         return tuple(self._forms.values())
 

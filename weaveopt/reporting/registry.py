@@ -96,9 +96,12 @@ def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping
     entry.world = max([entry.world, *(known.world for known in topologies.values())])
 
 
-def note_steps(model: torch.nn.Module, steps: tuple[StepReport, ...]) -> None:
-    """The decode steps of `model` that exist, with what they did so far."""
-    _generation[model] = replace(_generation.get(model, GenerationReport()), steps=steps)
+def note_step(model: torch.nn.Module, step: StepReport) -> None:
+    """A form of decode step of `model`, with what it did so far; in place of what was noted of that form before."""
+    before = _generation.get(model, GenerationReport())
+    forms = {(found.batch, found.cache_length, found.choice, found.backend): found for found in before.steps}
+    forms[step.batch, step.cache_length, step.choice, step.backend] = step
+    _generation[model] = replace(before, steps=tuple(forms.values()))
 
 
 def note_left(model: torch.nn.Module, loop: str, reasons: tuple[Rejection, ...]) -> None:
