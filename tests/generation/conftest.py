@@ -38,7 +38,7 @@ def build(name: str, **settings: int | float | bool | None) -> PreTrainedModel:
     with torch.no_grad():
         for each, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in each:
-                parameter.mul_(4.0)
+                parameter.mul_(10.0)
     model.generation_config.eos_token_id = None
     return model
 
@@ -82,7 +82,7 @@ def assert_same(ours: object, theirs: object) -> None:
         found, wanted = getattr(ours, name), getattr(theirs, name)
         assert len(found) == len(wanted), name
         for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, s=step: f"{name} {s}: {m}")
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=lambda m, s=step: f"{name} {s}: {m}")
 
 
 def steps_of(model: PreTrainedModel) -> tuple[int, int]:

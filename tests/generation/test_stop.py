@@ -11,9 +11,9 @@ from tests.generation.conftest import Heard, assert_same, ours, ragged, steps_of
 
 
 def ends(model: PreTrainedModel, batch: int) -> list[int]:
-    """Tokens that end the rows at different steps."""
-    free = theirs(model, ragged(batch), max_new_tokens=16).sequences[:, 20:]  # type: ignore[attr-defined]
-    return [int(free[row, 3 + 2 * row]) for row in range(batch)]
+    """Of each row the token that comes last for the first time."""
+    free = theirs(model, ragged(batch), max_new_tokens=16).sequences[:, 20:].tolist()  # type: ignore[attr-defined]
+    return [max(row, key=row.index) for row in free]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -24,7 +24,7 @@ def test_sequences_end_at_any_of_several_tokens(llama: PreTrainedModel, batch: i
     arguments = {"eos_token_id": eos, "pad_token_id": 0, "max_new_tokens": 40}
     wanted = theirs(llama, inputs, streamer=heard[0], **arguments)
     found = ours(llama, inputs, streamer=heard[1], **arguments)
-    assert wanted.sequences.shape[1] < 60, "the case ends before the maximum length"  # type: ignore[attr-defined]
+    assert 23 < wanted.sequences.shape[1] < 60, "the case ends midway"  # type: ignore[attr-defined]
     assert_same(found, wanted)
     if heard[0] and heard[1]:
         assert heard[0].ends == heard[1].ends == 1
@@ -51,5 +51,5 @@ def test_no_step_runs_beyond_the_stop_where_nothing_is_late(llama: PreTrainedMod
     eos = ends(llama, 1)
     ours(llama, ragged(1), eos_token_id=eos, pad_token_id=0, max_new_tokens=40)
     (step,) = weaveopt.report(llama).generation.steps
-    assert 0 < step.steps < 8 and step.beyond_stop == 0
+    assert 0 < step.steps < 16 and step.beyond_stop == 0
     assert steps_of(llama) == (1, 1)
