@@ -1,1 +1,1 @@
-"""`model.generate(..., custom_generate=weaveopt.generate)`: one captured step, launched ahead of what the host has seen."""
+"""`model.generate(..., custom_generate=weaveopt.generate)`: one captured step, launched ahead of the host."""

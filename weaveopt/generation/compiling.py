@@ -30,14 +30,13 @@ class Backend:
     def compile(self, function: Callable[P, T]) -> Callable[P, T]:
         """`function` compiled for the shapes it meets, with graph breaks allowed; its code is its own."""
         options = dict(self.options) or None
-        compiled = torch.compile(
+        return torch.compile(
             apart(function),
             backend=self.compiler,
             mode=None if options else self.mode,
-            options=options,  # type: ignore[arg-type]
+            options=options,
             dynamic=False,
         )
-        return compiled  # type: ignore[no-any-return]
 
     def for_choosing(self) -> Backend:
         """What chooses tokens has nothing to rewrite: Inductor alone compiles it, and no report lists it."""
@@ -91,7 +90,11 @@ def apart(function: Callable[P, T]) -> Callable[P, T]:
     """
     assert isinstance(function, types.FunctionType), function
     copy = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -51,7 +51,7 @@ def generate(
     hidden = withheld()
     streamer = streamer if streamer is not None else hidden.streamer
     synced = synced_gpus or needs_synced_gpus(model, hidden.synced_gpus)
-    mode = generation_config.get_generation_mode(hidden.assistant_model)  # type: ignore[arg-type]
+    mode = generation_config.get_generation_mode(hidden.assistant_model)
     no: tuple[Rejection, ...] = ()
     if mode.value not in ("greedy_search", "sample"):
         no += (Rejection("mode", f"the generation mode is {mode.value}", (("mode", mode.value),)),)
@@ -127,9 +127,7 @@ def _generate(
         streamer.end()
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences, scores=scores, logits=raw, past_key_values=request.cache
-    )
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=raw, past_key_values=request.cache)
 
 
 def _decode(
@@ -150,7 +148,7 @@ def _decode(
             streamer.put(tokens.clone())
 
     with model._optimize_model_for_decode():
-        loop = Loop(session.buffers.told, sink, request.max_new)
+        loop = Loop(session.buffers.told, session.places, sink, request.max_new)
         outcome = loop.run(lambda: session.step(chosen), keep)
     count = outcome.num_tokens
     return (

@@ -48,7 +48,7 @@ def in_transformers(
         )
     extra = {"assistant_model": assistant} if assistant is not None else {}
     known = inspect.signature(method).parameters
-    return method(  # type: ignore[no-any-return]
+    return method(
         input_ids,
         logits_processor=processors,
         stopping_criteria=criteria,

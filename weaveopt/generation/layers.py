@@ -1,8 +1,8 @@
 """Cache layers whose every step is the same operations on the same memory, whatever the position.
 
-transformers' `StaticLayer` has a position of its own to advance in every layer, and its sliding-window layer branches in
-Python on whether the window is full and then moves the whole window by one place. Here all layers read one position on
-the device, which the step advances once, and a sliding window is a ring: position `p` lies in slot `p % slots`. The
+transformers' `StaticLayer` has a position of its own to advance in every layer, and its sliding-window layer branches
+in Python on whether the window is full and then moves the whole window by one place. Here all layers read one position
+on the device, which the step advances once, and a sliding window is a ring: position `p` lies in slot `p % slots`. The
 order of keys means nothing to attention as long as the mask knows which position each slot holds; `masks.py` does.
 """
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,16 +27,24 @@ SPINS = 400
 """Looks at an event, about a microsecond each, before the host sleeps between looks."""
 SLEEP_S = 2e-5
 
+
+class Event(Protocol):
+    """What is used of `torch.cuda.Event`."""
+
+    def record(self) -> object: ...
+    def query(self) -> bool: ...
+
+
 Sink = Callable[[Tensor], None]
 """Takes `[batch]` tokens, in host memory; they change after the call."""
 
 
 @dataclass
 class Told:
-    """Pinned places for what steps tell, each with the event behind its copy."""
+    """Pinned places for what steps tell, each with the event behind its copy; no events where nothing is late."""
 
     places: list[Tensor]
-    events: list[torch.cuda.Event]
+    events: Sequence[Event]
 
     @staticmethod
     def make(told: Tensor) -> Told:
@@ -72,6 +81,7 @@ class Loop:
     """Steps of one call. `told` is what each of them writes: `[batch + 1]` int64."""
 
     told: Tensor
+    places: Told
     sink: Sink
     max_tokens: int
     outcome: Outcome = field(default_factory=Outcome)
@@ -81,21 +91,20 @@ class Loop:
 
         Raises `PeerTimeoutError` where a step waited for a peer in vain.
         """
-        places = Told.make(self.told)
         ahead, pending = Ahead(), deque[int]()
         begin = time.perf_counter()
         launched, stopped = 1, False
-        self._send(places, 0, pending)
+        self._send(0, pending)
         after_launch()
         while not stopped:
-            while pending and not stopped and self._is_ready(places, pending, ahead, more=launched < self.max_tokens):
-                stopped = self._look(places, pending)
+            while pending and not stopped and self._is_ready(pending, ahead, more=launched < self.max_tokens):
+                stopped = self._look(pending)
             if stopped or launched == self.max_tokens:
                 break
-            if not pending and places.events:
+            if not pending and self.places.events:
                 ahead.starved()
             self._launch(step)
-            self._send(places, launched % len(places.places), pending)
+            self._send(launched % len(self.places.places), pending)
             after_launch()
             launched += 1
         self.outcome.num_steps = launched - 1
@@ -111,31 +120,31 @@ class Loop:
         if not self.told.is_cuda:
             self.outcome.step_us += (time.perf_counter() - begin) * 1e6
 
-    def _send(self, places: Told, place: int, pending: deque[int]) -> None:
-        places.places[place].copy_(self.told, non_blocking=True)
-        if places.events:
-            places.events[place].record()
+    def _send(self, place: int, pending: deque[int]) -> None:
+        self.places.places[place].copy_(self.told, non_blocking=True)
+        if self.places.events:
+            self.places.events[place].record()
         pending.append(place)
 
-    def _is_ready(self, places: Told, pending: deque[int], ahead: Ahead, more: bool) -> bool:
+    def _is_ready(self, pending: deque[int], ahead: Ahead, more: bool) -> bool:
         """Whether the oldest step's tokens are there, waiting for them where nothing else is to be launched."""
-        if not places.events:
+        if not self.places.events:
             return True
-        event = places.events[pending[0]]
+        event = self.places.events[pending[0]]
         if more and len(pending) < ahead.limit:
             return _query(event)
         _wait(event)
         return True
 
-    def _look(self, places: Told, pending: deque[int]) -> bool:
+    def _look(self, pending: deque[int]) -> bool:
         """Hands out the oldest step's tokens; true if they are the last ones."""
-        told = places.places[pending.popleft()]
+        told = self.places.places[pending.popleft()]
         self.outcome.num_tokens += 1
         self.sink(told[:-1])
         return not int(told[-1]) or self.outcome.num_tokens == self.max_tokens
 
 
-def _wait(event: torch.cuda.Event) -> None:
+def _wait(event: Event) -> None:
     """Polls: between two looks an error that the watchdog raises in this thread gets through."""
     spins = 0
     while not _query(event):
@@ -144,14 +153,14 @@ def _wait(event: torch.cuda.Event) -> None:
             time.sleep(SLEEP_S)
 
 
-def _query(event: torch.cuda.Event) -> bool:
+def _query(event: Event) -> bool:
     try:
         return event.query()
     except RuntimeError as error:
         _raise(error)
 
 
-def _raise(error: RuntimeError) -> None:
+def _raise(error: RuntimeError) -> NoReturn:
     """What a kernel said before it gave up, in place of the CUDA error that follows from it."""
     if not isinstance(error, WeaveError):
         watchdog.raise_said(error)

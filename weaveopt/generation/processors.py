@@ -42,7 +42,9 @@ class TensorProcessor:
     """What this call has in place of another's; the same shapes and dtypes for every processor of this form."""
 
 
-def as_tensors(processors: Sequence[LogitsProcessor], batch: int) -> tuple[TensorProcessor, ...] | tuple[Rejection, ...]:
+def as_tensors(
+    processors: Sequence[LogitsProcessor], batch: int
+) -> tuple[TensorProcessor, ...] | tuple[Rejection, ...]:
     """Every processor as a function of tensors, or a rejection for each that is none."""
     found: list[TensorProcessor] = []
     rejected: list[Rejection] = []

@@ -18,7 +18,7 @@ def agree_on_randomness(model: PreTrainedModel) -> None:
     device = model.device
     index = (device.index if device.index is not None else torch.cuda.current_device()) if device.type == "cuda" else 0
     own = torch.cuda.get_rng_state(index) if device.type == "cuda" else torch.get_rng_state()
-    first = own.to(device)
+    first = own.to(device, copy=True)
     dist.broadcast(first, group_src=0, group=group)
     shared = first.cpu()
     if not torch.equal(shared, own):

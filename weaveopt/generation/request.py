@@ -62,7 +62,7 @@ def read(
     cache = inputs.get("past_key_values")
     no = [*_model_reasons(model), *_input_reasons(model, input_ids, config, inputs), *_cache_reasons(cache)]
     no += _criteria_reasons(criteria)
-    tensor_processors = as_tensors(processors, input_ids.shape[0])  # type: ignore[arg-type]
+    tensor_processors = as_tensors(processors, input_ids.shape[0])
     no += [found for found in tensor_processors if isinstance(found, Rejection)]
     if no:
         return tuple(no)
@@ -72,7 +72,9 @@ def read(
     past = int(cache.get_seq_length())
     mask = inputs.get("attention_mask")
     prompt = mask.shape[1] if isinstance(mask, Tensor) else input_ids.shape[1] + past
-    eos = [int(token) for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id.tolist()]
+    eos = [
+        int(token) for each in criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id.tolist()
+    ]
     pad = getattr(config, "_pad_token_tensor", None)
     returned = bool(config.return_dict_in_generate)
     return Request(

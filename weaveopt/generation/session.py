@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from weaveopt.generation.compiling import Backend
+from weaveopt.generation.loop import Told
 from weaveopt.generation.masks import MaskForm
 from weaveopt.generation.step import Buffers, Form, Kept, chooser, run_model
 from weaveopt.records.generation import StepReport
@@ -51,6 +53,7 @@ class Session:
     ) -> None:
         self.lock = threading.Lock()
         self.cache, self.buffers, self.backend = cache, buffers, backend
+        self.places = Told.make(buffers.told)
         self._model = weakref.ref(model)
         self._masks = mask_form(model)
         self._with_positions = with_positions
@@ -154,7 +157,9 @@ class Session:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads (NCCL's watchdog, ours) may make CUDA calls meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=cast("torch.cuda._POOL_HANDLE | None", self._pool), capture_error_mode="thread_local"
+            ):
                 self._step(chosen)
         except Exception as error:
             torch.cuda.synchronize()
@@ -181,7 +186,8 @@ class Session:
         end.record()
         while not end.query():
             time.sleep(1e-4)
-        return begin.elapsed_time(end) * 1e3 / num_replays
+        us: float = begin.elapsed_time(end) * 1e3
+        return us / num_replays
 
 
 def mask_form(model: PreTrainedModel) -> MaskForm:

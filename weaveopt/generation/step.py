@@ -104,7 +104,8 @@ def run_model(
     )
     buffers.length.add_(1)
     buffers.positions.add_(1)
-    return outputs.logits[:, -1].float()
+    logits: Tensor = outputs.logits
+    return logits[:, -1].float()
 
 
 def chooser(form: Form) -> Callable[[Tensor, Buffers, Kept], None]:
