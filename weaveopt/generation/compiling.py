@@ -34,7 +34,7 @@ class Backend:
             apart(function),
             backend=self.compiler,
             mode=None if options else self.mode,
-            options=options,
+            options=options,  # type: ignore[arg-type]
             dynamic=False,
         )
 

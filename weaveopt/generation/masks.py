@@ -54,5 +54,5 @@ def _finished(form: MaskForm, seen: Tensor) -> Tensor:
     if not form.additive:
         return seen
     lowest = torch.finfo(form.dtype).min
-    added: Tensor = torch.where(seen, 0.0, lowest)
-    return added.to(form.dtype)
+    added: Tensor = torch.where(seen, 0.0, lowest).to(form.dtype)
+    return added
