@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import weaveopt
-from tests.generation.conftest import assert_same, ours, ragged, theirs
+from tests.generating import assert_same, ours, ragged, theirs
 from tests.models import FAMILIES, load, save
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import weaveopt
-from tests.generation.conftest import assert_same, build, ours, ragged, steps_of, theirs
+from tests.generating import assert_same, build, ours, ragged, steps_of, theirs
 from weaveopt.generation import sessions
 
 
