@@ -35,6 +35,9 @@ EXTRAS = {
     "inductor_sm_mhz": "inductor MHz*",
     "weave_sm_mhz": "weave MHz*",
     "without_collectives_sm_mhz": "without MHz*",
+    "replay_us": "replay*",
+    "step_over_replay": "step/replay",
+    "replay_over_bytes": "replay/bytes",
     "earlier_run": "earlier run*",
 }
 """Parameters that get a column, with its title."""
@@ -42,6 +45,8 @@ NOTES = {
     "peer_library_us": "*peer library*: FlashInfer 0.7.2, `trtllm_allreduce_fusion`, from another run on the same host "
     "(benchmarks/peer_library.py); never counted as a baseline.",
     "earlier_run": "*earlier run*: date and commit of a row that is from another run than the rest.",
+    "replay_us": "*replay*: the step's captured graph back to back, without the loop around it; *bytes*: the weights, "
+    "keys and values that a step reads, at 4.1 TB/s, which is the bound.",
     "weave_sm_mhz": "*MHz*: mean clock of the SMs while the variant repeats, of the ranks the lowest. Products that "
     "keep a GPU at its power limit run slower the less there is to wait for between them.",
     "over_best": "*over best*: the time with so many CTAs over that with the best number.",

@@ -1,4 +1,4 @@
-"""Generates with a tensor-parallel model under `backend="weave"`, checks it against eager, and times it.
+"""Generates with a tensor-parallel model under `weaveopt.generate`, checks it against eager, and times it.
 
     accelerate launch --config_file examples/configs/accelerate_one_host.yaml --num_processes 2 examples/generate.py
     torchrun --nproc-per-node 2 examples/generate.py --model path/to/checkpoint --dtype bfloat16
@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import tiny_llama
 import weaveopt
+from weaveopt.generation.sessions import sessions_of
 
 TIE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 """Largest gap between two logits of eager that rounding may turn over, by dtype."""
@@ -39,9 +40,9 @@ class TokenClock(BaseStreamer):
         pass
 
     def token_us(self) -> float:
-        """Median time of a decode step; the first token is the prefill's."""
-        gaps = [later - earlier for earlier, later in zip(self.times[2:], self.times[3:], strict=False)]
-        return statistics.median(gaps) * 1e6
+        """Mean time from one token to the next; the first token is the prefill's."""
+        first, last = self.times[2], self.times[-1]
+        return (last - first) * 1e6 / (len(self.times) - 3)
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,16 @@ class Generated:
 
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, backend: str | None) -> Generated:
-    """Greedy tokens with a static cache, as `backend` (None: eager) makes them."""
-    compile_config = None
-    if backend is not None:
-        compile_config = CompileConfig(backend=backend, mode="default")
+    """Greedy tokens, as `backend` makes them: None is eager, `weave` is `weaveopt.generate`."""
+    loop: dict[str, object] = {"cache_implementation": "static", "disable_compile": True}
+    if backend == "weave":
+        loop = {"custom_generate": weaveopt.generate}
+    elif backend is not None:
+        config = CompileConfig(backend=backend, mode="default")
         # transformers compiles `generate` on accelerators only, unless it is told that CPU ranks are meant.
-        compile_config._compile_all_devices = True
-    clock = TokenClock() if prompt.shape[0] == 1 else None
-    begin = time.perf_counter()
+        config._compile_all_devices = True
+        loop = {"cache_implementation": "static", "compile_config": config}
+    clock = TokenClock()
     with torch.no_grad():
         output = model.generate(
             prompt,
@@ -67,15 +70,12 @@ def generate(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, backend
             max_new_tokens=num_new,
             min_new_tokens=num_new,
             do_sample=False,
-            cache_implementation="static",
-            compile_config=compile_config,
-            disable_compile=backend is None,
             streamer=clock,
             return_dict_in_generate=True,
             output_logits=True,
+            **loop,
         )
-    token_us = clock.token_us() if clock else (time.perf_counter() - begin) * 1e6 / num_new
-    return Generated(output.sequences[:, prompt.shape[1] :], output.logits, token_us)
+    return Generated(output.sequences[:, prompt.shape[1] :], output.logits, clock.token_us())
 
 
 def difference(eager: Generated, other: Generated, tie: float) -> str | None:
@@ -94,18 +94,38 @@ def difference(eager: Generated, other: Generated, tie: float) -> str | None:
 
 
 def compare_speed(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, num_rounds: int) -> dict[str, float]:
-    """Microseconds of a decode step per backend: rounds taken in turns so that drift hits both, slowest rank counts."""
-    times: dict[str, list[float]] = {"inductor": [], "weave": []}
+    """Microseconds of a decode step per backend: rounds taken in turns so that drift hits all, slowest rank counts."""
+    backends: dict[str, str | None] = {"eager": None, "inductor": "inductor", "weave": "weave"}
+    times: dict[str, list[float]] = {name: [] for name in backends}
     for turn in range(num_rounds + 1):
-        for backend, found in times.items():
+        for name, backend in backends.items():
             dist.barrier()
             token_us = generate(model, prompt, num_new, backend).token_us
             if turn > 0:  # the first turn compiles
-                found.append(token_us)
+                times[name].append(token_us)
     medians = torch.tensor([statistics.median(found) for found in times.values()], dtype=torch.float64)
     medians = medians.to(prompt.device)
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return dict(zip(times, medians.tolist(), strict=True))
+
+
+def host_share(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, step_us: float) -> str:
+    """What share of weave's step is not its kernels', in words.
+
+    On GPUs: the step's time beyond that of its captured graph back to back. On CPU ranks: the time outside of steps.
+    """
+    session = sessions_of(model)[-1]
+    chosen = session.forms[-1]
+    if chosen.graph is not None:
+        replay_us = session.replay_us(chosen, prompt.shape[1], num_new - 1)
+        return (
+            f"{max(0.0, 1 - replay_us / step_us):.1%} of the step is not the GPU's (a replay takes {replay_us:.0f} us)"
+        )
+    before = chosen.report
+    generate(model, prompt, num_new, "weave")
+    after = chosen.report
+    outside = 1 - (after.step_us - before.step_us) / (after.loop_us - before.loop_us)
+    return f"{outside:.1%} of the loop's time is outside of steps (on CPU ranks nothing is captured)"
 
 
 def main() -> int:
@@ -142,10 +162,12 @@ def main() -> int:
 
         if args.rounds > 0:
             speed = compare_speed(model, prompt, args.new_tokens, args.rounds)
+            per_second = {name: f"{args.batch * 1e6 / us:.0f}" for name, us in speed.items()}
             here.say(
-                f"decode step: eager {eager.token_us:.0f} us, inductor {speed['inductor']:.0f} us, weave "
-                f"{speed['weave']:.0f} us: {speed['inductor'] / speed['weave']:.2f}x the speed of inductor"
+                f"tokens per second: eager {per_second['eager']}, inductor {per_second['inductor']}, weave "
+                f"{per_second['weave']}: {speed['inductor'] / speed['weave']:.2f}x the speed of inductor"
             )
+            here.say(f"weave: {host_share(model, prompt, args.new_tokens, speed['weave'])}")
         return 1 if wrong else 0
 
 

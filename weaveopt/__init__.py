@@ -2,6 +2,7 @@
 
 model = torch.compile(model, backend="weave")
 print(weaveopt.report(model))
+model.generate(..., custom_generate=weaveopt.generate)    # a decode loop without Python between its steps
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from weaveopt.errors import WeaveError
 
 if TYPE_CHECKING:
+    from weaveopt.generation.entry import generate as generate
     from weaveopt.records.report import Report
 
 try:
@@ -19,7 +21,7 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+source"
 
-__all__ = ["WeaveError", "__version__", "report"]
+__all__ = ["WeaveError", "__version__", "generate", "report"]
 
 
 def report(model: object | None = None) -> Report:
@@ -32,3 +34,12 @@ def report(model: object | None = None) -> Report:
     from weaveopt.reporting.printed import printed
 
     return printed(registry.report(model))
+
+
+def __getattr__(name: str) -> object:
+    """`generate` on its first use: it imports transformers."""
+    if name == "generate":
+        from weaveopt.generation.entry import generate
+
+        return generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rewrites",),
     ("pipeline",),
     ("reporting", "measure"),
-    ("backend", "accelerator"),
+    ("backend", "accelerator", "generation"),
     ("cli",),
 )
 """Rooms and single files of the package, from the lowest up. A room imports rooms of lower layers only."""

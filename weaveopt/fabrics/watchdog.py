@@ -138,6 +138,20 @@ def fail(arena: Watched, what: str) -> NoReturn:
     raise_again(error)
 
 
+def raise_said(cause: BaseException) -> None:
+    """Raises what a kernel of this process said before it gave up, because of `cause`; returns if none said anything.
+
+    A kernel that gives up ends with a trap, and then CUDA calls fail that have nothing to do with it.
+    """
+    with _lock:
+        for arena in tuple(_watched):
+            _read(arena, in_main=False)
+        error = next((arena.error for arena in _watched if arena.error is not None), None)
+    if error is not None:
+        _take_back()
+        raise error from cause
+
+
 def raise_again(error: WeaveError) -> NoReturn:
     """A later call than the one that failed."""
     _take_back()

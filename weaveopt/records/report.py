@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Values
+from weaveopt.records.generation import GenerationReport
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.site import Site
 
@@ -207,6 +208,8 @@ class Report:
     breaks: tuple[GraphBreak, ...] = ()
     """Why the model is several graphs; empty where Dynamo captured it whole."""
     outside: tuple[OutsideCommunication, ...] = ()
+    generation: GenerationReport = field(default=GenerationReport())
+    """What `weaveopt.generate` did for the model."""
 
     @property
     def num_graphs(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from weaveopt.records.candidate import Candidate, Estimate, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
+from weaveopt.reporting import generation
 from weaveopt.reporting.document_reader import SCHEMA, from_json
 from weaveopt.reporting.json_reader import Json
 from weaveopt.reporting.parts import Part, parts
@@ -38,6 +39,7 @@ def to_json(report: Report) -> str:
         "graphs_count": report.num_graphs,
         "breaks": [asdict(found) for found in report.breaks],
         "communication_outside": [asdict(found) for found in report.outside],
+        "generate": generation.document(report.generation),
     }
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 

@@ -23,6 +23,7 @@ from weaveopt.records.report import (
     WorkFailure,
 )
 from weaveopt.records.site import Site, TokenCounts
+from weaveopt.reporting import generation
 from weaveopt.reporting.json_reader import Reader
 
 SCHEMA = 2
@@ -52,6 +53,7 @@ def from_json(text: str) -> Report:
         notes=root["notes"].texts(),
         breaks=tuple(map(_read_break, root.optional_list("breaks"))),
         outside=tuple(map(_read_outside, root.optional_list("communication_outside"))),
+        generation=generation.read(root.optional("generate")),
     )
 
 

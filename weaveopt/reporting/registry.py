@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
@@ -14,6 +14,8 @@ from torch._dynamo.output_graph import GraphCompileReason
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.inductor import breaks, outside
+from weaveopt.records.candidate import Rejection
+from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report
 
 
@@ -50,6 +52,7 @@ class Entry:
 
 
 _entries: list[Entry] = []
+_generation: weakref.WeakKeyDictionary[torch.nn.Module, GenerationReport] = weakref.WeakKeyDictionary()
 
 
 def open_entry(example_inputs: Sequence[object], graph_module: fx.GraphModule | None = None) -> Entry:
@@ -93,6 +96,23 @@ def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping
     entry.world = max([entry.world, *(known.world for known in topologies.values())])
 
 
+def note_step(model: torch.nn.Module, step: StepReport) -> None:
+    """A form of decode step of `model`, with what it did so far; in place of what was noted of that form before."""
+    before = _generation.get(model, GenerationReport())
+    forms = {(found.batch, found.cache_length, found.choice, found.backend): found for found in before.steps}
+    forms[step.batch, step.cache_length, step.choice, step.backend] = step
+    _generation[model] = replace(before, steps=tuple(forms.values()))
+
+
+def note_left(model: torch.nn.Module, loop: str, reasons: tuple[Rejection, ...]) -> None:
+    """A call of `weaveopt.generate` that transformers' own loop took."""
+    before = _generation.get(model, GenerationReport())
+    known = {(left.loop, left.reasons): left for left in before.left}
+    found = known.get((loop, reasons), LeftCall(loop, reasons, 0))
+    known[loop, reasons] = replace(found, count=found.count + 1)
+    _generation[model] = replace(before, left=tuple(known.values()))
+
+
 def report(model: torch.nn.Module | object | None = None) -> Report:
     """What weaveopt decided for `model`, or for everything compiled in this process if it is None.
 
@@ -101,15 +121,21 @@ def report(model: torch.nn.Module | object | None = None) -> Report:
     """
     entries = [entry for entry in _entries if entry.graphs]
     name = "all compiled graphs"
+    generation = GenerationReport(
+        tuple(step for found in _generation.values() for step in found.steps),
+        tuple(left for found in _generation.values() for left in found.left),
+    )
     if isinstance(model, torch.nn.Module):
         module = getattr(model, "_orig_mod", model)
         name = type(module).__name__
         owned = frozenset(map(id, (*module.parameters(), *module.modules(), model)))
         entries = [entry for entry in entries if entry.belongs_to(owned)]
+        generation = _generation.get(module, GenerationReport())
     elif model is not None:
         name = getattr(model, "__name__", type(model).__name__)
         entries = [entry for entry in entries if not entry.parameters]
-    notes = () if entries else (_NOTHING,)
+        generation = GenerationReport()
+    notes = () if entries or generation != GenerationReport() else (_NOTHING,)
     return Report(
         model=name,
         world=max((entry.world for entry in entries), default=1),
@@ -119,6 +145,7 @@ def report(model: torch.nn.Module | object | None = None) -> Report:
         notes=notes,
         breaks=breaks.counted(found for entry in entries for found in entry.breaks),
         outside=outside.summed([found for entry in entries for found in entry.outside]),
+        generation=generation,
     )
 
 

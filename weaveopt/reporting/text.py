@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
-from weaveopt.reporting import sections
+from weaveopt.reporting import generation, sections
 from weaveopt.reporting.memory import note_lines, table_lines, unmeasured_line
 from weaveopt.reporting.reasons import collapse, collect, tried
 
@@ -61,6 +61,7 @@ def _report(report: Report, width: int) -> list[RenderableType]:
     parts.append(Text(_machine_line(report.machine)))
     parts.extend(Text(note) for note in report.notes)
     parts.extend(Text(line) for line in sections.broken(report))
+    parts.extend(Text(line) for line in generation.lines(report.generation))
     if not report.graphs:
         parts.append(Text("no graph was compiled yet"))
     for graph in report.graphs:

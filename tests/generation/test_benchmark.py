@@ -1,0 +1,37 @@
+"""What of the decode benchmark needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import generate_gpu
+from benchmarks.generate_gpu import SHAPES, bytes_read, num_layers, parse
+
+
+@pytest.mark.parametrize(("name", "tied"), [("8b", False), ("1b", True)])
+def test_bytes_that_a_step_reads(name: str, tied: bool) -> None:
+    """Of an embedding that is no head too, only the rows of the tokens."""
+    config = LlamaConfig(**{**SHAPES[name].to_diff_dict(), "num_hidden_layers": 2})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    head_dim, vocabulary = config.head_dim, config.vocab_size * config.hidden_size
+    layer = 2 * config.hidden_size * (32 + 8) * head_dim + 3 * config.hidden_size * config.intermediate_size
+    norms = 5 * config.hidden_size
+    weights = 2 * layer + norms + vocabulary + (0 if tied else 16 * config.hidden_size)
+    filled = 2 * 2 * 16 * 8 * head_dim * 160
+    assert bytes_read(model, 16, 160) == 2 * (weights + filled)
+
+
+def test_arguments() -> None:
+    asked = parse(["--models", "1b", "--layers", "4", "--batches", "1", "--variants", "weave", "inductor_graphs"])
+    assert (asked.models, asked.batches, asked.layers) == (("1b",), (1,), 4)
+    assert num_layers("1b", asked.layers) == 4 and num_layers("1b", 99) == num_layers("1b", None) == 16
+    with pytest.raises(SystemExit):
+        parse(["--variants", "eager", "inductor"])
+
+
+def test_a_step_is_the_time_between_tokens_once_all_is_recorded() -> None:
+    clock = generate_gpu.TokenClock([0.0, 10.0, 20.0, 30.0, 40.0, *[50.0 + at for at in range(9)]])
+    assert clock.step_us() == pytest.approx(1e6)

@@ -1,0 +1,105 @@
+"""Calls that transformers' own loop takes: its result, and every reason in the report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+import weaveopt
+from tests.generating import Heard, build, ours, ragged, theirs
+from weaveopt.records.generation import GenerationReport, LeftCall
+from weaveopt.records.report import Report
+from weaveopt.reporting.document import from_json, to_json
+from weaveopt.reporting.text import text
+
+
+class Mine(TemperatureLogitsWarper):
+    """A user's subclass of a known processor may do anything."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, dims=-1)
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+CASES: list[tuple[dict[str, object], str, str]] = [
+    ({"logits_processor": LogitsProcessorList([Mine(2.0)])}, "_sample", "logits_processor"),
+    ({"stopping_criteria": StoppingCriteriaList([Never()])}, "_sample", "stopping_criterion"),
+    ({"num_beams": 2}, "_beam_search", "mode"),
+    ({"output_hidden_states": True}, "_sample", "outputs"),
+    ({"max_time": 100.0}, "_sample", "stopping_criterion"),
+    ({"no_repeat_ngram_size": 2}, "_sample", "logits_processor"),
+    ({"use_cache": False}, "_sample", "cache"),
+    ({"prefill_chunk_size": 8}, "_sample", "chunked_prefill"),
+]
+
+
+@pytest.mark.parametrize(("settings", "loop", "code"), CASES, ids=lambda value: str(value)[:40])
+def test_a_call_that_is_left(llama: PreTrainedModel, settings: dict[str, object], loop: str, code: str) -> None:
+    inputs, heard = ragged(2), Heard() if loop == "_sample" else None
+    found = ours(llama, inputs, streamer=heard, **settings)
+    assert torch.equal(found.sequences, theirs(llama, inputs, **settings).sequences)  # type: ignore[attr-defined]
+    assert heard is None or (len(heard.tokens), heard.ends) == (17, 1), "streamers get their tokens in any loop"
+    (left,) = weaveopt.report(llama).generation.left
+    assert left.loop == loop and code in [reason.code for reason in left.reasons]
+    assert left.reasons[0].message in str(weaveopt.report(llama)).replace("\n", " ")
+
+
+def test_every_reason_is_told() -> None:
+    model = build("llama")
+    settings = {"no_repeat_ngram_size": 2, "max_time": 100.0}
+    for _ in range(2):
+        ours(model, ragged(), **settings)
+    (left,) = weaveopt.report(model).generation.left
+    assert [reason.code for reason in left.reasons] == ["stopping_criterion", "logits_processor"]
+    assert left.count == 2
+
+
+def test_an_assistant_model_is_found(llama: PreTrainedModel) -> None:
+    model, inputs = build("llama"), ragged(1)
+    found = ours(model, inputs, assistant_model=llama, output_scores=False, output_logits=False)
+    assert torch.equal(found.sequences, theirs(model, inputs).sequences)  # type: ignore[attr-defined]
+    assert "_assisted_decoding" in [left.loop for left in weaveopt.report(model).generation.left]
+
+
+@pytest.mark.parametrize("name", ["t5"])
+def test_models_of_another_kind(name: str) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).eval()
+    inputs = {"input_ids": torch.arange(3, 12)[None]}
+    found, wanted = ours(model, inputs), theirs(model, inputs)
+    assert torch.equal(found.sequences, wanted.sequences)  # type: ignore[attr-defined]
+    (left,) = weaveopt.report(model).generation.left
+    assert "encoder_decoder" in [reason.code for reason in left.reasons]
+
+
+def test_the_report_as_json_and_back(llama: PreTrainedModel) -> None:
+    ours(llama, ragged())
+    ours(llama, ragged(), no_repeat_ngram_size=2)
+    report = weaveopt.report(llama)
+    written = to_json(report)
+    assert from_json(written).generation == report.generation
+    step = json.loads(written)["generate"]["steps"][-1]
+    assert step["steps"] == 15 and 0 < step["host_share"] < 1
+    assert "generate: batch 3, cache of 64, greedy" in text(report)
+
+
+def test_reports_from_before_it_are_read() -> None:
+    document = json.loads(to_json(Report("m", 1, None)))
+    del document["generate"]
+    assert from_json(json.dumps(document)).generation == GenerationReport()
+    assert LeftCall("_sample", ()).count == 1

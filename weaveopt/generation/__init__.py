@@ -1,0 +1,1 @@
+"""`model.generate(..., custom_generate=weaveopt.generate)`: one captured step, launched ahead of the host."""

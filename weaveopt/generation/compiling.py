@@ -1,0 +1,100 @@
+"""What a step is compiled with, and functions that Dynamo compiles apart from one another."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+from transformers import GenerationConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OWN_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""Modes that have Inductor capture CUDA graphs, and what they are without: the step is captured whole already."""
+CAPTURING_OPTIONS = ("cuda_graphs", "triton.cudagraphs")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """As `torch.compile` takes it."""
+
+    name: str
+    compiler: str | Callable[..., object]
+    mode: str | None = None
+    options: tuple[tuple[str, object], ...] = ()
+
+    def compile(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function` compiled for the shapes it meets, with graph breaks allowed; its code is its own."""
+        options = dict(self.options) or None
+        return torch.compile(
+            apart(function),
+            backend=self.compiler,
+            mode=None if options else self.mode,
+            options=options,  # type: ignore[arg-type]
+            dynamic=False,
+        )
+
+    def for_choosing(self) -> Backend:
+        """What chooses tokens has nothing to rewrite: Inductor alone compiles it, and no report lists it."""
+        return Backend("inductor", "inductor") if self.name == "weave" else self
+
+
+def backend_for(model: torch.nn.Module, config: GenerationConfig) -> Backend | None:
+    """What `compile_config` names, else what the model was compiled with, else weave; None: nothing is compiled."""
+    if config.disable_compile:
+        return None
+    asked = config.compile_config
+    if asked is not None:
+        return _backend(asked.backend, asked.mode, asked.options)
+    wrapper = _compiler_of(model)
+    if wrapper is not None:
+        arguments = wrapper.kwargs
+        return _backend(wrapper.compiler_name, arguments.get("mode"), arguments.get("options"))
+    return Backend("weave", "weave")
+
+
+def _backend(compiler: object, mode: str | None, options: Mapping[str, object] | None) -> Backend:
+    assert isinstance(compiler, str) or callable(compiler), compiler
+    name = compiler if isinstance(compiler, str) else getattr(compiler, "__name__", str(compiler))
+    kept = tuple((key, value) for key, value in (options or {}).items() if key not in CAPTURING_OPTIONS)
+    return Backend(name, compiler, OWN_GRAPHS.get(mode, mode) if mode else None, kept)
+
+
+def _compiler_of(model: torch.nn.Module) -> torch._TorchCompileWrapper | None:
+    """What `model.compile(backend=...)` was given. torch keeps it inside the function that it made."""
+    found: object = getattr(model, "_compiled_call_impl", None)
+    if found is None:
+        return None
+    function = found
+    if isinstance(found, types.FunctionType):
+        cells = zip(found.__code__.co_freevars, found.__closure__ or (), strict=True)
+        function = next((cell.cell_contents for name, cell in cells if name == "callback"), None)
+    while function is not None:
+        if isinstance(function, torch._TorchCompileWrapper):
+            return function
+        function = getattr(function, "_torchdynamo_orig_backend", None) or getattr(
+            function, "_torchdynamo_orig_callable", None
+        )
+    return None
+
+
+def apart(function: Callable[P, T]) -> Callable[P, T]:
+    """A copy of `function` with code of its own.
+
+    Dynamo keeps what it compiled with the code object and gives up after eight versions of it; steps of different
+    shapes are no versions of one another. With its code the compiled step goes away.
+    """
+    assert isinstance(function, types.FunctionType), function
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,167 @@
+"""Launches steps without waiting for what they find, and looks at the stop flags as they come in.
+
+    step -> copy of (tokens, any unfinished) to pinned memory -> event -> the host looks, some steps late -> the sink
+
+The sink gets tokens in order and none beyond the stop; steps that were launched beyond it have changed nothing that
+anybody sees. On the host's own processor nothing is late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics import watchdog
+
+MAX_AHEAD = 8
+"""Steps in flight at most. A ring of keys has room for more (`layers.SPARE_SLOTS`)."""
+FIRST_AHEAD = 2
+SPINS = 400
+"""Looks at an event, about a microsecond each, before the host sleeps between looks."""
+SLEEP_S = 2e-5
+
+
+class Event(Protocol):
+    """What is used of `torch.cuda.Event`."""
+
+    def record(self) -> object: ...
+    def query(self) -> bool: ...
+
+
+Sink = Callable[[Tensor], None]
+"""Takes `[batch]` tokens, in host memory; they change after the call."""
+
+
+@dataclass
+class Told:
+    """Pinned places for what steps tell, each with the event behind its copy; no events where nothing is late."""
+
+    places: list[Tensor]
+    events: Sequence[Event]
+
+    @staticmethod
+    def make(told: Tensor) -> Told:
+        on_gpu = told.is_cuda
+        places = [torch.zeros(told.shape, dtype=told.dtype, pin_memory=on_gpu) for _ in range(MAX_AHEAD + 1)]
+        return Told(places, [torch.cuda.Event() for _ in places] if on_gpu else [])
+
+
+@dataclass
+class Ahead:
+    """How far the host runs ahead: as little as keeps the GPU busy, since what lies beyond the stop is wasted."""
+
+    limit: int = FIRST_AHEAD
+
+    def starved(self) -> None:
+        """Everything launched had ended before the host came back."""
+        self.limit = min(self.limit + 1, MAX_AHEAD)
+
+
+@dataclass
+class Outcome:
+    """What a loop did."""
+
+    num_tokens: int = 0
+    """Tokens of each sequence that count, the prefill's first one included."""
+    num_steps: int = 0
+    num_replays: int = 0
+    loop_us: float = 0.0
+    step_us: float = 0.0
+
+
+@dataclass
+class Loop:
+    """Steps of one call. `told` is what each of them writes: `[batch + 1]` int64."""
+
+    told: Tensor
+    places: Told
+    sink: Sink
+    max_tokens: int
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def run(self, step: Callable[[], bool], after_launch: Callable[[], None]) -> Outcome:
+        """The prefill's token is in `told` already. `step` launches one more and says whether it was a replay.
+
+        Raises `PeerTimeoutError` where a step waited for a peer in vain.
+        """
+        ahead, pending = Ahead(), deque[int]()
+        begin = time.perf_counter()
+        launched, stopped = 1, False
+        self._send(0, pending)
+        after_launch()
+        while not stopped:
+            while pending and not stopped and self._is_ready(pending, ahead, more=launched < self.max_tokens):
+                stopped = self._look(pending)
+            if stopped or launched == self.max_tokens:
+                break
+            if not pending and self.places.events:
+                ahead.starved()
+            self._launch(step)
+            self._send(launched % len(self.places.places), pending)
+            after_launch()
+            launched += 1
+        self.outcome.num_steps = launched - 1
+        self.outcome.loop_us = (time.perf_counter() - begin) * 1e6
+        return self.outcome
+
+    def _launch(self, step: Callable[[], bool]) -> None:
+        begin = time.perf_counter()
+        try:
+            self.outcome.num_replays += step()
+        except RuntimeError as error:
+            _raise(error)
+        if not self.told.is_cuda:
+            self.outcome.step_us += (time.perf_counter() - begin) * 1e6
+
+    def _send(self, place: int, pending: deque[int]) -> None:
+        self.places.places[place].copy_(self.told, non_blocking=True)
+        if self.places.events:
+            self.places.events[place].record()
+        pending.append(place)
+
+    def _is_ready(self, pending: deque[int], ahead: Ahead, more: bool) -> bool:
+        """Whether the oldest step's tokens are there, waiting for them where nothing else is to be launched."""
+        if not self.places.events:
+            return True
+        event = self.places.events[pending[0]]
+        if more and len(pending) < ahead.limit:
+            return _query(event)
+        _wait(event)
+        return True
+
+    def _look(self, pending: deque[int]) -> bool:
+        """Hands out the oldest step's tokens; true if they are the last ones."""
+        told = self.places.places[pending.popleft()]
+        self.outcome.num_tokens += 1
+        self.sink(told[:-1])
+        return not int(told[-1]) or self.outcome.num_tokens == self.max_tokens
+
+
+def _wait(event: Event) -> None:
+    """Polls: between two looks an error that the watchdog raises in this thread gets through."""
+    spins = 0
+    while not _query(event):
+        spins += 1
+        if spins > SPINS:
+            time.sleep(SLEEP_S)
+
+
+def _query(event: Event) -> bool:
+    try:
+        return event.query()
+    except RuntimeError as error:
+        _raise(error)
+
+
+def _raise(error: RuntimeError) -> NoReturn:
+    """What a kernel said before it gave up, in place of the CUDA error that follows from it."""
+    if not isinstance(error, WeaveError):
+        watchdog.raise_said(error)
+    raise error

@@ -1,0 +1,208 @@
+"""Logits processors as functions of tensors with fixed shapes.
+
+transformers' own object runs inside the step where it looks at nothing but the scores. Where it looks at the tokens, or
+at how many there are, it sees a tensor that grows; ours sees the padded history and a count on the device, and gives
+the same scores. What changes from call to call (a prompt's length) lies in tensors, so that calls share one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor
+
+from weaveopt.records.candidate import Rejection
+
+
+@dataclass(frozen=True)
+class History:
+    """The tokens so far: `ids` `[batch, room]` int64, of which the first `count` (a scalar on the device) are there."""
+
+    ids: Tensor
+    count: Tensor
+
+
+Apply = Callable[[Tensor, History, tuple[Tensor, ...]], Tensor]
+"""Scores `[batch, vocabulary]` float32, the history, and the processor's own numbers -> scores."""
+
+
+@dataclass(frozen=True)
+class TensorProcessor:
+    """A logits processor that can be captured."""
+
+    name: str
+    form: tuple[Hashable, ...]
+    """Processors of one name and form are the same function of scores, history and numbers."""
+    apply: Apply
+    numbers: tuple[Tensor, ...] = ()
+    """What this call has in place of another's; the same shapes and dtypes for every processor of this form."""
+
+
+def as_tensors(
+    processors: Sequence[LogitsProcessor], batch: int
+) -> tuple[TensorProcessor, ...] | tuple[Rejection, ...]:
+    """Every processor as a function of tensors, or a rejection for each that is none."""
+    found: list[TensorProcessor] = []
+    rejected: list[Rejection] = []
+    for processor in processors:
+        make = _MAKERS.get(type(processor))
+        made = make(processor, batch) if make else None
+        if made is None:
+            name = type(processor).__name__
+            message = f"logits processor {name} is not a function of tensors that weaveopt knows"
+            rejected.append(Rejection("logits_processor", message, (("processor", name),)))
+        else:
+            found.append(made)
+    return tuple(rejected) or tuple(found)
+
+
+def apply_all(processors: Sequence[TensorProcessor], scores: Tensor, history: History, numbers: list[Tensor]) -> Tensor:
+    """All of them in their order; `numbers` holds those of the first, then those of the second, and so on."""
+    taken = 0
+    for processor in processors:
+        mine = tuple(numbers[taken : taken + len(processor.numbers)])
+        taken += len(mine)
+        scores = processor.apply(scores, history, mine)
+    return scores
+
+
+def _of_scores(*settings: str) -> Callable[[LogitsProcessor, int], TensorProcessor]:
+    """transformers' own object, which ignores the tokens; `settings` are the attributes that it reads."""
+
+    def make(processor: LogitsProcessor, _: int) -> TensorProcessor:
+        form = tuple(_hashable(getattr(processor, name)) for name in settings)
+        return TensorProcessor(
+            type(processor).__name__, form, lambda scores, history, _: processor(history.ids, scores)
+        )
+
+    return make
+
+
+def _hashable(value: object) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.flatten().tolist())
+    assert isinstance(value, Hashable), value
+    return value
+
+
+def _forbid_below(name: str, eos: Tensor, least: int) -> TensorProcessor:
+    """`where(count < least, where(is_eos, -inf, scores), scores)`: minimum lengths."""
+    ids = eos.flatten()
+
+    def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
+        forbidden = _among(ids, scores) & (history.count < numbers[0])
+        return torch.where(forbidden, float("-inf"), scores)
+
+    return TensorProcessor(name, _hashable_ids(ids), apply, (_number(least),))
+
+
+def _min_length(processor: hf.MinLengthLogitsProcessor, _: int) -> TensorProcessor:
+    return _forbid_below("MinLength", processor.eos_token_id, processor.min_length)
+
+
+def _min_new_tokens(processor: hf.MinNewTokensLengthLogitsProcessor, _: int) -> TensorProcessor:
+    least = processor.prompt_length_to_skip + processor.min_new_tokens
+    return _forbid_below("MinNewTokens", processor.eos_token_id, least)
+
+
+def _suppress_at_begin(processor: hf.SuppressTokensAtBeginLogitsProcessor, _: int) -> TensorProcessor:
+    ids = processor.begin_suppress_tokens.flatten()
+
+    def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
+        forbidden = _among(ids, scores) & (history.count == numbers[0])
+        return torch.where(forbidden, float("-inf"), scores)
+
+    return TensorProcessor("SuppressTokensAtBegin", _hashable_ids(ids), apply, (_number(processor.begin_index),))
+
+
+def _forced_eos(processor: hf.ForcedEOSTokenLogitsProcessor, _: int) -> TensorProcessor:
+    ids = processor.eos_token_id.flatten()
+
+    def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
+        forced = torch.where(_among(ids, scores), 0.0, float("-inf")).expand_as(scores)
+        return torch.where(history.count == numbers[0], forced, scores)
+
+    return TensorProcessor("ForcedEOSToken", _hashable_ids(ids), apply, (_number(processor.max_length - 1),))
+
+
+def _repetition(processor: hf.RepetitionPenaltyLogitsProcessor, batch: int) -> TensorProcessor:
+    penalty = float(processor.penalty)
+    ignored = processor.prompt_ignore_length
+    if not isinstance(ignored, Tensor):
+        ignored = torch.full((batch,), int(ignored or 0))
+
+    def apply(scores: Tensor, history: History, numbers: tuple[Tensor, ...]) -> Tensor:
+        vocabulary = scores.shape[-1]
+        places = torch.arange(history.ids.shape[1], device=scores.device)
+        there = (places >= numbers[0][:, None]) & (places < history.count)
+        # One place behind the vocabulary takes what does not count, and ids that the head cannot make.
+        ids = torch.where(there, history.ids, vocabulary).clamp(max=vocabulary)
+        seen = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
+        seen = seen.scatter(1, ids, True)[:, :vocabulary]
+        return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+    return TensorProcessor("RepetitionPenalty", (penalty,), apply, (ignored.to(torch.int64),))
+
+
+def _bias(processor: hf.SequenceBiasLogitsProcessor, _: int) -> TensorProcessor:
+    """`scores + bias`, where a sequence's bias is its last token's if the tokens before it are those that came last."""
+    biases = {tuple(map(int, sequence)): float(bias) for sequence, bias in processor.sequence_bias.items()}
+    of_length: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for sequence, bias in biases.items():
+        of_length.setdefault(len(sequence) - 1, []).append((sequence, bias))
+
+    def apply(scores: Tensor, history: History, _: tuple[Tensor, ...]) -> Tensor:
+        added = torch.zeros_like(scores)
+        device = scores.device
+        for before, sequences in sorted(of_length.items()):
+            last = torch.tensor([sequence[-1] for sequence, _ in sequences], device=device)
+            amounts = torch.tensor([bias for _, bias in sequences], device=device)
+            if before == 0:
+                added = added.index_add(1, last, amounts.expand(scores.shape[0], -1))
+                continue
+            wanted = torch.tensor([sequence[:-1] for sequence, _ in sequences], device=device)
+            places = history.count - before + torch.arange(before, device=device)
+            found = history.ids[:, places.clamp(min=0)]
+            matches = (found[:, None, :] == wanted).all(dim=-1) & (history.count >= before)
+            added = added.index_add(1, last, torch.where(matches, amounts, 0.0))
+        return scores + added
+
+    return TensorProcessor("SequenceBias", tuple(sorted(biases.items())), apply)
+
+
+def _among(ids: Tensor, scores: Tensor) -> Tensor:
+    vocabulary = torch.arange(scores.shape[-1], device=scores.device)
+    return (vocabulary[:, None] == ids.to(scores.device)).any(dim=1)
+
+
+def _number(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64)
+
+
+def _hashable_ids(ids: Tensor) -> tuple[Hashable, ...]:
+    return tuple(int(each) for each in ids.tolist())
+
+
+_MAKERS: dict[type[LogitsProcessor], Callable[..., TensorProcessor]] = {
+    hf.TemperatureLogitsWarper: _of_scores("temperature"),
+    hf.TopKLogitsWarper: _of_scores("top_k", "filter_value", "min_tokens_to_keep"),
+    hf.TopPLogitsWarper: _of_scores("top_p", "filter_value", "min_tokens_to_keep"),
+    hf.MinPLogitsWarper: _of_scores("min_p", "filter_value", "min_tokens_to_keep"),
+    hf.TypicalLogitsWarper: _of_scores("mass", "filter_value", "min_tokens_to_keep"),
+    hf.EpsilonLogitsWarper: _of_scores("epsilon", "filter_value", "min_tokens_to_keep"),
+    hf.LogitNormalization: _of_scores(),
+    hf.InfNanRemoveLogitsProcessor: _of_scores(),
+    hf.SuppressTokensLogitsProcessor: _of_scores("suppress_tokens"),
+    hf.MinLengthLogitsProcessor: _min_length,
+    hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
+    hf.ForcedEOSTokenLogitsProcessor: _forced_eos,
+    hf.RepetitionPenaltyLogitsProcessor: _repetition,
+    hf.SequenceBiasLogitsProcessor: _bias,
+    hf.NoBadWordsLogitsProcessor: _bias,
+}
+"""By exact type: a user's own subclass may do anything."""

@@ -1,0 +1,44 @@
+"""What ranks that generate together have to have in common."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+
+def agree_on_randomness(model: PreTrainedModel) -> None:
+    """Gives every rank of a tensor- or expert-parallel model the first rank's random state, where it differs.
+
+    One broadcast a call. Ranks that drew different samples would feed different tokens to parts of one model.
+    """
+    group = _group(model)
+    if group is None:
+        return
+    device = model.device
+    index = (device.index if device.index is not None else torch.cuda.current_device()) if device.type == "cuda" else 0
+    own = torch.cuda.get_rng_state(index) if device.type == "cuda" else torch.get_rng_state()
+    first = own.to(device, copy=True)
+    dist.broadcast(first, group_src=0, group=group)
+    shared = first.cpu()
+    if not torch.equal(shared, own):
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(shared, index)
+        else:
+            torch.set_rng_state(shared)
+
+
+def _group(model: PreTrainedModel) -> dist.ProcessGroup | None:
+    """The ranks that this model is spread over; None where it is whole on this one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        sharded = (getattr(each, "device_mesh", None) for each in model.parameters())
+        mesh = next((found for found in sharded if found is not None), None)
+    if mesh is None or mesh.size() == 1:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tp" in names:
+        mesh = mesh["tp"]
+    return mesh.get_group() if mesh.ndim == 1 else None

@@ -1,0 +1,196 @@
+"""What calls of one shape share: the cache, the buffers, the compiled step and its captured graphs."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+from weaveopt.generation.compiling import Backend
+from weaveopt.generation.loop import Told
+from weaveopt.generation.masks import MaskForm
+from weaveopt.generation.step import Buffers, Form, Kept, chooser, run_model
+from weaveopt.records.generation import StepReport
+
+STEPS_BEFORE_CAPTURE = 2
+"""Steps of a form that run as they are: the first compiles, the second finds kernels and communicators ready."""
+
+
+@dataclass
+class Chosen:
+    """One form of choosing, and the captured step that ends with it."""
+
+    form: Form
+    kept: Kept
+    choose: Callable[[Tensor, Buffers, Kept], None]
+    report: StepReport
+    graph: torch.cuda.CUDAGraph | None = None
+    num_uncaptured: int = 0
+
+
+class Session:
+    """Steps of one batch size and cache length. One call uses it at a time, under `lock`.
+
+    It does not hold the model, which holds the memory of all its sessions by being the key they are kept under.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: StaticCache,
+        buffers: Buffers,
+        backend: Backend | None,
+        with_positions: bool,
+        pool: tuple[int, int] | None,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.cache, self.buffers, self.backend = cache, buffers, backend
+        self.places = Told.make(buffers.told)
+        self._model = weakref.ref(model)
+        self._masks = mask_form(model)
+        self._with_positions = with_positions
+        self._pool = pool
+        self._run_model = run_model if backend is None else backend.compile(run_model)
+        self._forms: dict[Hashable, Chosen] = {}
+
+    @property
+    def slots(self) -> int:
+        return self.buffers.padding.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffers.ids.device
+
+    @property
+    def forms(self) -> tuple[Chosen, ...]:
+        return tuple(self._forms.values())
+
+    def begin(self, input_ids: Tensor, mask: Tensor | None, next_positions: Tensor | None) -> None:
+        """Buffers as before the first token: `input_ids` `[batch, prompt]`, `mask` `[batch, past + prompt]`."""
+        buffers = self.buffers
+        for layer in self.cache.layers:
+            # Keys that the mask leaves out still meet a weight of 0, and 0 * NaN is NaN.
+            layer.keys.zero_()
+            layer.values.zero_()
+        buffers.length.zero_()
+        buffers.padding.fill_(True)
+        if mask is not None:
+            buffers.padding[:, : mask.shape[1]] = mask.bool()
+        buffers.history.zero_()
+        buffers.history[:, : input_ids.shape[1]] = input_ids
+        buffers.count.fill_(input_ids.shape[1])
+        buffers.unfinished.fill_(True)
+        if next_positions is not None:
+            buffers.positions.copy_(next_positions)
+
+    def allocate(self, model: PreTrainedModel) -> None:
+        """Has every layer make its keys and values, by one token run as it is.
+
+        Only the model knows their shapes on this rank. Inside of a compiled prefill they would be made while tracing.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            run_model(model, self.cache, self._masks, self.buffers, self._with_positions)
+
+    def chosen(self, form: Form, logits: Tensor) -> Chosen:
+        """The compiled way to choose for `form`, with the numbers of this call; `logits` gives shapes."""
+        found = self._forms.get(form.key)
+        if found is None:
+            backend = self.backend.for_choosing() if self.backend else None
+            choose = chooser(form)
+            report = StepReport(
+                batch=self.buffers.ids.shape[0],
+                cache_length=self.slots,
+                choice=form.text,
+                backend=self.backend.name if self.backend else "none",
+                captured=False,
+                not_captured="" if self.device.type == "cuda" else f"there are no graphs on {self.device.type}",
+            )
+            kept = Kept.make(form, logits)
+            found = Chosen(form, kept, backend.compile(choose) if backend else choose, report)
+            self._forms[form.key] = found
+        else:
+            numbers = [number for each in form.processors for number in each.numbers]
+            for place, number in zip(found.kept.numbers, numbers, strict=True):
+                place.copy_(number)
+        return found
+
+    def choose(self, chosen: Chosen, logits: Tensor) -> None:
+        if chosen.form.sampled:
+            # The draw stays torch's own kernel: a seed gives the samples that `torch.multinomial` would give.
+            chosen.kept.noise.exponential_()
+        chosen.choose(logits, self.buffers, chosen.kept)
+
+    def step(self, chosen: Chosen) -> bool:
+        """Launches one step; true if it was one replay."""
+        if chosen.graph is None and self._may_capture(chosen):
+            self._capture(chosen)
+        if chosen.graph is not None:
+            chosen.graph.replay()
+            return True
+        self._step(chosen)
+        chosen.num_uncaptured += 1
+        return False
+
+    def _step(self, chosen: Chosen) -> None:
+        model = self._model()
+        assert model is not None, "the session outlived its model"
+        logits = self._run_model(model, self.cache, self._masks, self.buffers, self._with_positions)
+        self.choose(chosen, logits)
+
+    def _may_capture(self, chosen: Chosen) -> bool:
+        return (
+            self.device.type == "cuda"
+            and not chosen.report.not_captured
+            and chosen.num_uncaptured >= STEPS_BEFORE_CAPTURE
+        )
+
+    def _capture(self, chosen: Chosen) -> None:
+        """Captured steps do not run; what cannot be captured keeps running as it is, and the report says why."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads (NCCL's watchdog, ours) may make CUDA calls meanwhile.
+            with torch.cuda.graph(
+                graph, pool=cast("torch.cuda._POOL_HANDLE | None", self._pool), capture_error_mode="thread_local"
+            ):
+                self._step(chosen)
+        except Exception as error:
+            torch.cuda.synchronize()
+            line = next((line for line in str(error).splitlines() if line.strip()), "no message")
+            chosen.report = replace(chosen.report, not_captured=f"{type(error).__name__}: {line}")
+            return
+        chosen.graph = graph
+        chosen.report = replace(chosen.report, captured=True)
+
+    def replay_us(self, chosen: Chosen, length: int, num_replays: int) -> float:
+        """Microseconds of a replay back to back, from `length` filled positions on. Ruins what the buffers hold.
+
+        For benchmarks. `length + num_replays` must fit the cache.
+        """
+        assert chosen.graph is not None, chosen.report.not_captured
+        assert length + num_replays < self.slots, f"{length} + {num_replays} positions do not fit {self.slots}"
+        self.buffers.length.fill_(length)
+        self.buffers.count.fill_(length)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(num_replays):
+            chosen.graph.replay()
+        end.record()
+        while not end.query():
+            time.sleep(1e-4)
+        us: float = begin.elapsed_time(end) * 1e3
+        return us / num_replays
+
+
+def mask_form(model: PreTrainedModel) -> MaskForm:
+    config = model.config.get_text_config(decoder=True)
+    layer_types = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+    return MaskForm(layer_types, config._attn_implementation == "eager", model.dtype)

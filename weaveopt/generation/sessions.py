@@ -1,0 +1,84 @@
+"""The sessions of every model: made once for a shape, used by later calls, freed with the model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from weaveopt.generation import layers
+from weaveopt.generation.compiling import Backend
+from weaveopt.generation.request import Request, weights_fingerprint
+from weaveopt.generation.session import Session
+from weaveopt.generation.step import Buffers
+from weaveopt.records.candidate import Rejection
+
+MAX_SESSIONS = 4
+"""Shapes of a model whose caches are kept; the one that was not used for longest goes first."""
+
+
+@dataclass
+class _Kept:
+    sessions: dict[Hashable, Session] = field(default_factory=dict)
+    fingerprint: int = 0
+    pool: tuple[int, int] | None = None
+
+
+_of_model: weakref.WeakKeyDictionary[PreTrainedModel, _Kept] = weakref.WeakKeyDictionary()
+
+
+def session_for(model: PreTrainedModel, request: Request, backend: Backend | None) -> Session | Rejection:
+    """The session of this shape; a new one allocates its cache."""
+    kept = _of_model.setdefault(model, _Kept())
+    fingerprint = weights_fingerprint(model)
+    if fingerprint != kept.fingerprint:
+        # Captured steps and compiled ones read the weights where they were.
+        kept.sessions.clear()
+        kept.fingerprint = fingerprint
+    key = _key(model, request, backend)
+    session = kept.sessions.pop(key, None)
+    if session is None:
+        made = _make(model, request, backend, kept)
+        if isinstance(made, Rejection):
+            return made
+        session = made
+        while len(kept.sessions) >= MAX_SESSIONS:
+            kept.sessions.pop(next(iter(kept.sessions)))
+    kept.sessions[key] = session  # the newest last
+    return session
+
+
+def sessions_of(model: PreTrainedModel) -> tuple[Session, ...]:
+    """Those that are kept, the one used last at the end."""
+    kept = _of_model.get(model)
+    return tuple(kept.sessions.values()) if kept else ()
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Frees caches and captured steps of `model`; its next call makes them anew."""
+    _of_model.pop(model, None)
+
+
+def _make(model: PreTrainedModel, request: Request, backend: Backend | None, kept: _Kept) -> Session | Rejection:
+    device = model.device
+    if device.type == "cuda" and kept.pool is None:
+        kept.pool = torch.cuda.graph_pool_handle()
+    buffers = Buffers.make(request.batch, request.slots, device)
+    cache = layers.make(model.config.get_text_config(decoder=True), request.slots, buffers.length)
+    if isinstance(cache, Rejection):
+        return cache
+    session = Session(model, cache, buffers, backend, request.positions, kept.pool)
+    session.allocate(model)
+    return session
+
+
+def _key(model: PreTrainedModel, request: Request, backend: Backend | None) -> Hashable:
+    """What a captured step has taken as it was."""
+    kind = model.device.type
+    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    shape = (request.batch, request.slots, request.positions, model.dtype, model.training)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    return shape, autocast, attention, None if backend is None else (backend.name, backend.mode, str(backend.options))

@@ -1,0 +1,57 @@
+"""What the decode loop did for a model, and why it left calls to transformers' own loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weaveopt.records.candidate import Rejection
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One form of decode step: a batch size, a cache length and a way to choose tokens."""
+
+    batch: int
+    cache_length: int
+    choice: str
+    """`greedy` or `sampled`, and the names of the logits processors."""
+    backend: str
+    """What the step was compiled with; `none` where it was not."""
+    captured: bool
+    """Whether steps are replays of one CUDA graph."""
+    not_captured: str = ""
+    """Why not; empty where it is captured."""
+    calls: int = 0
+    steps: int = 0
+    """Decode steps launched, those beyond the stop included."""
+    replays: int = 0
+    """Of `steps`, those that were one launch of the captured graph."""
+    beyond_stop: int = 0
+    """Of `steps`, those that ran before the host saw that every sequence had ended; their tokens were dropped."""
+    loop_us: float = 0.0
+    """Time from the launch of a call's first step to the end of its last one, summed over calls."""
+    step_us: float = 0.0
+    """Of `loop_us`, what was spent inside steps, where they run on the host's own processor; else 0."""
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of the loop that no step took, of steps on the host's processor; None where steps run elsewhere."""
+        return 1 - self.step_us / self.loop_us if self.step_us and self.loop_us else None
+
+
+@dataclass(frozen=True)
+class LeftCall:
+    """Calls that ran in transformers' own loop, and every reason for it."""
+
+    loop: str
+    """The method of the model that ran instead: `_sample`, `_beam_search`, ..."""
+    reasons: tuple[Rejection, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """All calls of `weaveopt.generate` for one model."""
+
+    steps: tuple[StepReport, ...] = ()
+    left: tuple[LeftCall, ...] = ()

@@ -1,0 +1,69 @@
+"""The decode loop in the report: as text, as JSON, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from weaveopt.records.candidate import Rejection
+from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
+from weaveopt.reporting.json_reader import Json, Reader
+
+
+def lines(report: GenerationReport) -> Iterator[str]:
+    """A line a form of step, then one for each kind of call that ran in transformers' loop."""
+    for step in report.steps:
+        how = "one CUDA graph a step" if step.captured else f"not captured ({step.not_captured or 'too few steps yet'})"
+        share = "" if step.host_share is None else f", {step.host_share:.0%} of the loop's time outside of steps"
+        yield (
+            f"generate: batch {step.batch}, cache of {step.cache_length}, {step.choice}, compiled with {step.backend}: "
+            f"{how}; {step.calls} calls, {step.steps} steps, {step.replays} replays, {step.beyond_stop} beyond the "
+            f"stop{share}"
+        )
+    for left in report.left:
+        yield f"generate: {left.count} calls in transformers' own loop ({left.loop}):"
+        for reason in left.reasons:
+            yield f"  {reason.code}: {reason.message}"
+
+
+def document(report: GenerationReport) -> Json:
+    return {
+        "steps": [{**asdict(step), "host_share": step.host_share} for step in report.steps],
+        "left": [
+            {
+                "loop": left.loop,
+                "count": left.count,
+                "reasons": [{"code": r.code, "message": r.message, "values": dict(r.values)} for r in left.reasons],
+            }
+            for left in report.left
+        ],
+    }
+
+
+def read(found: Reader) -> GenerationReport:
+    """What `document` wrote; nothing of a report from before it."""
+    if found.missing:
+        return GenerationReport()
+    return GenerationReport(tuple(map(_read_step, found["steps"])), tuple(map(_read_left, found["left"])))
+
+
+def _read_step(step: Reader) -> StepReport:
+    return StepReport(
+        batch=step["batch"].integer(),
+        cache_length=step["cache_length"].integer(),
+        choice=step["choice"].text(),
+        backend=step["backend"].text(),
+        captured=step["captured"].flag(),
+        not_captured=step["not_captured"].text(),
+        calls=step["calls"].integer(),
+        steps=step["steps"].integer(),
+        replays=step["replays"].integer(),
+        beyond_stop=step["beyond_stop"].integer(),
+        loop_us=step["loop_us"].number(),
+        step_us=step["step_us"].number(),
+    )
+
+
+def _read_left(left: Reader) -> LeftCall:
+    reasons = tuple(Rejection(r["code"].text(), r["message"].text(), r["values"].values()) for r in left["reasons"])
+    return LeftCall(left["loop"].text(), reasons, left["count"].integer())
