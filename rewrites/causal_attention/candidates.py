@@ -34,6 +34,14 @@ class Form(StrEnum):
 LIBRARY = frozenset({Form.FLASH, Form.CUDNN, Form.CPU})
 FORMS = {"cuda": (Form.FLASH, Form.CUDNN, Form.MASKED, Form.GROUPED), "cpu": (Form.CPU, Form.GROUPED)}
 """Those that a device may have."""
+TAKE_GROUPS = frozenset(
+    {
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    }
+)
+"""Operators that read one key head for several query heads; the memory-efficient one does not."""
 HALVES = ("bfloat16", "float16")
 LARGEST_HEAD = 256
 LARGEST_HEAD_OF_CUDNN = 192
@@ -96,7 +104,7 @@ def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
     """The arguments that make `form` compute what the site does."""
     mask = facts.mask
     if form is Form.GROUPED:
-        if facts.is_repeated and not facts.is_written_out:
+        if facts.is_repeated and facts.operator in TAKE_GROUPS:
             return Lowered(form)
         return Rejection("not_repeated", "the graph does not repeat keys and values for an operator that takes groups")
     if mask is None:

@@ -42,6 +42,8 @@ class AttentionFacts:
     head_dim: int
     value_dim: int
     dtype: str
+    operator: str
+    """The library's operator that computes it, without namespace; empty for attention that is written out."""
     is_repeated: bool
     """Whether the graph writes keys and values out for every query head."""
     has_mask: bool
@@ -164,6 +166,7 @@ def _facts(form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, reade
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=DTYPE_NAMES[query.dtype],
+        operator="" if form.call is None else str(form.call.target).split(".")[1],
         is_repeated=key is not form.key,
         has_mask=form.mask is not None,
         has_booleans=reading.admitted is not None,
