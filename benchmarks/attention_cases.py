@@ -100,11 +100,6 @@ class DecodeData:
 
         return call
 
-    def early_combine(self) -> Call:
-        how = plan(self.shape, gpu.num_sms(self.device))
-        how = Plan(how.packed, how.block_m, how.block_n, how.num_warps, how.num_stages, how.num_splits, True)
-        return self.weave(how)
-
     def flex(self) -> Call:
         """FlexAttention's decode kernel, with a block mask made beforehand from the filled length on the device."""
         filled = torch.full((self.case.batch,), self.case.filled, device=self.device)
@@ -151,7 +146,6 @@ def compiled_flex() -> Callable[..., Tensor]:
 
 DECODE_VARIANTS: Mapping[str, Callable[[DecodeData], Call]] = MappingProxyType({
     "weave": DecodeData.planned,
-    "weave_early_combine": DecodeData.early_combine,
     "flex": DecodeData.flex,
     "sdpa_gqa": lambda data: data.sdpa(masked=False),
     "sdpa_gqa_mask": lambda data: data.sdpa(masked=True),

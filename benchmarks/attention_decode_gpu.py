@@ -1,7 +1,7 @@
 """`weave::masked_attention` on one GPU: decode over what is filled of a cache, and prefill, beside torch's kernels.
 
     python -m benchmarks.attention_decode_gpu --machine h200 [--only decode|prefill] [--batches 1 8] [--filled 4096]
-        [--key-heads 8] [--capacity 1.0] [--without flex] [--seconds 100] [--tune] [--no-write]
+        [--key-heads 8] [--capacity 1.0] [--without flex] [--seconds 100] [--no-write] [--sweep [--output FILE]]
 
 Each variant's calls run in one CUDA graph, over as many caches in turn as are needed to exceed the L2; a time is the
 median of its replays, divided by its calls. bf16, head size 128; decode has 8 query heads for each key head, prefill 32
@@ -14,10 +14,11 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from benchmarks import record
+from benchmarks import attention_sweep, record
 from benchmarks.attention_cases import (
     DECODE_VARIANTS,
     HEAD_SIZE,
@@ -29,12 +30,11 @@ from benchmarks.attention_cases import (
     time_graph,
 )
 from weaveopt.ops.masked_attention import gpu
-from weaveopt.ops.masked_attention.plan import Plan, plan
+from weaveopt.ops.masked_attention.plan import plan
 
 BATCHES, FILLED, KEY_HEADS = (1, 8, 32, 128), (512, 4096, 32768), (1, 4, 8)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 MOST_BYTES = 60e9
-BLOCKS_N, WARPS, STAGES, SLOTS = (32, 64, 128), (2, 4, 8), (2, 3, 4), (1, 2, 3, 4)
 
 
 class Budget:
@@ -77,11 +77,10 @@ def decode_row(case: DecodeCase, without: list[str]) -> record.Row:
     how = plan(data.shape, gpu.num_sms(data.device))
     ours = times.pop("weave")
     bound = case.filled_bytes / PEAK_BYTES_PER_US
-    early = times.pop("weave_early_combine", ours)
     others = " ".join(f"{name} {us:.1f}" for name, us in times.items())
     best = min(times.values(), default=float("nan"))
     print(
-        f"{case.batch:4d} x {case.filled:6d} x {case.key_heads} heads: weave {ours:8.1f} us (early {early:.1f}) "
+        f"{case.batch:4d} x {case.filled:6d} x {case.key_heads} heads: weave {ours:8.1f} us "
         f"{case.filled_bytes / ours / 1e3:6.0f} GB/s {bound / ours:4.0%} | {others} | {best / ours:.2f}x "
         f"| {how.num_splits} splits, block {how.block_m} x {how.block_n}",
         flush=True,
@@ -97,7 +96,7 @@ def decode_row(case: DecodeCase, without: list[str]) -> record.Row:
         weave_us=ours, baselines=times, bound_us=bound,
         parameters={
             "splits": how.num_splits, "block_n": how.block_n, "num_warps": how.num_warps, "num_stages": how.num_stages,
-            "gb_per_s": round(case.filled_bytes / ours / 1e3), "early_combine_us": round(early, 3),
+            "gb_per_s": round(case.filled_bytes / ours / 1e3),
         },
     )  # fmt: skip
 
@@ -133,47 +132,6 @@ def prefill_row(tokens: int, without: list[str]) -> list[record.Row]:
     ]  # fmt: skip
 
 
-def tune_decode(case: DecodeCase) -> None:
-    """All launches of the table for one shape, best first, and the planned one among them."""
-    data = DecodeData(case)
-    planned = plan(data.shape, gpu.num_sms(data.device))
-    tiles, found = data.shape.batch * data.shape.key_heads, []
-    for block_n, warps, stages in itertools.product(BLOCKS_N, WARPS, STAGES):
-        counts = {max(1, min(128, -(-case.capacity // block_n), slots * 132 // tiles)) for slots in SLOTS}
-        for count, early in itertools.product(sorted(counts), (False, True)):
-            if count == 1 and early:
-                continue
-            how = Plan(planned.packed, planned.block_m, block_n, warps, stages, count, early)
-            try:
-                found.append((time_graph(data.weave(how), data.num_copies, replays=5), how))
-            except Exception as refused:  # Triton has no common base: out of shared memory, of registers
-                if count == min(counts):
-                    print(f"  {how}: {str(refused).splitlines()[0][:100]}", flush=True)
-    found.sort(key=lambda pair: pair[0])
-    ours = time_graph(data.weave(planned), data.num_copies)
-    print(f"tune {case}: planned {ours:.2f} us {planned}", flush=True)
-    for us, how in found[:8]:
-        brief = f"block_n {how.block_n} warps {how.num_warps} stages {how.num_stages} splits {how.num_splits}"
-        print(
-            f"   {us:9.2f} us {case.filled_bytes / us / 1e3:6.0f} GB/s  {brief} early {how.early_combine}", flush=True
-        )
-
-
-def tune_prefill(tokens: int) -> None:
-    data, found = PrefillData(tokens), []
-    for block_m, block_n, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
-        how = Plan(1, block_m, block_n, warps, stages)
-        for masked in (False, True):
-            try:
-                found.append((masked, time_graph(data.weave(masked, how), 1, least_calls=4, replays=5), how))
-            except Exception as refused:
-                print(f"  {how}: {str(refused).splitlines()[0][:100]}", flush=True)
-    for masked in (False, True):
-        print(f"tune prefill {tokens}, {'mask' if masked else 'causal'}:", flush=True)
-        for _, us, how in sorted((f for f in found if f[0] is masked), key=lambda f: f[1])[:5]:
-            print(f"   {us:9.2f} us {data.flops / us / 1e6:5.0f} TFLOP/s  {how}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default="gpu")
@@ -187,24 +145,22 @@ def main() -> None:
     )
     parser.add_argument("--without", nargs="*", default=[], help="baselines not to run")
     parser.add_argument("--seconds", type=float, default=100.0, help="no case begins after that")
-    parser.add_argument("--tune", action="store_true", help="try launches instead, and write nothing")
+    parser.add_argument("--sweep", action="store_true", help="try launches instead, over shapes of its own")
+    parser.add_argument("--output", type=Path, help="of the sweep: all launches and their times")
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.sweep:
+        attention_sweep.sweep(arguments.output, arguments.seconds, arguments.only)
+        return
     budget, rows = Budget(arguments.seconds), []
     for tokens in arguments.tokens if arguments.only != "decode" else ():
         if budget.allows(f"prefill {tokens}"):
-            if arguments.tune:
-                tune_prefill(tokens)
-            else:
-                rows += prefill_row(tokens, arguments.without)
+            rows += prefill_row(tokens, arguments.without)
             torch.cuda.empty_cache()
     for case in decode_cases(arguments) if arguments.only != "prefill" else ():
         if budget.allows(case):
-            if arguments.tune:
-                tune_decode(case)
-            else:
-                rows.append(decode_row(case, arguments.without))
+            rows.append(decode_row(case, arguments.without))
             torch.cuda.empty_cache()
     if budget.left_out:
         print(f"left out for want of time: {'; '.join(budget.left_out)}")

@@ -85,10 +85,13 @@ def test_ranges_hold_every_admitted_key_and_no_more() -> None:
         rows = choice.choice([1, 2, 5, 16, 128])
         ranges = torch.ops.weave.key_ranges(mask, rows)
         queries = mask.shape[2]
-        assert ranges.shape == (*mask.shape[:2], -(-queries // rows), 2) and ranges.dtype is torch.int32
+        assert ranges.shape == (*mask.shape[:2], -(-queries // rows), 4) and ranges.dtype is torch.int32
         for b, tile in itertools.product(range(mask.shape[0]), range(ranges.shape[2])):
             seen = mask[b, 0, tile * rows : (tile + 1) * rows].any(0).nonzero()[:, 0].tolist()
             want = [seen[0], seen[-1] + 1] if seen else [0, 0]
+            by_all = [*mask[b, 0, tile * rows : (tile + 1) * rows].all(0).tolist(), False]
+            inner = by_all.index(True) if True in by_all else 0
+            want += [inner, by_all.index(False, inner)] if True in by_all else [0, 0]
             assert ranges[b, 0, tile].tolist() == want, f"case {case}: {look} {sizes} rows {rows} tile {tile}"
 
 
@@ -110,7 +113,7 @@ def test_says_what_does_not_belong_together() -> None:
         "are torch.float32, torch.float32 and torch.bfloat16": Operands(q, k, v.bfloat16()),
         "not a torch.bool": Operands(q, k, v, mask.float()),
         "broadcasts to": Operands(q, k, v, mask[..., :7]),
-        "key_ranges": Operands(q, k, v, mask, torch.zeros(2, 1, 3, 2, dtype=torch.int32)),
+        "key_ranges": Operands(q, k, v, mask, torch.zeros(2, 1, 1, 2, dtype=torch.int32)),
         "one for each of 8 heads": Operands(q, k, v, mask, None, torch.zeros(3)),
     }
     for words, operands in wrong.items():

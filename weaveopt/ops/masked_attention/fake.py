@@ -17,7 +17,7 @@ def key_ranges(mask: Tensor, rows: int) -> Tensor:
             f"{mask.dtype} and {rows}"
         )
     batch, heads, queries, _ = mask.shape
-    return mask.new_empty((batch, heads, -(-queries // rows), 2), dtype=torch.int32)
+    return mask.new_empty((batch, heads, -(-queries // rows), 4), dtype=torch.int32)
 
 
 def masked_attention(

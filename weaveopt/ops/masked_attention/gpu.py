@@ -17,8 +17,9 @@ Tensor = torch.Tensor
 LARGEST_HEAD = 256
 RANGE_BYTES = 16384
 """Of the mask that a program of `key_ranges` looks at in one step."""
-COMBINE_COLUMNS = 64
 COMBINE_SPLITS = 64
+SPLIT_STEP = 16
+"""Keys: what a split takes is a multiple of that."""
 
 
 @cache
@@ -29,6 +30,12 @@ def has_triton() -> bool:
 @cache
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def may_launch_early(device: torch.device) -> bool:
+    """Programmatic dependent launch came with Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def key_ranges(mask: Tensor, rows: int) -> Tensor:
@@ -57,7 +64,7 @@ def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
 
     batch, heads, queries, keys = mask.shape
     tiles = -(-queries // rows)
-    out = mask.new_empty((batch, heads, tiles, 2), dtype=torch.int32)
+    out = mask.new_empty((batch, heads, tiles, 4), dtype=torch.int32)
     if out.numel() == 0:
         return out
     block_rows = min(power_of_two(min(rows, queries)), 32)
@@ -81,7 +88,7 @@ def launch_attention(operands: Operands, scores: Scores, how: Plan) -> Tensor:
     if not shape.keys:
         return out.zero_()
     split = how.num_splits > 1
-    early = split and how.early_combine
+    early = split and how.early_combine and may_launch_early(out.device)
     acc, ml = _partials(out, how, shape)
     mask, mask_strides, kind = _mask_arguments(operands.mask, shape, how, query)
     ranges = None if operands.ranges is None else operands.ranges.contiguous()
@@ -103,15 +110,16 @@ def launch_attention(operands: Operands, scores: Scores, how: Plan) -> Tensor:
         BLOCK_D=power_of_two(max(shape.key_size, 16)), BLOCK_DV=power_of_two(max(shape.value_size, 16)),
         BLOCK_M=how.block_m, BLOCK_N=how.block_n, MASK=kind, RANGES=ranges is not None, SINKS=sinks is not None,
         CAUSAL=scores.causal, SOFTCAP=scores.softcap > 0, SPLIT=split, PDL=early,
+        INNER=how.inner, ONCE=how.once, STEP=SPLIT_STEP,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     if split:
-        columns = min(COMBINE_COLUMNS, power_of_two(max(shape.value_size, 16)))
+        columns = min(how.combine_columns, power_of_two(max(shape.value_size, 16)))
         kernels.combine[(how.num_bundles(shape) * shape.queries * how.packed, -(-shape.value_size // columns))](
             acc, ml, query if sinks is None else sinks, out, out.stride(0), out.stride(1), out.stride(2),
             shape.heads, how.packed, shape.queries, how.num_splits,
             DV=shape.value_size, BLOCK_DV=columns, BLOCK_SPLITS=min(power_of_two(how.num_splits), COMBINE_SPLITS),
-            SINKS=sinks is not None, PDL=early, num_warps=4, launch_pdl=early,
+            SINKS=sinks is not None, PDL=early, num_warps=how.combine_warps, launch_pdl=early,
         )  # fmt: skip
     return out
 

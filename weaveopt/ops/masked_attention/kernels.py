@@ -20,40 +20,55 @@ def key_ranges(
     mask, out, stride_b, stride_h, stride_s, stride_l, num_heads, num_queries, num_keys, rows,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile: looks at all of its bytes."""
+    """One program a tile: looks at all of its bytes, from the first key on."""
     tile, row_of_mask = tl.program_id(0), tl.program_id(1)
     b, h = row_of_mask // num_heads, row_of_mask % num_heads
     mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    keys = tl.arange(0, BLOCK_KEYS)
-    first = tl.full([BLOCK_KEYS], 2147483647, tl.int32)
-    end = tl.zeros([BLOCK_KEYS], tl.int32)
-    for row in range(tile * rows, min((tile + 1) * rows, num_queries), BLOCK_ROWS):
-        row_ids = row + tl.arange(0, BLOCK_ROWS)
-        inside = row_ids < min((tile + 1) * rows, num_queries)
-        base = mask + row_ids.to(tl.int64)[:, None] * stride_s
-        for start in range(0, num_keys, BLOCK_KEYS):
-            ids = start + keys
-            here = base + ids.to(tl.int64)[None, :] * stride_l
-            admitted = tl.load(here, mask=inside[:, None] & (ids < num_keys)[None, :], other=0)
-            some = tl.max((admitted != 0).to(tl.int32), 0) > 0
-            first = tl.minimum(first, tl.where(some, ids, 2147483647))
-            end = tl.maximum(end, tl.where(some, ids + 1, 0))
-    last = tl.max(end, 0)
-    out += (row_of_mask * tl.num_programs(0) + tile).to(tl.int64) * 2
-    tl.store(out, tl.where(last > 0, tl.min(first, 0), 0))
-    tl.store(out + 1, last)
+    row_end = min((tile + 1) * rows, num_queries)
+    nowhere = 2147483647
+    first, end, inner_first, inner_end = nowhere, 0, nowhere, nowhere
+    for start in range(0, num_keys, BLOCK_KEYS):
+        ids = start + tl.arange(0, BLOCK_KEYS)
+        columns = mask + ids.to(tl.int64)[None, :] * stride_l
+        some = tl.zeros([BLOCK_KEYS], tl.int32)
+        every = tl.full([BLOCK_KEYS], 1, tl.int32)
+        for row in range(tile * rows, row_end, BLOCK_ROWS):
+            row_ids = row + tl.arange(0, BLOCK_ROWS)
+            inside = row_ids < row_end
+            here = columns + row_ids.to(tl.int64)[:, None] * stride_s
+            found = tl.load(here, mask=inside[:, None] & (ids < num_keys)[None, :], other=0)
+            admitted = (found != 0).to(tl.int32)
+            some = tl.maximum(some, tl.max(admitted, 0))
+            # Rows beyond the last query hide nothing.
+            every = tl.minimum(every, tl.min(tl.where(inside[:, None], admitted, 1), 0))
+        first = min(first, tl.min(tl.where(some > 0, ids, nowhere), 0))
+        end = max(end, tl.max(tl.where(some > 0, ids + 1, 0), 0))
+        whole = every > 0
+        inner_first = min(inner_first, tl.min(tl.where(whole, ids, nowhere), 0))
+        inner_end = min(inner_end, tl.min(tl.where(whole | (ids < inner_first), nowhere, ids), 0))
+    none = inner_first == nowhere
+    out += (row_of_mask * tl.num_programs(0) + tile).to(tl.int64) * 4
+    tl.store(out, tl.where(end > 0, first, 0))
+    tl.store(out + 1, end)
+    tl.store(out + 2, tl.where(none, 0, inner_first))
+    tl.store(out + 3, tl.where(none, 0, min(inner_end, num_keys)))
 
 
 @triton.jit
 def range_of(ranges, stride_t, num_entries, first_query, last_query, num_keys):
-    """First and end over the entries that the tile's queries are in: at most two, as tiles are no longer than one."""
-    one = min(first_query // RANGE_ROWS, num_entries - 1)
-    two = min(last_query // RANGE_ROWS, num_entries - 1)
-    first_one, end_one = tl.load(ranges + one * stride_t), tl.load(ranges + one * stride_t + 1)
-    first_two, end_two = tl.load(ranges + two * stride_t), tl.load(ranges + two * stride_t + 1)
+    """First, end and the inner range over the entries that the tile's queries are in: at most two.
+
+    Tiles are no longer than an entry. What both of two entries admit wholly may be nothing: its end is below its first.
+    """
+    one = ranges + min(first_query // RANGE_ROWS, num_entries - 1) * stride_t
+    two = ranges + min(last_query // RANGE_ROWS, num_entries - 1) * stride_t
+    first_one, end_one = tl.load(one), tl.load(one + 1)
+    first_two, end_two = tl.load(two), tl.load(two + 1)
     first_one = tl.where(end_one > 0, first_one, first_two)
     first_two = tl.where(end_two > 0, first_two, first_one)
-    return min(first_one, first_two), min(max(end_one, end_two), num_keys)
+    inner_first = max(tl.load(one + 2), tl.load(two + 2))
+    inner_end = min(tl.load(one + 3), tl.load(two + 3))
+    return min(first_one, first_two), min(max(end_one, end_two), num_keys), inner_first, inner_end
 
 
 @triton.jit
@@ -73,37 +88,45 @@ def mask_bytes(mask_rows, key_ids, num_keys, stride_ml, MASK: tl.constexpr):
 
 @triton.jit
 def attend_blocks(
-    q, acc, m, total, k_blocks, v_blocks, mask_rows, begin, stop, first, end, num_keys, visible,
+    q, acc, m, total, k_blocks, v_blocks, mask_rows, begin, before, resume, after, first, end, num_keys, visible,
     stride_kl, stride_vl, stride_ml, unit, cap_rate,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, CHECKED: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, CHECKED: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Goes on over the keys from `begin` to `stop`, multiples of BLOCK_N; not CHECKED: every one is admitted."""
+    """Goes on over `before` blocks of keys from `begin` on, and `after` ones from `resume` on, in one loop.
+
+    Not CHECKED: every key of them is admitted to every row, else those of [first, end) that the mask admits. ONCE: each
+    key is read by one program only, so no cache need keep it.
+    """
+    EVICT: tl.constexpr = "evict_first" if ONCE else ""
     ids = tl.arange(0, BLOCK_N)
     sizes = tl.arange(0, BLOCK_D)
     value_sizes = tl.arange(0, BLOCK_DV)
     bytes_next = 0
     if MASK != 0 and CHECKED:
-        bytes_next = mask_bytes(mask_rows, begin + ids, num_keys, stride_ml, MASK)
-    for start in range(begin, stop, BLOCK_N):
+        one = tl.where(before > 0, begin, resume)
+        bytes_next = mask_bytes(mask_rows, one + ids, num_keys, stride_ml, MASK)
+    for at in range(before + after):
+        start = tl.where(at < before, begin, resume - before * BLOCK_N) + at * BLOCK_N
         key_ids = start + ids
         inside = (key_ids >= first) & (key_ids < end)
         bytes_here = bytes_next
         if MASK != 0 and CHECKED:
             # A block ahead: bytes are too narrow for copies that the compiler keeps in flight by itself.
-            bytes_next = mask_bytes(mask_rows, key_ids + BLOCK_N, num_keys, stride_ml, MASK)
+            ahead = tl.where(at + 1 < before, begin, resume - before * BLOCK_N) + (at + 1) * BLOCK_N
+            bytes_next = mask_bytes(mask_rows, ahead + ids, num_keys, stride_ml, MASK)
         k_here = k_blocks + tl.cast(start, tl.int64) * stride_kl + ids[None, :] * stride_kl + sizes[:, None]
         v_here = v_blocks + tl.cast(start, tl.int64) * stride_vl + ids[:, None] * stride_vl + value_sizes[None, :]
         if CHECKED:
             if D == BLOCK_D:
-                k = tl.load(k_here, mask=inside[None, :], other=0.0)
+                k = tl.load(k_here, mask=inside[None, :], other=0.0, eviction_policy=EVICT)
             else:
-                k = tl.load(k_here, mask=inside[None, :] & (sizes < D)[:, None], other=0.0)
+                k = tl.load(k_here, mask=inside[None, :] & (sizes < D)[:, None], other=0.0, eviction_policy=EVICT)
         else:
             if D == BLOCK_D:
-                k = tl.load(k_here)
+                k = tl.load(k_here, eviction_policy=EVICT)
             else:
-                k = tl.load(k_here, mask=(sizes < D)[:, None], other=0.0)
+                k = tl.load(k_here, mask=(sizes < D)[:, None], other=0.0, eviction_policy=EVICT)
         scores = tl.dot(q, k)
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (e^2x + 1), without overflow at either end.
@@ -111,9 +134,9 @@ def attend_blocks(
         if CHECKED:
             admitted = inside[None, :]
             if MASK == 1:
-                admitted = (bytes_here != 0)[None, :]
+                admitted = (inside & (bytes_here != 0))[None, :]
             if MASK == 2:
-                admitted = bytes_here != 0
+                admitted = admitted & (bytes_here != 0)
             if CAUSAL:
                 admitted = admitted & (key_ids[None, :] < visible[:, None])
             scores = tl.where(admitted, scores, float("-inf"))
@@ -130,14 +153,16 @@ def attend_blocks(
         if CHECKED:
             # Zeros, not whatever lies there: it may be NaN, and 0 * NaN is.
             if DV == BLOCK_DV:
-                v = tl.load(v_here, mask=inside[:, None], other=0.0)
+                v = tl.load(v_here, mask=inside[:, None], other=0.0, eviction_policy=EVICT)
             else:
-                v = tl.load(v_here, mask=inside[:, None] & (value_sizes < DV)[None, :], other=0.0)
+                v = tl.load(
+                    v_here, mask=inside[:, None] & (value_sizes < DV)[None, :], other=0.0, eviction_policy=EVICT
+                )
         else:
             if DV == BLOCK_DV:
-                v = tl.load(v_here)
+                v = tl.load(v_here, eviction_policy=EVICT)
             else:
-                v = tl.load(v_here, mask=(value_sizes < DV)[None, :], other=0.0)
+                v = tl.load(v_here, mask=(value_sizes < DV)[None, :], other=0.0, eviction_policy=EVICT)
         acc = tl.dot(probabilities.to(v.dtype), v, acc)
         m = m_next
     return acc, m, total
@@ -152,10 +177,13 @@ def attention(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, RANGES: tl.constexpr, SINKS: tl.constexpr,
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    INNER: tl.constexpr, ONCE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M of the rows of `packed` heads that read one key head, over one split of their keys.
 
     Row r is query r // packed of head r % packed of these heads. Grid (num_splits * bundles * batch, tiles).
+    INNER: blocks that hold only admitted keys have a loop of their own, which reads no mask; the others follow.
+    A split takes a multiple of STEP keys, so that all are equal at any fill.
     A score is `unit` (> 0) times what the first product gives, or times its tanh where there is a soft cap.
     """
     if PDL:
@@ -176,19 +204,27 @@ def attention(
     first_query = tile * BLOCK_M // packed
     last_query = min(tile * BLOCK_M + BLOCK_M - 1, num_rows - 1) // packed
 
-    first, end = 0, num_keys
+    first, end, inner_first, inner_end = 0, num_keys, 0, num_keys
+    if MASK != 0:
+        inner_end = 0
     if RANGES:
         of_tile = ranges + b.to(tl.int64) * stride_rb + first_head * stride_rh
-        first, end = range_of(of_tile, stride_rt, num_entries, first_query, last_query, num_keys)
+        first, end, inner_first, inner_end = range_of(
+            of_tile, stride_rt, num_entries, first_query, last_query, num_keys
+        )
+        if MASK == 0 and num_entries == 1:
+            inner_first, inner_end = first, end
     visible = queries + (num_keys - num_queries + 1)
     if CAUSAL:
         end = max(min(end, last_query + num_keys - num_queries + 1), 0)
-    begin = first // BLOCK_N * BLOCK_N
-    stop = end
+        inner_end = min(inner_end, first_query + num_keys - num_queries + 1)
+    # Aligned, so that mask bytes can be read several at a time.
+    begin = first // STEP * STEP
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(max(end - begin, 0), BLOCK_N), num_splits) * BLOCK_N
+        share = tl.cdiv(tl.cdiv(max(end - begin, 0), STEP), num_splits) * STEP
         begin += split * share
-        stop = min(end, begin + share)
+        end = min(end, begin + share)
+    blocks = tl.cdiv(max(end - begin, 0), BLOCK_N)
 
     b64 = b.to(tl.int64)
     key_head = first_head // group
@@ -213,21 +249,22 @@ def attention(
         m = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
         total = tl.where(m > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if MASK == 0 and not RANGES:
-        whole = stop // BLOCK_N * BLOCK_N
-        if CAUSAL:
-            whole = min(whole, max(first_query + num_keys - num_queries + 1, 0) // BLOCK_N * BLOCK_N)
-        whole = max(whole, begin)
+    before, resume, after = blocks, begin, 0
+    if INNER:
+        skipped = tl.cdiv(max(inner_first - begin, 0), BLOCK_N)
+        whole = max((min(inner_end, end) - begin) // BLOCK_N - skipped, 0)
         acc, m, total = attend_blocks(
-            q_rows, acc, m, total, k, v, mask_rows, begin, whole, first, end, num_keys, visible,
-            stride_kl, stride_vl, stride_ml, unit, cap_rate,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, False,
+            q_rows, acc, m, total, k, v, mask_rows, begin + skipped * BLOCK_N, whole, begin, 0, first, end, num_keys,
+            visible, stride_kl, stride_vl, stride_ml, unit, cap_rate,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, False, ONCE,
         )  # fmt: skip
-        begin = whole
+        before = tl.where(whole > 0, skipped, blocks)
+        resume = begin + (skipped + whole) * BLOCK_N
+        after = blocks - before - whole
     acc, m, total = attend_blocks(
-        q_rows, acc, m, total, k, v, mask_rows, begin, stop, first, end, num_keys, visible,
-        stride_kl, stride_vl, stride_ml, unit, cap_rate,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, True,
+        q_rows, acc, m, total, k, v, mask_rows, begin, before, resume, after, first, end, num_keys,
+        visible, stride_kl, stride_vl, stride_ml, unit, cap_rate,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, True, ONCE,
     )  # fmt: skip
 
     there = row_ids < num_rows

@@ -1,8 +1,9 @@
 """`weave::key_ranges` and `weave::masked_attention`.
 
-    def key_ranges(mask, rows):           # bool [Bm, Hm, Sm, L] -> int32 [Bm, Hm, ceil(Sm / rows), 2]
-        admitted = pad(mask).reshape(Bm, Hm, -1, rows, L).any(3)
-        return first and last + 1 of each row of `admitted`; 0 and 0 where none is set
+    def key_ranges(mask, rows):           # bool [Bm, Hm, Sm, L] -> int32 [Bm, Hm, ceil(Sm / rows), 4]
+        tiles = pad(mask).reshape(Bm, Hm, -1, rows, L)
+        return first and last + 1 of what is set in tiles.any(3), first and end of the first run in tiles.all(3) (of
+            queries that exist); 0 and 0 where none is set
 
     def masked_attention(query, key, value, mask, ranges, sinks, scale, softcap, causal):
         key = key.repeat_interleave(H // Hkv, 1)
@@ -19,8 +20,9 @@ Shapes: `query` [B, H, S, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, Dv] with
 [B, S, H, Dv]. Any strides. Sums are in fp32.
 
 `ranges` is `key_ranges(mask, RANGE_ROWS)`, made once for all layers that share a mask: keys outside of a tile's range
-are not read. Without it, and with a mask, the op makes it on its own. Ranges without a mask admit all that is in them.
-A key within its range that the mask hides from all still has to be finite, as in torch; what lies outside need not be.
+are not read, and of keys within its inner range the mask need not be. Without `ranges`, and with a mask, the op makes
+them on its own. Ranges without a mask admit every key from first to end. A key within its range that the mask hides
+from all still has to be finite, as in torch; what lies outside need not be.
 
 On GPUs a Triton kernel runs for bf16 and fp16; fp32, head sizes above 256, and GPUs without Triton get the plain
 expression. Nothing waits for the device: calls can be captured in CUDA graphs, and what is filled may change between

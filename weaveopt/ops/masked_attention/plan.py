@@ -25,8 +25,14 @@ class Plan:
     num_stages: int
     num_splits: int = 1
     """Programs that share the keys of a tile; above 1 `combine` follows."""
-    early_combine: bool = False
-    """`combine` is launched while the splits still run, and waits on the device (programmatic dependent launch)."""
+    early_combine: bool = True
+    """`combine` is launched while the splits still run, and waits on the device, where that can do it."""
+    inner: bool = False
+    """Blocks of keys that every row admits have a loop of their own, without a mask."""
+    once: bool = False
+    """Keys and values are read by one program only: caches need not keep them."""
+    combine_columns: int = 64
+    combine_warps: int = 4
 
     def num_tiles(self, shape: Shape) -> int:
         return -(-shape.queries * self.packed // self.block_m)
@@ -43,7 +49,7 @@ def plan(shape: Shape, num_sms: int, may_pack: bool = True) -> Plan:
     wide = max(shape.key_size, shape.value_size) > 128
     long_tiles = shape.batch * shape.heads * -(-shape.queries // 128)
     if rows > FEW_ROWS and long_tiles >= num_sms:
-        return Plan(1, 128, 64, 8, 2 if wide else 3)
+        return Plan(1, 128, 64, 8, 2 if wide else 3, inner=True)
     block_m = min(max(16, power_of_two(rows)), FEW_ROWS)
     few = Plan(packed, block_m, 32 if wide else 64, 4, 3)
     tiles = few.num_tiles(shape) * few.num_bundles(shape)

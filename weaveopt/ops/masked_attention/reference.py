@@ -11,18 +11,29 @@ Tensor = torch.Tensor
 
 
 def key_ranges(mask: Tensor, rows: int) -> Tensor:
-    """First and end of what is admitted to any query of a tile: int32 [Bm, Hm, ceil(Sm / rows), 2]."""
+    """Of each tile: first and end of what any query admits, then of the first run that all admit.
+
+    int32 [Bm, Hm, ceil(Sm / rows), 4].
+    """
     batch, heads, queries, keys = mask.shape
     tiles = -(-queries // rows)
     if mask.numel() == 0:
-        return mask.new_zeros((batch, heads, tiles, 2), dtype=torch.int32)
-    padded = F.pad(mask, (0, 0, 0, tiles * rows - queries))
-    admitted = padded.reshape(batch, heads, tiles, rows, keys).any(3).to(torch.int32)
+        return mask.new_zeros((batch, heads, tiles, 4), dtype=torch.int32)
+
+    def of_tiles(beyond: bool) -> Tensor:
+        padded = F.pad(mask, (0, 0, 0, tiles * rows - queries), value=beyond)
+        return padded.reshape(batch, heads, tiles, rows, keys)
+
+    admitted, every = of_tiles(False).any(3).to(torch.int32), of_tiles(True).all(3)
     some = admitted.amax(3)
     # argmax is the first of equals: from the left the first key, from the right the last.
     first = admitted.argmax(3) * some
     end = (keys - admitted.flip(3).argmax(3)) * some
-    return torch.stack((first, end), 3).to(torch.int32)
+    ids = torch.arange(keys, device=mask.device)
+    inner_first = torch.where(every, ids, keys).amin(3)
+    inner_end = torch.where(every | (ids < inner_first[..., None]), keys, ids).amin(3)
+    found = inner_first < keys
+    return torch.stack((first, end, inner_first * found, inner_end * found), 3).to(torch.int32)
 
 
 def admitted_keys(operands: Operands, causal: bool) -> Tensor | None:
@@ -34,7 +45,7 @@ def admitted_keys(operands: Operands, causal: bool) -> Tensor | None:
         if ranges.shape[2] > 1:
             ranges = ranges.repeat_interleave(RANGE_ROWS, 2)[:, :, :queries]
         ids = torch.arange(keys, device=ranges.device)
-        admitted = (ids >= ranges[..., :1]) & (ids < ranges[..., 1:])
+        admitted = (ids >= ranges[..., :1]) & (ids < ranges[..., 1:2])
     if not causal:
         return admitted
     order = torch.ones((queries, keys), dtype=torch.bool, device=operands.query.device).tril(keys - queries)

@@ -80,10 +80,10 @@ def checked_shape(operands: Operands) -> Shape:
         )
     if ranges is not None:
         tiles = -(-queries // RANGE_ROWS)
-        if ranges.dtype is not torch.int32 or not _broadcasts(ranges, (batch, heads, tiles, 2)):
+        if ranges.dtype is not torch.int32 or not _broadcasts(ranges, (batch, heads, tiles, 4)) or ranges.shape[3] != 4:
             raise WeaveError(
                 f"masked_attention: ranges are {list(ranges.shape)} {ranges.dtype}, not a torch.int32 [{batch} or 1, "
-                f"{heads} or 1, {tiles} or 1, 2]: key_ranges(mask, {RANGE_ROWS}) makes them"
+                f"{heads} or 1, {tiles} or 1, 4]: key_ranges(mask, {RANGE_ROWS}) makes them"
             )
     if sinks is not None and sinks.shape != (heads,):
         raise WeaveError(f"masked_attention: sinks are {list(sinks.shape)}, not one for each of {heads} heads")
