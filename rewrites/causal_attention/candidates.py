@@ -190,5 +190,5 @@ def _estimate(lowered: Lowered, facts: AttentionFacts, terms: Terms) -> Estimate
     if lowered.reads_mask:
         # One kernel finds the keys that the mask admits, for all sites that read it.
         ranges_us = terms.us(cost_model.memory_us(machine, mask_bytes)) / facts.reads_of_mask
-        found.append(Term("ranges", ranges_us))
+        found.append(Term("memory", ranges_us))
     return Estimate(tuple(found), machine.relative_error)

@@ -103,6 +103,7 @@ def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node
             mask = _negated(graph, mask)
         while is_call(mask, _EXPANDED) and _keeps_dims(mask):
             mask = _node(mask.args[0])  # type: ignore[arg-type]  # one row of booleans for all that share it
+        mask = _with_four_dims(graph, mask)
         ranges = _ranges(graph, mask)
         operands += [mask, ranges]
     sinks = None if nodes.form.sinks is None else _node(nodes.form.sinks)
@@ -124,6 +125,17 @@ def _keeps_dims(node: fx.Node) -> bool:
     before = node.args[0]
     a, b = tensor_of(node), tensor_of(before) if isinstance(before, fx.Node) else None
     return a is not None and b is not None and a.ndim == b.ndim == 4
+
+
+def _with_four_dims(graph: fx.Graph, mask: fx.Node) -> fx.Node:
+    """The mask as [batch, heads, queries, keys], sizes of 1 before those that it has."""
+    value = tensor_of(mask)
+    assert value is not None, f"{mask.name} makes no tensor"
+    op = aten.unsqueeze.default
+    for _ in range(4 - value.ndim):
+        known = next((user for user in mask.users if is_call(user, frozenset({op})) and user.args[1] == 0), None)
+        mask = known or call_after(graph, last_of(graph, [mask]), op, (mask, 0), like=mask)
+    return mask
 
 
 def _ranges(graph: fx.Graph, mask: fx.Node) -> fx.Node:
