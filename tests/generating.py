@@ -76,9 +76,10 @@ def assert_same(ours: object, theirs: object) -> None:
         found, wanted = getattr(ours, name), getattr(theirs, name)
         assert len(found) == len(wanted), name
         for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            torch.testing.assert_close(
-                one, other, rtol=1e-3, atol=1e-4, msg=lambda m, at=f"{name} {step}": f"{at}: {m}"
-            )
+            try:
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+            except AssertionError as error:
+                raise AssertionError(f"{name} of step {step}: {error}") from None
 
 
 def steps_of(model: PreTrainedModel) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -61,14 +63,13 @@ def generate(
     if not isinstance(request, Request):
         no += request
     elif not no:
-        # Buffers made in inference mode could not be written outside of it; compiled steps would differ by the mode.
-        with torch.inference_mode(False), torch.no_grad(), model._optimize_model_for_decode():
+        with _surroundings(model), model._optimize_model_for_decode():
             session = session_for(model, request, backend_for(model, generation_config))
         found = _refused(session, request)
         if found is None:
             assert isinstance(session, Session)
             try:
-                with torch.inference_mode(False), torch.no_grad():
+                with _surroundings(model):
                     return _generate(model, session, request, input_ids, generation_config, streamer, model_kwargs)
             finally:
                 session.lock.release()
@@ -78,6 +79,15 @@ def generate(
         model, mode, input_ids, logits_processor, stopping_criteria, generation_config, synced, streamer,
         hidden.assistant_model, model_kwargs,
     )  # fmt: skip
+
+
+@contextmanager
+def _surroundings(model: PreTrainedModel) -> Iterator[None]:
+    """The same for every call: buffers made in inference mode could not be written outside of it, and compiled steps
+    would differ by the mode. Streams, events and graphs are those of the model's GPU, whichever is the current one."""
+    place = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), place:
+        yield
 
 
 def _refused(session: Session | Rejection, request: Request) -> Rejection | None:

@@ -39,6 +39,7 @@ def masks(form: MaskForm, layers: list[FullLayer], length: Tensor, padding: Tens
 
 
 def _mask(layer: FullLayer, length: Tensor, padding: Tensor) -> Tensor:
+    seen: Tensor
     slots = torch.arange(layer.max_cache_len, device=length.device)
     if isinstance(layer, RingLayer):
         # The newest position that a slot can hold when `length` is the newest of all; below 0: it holds none yet.

@@ -1,0 +1,40 @@
+"""What a step is compiled with: what the call names, else what the model was compiled with, else weave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CompileConfig, GenerationConfig
+
+from weaveopt.generation.compiling import Backend, apart, backend_for
+
+
+def test_a_call_names_its_backend() -> None:
+    model = torch.nn.Linear(2, 2)
+    asked = GenerationConfig(compile_config=CompileConfig(backend="inductor"))
+    assert backend_for(model, asked) == Backend("inductor", "inductor"), "its graphs would lie inside of ours"
+    asked.compile_config = CompileConfig(backend="inductor", mode="max-autotune")
+    assert backend_for(model, asked) == Backend("inductor", "inductor", "max-autotune-no-cudagraphs")
+    asked.disable_compile = True
+    assert backend_for(model, asked) is None
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_compiled_model_says_what_with(mode: str | None) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert backend_for(model, GenerationConfig()) == Backend("weave", "weave")
+    model.compile(backend="weave", mode=mode)
+    assert backend_for(model, GenerationConfig()) == Backend("weave", "weave")
+    model.compile(backend="weave", options={"strict": True, "cuda_graphs": True})
+    assert backend_for(model, GenerationConfig()) == Backend("weave", "weave", None, (("strict", True),))
+    model.compile(backend="aot_eager")
+    assert backend_for(model, GenerationConfig()) == Backend("aot_eager", "aot_eager")
+
+
+def test_copies_have_code_of_their_own() -> None:
+    def double(x: int) -> int:
+        return 2 * x
+
+    one, other = apart(double), apart(double)
+    assert one(4) == other(4) == 8
+    assert len({id(each.__code__) for each in (double, one, other)}) == 3
