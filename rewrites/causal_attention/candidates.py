@@ -143,6 +143,9 @@ def _against(form: Form, lowered: Lowered, facts: AttentionFacts) -> Iterator[Re
     elif form is Form.CUDNN:
         if facts.head_dim > LARGEST_HEAD_OF_CUDNN or facts.value_dim > 128 or (facts.head_dim | facts.value_dim) % 8:
             yield Rejection("head_size", "the kernel takes head sizes of at most 128, and keys of 192", heads)
+    elif form is Form.CPU:
+        if facts.head_dim != facts.value_dim:
+            yield Rejection("head_size", "the kernel takes equal head sizes", heads)
     elif form is Form.MASKED and max(facts.head_dim, facts.value_dim) > LARGEST_HEAD:
         yield Rejection("head_size", "the kernel takes head sizes of at most 256", heads)
     if form in (Form.CUDNN, Form.CPU) and lowered.causal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,17 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
     assert _num_all_reduces(report) == 160 + EMBEDDING
     for decision in graph.decisions:
         _assert_complete(decision)
-        assert (decision.site.tokens.hint, dict(decision.site.facts)["hidden"]) == (4096, 8192)
+        assert decision.site.tokens.hint == 4096
+        facts = dict(decision.site.facts)
+        if decision.site.kind == "attention":
+            sizes = [facts[name] for name in ("heads", "kv_heads", "queries", "keys", "head_dim")]
+            assert sizes == [8, 1, 4096, 4096, 128]
+        else:
+            assert facts["hidden"] == 8192
+    counts = Counter({"attention": 0, "reduction": 0})
+    for decision in graph.decisions:
+        counts[decision.site.kind] += decision.site.count
+    assert counts == {"attention": 80, "reduction": 160 + EMBEDDING}
     asked = {site: found for found in graph.sensitivity for site in found.sites}
     assert set(asked) == {decision.site.id for decision in graph.decisions}
     for decision in graph.decisions:
@@ -103,8 +114,10 @@ def test_defaults_disable_why_and_trace(
 def test_llama_70b_on_gpus_that_reach_each_other(phase: str, tokens: int, tmp_path: Path) -> None:
     report = _explain(f"llama-3.3-70b --tp 4 --machine h200x4 --phase {phase} --tokens {tokens}", tmp_path)
     (graph,) = report.graphs
-    rewritten = [d for d in graph.decisions if d.rewritten]
+    rewritten = [d for d in graph.decisions if d.rewritten and d.site.groups]
     assert rewritten and {d.chosen.fabric for d in rewritten} == {Fabric.PEER}
+    local = [d for d in graph.decisions if d.rewritten and not d.site.groups]
+    assert all((d.chosen.fabric, d.chosen.table) == (Fabric.LIBRARY, ()) for d in local), "they meet no other rank"
     assert {d.chosen.table[-1].max_tokens for d in rewritten} == {tokens}
     (plan,) = graph.plans
     assert plan.num_bytes == header_bytes(Fabric.PEER) + sum(buffer.num_bytes for buffer in plan.buffers)

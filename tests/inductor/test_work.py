@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 
@@ -105,14 +106,16 @@ def _kinds(work: tuple[Work, ...]) -> dict[str, int]:
 
 @pytest.mark.parametrize("machine", ["cpu", "h200x4"])
 def test_sites_and_work_share_nothing(machine: str) -> None:
-    """Of 15 products four belong to sites; all all-reduces do, so what is left is the gather of the logits."""
+    """Of 15 products four belong to sites, and both attentions; all all-reduces do, so what is left is the gather of
+    the logits."""
     report = _reported("llama", machine=machine)
     baselines = [decision.baseline for decision in report.decisions if not decision.site.rejections]
-    assert len(baselines) == 5
-    gemms = sum(any(term.name == "gemm" for term in each.terms) for each in baselines if each is not None)
+    assert len(baselines) == 5 + 2
     kinds = _kinds(report.work)
-    assert kinds["gemm"] + gemms == 15 and gemms == 4
-    assert kinds["attention"] == 2 and kinds["collective"] == 1
+    in_sites = Counter(term.name for each in baselines if each is not None for term in each.terms)
+    assert kinds["gemm"] + in_sites["gemm"] == 15 and in_sites["gemm"] == 4
+    assert in_sites["attention"] == 2 and "attention" not in kinds
+    assert in_sites["all_reduce"] == 5 and kinds["collective"] == 1
     assert all(each.us > 0.0 and each.count == 1 for each in report.work)
 
 
@@ -120,10 +123,13 @@ def test_work_is_in_the_order_of_the_graph() -> None:
     report = _reported("llama")
     after = [each.after for each in report.work]
     assert after == sorted(after) and after[0] == 0 and after[-1] == len(report.decisions)
-    # Between the site before the attention and the one behind it: three projections, and the attention.
-    between = _kinds(tuple(each for each in report.work if each.after == 1))
-    assert between["gemm"] == 3 and between["attention"] == 1
-    behind = _kinds(tuple(each for each in report.work if each.after == 2))
+    sites = [decision.site.kind for decision in report.decisions]
+    assert sites == ["reduction", "attention", "reduction", "reduction", "attention", "reduction", "reduction"]
+    # Between the embedding's site and the attention's: three projections.
+    assert _kinds(tuple(each for each in report.work if each.after == 1))["gemm"] == 3
+    between = _kinds(tuple(each for each in report.work if each.after == 2))
+    assert "gemm" not in between, "the projection of the output belongs to the next site"
+    behind = _kinds(tuple(each for each in report.work if each.after == 3))
     assert behind == {"memory": 1, "gemm": 2}, "gate, up, and their product"
     modules = [each.module for each in report.work if each.kind == "gemm"]
     assert modules[:3] == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]

@@ -176,7 +176,7 @@ def test_captured_graphs_are_decided_best(
     assert report.fallbacks == ()
     assert len(report.decisions) == (3 if form is forms.chain else 1)
     ((priced, context),) = seen
-    (rule,) = RULES.site_rules
+    rule = RULES.named("all_reduce_rms_norm")
     sites = priced.problem.sites
 
     def charged_us(proposals: Sequence[Proposal | None]) -> float:

@@ -26,7 +26,7 @@ from weaveopt.solver.regimes import MAX_REGIMES, Served, Stretch, regimes, stret
 from weaveopt.solver.selection import EXCLUDED
 
 HIDDEN, LAST = 1024, 300
-(RULE,) = RULES.site_rules
+RULE = RULES.named("all_reduce_rms_norm")
 
 
 def problems(machine: Machine, num_sites: int = 3, world: int = 2) -> Callable[[int], Problem]:

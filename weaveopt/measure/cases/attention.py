@@ -119,13 +119,17 @@ class AttentionKernels(Family):
             session.tell("attention", done, len(cases))
             mine.append(attention(session.clock, session.device, case, 30.0))
         self.times = dict(zip(cases, slowest(mine), strict=True))
-        for what, taken in (("attention, masked", masked_cases()), ("attention, decode", repeated_cases())):
+        for what, taken, counts in (
+            ("attention, masked", masked_cases(), "steps"),
+            # A single query fills no tile: sequences of unlike lengths and counts take what their bytes take.
+            ("attention, decode", repeated_cases(), "bytes"),
+        ):
             chosen = taken[::4] if session.quick else taken
 
             def tell(done: int, of: int, what: str = what) -> None:
                 session.tell(what, done, of)
 
-            self.by_work.append(timed(session.clock, session.device, "sdpa", chosen, as_compiled, "steps", tell))
+            self.by_work.append(timed(session.clock, session.device, "sdpa", chosen, as_compiled, counts, tell))
 
     def write(self, draft: Draft) -> None:
         what = "scaled_dot_product_attention, heads of 128, bfloat16"
