@@ -104,7 +104,7 @@ def make(place: Place, shape: Shape, layers: int) -> PreTrainedModel:
 
 
 def run_case(
-    place: Place, model: PreTrainedModel, name: str, case: Case, names: Sequence[str], profile: str | None
+    place: Place, model: PreTrainedModel, name: str, case: Case, names: Sequence[str], asked: argparse.Namespace
 ) -> tuple[record.Row, str]:
     """One row, and what is wrong with it (empty: nothing)."""
     from torch._inductor.compile_fx import compile_fx
@@ -112,8 +112,8 @@ def run_case(
     from weaveopt.backend import weave
 
     torch._dynamo.reset()
-    workload = Workload(model, case, place.device, CACHE_POSITIONS, FILLED_POSITIONS)
-    given = {"machine": profile} if profile else {}
+    workload = Workload(model, case, place.device, CACHE_POSITIONS, FILLED_POSITIONS, asked.positions)
+    given = {"machine": asked.profile} if asked.profile else {}
     disabled = {WEAVE: [], WITHOUT: ["causal_attention"], ALONE: ["all_reduce_rms_norm"]}
     ways = {
         each: compile_fx
@@ -168,6 +168,7 @@ def run_case(
         case={
             "model": name, "phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": "bfloat16",
             "ranks": place.world, "layers": model.config.num_hidden_layers,
+            **({"positions": "given"} if asked.positions and case.phase == "prefill" else {}),
         },
         weave_us=us[WEAVE],
         baselines={which: us[which] for which in names if which != WEAVE},
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--profile", default=None)
+    parser.add_argument("--positions", action="store_true", help="the caller gives positions, which may be packed")
     parser.add_argument("--beside", action="store_true", help="keep the other rows of the result file")
     asked = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
@@ -244,7 +246,7 @@ def main() -> None:
                 shape = SHAPES[name]
                 model = make(place, shape, asked.layers or shape.layers)
                 for case in map(parse, asked.cases or shape.cases):
-                    row, complaint = run_case(place, model, name, case, names, asked.profile)
+                    row, complaint = run_case(place, model, name, case, names, asked)
                     rows.append(row)
                     wrong += [complaint] if complaint else []
                     if place.rank == 0:

@@ -48,7 +48,7 @@ def run(place: Place, asked: argparse.Namespace) -> None:
         }
         settle = torch.zeros(1, device=place.device)
         for tokens in counts(asked.count):
-            workload = Workload(model, Case("prefill", 1, tokens), place.device)
+            workload = Workload(model, Case("prefill", 1, tokens), place.device, gives_positions=False)
             pool = torch.cuda.graph_pool_handle()
             graphs = {}
             for name, forward in forwards.items():

@@ -138,6 +138,7 @@ class Workload:
         device: torch.device,
         positions: int = CACHE_POSITIONS,
         filled: int = FILLED_POSITIONS,
+        gives_positions: bool = True,
     ) -> None:
         self.filled = filled
         generator = torch.Generator(device).manual_seed(case.tokens)
@@ -147,11 +148,13 @@ class Workload:
 
         self.case, self.cache = case, None
         self.ids = random_ids(case.seq)
-        self.positions = torch.arange(case.seq, device=device)[None].expand(case.batch, -1).contiguous()
+        # Positions that a caller gives may be those of packed sequences: then the mask is known at run time only.
+        own_positions = torch.arange(case.seq, device=device)[None].expand(case.batch, -1).contiguous()
+        self.positions = own_positions if gives_positions or case.phase == "decode" else None
         if case.phase == "decode":
             self.cache = StaticCache(config=model.config, max_cache_len=positions)
             model(input_ids=random_ids(filled), past_key_values=self.cache, use_cache=True)
-            self.positions = self.positions + filled
+            self.positions = own_positions + filled
 
     def reset(self) -> None:
         if self.cache is not None:
