@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor
 
-from functorch.compile import make_boxed_func
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.inductor import seams
@@ -209,6 +209,6 @@ def ran_each(compute: Compute, operands: Sequence[Tensor], ways: Sequence[As]) -
     return [Ran(result[0], report, mine.graph) for (report, mine), result in zip(made, results, strict=True)]
 
 
-def ran(compute: Compute, operands: Sequence[Tensor], way: As = As()) -> Ran:  # noqa: B008  (frozen)
+def ran(compute: Compute, operands: Sequence[Tensor], way: As = As()) -> Ran:
     (found,) = ran_each(compute, operands, [way])
     return found
