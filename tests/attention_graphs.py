@@ -114,7 +114,7 @@ def attend_written(
     return rows(torch.matmul(weights, value))
 
 
-# --- running them ------------------------------------------------------------------------------------------------------
+# --- running them -----------------------------------------------------------------------------------------------------
 
 
 class Only(CausalAttention):
@@ -175,7 +175,7 @@ class As:
 
 
 def ran_each(compute: Compute, operands: Sequence[Tensor], ways: Sequence[As]) -> list[Ran]:
-    """`compute` on CPU tensors, traced once and optimized in each way: the ops of GPU forms have CPU implementations."""
+    """`compute` on CPU tensors, traced once and optimized in each way: what GPUs run has a form for CPUs."""
     torch._dynamo.reset()
     made: list[tuple[GraphReport, fx.GraphModule]] = []
     results: list[list[Tensor]] = []

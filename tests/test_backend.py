@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -276,9 +277,10 @@ def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.Monk
     from weaveopt.config import Config
     from weaveopt.cost_model import Gpu
     from weaveopt.fabrics import gpus, topology
+    from weaveopt.rule import CapturedGraph
 
     def graph_on(device: str) -> CapturedGraph:
-        graph = fx.Graph()
+        graph = torch.fx.Graph()
         with FakeTensorMode():
             graph.placeholder("x").meta["val"] = torch.empty(1, device=device)
         return CapturedGraph("graph", "inference", 1, (), graph)
