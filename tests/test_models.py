@@ -25,7 +25,7 @@ NUM_PADDED = 2
 READ = ("bias_not_boolean", "bias_not_boolean")
 GENERATING = {"": ("grouped", "grouped"), "gpt_oss": READ, "gemma2": READ}
 """What becomes of the attention of both layers under `generate`, by family: its mask is an input, and CPU ranks have no
-kernel that reads one of its own. Families that write attention out get a bias there; what it holds no rule may guess."""
+kernel that reads one of its own. Families that write attention out get a bias there, and nobody knows what is in it."""
 PROMPT = {
     "": ("cpu", "cpu"),
     "mistral": ("grouped", "grouped"),
@@ -33,7 +33,7 @@ PROMPT = {
     "gpt_oss": ("scores_changed not_repeated",) * 2,
     "gemma2": ("scores_changed mask_not_supported not_repeated", "scores_changed not_repeated"),
 }
-"""With masks that the graph holds, which are proven; the library's kernel for CPUs knows no windows, soft caps, sinks."""
+"""With masks that the graph holds, which are proven. On CPUs the library's kernel knows no windows, caps and sinks."""
 NO_OPERATOR = "deepseek_v3"
 """Keys of 32 and values of 16: torch has no kernel for it on CPUs and writes it out in a form of its own."""
 NUM_PARTS = 4
