@@ -204,7 +204,7 @@ def ran_each(compute: Compute, operands: Sequence[Tensor], ways: Sequence[As]) -
         return seams.compile_with(inner_compile, graph_module, example_inputs)
 
     with torch.no_grad():
-        torch.compile(compute, backend=backend, fullgraph=True)(*operands)  # type: ignore[arg-type]
+        torch.compile(compute, backend=backend, fullgraph=True)(*operands)
     assert len(made) == len(ways), "more than one graph"
     return [Ran(result[0], report, mine.graph) for (report, mine), result in zip(made, results, strict=True)]
 

@@ -57,7 +57,7 @@ def _greedy(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> _G
 
 def _cached(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a prompt with a cache that grows, whose masks are made in the graph and hang on no input."""
-    cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
+    cache = DynamicCache(config=model.config)
     return model(input_ids=ids, past_key_values=cache, use_cache=True).logits  # type: ignore[no-any-return]
 
 

@@ -205,7 +205,7 @@ def test_training_graphs_are_left(machine: str) -> None:
         each.grad = None
     torch._dynamo.reset()
     config = _config(machine)
-    torch.compile(compute, backend=executing(config, reports), fullgraph=True)(*operands).square().sum().backward()  # type: ignore[arg-type]
+    torch.compile(compute, backend=executing(config, reports), fullgraph=True)(*operands).square().sum().backward()
     forward, backward = reports
     assert (forward.phase, backward.phase) == ("forward", "backward")
     codes = [[r.code for r in decision.site.rejections] for decision in forward.decisions]
@@ -291,7 +291,7 @@ def test_symbolic_lengths(form: str, machine: str) -> None:
         return attend(q, k, v, seen(length, length))
 
     torch._dynamo.reset()
-    compiled = torch.compile(compute, backend=executing(_config(machine), reports, rules_of(form)), fullgraph=True)  # type: ignore[arg-type]
+    compiled = torch.compile(compute, backend=executing(_config(machine), reports, rules_of(form)), fullgraph=True)
     with torch.no_grad():
         for length in (24, 31, 9):
             x = torch.randn(2, length, 128, generator=torch.Generator().manual_seed(length)).bfloat16()
@@ -310,7 +310,7 @@ def test_symbolic_keys_behind_a_known_query_are_refused_or_read() -> None:
         return attend(q, k, v, torch.arange(k.shape[2])[None, None, None] <= last)
 
     torch._dynamo.reset()
-    compiled = torch.compile(compute, backend=executing(_config("h200x4"), reports, rules_of("masked")), fullgraph=True)  # type: ignore[arg-type]
+    compiled = torch.compile(compute, backend=executing(_config("h200x4"), reports, rules_of("masked")), fullgraph=True)
     with torch.no_grad():
         for keys, last in ((24, 20), (33, 7)):
             operands = Sizes(queries=1, keys=keys).operands(torch.bfloat16)
