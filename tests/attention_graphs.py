@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor
 
-from functorch.compile import make_boxed_func
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.inductor import seams
@@ -114,7 +114,7 @@ def attend_written(
     return rows(torch.matmul(weights, value))
 
 
-# --- running them ------------------------------------------------------------------------------------------------------
+# --- running them -----------------------------------------------------------------------------------------------------
 
 
 class Only(CausalAttention):
@@ -175,7 +175,7 @@ class As:
 
 
 def ran_each(compute: Compute, operands: Sequence[Tensor], ways: Sequence[As]) -> list[Ran]:
-    """`compute` on CPU tensors, traced once and optimized in each way: the ops of GPU forms have CPU implementations."""
+    """`compute` on CPU tensors, traced once and optimized in each way: what GPUs run has a form for CPUs."""
     torch._dynamo.reset()
     made: list[tuple[GraphReport, fx.GraphModule]] = []
     results: list[list[Tensor]] = []
@@ -204,11 +204,11 @@ def ran_each(compute: Compute, operands: Sequence[Tensor], ways: Sequence[As]) -
         return seams.compile_with(inner_compile, graph_module, example_inputs)
 
     with torch.no_grad():
-        torch.compile(compute, backend=backend, fullgraph=True)(*operands)  # type: ignore[arg-type]
+        torch.compile(compute, backend=backend, fullgraph=True)(*operands)
     assert len(made) == len(ways), "more than one graph"
     return [Ran(result[0], report, mine.graph) for (report, mine), result in zip(made, results, strict=True)]
 
 
-def ran(compute: Compute, operands: Sequence[Tensor], way: As = As()) -> Ran:  # noqa: B008  (frozen)
+def ran(compute: Compute, operands: Sequence[Tensor], way: As = As()) -> Ran:
     (found,) = ran_each(compute, operands, [way])
     return found

@@ -16,18 +16,20 @@ from weaveopt.inductor import seams as inductor
 from weaveopt.pipeline.specialize import guard
 from weaveopt.records.report import GraphReport
 from weaveopt.reporting import registry
+from weaveopt.rewrites import RULES
+from weaveopt.rule import RuleSet
 
-FORCED = Config(force=("all_reduce_rms_norm",), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
+FORCED = Config(force=("all_reduce_rms_norm", "causal_attention"), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""
 
 
-def executing(config: Config, reports: list[GraphReport]) -> Callable[..., object]:
+def executing(config: Config, reports: list[GraphReport], rules: RuleSet = RULES) -> Callable[..., object]:
     """A dynamo backend; the reports of its graphs are appended to `reports`."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        done = optimize(module, inputs, config, entry, is_backward=backward, is_inference=inference)
+        done = optimize(module, inputs, config, entry, rules, is_backward=backward, is_inference=inference)
         guard(done.captured, done.report.regime, done.numbers)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)

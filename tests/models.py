@@ -9,6 +9,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.distributed import DistributedConfig
 
 VOCABULARY = 128
+WINDOW = 5
+"""Positions that a sliding layer sees: fewer than the prompts of the tests have."""
 _SMALL: dict[str, int] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -42,10 +44,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("llama"),
     Family("qwen2"),
     Family("qwen3"),
-    Family("mistral"),
+    Family("mistral", {"sliding_window": WINDOW}),
     Family("phi3"),
-    Family("gemma2"),
-    Family("gemma3_text"),
+    Family("gemma2", {"sliding_window": WINDOW}),
+    Family("gemma3_text", {"sliding_window": WINDOW}),
     Family("olmo2"),
     Family("granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}),
     Family("glm4"),

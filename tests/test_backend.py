@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -276,11 +277,18 @@ def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.Monk
     from weaveopt.config import Config
     from weaveopt.cost_model import Gpu
     from weaveopt.fabrics import gpus, topology
+    from weaveopt.rule import CapturedGraph
+
+    def graph_on(device: str) -> CapturedGraph:
+        graph = torch.fx.Graph()
+        with FakeTensorMode():
+            graph.placeholder("x").meta["val"] = torch.empty(1, device=device)
+        return CapturedGraph("graph", "inference", 1, (), graph)
 
     def chosen(name: str, *others: str, **settings: str) -> tuple[str, tuple[str, ...]]:
         found = tuple(Gpu(each) for each in (name, *others))
         known = replace(topology.fake(len(found), device="cuda"), gpus=found)
-        choice = backend._machine_for(Config(**settings), {"tp": known})  # type: ignore[arg-type]
+        choice = backend._machine_for(Config(**settings), {"tp": known}, graph_on("cuda"))  # type: ignore[arg-type]
         return choice.machine.name, choice.stands_in_for
 
     assert chosen("NVIDIA H200", "NVIDIA H200") == ("h200x4", ())
@@ -289,8 +297,12 @@ def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.Monk
     assert chosen("NVIDIA H200", "NVIDIA L40S") == chosen("NVIDIA L40S", "NVIDIA H200")
     monkeypatch.setattr(gpus, "describe", lambda: {"gpu": "NVIDIA A10", "processors": 72, "bytes_per_s": 0})
     alone = {"tp": topology.fake(2, device="cuda")}
-    assert backend._machine_for(Config(), alone).stands_in_for == ("NVIDIA A10",), "ranks that are not there"
-    assert backend._machine_for(Config(), {"tp": topology.fake(2)}).machine.name == "cpu"
+    stand_in = backend._machine_for(Config(), alone, graph_on("cuda")).stands_in_for
+    assert stand_in == ("NVIDIA A10",), "ranks that are not there"
+    assert backend._machine_for(Config(), {"tp": topology.fake(2)}, graph_on("cpu")).machine.name == "cpu"
+    # Graphs that communicate with nobody.
+    assert backend._machine_for(Config(), {}, graph_on("cuda")).stands_in_for == ("NVIDIA A10",)
+    assert backend._machine_for(Config(), {}, graph_on("cpu")).machine.name == "cpu"
 
 
 def _unknown_gpu(rank: int, force: bool) -> tuple[int, set[str], str, tuple[str, ...]]:

@@ -249,8 +249,8 @@ def _unfolded(node: object) -> fx.Node | None:
     """The value [batch, heads, m, n] that `bmm` takes as [batch * heads, m, n]."""
     while isinstance(node, fx.Node) and is_call(node, _VIEWS | _COPIES) and _ndim(node) == 3:
         node = node.args[0]
-    # The expansion to its own shape that `matmul` leaves.
-    while isinstance(node, fx.Node) and is_call(node, frozenset({aten.expand.default})) and _keeps_shape(node):
+    # The expansion to its own shape that `matmul` leaves, and a copy where that is not contiguous (one key head).
+    while isinstance(node, fx.Node) and is_call(node, _COPIES | {aten.expand.default}) and _keeps_shape(node):
         node = node.args[0]
     return node if isinstance(node, fx.Node) and _ndim(node) == 4 else None
 
