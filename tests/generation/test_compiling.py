@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
 
-from weaveopt.generation.compiling import Backend, apart, backend_for
+from weaveopt.generation.compiling import ONE_ROW, Backend, apart, backend_for
 
 
 def test_a_call_names_its_backend() -> None:
@@ -38,3 +38,14 @@ def test_copies_have_code_of_their_own() -> None:
     one, other = apart(double), apart(double)
     assert one(4) == other(4) == 8
     assert len({id(each.__code__) for each in (double, one, other)}) == 3
+
+
+def test_steps_of_one_row_are_tuned_unless_the_user_said_how() -> None:
+    tuned = Backend("weave", "weave", None, (("strict", True),)).for_one_row()
+    assert tuned.options == (("strict", True), (ONE_ROW, True)) and tuned.for_one_row() == tuned
+    for kept in (
+        Backend("weave", "weave", None, ((ONE_ROW, False),)),
+        Backend("inductor", "inductor", "max-autotune-no-cudagraphs"),
+        Backend("aot_eager", "aot_eager"),
+    ):
+        assert kept.for_one_row() == kept

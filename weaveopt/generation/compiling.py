@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 OWN_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes that have Inductor capture CUDA graphs, and what they are without: the step is captured whole already."""
+ONE_ROW = "coordinate_descent_tuning"
+"""Under this option Inductor makes reductions of products of one row, which read weights faster than a GEMM does, and
+tunes them on the device."""
 CAPTURING_OPTIONS = ("cuda_graphs", "triton.cudagraphs")
 
 
@@ -37,6 +40,16 @@ class Backend:
             options=options,  # type: ignore[arg-type]
             dynamic=False,
         )
+
+    def for_one_row(self) -> Backend:
+        """For steps of one sequence, unless the user has said how to tune.
+
+        Ranks may be tuned in different ways: their results then differ in rounding, so nothing that all of them have
+        to compute alike, such as a router, may be in the step.
+        """
+        if self.name not in ("weave", "inductor") or self.mode or any(name == ONE_ROW for name, _ in self.options):
+            return self
+        return replace(self, options=(*self.options, (ONE_ROW, True)))
 
     def for_choosing(self) -> Backend:
         """What chooses tokens has nothing to rewrite: Inductor alone compiles it, and no report lists it."""

@@ -70,9 +70,21 @@ def _make(model: PreTrainedModel, request: Request, backend: Backend | None, kep
     cache = layers.make(model.config.get_text_config(decoder=True), request.slots, buffers.length)
     if isinstance(cache, Rejection):
         return cache
+    if backend is not None and request.batch == 1 and device.type == "cuda" and not _routes(model):
+        backend = backend.for_one_row()
     session = Session(model, cache, buffers, backend, request.positions, kept.pool)
     session.allocate(model)
     return session
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts."""
+
+
+def _routes(model: PreTrainedModel) -> bool:
+    """Whether a router chooses experts for tokens: all ranks have to choose the same."""
+    config = model.config.get_text_config(decoder=True)
+    return any(getattr(config, name, None) for name in EXPERTS)
 
 
 def _key(model: PreTrainedModel, request: Request, backend: Backend | None) -> Hashable:
