@@ -28,6 +28,7 @@ from weaveopt.sites.attention import KIND, AttentionFacts, AttentionNodes
 
 aten = torch.ops.aten
 _EXPANDED = frozenset({aten.expand.default})
+_OF_CPUS = frozenset({aten._scaled_dot_product_flash_attention_for_cpu.default})
 
 
 class CausalAttention:
@@ -56,18 +57,23 @@ class CausalAttention:
         nodes, lowered = chosen.found.structure, chosen.proposal.plan
         assert isinstance(nodes, AttentionNodes) and isinstance(lowered, Lowered) and not placement.buffers
         form = nodes.form
-        if lowered.form is Form.GROUPED:
-            call = form.call
-            assert call is not None
-            call.replace_input_with(form.key, _node(nodes.key))
-            call.replace_input_with(form.value, _node(nodes.value))
-            erase_dead(graph, chosen.proposal.consumes - {call, form.output})
-            return ()
+        rounding = (f"{RULE}: weights of the keys are summed in another order",)
+        in_place = lowered.form is Form.GROUPED or (lowered.form is Form.CPU and is_call(form.call, _OF_CPUS))
+        if form.call is not None and in_place:
+            query, key, value = _operands(graph, nodes, lowered)
+            if lowered.form is Form.GROUPED:
+                form.call.args = (query, key, value, *form.call.args[3:])
+            else:
+                hides = lowered.causal and not nodes.has_one_query
+                form.call.args, form.call.kwargs = (query, key, value, 0.0, hides), {"scale": form.scale}
+            erase_dead(graph, chosen.proposal.consumes - {form.call, form.output})
+            _erase_mask(graph, nodes)
+            return () if lowered.form is Form.GROUPED else rounding
         made = _library(graph, nodes, lowered) if lowered.form in LIBRARY else _masked(graph, nodes, lowered)
         replace_uses(graph, form.output, made)
         erase_dead(graph, chosen.proposal.consumes)
         _erase_mask(graph, nodes)
-        return (f"{RULE}: weights of the keys are summed in another order",)
+        return rounding
 
 
 def _node(node: fx.Node) -> fx.Node:
@@ -76,25 +82,26 @@ def _node(node: fx.Node) -> fx.Node:
     return found
 
 
-def _library(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
+def _operands(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Query, keys and values; without the keys behind those that some query reads."""
     query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
-    position = last_of(graph, [query, key, value])
     if lowered.num_keys:
-        key = position = call_after(graph, position, aten.slice.Tensor, (key, 2, 0, lowered.num_keys), like=key)
-        value = position = call_after(graph, position, aten.slice.Tensor, (value, 2, 0, lowered.num_keys), like=value)
+        position = last_of(graph, [query, key, value])
+        key = call_after(graph, position, aten.slice.Tensor, (key, 2, 0, lowered.num_keys), like=key)
+        value = call_after(graph, key, aten.slice.Tensor, (value, 2, 0, lowered.num_keys), like=value)
+    return query, key, value
+
+
+def _library(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
+    operands = _operands(graph, nodes, lowered)
     rest = (nodes.form.scale, lowered.causal, lowered.window, lowered.form.value)
     op = torch.ops.weave.library_attention.default
-    return call_after(graph, position, op, (query, key, value, *rest), like=nodes.form.output)
+    return call_after(graph, last_of(graph, operands), op, (*operands, *rest), like=nodes.form.output)
 
 
 def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node:
-    query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
-    operands = [query, key, value]
-    if lowered.num_keys:
-        position = last_of(graph, operands)
-        key = position = call_after(graph, position, aten.slice.Tensor, (key, 2, 0, lowered.num_keys), like=key)
-        value = call_after(graph, position, aten.slice.Tensor, (value, 2, 0, lowered.num_keys), like=value)
-        operands = [query, key, value]
+    query, key, value = operands = _operands(graph, nodes, lowered)
+    positions = list(operands)
     mask = ranges = None
     if lowered.reads_mask:
         assert nodes.reading.admitted is not None
@@ -105,13 +112,13 @@ def _masked(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> fx.Node
             mask = _node(mask.args[0])  # type: ignore[arg-type]  # one row of booleans for all that share it
         mask = _with_four_dims(graph, mask)
         ranges = _ranges(graph, mask)
-        operands += [mask, ranges]
+        positions += [mask, ranges]
     sinks = None if nodes.form.sinks is None else _node(nodes.form.sinks)
     if sinks is not None:
-        operands.append(sinks)
+        positions.append(sinks)
     arguments = (query, key, value, mask, ranges, sinks, nodes.form.scale, nodes.form.softcap, lowered.causal)
     op = torch.ops.weave.masked_attention.default
-    return call_after(graph, last_of(graph, operands), op, arguments, like=nodes.form.output)
+    return call_after(graph, last_of(graph, positions), op, arguments, like=nodes.form.output)
 
 
 def _negated(graph: fx.Graph, mask: fx.Node) -> fx.Node:

@@ -86,6 +86,12 @@ class AttentionNodes:
     """What disappears with a rewrite."""
     reading: MaskReading
 
+    @property
+    def has_one_query(self) -> bool:
+        """Whether the graph is one of a single query a head, whatever the other sizes are."""
+        query = tensor_of(self.form.query)
+        return query is not None and isinstance(query.shape[-2], int) and query.shape[-2] == 1
+
 
 class AttentionMatcher:
     """See the module's docstring."""
