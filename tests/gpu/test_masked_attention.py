@@ -55,7 +55,6 @@ def test_decode_equals_the_reference(key_size: int, value_size: int) -> None:
                 num_splits=choice.choice([1, 2, 5, 33]),
                 early_combine=index % 2 == 1,
                 inner=index % 3 == 0,
-                once=index % 4 < 2,
                 combine_columns=(32, 128)[index % 2],
                 combine_warps=(1, 4)[index % 2],
             )

@@ -110,7 +110,7 @@ def launch_attention(operands: Operands, scores: Scores, how: Plan) -> Tensor:
         BLOCK_D=power_of_two(max(shape.key_size, 16)), BLOCK_DV=power_of_two(max(shape.value_size, 16)),
         BLOCK_M=how.block_m, BLOCK_N=how.block_n, MASK=kind, RANGES=ranges is not None, SINKS=sinks is not None,
         CAUSAL=scores.causal, SOFTCAP=scores.softcap > 0, SPLIT=split, PDL=early,
-        INNER=how.inner, ONCE=how.once, STEP=SPLIT_STEP,
+        INNER=how.inner, STEP=SPLIT_STEP,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     if split:

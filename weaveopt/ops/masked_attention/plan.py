@@ -29,8 +29,6 @@ class Plan:
     """`combine` is launched while the splits still run, and waits on the device, where that can do it."""
     inner: bool = False
     """Blocks of keys that every row admits have a loop of their own, without a mask."""
-    once: bool = False
-    """Keys and values are read by one program only: caches need not keep them."""
     combine_columns: int = 64
     combine_warps: int = 4
 
