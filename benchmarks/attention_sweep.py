@@ -50,6 +50,8 @@ def launches(base: Plan, tiles: int, keys: int, num_sms: int) -> Iterator[Plan]:
     counts = {max(1, min(128, keys // LEAST_SHARE, int(share * num_sms) // tiles)) for share in PROGRAMS}
     if tiles * 4 >= num_sms:
         counts.add(1)
+    # Many tiles: ends that are more even. Few: less to combine.
+    counts |= {2, 3, 4, 8} if tiles >= num_sms else {-(-max(counts) // 2), -(-max(counts) // 4)}
     for block_n, warps, stages in LOOPS:
         for count in sorted(counts):
             how = replace(base, block_n=block_n, num_warps=warps, num_stages=stages, num_splits=count)
