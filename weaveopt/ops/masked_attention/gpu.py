@@ -55,7 +55,8 @@ def masked_attention(operands: Operands, scores: Scores) -> Tensor:
         ranges = launch_key_ranges(operands.mask, RANGE_ROWS)
         operands = Operands(operands.query, operands.key, operands.value, operands.mask, ranges, operands.sinks)
     may_pack = ranges is None or ranges.shape[1] == 1
-    return launch_attention(operands, scores, plan(shape, num_sms(operands.query.device), may_pack))
+    how = plan(shape, num_sms(operands.query.device), may_pack, operands.mask is not None)
+    return launch_attention(operands, scores, how)
 
 
 def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
