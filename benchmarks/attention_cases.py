@@ -175,7 +175,7 @@ class PrefillData:
         operands, scores = Operands(self.query, self.key, self.value, mask, ranges), Scores(SCALE, causal=not masked)
         if how is None:
             shape = Shape(1, PREFILL_HEADS, PREFILL_KEY_HEADS, self.tokens, self.tokens, HEAD_SIZE, HEAD_SIZE)
-            how = plan(shape, gpu.num_sms(self.query.device))
+            how = plan(shape, gpu.num_sms(self.query.device), masked=masked)
         return lambda _: gpu.launch_attention(operands, scores, how)
 
     def sdpa(self, backend: SDPBackend, masked: bool) -> Call:

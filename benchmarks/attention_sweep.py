@@ -46,16 +46,16 @@ Found = dict[str, int | float | bool]
 
 
 def launches(base: Plan, tiles: int, keys: int, num_sms: int) -> Iterator[Plan]:
-    """Every loop with every count of splits, and the hint for two of them."""
+    """Every loop with every count of splits."""
     counts = {max(1, min(128, keys // LEAST_SHARE, int(share * num_sms) // tiles)) for share in PROGRAMS}
     if tiles * 4 >= num_sms:
         counts.add(1)
+    # Many tiles: ends that are more even. Few: less to combine.
+    counts |= {2, 3, 4, 8} if tiles >= num_sms else {-(-max(counts) // 2), -(-max(counts) // 4)}
     for block_n, warps, stages in LOOPS:
         for count in sorted(counts):
-            how = replace(base, block_n=block_n, num_warps=warps, num_stages=stages, num_splits=count, once=False)
+            how = replace(base, block_n=block_n, num_warps=warps, num_stages=stages, num_splits=count)
             yield how
-            if (block_n, warps, stages) in LOOPS[:2]:
-                yield replace(how, once=True)
 
 
 def forms_of_combine(how: Plan) -> Iterator[Plan]:
@@ -66,7 +66,7 @@ def forms_of_combine(how: Plan) -> Iterator[Plan]:
 def described(how: Plan) -> Found:
     return {
         "block_m": how.block_m, "block_n": how.block_n, "warps": how.num_warps, "stages": how.num_stages,
-        "splits": how.num_splits, "once": how.once, "inner": how.inner, "columns": how.combine_columns,
+        "splits": how.num_splits, "inner": how.inner, "columns": how.combine_columns,
         "combine_warps": how.combine_warps,
     }  # fmt: skip
 
@@ -99,8 +99,7 @@ def decode_calls() -> list[Call]:
         base = plan(data.shape, gpu.num_sms(data.device))
         for block_n, warps, stages in LOOPS:
             how = replace(base, block_n=block_n, num_warps=warps, num_stages=stages)
-            hints = (False, True) if (block_n, warps, stages) in LOOPS[:2] else (False,)
-            found += [data.weave(replace(how, num_splits=count, once=once)) for count in (1, 2) for once in hints]
+            found += [data.weave(replace(how, num_splits=count)) for count in (1, 2)]
         for count in (2, 4, 8, 16, 32, 64):
             split = replace(base, num_splits=count)
             found += [data.weave(how) for how in (split, *forms_of_combine(split))]
@@ -158,7 +157,7 @@ def sweep_decode(case: DecodeCase) -> list[Found]:
 def brief(how: Plan) -> str:
     return (
         f"[{how.block_m} x {how.block_n}, {how.num_warps} warps, {how.num_stages} stages, {how.num_splits} splits"
-        f"{', once' if how.once else ''}{', inner' if how.inner else ''}; combine {how.combine_columns} columns, "
+        f"{', inner' if how.inner else ''}; combine {how.combine_columns} columns, "
         f"{how.combine_warps} warps]"
     )
 

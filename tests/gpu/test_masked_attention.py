@@ -13,7 +13,7 @@ import weaveopt.ops  # noqa: F401
 from tests.attention_cases import LOOKS, Sizes, make_mask, make_operands, poison
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.masked_attention import gpu
-from weaveopt.ops.masked_attention.plan import Plan, plan
+from weaveopt.ops.masked_attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, Plan, plan
 from weaveopt.ops.masked_attention.reference import key_ranges, reference
 from weaveopt.ops.masked_attention.shapes import RANGE_ROWS, Operands, Scores, Shape, checked_shape
 
@@ -24,7 +24,8 @@ HEADS = ((64, 64), (128, 128), (80, 80), (96, 96), (192, 128), (256, 256))
 
 def check(operands: Operands, scores: Scores, what: str, how: Plan | None = None) -> None:
     shape = checked_shape(operands)
-    how = plan(shape, gpu.num_sms(operands.query.device)) if how is None else how
+    if how is None:
+        how = plan(shape, gpu.num_sms(operands.query.device), masked=operands.mask is not None)
     if operands.mask is not None and operands.ranges is None:
         ranges = torch.ops.weave.key_ranges(operands.mask, RANGE_ROWS)
         assert torch.equal(ranges, key_ranges(operands.mask, RANGE_ROWS)), what
@@ -55,10 +56,12 @@ def test_decode_equals_the_reference(key_size: int, value_size: int) -> None:
                 num_splits=choice.choice([1, 2, 5, 33]),
                 early_combine=index % 2 == 1,
                 inner=index % 3 == 0,
-                once=index % 4 < 2,
                 combine_columns=(32, 128)[index % 2],
                 combine_warps=(1, 4)[index % 2],
             )
+            if how.block_m == LEAST_ROWS and max(key_size, value_size) <= 128:
+                loop = choice.choice([SHORT, MIDDLE, LONG])
+                how = replace(how, block_n=loop.block_n, num_warps=loop.num_warps, num_stages=loop.num_stages)
             check(operands, scores, what, how)
 
 
@@ -72,9 +75,10 @@ def test_prefill_equals_the_reference(look: str, key_size: int, value_size: int)
         dtype = choice.choice(DTYPES)
         operands = make_operands(sizes, look, dtype, queries, choice.random() < 0.5, "cuda")
         shape = checked_shape(operands)
-        # As if there were few SMs: long tiles; and as there are: split keys.
-        for num_sms in (1, 132):
-            check(operands, scores, f"{look} {sizes} {scores} {dtype}", plan(shape, num_sms))
+        # As if there were few SMs: long tiles, halves of them without a mask; and as there are: split keys.
+        for num_sms in (1, 20, 132):
+            how = plan(shape, num_sms, masked=operands.mask is not None)
+            check(operands, scores, f"{look} {sizes} {scores} {dtype}", how)
 
 
 def test_nothing_leaks_from_beyond_what_is_filled() -> None:

@@ -12,7 +12,7 @@ import weaveopt.ops  # noqa: F401
 from tests.attention_cases import LOOKS, Sizes, expected, make_mask, make_operands, poison, random_sizes
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.ops.masked_attention.plan import plan, splits
+from weaveopt.ops.masked_attention.plan import LONG, MAX_SPLITS, MIDDLE, SHORT, Plan, plan
 from weaveopt.ops.masked_attention.reference import reference
 from weaveopt.ops.masked_attention.shapes import RANGE_ROWS, Operands, Scores, Shape
 
@@ -139,14 +139,52 @@ def test_the_op_runs_compiled() -> None:
     assert_close(got, run(operands, Scores(0.125)).transpose(1, 2).flatten(2), KERNEL)
 
 
-def test_splits_fill_the_machine_and_depend_on_shapes_alone() -> None:
-    for tiles, blocks, slots in itertools.product((1, 3, 8, 64, 200, 264, 1000), (1, 7, 64, 512), (264, 396)):
-        count = splits(tiles, blocks, slots)
-        assert 1 <= count <= max(1, min(blocks, 128))
-        if tiles >= slots:
-            assert count == 1 or tiles * count <= 3 * slots
-    assert splits(64, 64, 264) == 4
-    assert splits(8, 512, 264) >= 30
+def decode_plan(batch: int, keys: int, key_heads: int, num_sms: int = 132, size: int = 128) -> Plan:
+    return plan(Shape(batch, key_heads * 8, key_heads, 1, keys, size, size), num_sms)
+
+
+def test_programs_of_decode_are_one_wave_where_they_can_be() -> None:
+    resident = {(loop.block_n, loop.num_warps): loop.resident for loop in (SHORT, MIDDLE, LONG)}
+    for tiles, keys, num_sms in itertools.product(
+        (0, 1, 3, 8, 64, 150, 200, 256, 396), (0, 1, 40, 512, 8192), (78, 132)
+    ):
+        how = decode_plan(tiles, keys, 1, num_sms)
+        slots = resident[how.block_n, how.num_warps] * num_sms
+        assert 1 <= how.num_splits <= max(1, min(MAX_SPLITS, keys // 64))
+        assert tiles * how.num_splits <= slots or tiles > 3 * num_sms
+
+
+def test_few_keys_are_split_among_all_sms() -> None:
+    assert decode_plan(1, 512, 1).num_splits == 8
+    assert decode_plan(1, 4096, 1).num_splits == 64
+    assert decode_plan(1, 32768, 1).num_splits == MAX_SPLITS
+    # Far more bytes than that: two programs an SM that ask for 64 KiB at a time.
+    assert 1.9 <= 64 * decode_plan(8, 4096, 8).num_splits / 132 <= 2
+
+
+def test_tiles_that_fill_the_machine_are_not_split() -> None:
+    for keys in (128, 512, 4096):
+        assert decode_plan(512, keys, 1).num_splits == 1
+    # A second wave that is nearly empty is worth a split only of long keys.
+    assert decode_plan(600, 512, 1).num_splits == 1
+    assert decode_plan(600, 8192, 1).num_splits > 1
+
+
+def test_loops_with_more_programs_an_sm_are_for_decode_of_usual_heads() -> None:
+    short, middle, long = ((loop.block_n, loop.num_warps) for loop in (SHORT, MIDDLE, LONG))
+    found = [decode_plan(8, keys, 8) for keys in (512, 4096, 32768)]
+    assert [(how.block_n, how.num_warps) for how in found] == [short, middle, long]
+    wide = [decode_plan(8, keys, 8, size=256) for keys in (512, 4096, 32768)]
+    assert {(how.block_n, how.num_warps) for how in wide} == {(MIDDLE.block_n // 2, MIDDLE.num_warps)}
+    rows = [plan(Shape(8, 64, 8, 3, keys, 128, 128), 132) for keys in (512, 4096, 32768)]
+    assert {(how.block_m, how.block_n, how.num_warps) for how in rows} == {(32, *middle)}
+
+
+def test_short_triangles_are_cut_finer_than_masks() -> None:
+    def rows(queries: int, masked: bool) -> int:
+        return plan(Shape(1, 32, 4, queries, queries, 128, 128), 132, masked=masked).block_m
+
+    assert [rows(2048, True), rows(8192, True), rows(2048, False), rows(8192, False)] == [128, 128, 64, 128]
 
 
 def test_tiles_take_grouped_heads_where_queries_are_few() -> None:

@@ -55,7 +55,8 @@ def masked_attention(operands: Operands, scores: Scores) -> Tensor:
         ranges = launch_key_ranges(operands.mask, RANGE_ROWS)
         operands = Operands(operands.query, operands.key, operands.value, operands.mask, ranges, operands.sinks)
     may_pack = ranges is None or ranges.shape[1] == 1
-    return launch_attention(operands, scores, plan(shape, num_sms(operands.query.device), may_pack))
+    how = plan(shape, num_sms(operands.query.device), may_pack, operands.mask is not None)
+    return launch_attention(operands, scores, how)
 
 
 def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
@@ -110,7 +111,7 @@ def launch_attention(operands: Operands, scores: Scores, how: Plan) -> Tensor:
         BLOCK_D=power_of_two(max(shape.key_size, 16)), BLOCK_DV=power_of_two(max(shape.value_size, 16)),
         BLOCK_M=how.block_m, BLOCK_N=how.block_n, MASK=kind, RANGES=ranges is not None, SINKS=sinks is not None,
         CAUSAL=scores.causal, SOFTCAP=scores.softcap > 0, SPLIT=split, PDL=early,
-        INNER=how.inner, ONCE=how.once, STEP=SPLIT_STEP,
+        INNER=how.inner, STEP=SPLIT_STEP,
         num_warps=how.num_warps, num_stages=how.num_stages,
     )  # fmt: skip
     if split:

@@ -91,14 +91,12 @@ def attend_blocks(
     q, acc, m, total, k_blocks, v_blocks, mask_rows, begin, before, resume, after, first, end, num_keys, visible,
     stride_kl, stride_vl, stride_ml, unit, cap_rate,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, CHECKED: tl.constexpr, ONCE: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Goes on over `before` blocks of keys from `begin` on, and `after` ones from `resume` on, in one loop.
 
-    Not CHECKED: every key of them is admitted to every row, else those of [first, end) that the mask admits. ONCE: each
-    key is read by one program only, so no cache need keep it.
+    Not CHECKED: every key of them is admitted to every row, else those of [first, end) that the mask admits.
     """
-    EVICT: tl.constexpr = "evict_first" if ONCE else ""
     ids = tl.arange(0, BLOCK_N)
     sizes = tl.arange(0, BLOCK_D)
     value_sizes = tl.arange(0, BLOCK_DV)
@@ -119,14 +117,14 @@ def attend_blocks(
         v_here = v_blocks + tl.cast(start, tl.int64) * stride_vl + ids[:, None] * stride_vl + value_sizes[None, :]
         if CHECKED:
             if D == BLOCK_D:
-                k = tl.load(k_here, mask=inside[None, :], other=0.0, eviction_policy=EVICT)
+                k = tl.load(k_here, mask=inside[None, :], other=0.0)
             else:
-                k = tl.load(k_here, mask=inside[None, :] & (sizes < D)[:, None], other=0.0, eviction_policy=EVICT)
+                k = tl.load(k_here, mask=inside[None, :] & (sizes < D)[:, None], other=0.0)
         else:
             if D == BLOCK_D:
-                k = tl.load(k_here, eviction_policy=EVICT)
+                k = tl.load(k_here)
             else:
-                k = tl.load(k_here, mask=(sizes < D)[:, None], other=0.0, eviction_policy=EVICT)
+                k = tl.load(k_here, mask=(sizes < D)[:, None], other=0.0)
         scores = tl.dot(q, k)
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (e^2x + 1), without overflow at either end.
@@ -153,16 +151,14 @@ def attend_blocks(
         if CHECKED:
             # Zeros, not whatever lies there: it may be NaN, and 0 * NaN is.
             if DV == BLOCK_DV:
-                v = tl.load(v_here, mask=inside[:, None], other=0.0, eviction_policy=EVICT)
+                v = tl.load(v_here, mask=inside[:, None], other=0.0)
             else:
-                v = tl.load(
-                    v_here, mask=inside[:, None] & (value_sizes < DV)[None, :], other=0.0, eviction_policy=EVICT
-                )
+                v = tl.load(v_here, mask=inside[:, None] & (value_sizes < DV)[None, :], other=0.0)
         else:
             if DV == BLOCK_DV:
-                v = tl.load(v_here, eviction_policy=EVICT)
+                v = tl.load(v_here)
             else:
-                v = tl.load(v_here, mask=(value_sizes < DV)[None, :], other=0.0, eviction_policy=EVICT)
+                v = tl.load(v_here, mask=(value_sizes < DV)[None, :], other=0.0)
         acc = tl.dot(probabilities.to(v.dtype), v, acc)
         m = m_next
     return acc, m, total
@@ -177,7 +173,7 @@ def attention(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, RANGES: tl.constexpr, SINKS: tl.constexpr,
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-    INNER: tl.constexpr, ONCE: tl.constexpr, STEP: tl.constexpr,
+    INNER: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M of the rows of `packed` heads that read one key head, over one split of their keys.
 
@@ -256,7 +252,7 @@ def attention(
         acc, m, total = attend_blocks(
             q_rows, acc, m, total, k, v, mask_rows, begin + skipped * BLOCK_N, whole, begin, 0, first, end, num_keys,
             visible, stride_kl, stride_vl, stride_ml, unit, cap_rate,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, False, ONCE,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, False,
         )  # fmt: skip
         before = tl.where(whole > 0, skipped, blocks)
         resume = begin + (skipped + whole) * BLOCK_N
@@ -264,7 +260,7 @@ def attention(
     acc, m, total = attend_blocks(
         q_rows, acc, m, total, k, v, mask_rows, begin, before, resume, after, first, end, num_keys,
         visible, stride_kl, stride_vl, stride_ml, unit, cap_rate,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, True, ONCE,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, MASK, CAUSAL, SOFTCAP, True,
     )  # fmt: skip
 
     there = row_ids < num_rows

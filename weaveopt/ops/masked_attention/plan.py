@@ -1,4 +1,8 @@
-"""How a call is divided among programs: a function of its shape and the number of SMs, of nothing on the device."""
+"""How a call is divided among programs: a function of its shape and the number of SMs, of nothing on the device.
+
+Decode is bound by memory: what counts is how many bytes are asked for at a time, about 128 KiB an SM, in a single wave
+of programs that are all as long. Two programs of `MIDDLE` on an SM ask for that, or four of `SHORT` or `LONG`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,36 @@ from weaveopt.ops.masked_attention.shapes import RANGE_ROWS, Shape
 MAX_SPLITS = 128
 FEW_ROWS = 64
 """Rows of a key head's group that still run in tiles of their own size."""
+LEAST_ROWS = 16
+"""Of a tile: what a product takes."""
 GOOD_ENOUGH = 0.9
 """More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
+FINE_WAVES = 8
+"""Tiles of prefill for each SM below which halves of them end more evenly; more of them run better whole."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Keys of a block, and who loads and multiplies them."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int
+    """Programs that an SM holds at a time, for heads of 128 and `LEAST_ROWS` rows: by registers, or shared memory."""
+    filling: float
+    """Of them, so many keep the memory busy."""
+    least_keys: int
+    """Of a split: fewer take longer to begin and to combine than they save."""
+
+
+SHORT = Loop(32, 2, 3, 5, 4, 128)
+"""Few keys a program: the fewest threads, and registers left for `combine` to begin with."""
+MIDDLE = Loop(64, 4, 3, 3, 1.9, 64)
+LONG = Loop(32, 4, 3, 4, 4, 1024)
+"""As many keys in flight as two of `MIDDLE`, by more threads: what each loses at its ends counts less."""
+SHORT_KEYS, LONG_KEYS = 256, 2048
+"""Of a program, were there four an SM: `SHORT` up to the first, `LONG` from the second on."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +61,8 @@ class Plan:
     """`combine` is launched while the splits still run, and waits on the device, where that can do it."""
     inner: bool = False
     """Blocks of keys that every row admits have a loop of their own, without a mask."""
-    once: bool = False
-    """Keys and values are read by one program only: caches need not keep them."""
     combine_columns: int = 64
-    combine_warps: int = 4
+    combine_warps: int = 1
 
     def num_tiles(self, shape: Shape) -> int:
         return -(-shape.queries * self.packed // self.block_m)
@@ -42,30 +72,68 @@ class Plan:
         return shape.batch * (shape.heads // self.packed)
 
 
-def plan(shape: Shape, num_sms: int, may_pack: bool = True) -> Plan:
-    """The launch for `shape`; `may_pack`: heads of a group see the same ranges of keys."""
+def plan(shape: Shape, num_sms: int, may_pack: bool = True, masked: bool = True) -> Plan:
+    """The launch for `shape`; `may_pack`: heads of a group see the same ranges of keys; `masked`: there is a mask."""
     packed = shape.group if may_pack and shape.group <= RANGE_ROWS else 1
     rows = shape.queries * packed
     wide = max(shape.key_size, shape.value_size) > 128
     long_tiles = shape.batch * shape.heads * -(-shape.queries // 128)
     if rows > FEW_ROWS and long_tiles >= num_sms:
+        # Under the diagonal, tiles are of all lengths. A mask would be read once more for each half.
+        if not (masked or wide) and long_tiles < FINE_WAVES * num_sms:
+            return Plan(1, 64, 64, 4, 3, inner=True)
         return Plan(1, 128, 64, 8, 2 if wide else 3, inner=True)
-    block_m = min(max(16, power_of_two(rows)), FEW_ROWS)
-    few = Plan(packed, block_m, 32 if wide else 64, 4, 3)
-    tiles = few.num_tiles(shape) * few.num_bundles(shape)
-    return Plan(packed, block_m, few.block_n, 4, 3, splits(tiles, -(-shape.keys // few.block_n), 2 * num_sms))
+    block_m = min(max(LEAST_ROWS, power_of_two(rows)), FEW_ROWS)
+    tiles = shape.batch * (shape.heads // packed) * -(-rows // block_m)
+    loop, count = MIDDLE, one_wave(tiles, shape.keys, MIDDLE, num_sms)
+    # Other sizes are padded: the same memory for fewer bytes, and registers for what is masked.
+    padded = any(power_of_two(size) != size for size in (shape.key_size, shape.value_size))
+    if block_m == LEAST_ROWS and not (wide or padded):
+        loop, count = divided(tiles, shape.keys, num_sms)
+    block_n = loop.block_n // 2 if wide else loop.block_n
+    return Plan(
+        packed, block_m, block_n, loop.num_warps, loop.num_stages, count, combine_columns=columns_to_combine(count)
+    )
 
 
-def splits(tiles: int, blocks: int, slots: int) -> int:
-    """Into how many parts the keys of each of `tiles` are split, where `slots` programs run at a time."""
-    most = max(1, min(MAX_SPLITS, blocks, slots // max(tiles, 1) + 1))
+def divided(tiles: int, keys: int, num_sms: int) -> tuple[Loop, int]:
+    """The loop for decode, and into how many parts the keys of each of `tiles` are split."""
+    each = tiles * keys // (4 * num_sms)
+    short, long = (min(MAX_SPLITS, 4 * num_sms // max(tiles, 1), keys // loop.least_keys) for loop in (SHORT, LONG))
+    if each <= SHORT_KEYS and tiles <= num_sms < tiles * short:
+        return SHORT, short
+    if tiles > MIDDLE.resident * num_sms:
+        return LONG, even_waves(tiles, keys, LONG, num_sms)
+    if each >= LONG_KEYS and filled(tiles * long, 4 * num_sms) >= GOOD_ENOUGH:
+        return LONG, long
+    return MIDDLE, one_wave(tiles, keys, MIDDLE, num_sms)
 
-    def filled(count: int) -> float:
-        programs = tiles * count
-        return programs / (-(-programs // slots) * slots)
 
-    best = max(filled(count) for count in range(1, most + 1))
-    return next(count for count in range(1, most + 1) if filled(count) >= GOOD_ENOUGH * best)
+def one_wave(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
+    """The fewest parts that keep the memory busy, but not so many that programs wait for others."""
+    tiles = max(tiles, 1)
+    if tiles > loop.resident * num_sms:
+        return even_waves(tiles, keys, loop, num_sms)
+    busy = -(-int(loop.filling * num_sms) // tiles)
+    return max(1, min(MAX_SPLITS, busy, loop.resident * num_sms // tiles, keys // loop.least_keys))
+
+
+def even_waves(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
+    """The fewest parts whose last wave is nearly whole, where tiles alone are more than run at a time."""
+    slots = loop.resident * num_sms
+    counts = range(1, max(1, min(4, keys // LONG.least_keys)) + 1)
+    best = max(filled(tiles * count, slots) for count in counts)
+    return next(count for count in counts if filled(tiles * count, slots) >= GOOD_ENOUGH * best)
+
+
+def filled(programs: int, slots: int) -> float:
+    """The part of the waves' slots that programs take."""
+    return programs / (max(-(-programs // slots), 1) * slots)
+
+
+def columns_to_combine(num_splits: int) -> int:
+    """Of a program of `combine`: the more splits, the fewer, so that its warp has all of them in flight at a time."""
+    return 128 if num_splits <= 4 else 64 if num_splits <= 16 else 32
 
 
 def power_of_two(least: int) -> int:
