@@ -72,8 +72,10 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
         assert (found.tokens, found.choice) == (4096, words(decision.chosen))
         assert found.stretches[0].tokens == 1
         assert found.constants
-        if decision.rewritten:
+        if decision.rewritten and decision.site.groups:
             assert {choice for _, choice in found.constants} > {found.choice}, "some constant turns it"
+        elif decision.rewritten:  # no attention was measured on this machine: the same constants price every kernel
+            assert {choice for _, choice in found.constants} == {found.choice}
 
 
 def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
