@@ -67,6 +67,8 @@ class Terms:
     machine: Machine
     slowdown: float
     """Of a rank's own kernels, because ranks share processors."""
+    has_triton: bool = True
+    """False on a host with GPUs that lacks Triton: the masked kernel would be plain torch there."""
 
     def us(self, us: float) -> float:
         return us * self.slowdown + cost_model.host_us(self.machine) * self.slowdown
@@ -77,7 +79,7 @@ def candidates(
 ) -> Iterator[tuple[Candidate, Lowered]]:
     for form in FORMS[terms.machine.device]:
         lowered = _lowered(form, facts)
-        reasons = (lowered,) if isinstance(lowered, Rejection) else tuple(_against(form, lowered, facts))
+        reasons = (lowered,) if isinstance(lowered, Rejection) else tuple(_against(form, lowered, facts, terms))
         if reasons:
             if not usable_only:
                 yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), Lowered(form)
@@ -130,13 +132,15 @@ def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
     return Lowered(form, causal=True, window=mask.window, num_keys=last % facts.keys)
 
 
-def _against(form: Form, lowered: Lowered, facts: AttentionFacts) -> Iterator[Rejection]:
+def _against(form: Form, lowered: Lowered, facts: AttentionFacts, terms: Terms) -> Iterator[Rejection]:
     keys = lowered.num_keys or facts.keys
     heads = (("head_dim", facts.head_dim), ("value_dim", facts.value_dim))
     if form is not Form.MASKED and (facts.softcap or facts.has_sinks):
         yield Rejection("scores_changed", "no kernel of the library knows soft caps or sinks")
     if form in (Form.FLASH, Form.CUDNN, Form.MASKED) and facts.dtype not in HALVES:
         yield Rejection("dtype_not_supported", "the kernel takes bfloat16 and float16", (("dtype", facts.dtype),))
+    if form is Form.MASKED and not terms.has_triton:
+        yield Rejection("no_triton", "Triton, which the kernel is written in, is not installed: pip install triton")
     if form is Form.FLASH:
         if facts.head_dim != facts.value_dim or facts.head_dim > LARGEST_HEAD or facts.head_dim % 8:
             yield Rejection("head_size", "the kernel takes equal head sizes of at most 256", heads)

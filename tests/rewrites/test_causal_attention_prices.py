@@ -11,6 +11,7 @@ from tests.attention_graphs import As, Sizes, attend, ran_each, rows, seen
 from tests.preview import previewed
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision
+from weaveopt.rewrites.causal_attention import rule
 from weaveopt.rewrites.causal_attention.candidates import RULE
 
 
@@ -67,3 +68,17 @@ def test_more_keys_cost_more() -> None:
         assert decision.rewritten and decision.chosen.estimate is not None
         times.append(decision.chosen.estimate.us)
     assert times[0] < times[1]
+
+
+def test_a_gpu_host_without_triton_has_no_masked_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the operator would be plain torch; a laptop, which runs nothing, keeps the prediction."""
+    sizes = Sizes(8, 8, 1, 1, 4096, 128, 128)
+    monkeypatch.setattr(rule, "has_triton", lambda: False)
+    assert "no_triton" not in _codes_of_masked(_price(sizes, "h200x4", 4095))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _codes_of_masked(_price(sizes, "h200x4", 4095)) == ["no_triton"]
+
+
+def _codes_of_masked(decision: Decision) -> list[str]:
+    every = (decision.chosen, *decision.alternatives)
+    return [r.code for each in every if each.variant == "masked" for r in each.rejections]

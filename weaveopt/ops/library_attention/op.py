@@ -17,6 +17,7 @@ reads it as rows. `kernel` is a word of `Kernel`; where the device or this build
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ def library_attention(
     if kernel == Kernel.FLASH and _has_flash(query, value):
         return _flash(query, key, value, scale, causal, window)
     if window == 0 and (square or not causal):
-        if kernel == Kernel.CUDNN and query.is_cuda:
+        if kernel == Kernel.CUDNN and query.is_cuda and _is_recent(query.device):
             found = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 query, key, value, None, False, 0.0, causal, False, scale=scale
             )
@@ -72,9 +73,16 @@ def admitted(queries: int, keys: int, window: int, device: torch.device) -> Tens
     return seen & (position > last - window) if window else seen
 
 
+@cache
+def _is_recent(device: torch.device) -> bool:
+    """Whether both of torch's kernels know this GPU: compute capability 8.0 on."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _has_flash(query: Tensor, value: Tensor) -> bool:
     return (
         query.is_cuda
+        and _is_recent(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
