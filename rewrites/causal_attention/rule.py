@@ -20,7 +20,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.ops.masked_attention.gpu import has_triton
+from weaveopt.ops.masked_attention.gpu import lacks_triton
 from weaveopt.ops.masked_attention.shapes import RANGE_ROWS
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.causal_attention.candidates import LIBRARY, RULE, Form, Lowered, Terms, candidates
@@ -45,7 +45,7 @@ class CausalAttention:
         assert isinstance(facts, AttentionFacts) and isinstance(nodes, AttentionNodes), f"{found.site.id}: no attention"
         machine = context.machine
         shared = (machine.oversubscription(each.world, each.num_hosts) for each in context.topologies.values())
-        terms = Terms(machine, max(shared, default=1.0), has_triton() or not torch.cuda.is_available())
+        terms = Terms(machine, max(shared, default=1.0), not lacks_triton())
         return tuple(
             Proposal(candidate, nodes.interior, lowered)
             for candidate, lowered in candidates(facts, tokens, terms, usable_only)

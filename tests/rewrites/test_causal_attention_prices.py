@@ -71,11 +71,10 @@ def test_more_keys_cost_more() -> None:
 
 
 def test_a_gpu_host_without_triton_has_no_masked_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the operator would be plain torch; a laptop, which runs nothing, keeps the prediction."""
+    """There the operator would be plain torch."""
     sizes = Sizes(8, 8, 1, 1, 4096, 128, 128)
-    monkeypatch.setattr(rule, "has_triton", lambda: False)
     assert "no_triton" not in _codes_of_masked(_price(sizes, "h200x4", 4095))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rule, "lacks_triton", lambda: True)
     assert _codes_of_masked(_price(sizes, "h200x4", 4095)) == ["no_triton"]
 
 

@@ -27,6 +27,11 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def lacks_triton() -> bool:
+    """Whether this host has GPUs, on which calls would run the plain expression for want of Triton."""
+    return torch.cuda.is_available() and not has_triton()
+
+
 @cache
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
