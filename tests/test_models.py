@@ -36,7 +36,7 @@ PROMPT = {
 """With masks that the graph holds, which are proven. On CPUs the library's kernel knows no windows, caps and sinks."""
 NO_OPERATOR = "deepseek_v3"
 """Keys of 32 and values of 16: torch has no kernel for it on CPUs and writes it out in a form of its own."""
-NUM_PARTS = 4
+NUM_PARTS = 2
 """Families are spread over so many spawns: starting ranks and importing transformers costs seconds."""
 
 

@@ -66,7 +66,8 @@ def test_decode_reads_keys_and_values(name: str) -> None:
     grouped = replace(repeated, kv_heads=2)
     assert repeated.num_bytes == pytest.approx(2 * 64 * 16 * 2048 * 128 * 2, rel=0.01)
     bytes_per_s = machine.memory.bytes_per_s if machine.attention is None else machine.attention.bytes_per_s
-    assert attention_us(machine, repeated) > repeated.num_bytes / bytes_per_s * 1e6
+    # A measured curve goes a little beyond the one bandwidth that stands for all sizes.
+    assert attention_us(machine, repeated) > 0.95 * repeated.num_bytes / bytes_per_s * 1e6
     assert attention_us(machine, repeated) == pytest.approx(8 * attention_us(machine, grouped), rel=0.2)
 
 
