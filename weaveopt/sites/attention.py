@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import torch
 import torch.fx as fx
 
 from weaveopt.graph.facts import DTYPE_NAMES, module_of
@@ -109,7 +110,7 @@ class AttentionMatcher:
         )
 
 
-def _lengths(form: Form) -> tuple[object, object]:
+def _lengths(form: Form) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     query, key = tensor_of(form.query), tensor_of(form.key)
     assert query is not None and key is not None, f"{form.output.name}: operands are no tensors"
     return query.shape[-2], key.shape[-2]
@@ -158,8 +159,8 @@ def _facts(form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, reade
     if any(operand is None or operand.dtype != query.dtype for operand in operands):
         return Rejection("dtype_not_supported", "queries, keys and values differ in dtype")
     if kv_heads == 0 or heads % kv_heads:
-        values = (("heads", heads), ("kv_heads", kv_heads))
-        return Rejection("heads_not_grouped", "query heads are no multiple of key heads", values)
+        counts = (("heads", heads), ("kv_heads", kv_heads))
+        return Rejection("heads_not_grouped", "query heads are no multiple of key heads", counts)
     if reading.mask is None and reading.admitted is None:
         return reading.reason or Rejection("mask_not_known", "the mask could not be read")
     lengths = [size for operand in operands if operand is not None for size in operand.shape[-2:-1]]

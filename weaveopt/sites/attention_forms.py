@@ -173,10 +173,11 @@ def _written_form(product: fx.Node) -> Form | None:
         return None
     passed: set[fx.Node] = {product}
     softmax = _through(weights, CAST | _VIEWS | _COPIES, passed)
-    has_sinks = is_call(softmax, frozenset({aten.slice.Tensor}))
+    kept = softmax
+    has_sinks = is_call(kept, frozenset({aten.slice.Tensor}))
     if has_sinks:
-        passed.add(softmax)
-        softmax = _through(softmax.args[0], CAST | _VIEWS | _COPIES, passed)  # type: ignore[arg-type]
+        passed.add(kept)
+        softmax = _through(softmax.args[0], CAST | _VIEWS | _COPIES, passed)
     logits = _softmax_of(softmax, passed)
     if logits is None:
         return None
@@ -187,10 +188,11 @@ def _written_form(product: fx.Node) -> Form | None:
         if not isinstance(parts, list | tuple) or len(parts) != 2:
             return None
         passed.add(logits)
-        logits, sink = parts  # type: ignore[misc]
+        before, sink = parts
         sinks = _sinks_of(sink, passed)
-        if sinks is None or not isinstance(logits, fx.Node):
+        if sinks is None or not isinstance(before, fx.Node) or not _is_cut_to(kept, before):
             return None
+        logits = before
     mask: fx.Node | None = None
     if is_call(logits, frozenset({aten.add.Tensor})):
         passed.add(logits)
@@ -209,7 +211,7 @@ def _written_form(product: fx.Node) -> Form | None:
         factor = float(scores.args[1])
         scale = 1.0 / factor if is_call(scores, frozenset({aten.div.Tensor})) else factor
         passed.add(scores)
-        scores = _through(scores.args[0], CAST, passed)  # type: ignore[arg-type]
+        scores = _through(scores.args[0], CAST, passed)
     scores = _through(scores, _VIEWS, passed)
     if not is_call(scores, frozenset({aten.bmm.default})):
         return None
@@ -312,6 +314,15 @@ def _sinks_of(node: object, passed: set[fx.Node]) -> fx.Node | None:
         passed.add(node)
         node = node.args[0]
     return node if isinstance(node, fx.Node) and _ndim(node) == 1 else None
+
+
+def _is_cut_to(cut: fx.Node, before: fx.Node) -> bool:
+    """Whether a slice keeps the columns of `before`, the first ones, and drops what was put behind them."""
+    dim, start = (*cut.args[1:3], 0, 0)[:2]
+    shorter, whole = tensor_of(cut), tensor_of(before)
+    if shorter is None or whole is None or shorter.ndim != 4:
+        return False
+    return dim in (-1, 3) and start in (0, None) and _same(shorter.shape[-1], whole.shape[-1])
 
 
 def _scores_and_mask(total: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

@@ -97,7 +97,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool
         None, None, query.shape[2], key.shape[2], 0.0, causal and window == 0, False, scale=scale,
         window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
     )  # fmt: skip
-    return found[0].transpose(1, 2)
+    out: Tensor = found[0].transpose(1, 2)
+    return out
 
 
 def _by_rows(out: Tensor) -> Tensor:
