@@ -21,7 +21,7 @@ ATTENTION_EFFICIENCY: dict[tuple[str, str], float] = {
     ("cpu", "float16"): 0.19,
     ("cpu", "float32"): 0.80,
 }
-"""Share of the rate of a plain GEMM that attention reaches, by device and dtype; profiles carry no curve of it yet.
+"""Share of the rate of a plain GEMM that attention reaches, by device and dtype, where the profile has no curve.
 
 CUDA: FlashAttention-class kernels without a mask tensor. CPU: measured on one core, head sizes of 64.
 """

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from weaveopt import cost_model
-from weaveopt.cost_model import Attention, Machine
+from weaveopt.cost_model import Attention
+from weaveopt.inductor.calls import ATTENTION, MEMORY, AttentionCall, MemoryCall
+from weaveopt.inductor.kernels import Surroundings
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.sites.attention import AttentionFacts
@@ -62,22 +63,17 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Terms:
-    """What prices depend on beside the site."""
+    """What proposals depend on beside the site."""
 
-    machine: Machine
-    slowdown: float
-    """Of a rank's own kernels, because ranks share processors."""
+    surroundings: Surroundings
     has_triton: bool = True
     """False on a host with GPUs that lacks Triton: the masked kernel would be plain torch there."""
-
-    def us(self, us: float) -> float:
-        return us * self.slowdown + cost_model.host_us(self.machine) * self.slowdown
 
 
 def candidates(
     facts: AttentionFacts, tokens: TokenCounts, terms: Terms, usable_only: bool
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    for form in FORMS[terms.machine.device]:
+    for form in FORMS[terms.surroundings.machine.device]:
         lowered = _lowered(form, facts)
         reasons = (lowered,) if isinstance(lowered, Rejection) else tuple(_against(form, lowered, facts, terms))
         if reasons:
@@ -85,7 +81,7 @@ def candidates(
                 yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), Lowered(form)
             continue
         assert isinstance(lowered, Lowered)
-        estimate = _estimate(lowered, _at(facts, tokens), terms)
+        estimate = _estimate(lowered, _at(facts, tokens), terms.surroundings)
         yield Candidate(RULE, Fabric.LIBRARY, form.value, _parameters(lowered), estimate), lowered
 
 
@@ -109,22 +105,21 @@ def _lowered(form: Form, facts: AttentionFacts) -> Lowered | Rejection:
         if facts.is_repeated and facts.operator in TAKE_GROUPS:
             return Lowered(form)
         return Rejection("not_repeated", "the graph does not repeat keys and values for an operator that takes groups")
+    can_read = form is Form.MASKED and facts.has_booleans
+    read = Lowered(form, reads_mask=True)
     if mask is None:
-        if form is Form.MASKED and facts.has_booleans:
-            return Lowered(form, reads_mask=True)
-        return Rejection("mask_not_known", "what the mask hides is known at run time only")
+        return read if can_read else Rejection("mask_not_known", "what the mask hides is known at run time only")
     if facts.has_symbols and mask.kind is not MaskKind.NONE:
         aligned = facts.is_square and mask.offset == 0 and mask.num_filled is None
         if not aligned or mask.kind not in (MaskKind.CAUSAL, MaskKind.WINDOW):
-            if form is Form.MASKED and facts.has_booleans:
-                return Lowered(form, reads_mask=True)
-            return Rejection("symbolic_sizes", "how many keys each query reads differs from call to call")
+            why = Rejection("symbolic_sizes", "how many keys each query reads differs from call to call")
+            return read if can_read else why
     if mask.kind in (MaskKind.NONE, MaskKind.FULL):
         return Lowered(form, num_keys=mask.filled(facts.keys) % facts.keys)
-    if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW and facts.queries > 1):
-        if form is Form.MASKED and facts.has_booleans:
-            return Lowered(form, reads_mask=True)
-        return Rejection("mask_not_supported", "the kernel knows no such mask", (("mask", str(mask)),))
+    # weaveopt's kernel has no window of its own, for one query neither.
+    if mask.kind is MaskKind.CHUNKED or (form is Form.MASKED and mask.kind is MaskKind.WINDOW):
+        why = Rejection("mask_not_supported", "the kernel knows no such mask", (("mask", str(mask)),))
+        return read if can_read else why
     last = facts.queries + mask.offset
     if mask.offset < 0 or last > mask.filled(facts.keys):
         values = (("queries", facts.queries), ("keys", facts.keys), ("mask", str(mask)))
@@ -173,8 +168,7 @@ def _at(facts: AttentionFacts, tokens: TokenCounts) -> AttentionFacts:
     return replace(facts, queries=queries, keys=max(facts.keys + queries - facts.queries, queries))
 
 
-def _estimate(lowered: Lowered, facts: AttentionFacts, terms: Terms) -> Estimate:
-    machine = terms.machine
+def _estimate(lowered: Lowered, facts: AttentionFacts, surroundings: Surroundings) -> Estimate:
     mask_bytes = facts.batch * facts.queries * facts.keys if lowered.reads_mask else 0
     if lowered.form is Form.GROUPED and facts.has_mask:
         mask_bytes = facts.batch * facts.queries * facts.keys * DTYPE_BYTES[facts.dtype]
@@ -193,9 +187,9 @@ def _estimate(lowered: Lowered, facts: AttentionFacts, terms: Terms) -> Estimate
         window=lowered.window,
         kernel="sdpa" if lowered.form in (Form.GROUPED, Form.CPU) else lowered.form.value,
     )
-    found = [Term("attention", terms.us(cost_model.attention_us(machine, attention)))]
+    found = [Term(ATTENTION, surroundings.us_of(ATTENTION, AttentionCall(attention)))]
     if lowered.reads_mask:
         # One kernel finds the keys that the mask admits, for all sites that read it.
-        ranges_us = terms.us(cost_model.memory_us(machine, mask_bytes)) / facts.reads_of_mask
-        found.append(Term("memory", ranges_us))
-    return Estimate(tuple(found), machine.relative_error)
+        ranges_us = surroundings.us_of(MEMORY, MemoryCall(mask_bytes)) / facts.reads_of_mask
+        found.append(Term(MEMORY, ranges_us))
+    return Estimate(tuple(found), surroundings.machine.relative_error)

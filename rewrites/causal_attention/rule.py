@@ -20,6 +20,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.inductor.kernels import Surroundings
 from weaveopt.ops.masked_attention.gpu import lacks_triton
 from weaveopt.ops.masked_attention.shapes import RANGE_ROWS
 from weaveopt.records.site import TokenCounts
@@ -43,9 +44,7 @@ class CausalAttention:
     ) -> Sequence[Proposal]:
         facts, nodes = found.facts, found.structure
         assert isinstance(facts, AttentionFacts) and isinstance(nodes, AttentionNodes), f"{found.site.id}: no attention"
-        machine = context.machine
-        shared = (machine.oversubscription(each.world, each.num_hosts) for each in context.topologies.values())
-        terms = Terms(machine, max(shared, default=1.0), not lacks_triton())
+        terms = Terms(Surroundings.of(context.machine, context.topologies.values()), not lacks_triton())
         return tuple(
             Proposal(candidate, nodes.interior, lowered)
             for candidate, lowered in candidates(facts, tokens, terms, usable_only)
@@ -157,10 +156,11 @@ def _ranges(graph: fx.Graph, mask: fx.Node) -> fx.Node:
 
 def _erase_mask(graph: fx.Graph, nodes: AttentionNodes) -> None:
     """The bias, and what made it alone: no site reads it any more."""
+    made: set[fx.Node] = set()
     pending = [nodes.form.mask] if nodes.form.mask is not None else []
     while pending:
         node = pending.pop()
-        if node.op == "call_function" and not node.users and not node.is_impure():
-            before = list(node.all_input_nodes)
-            graph.erase_node(node)
-            pending.extend(before)
+        if node not in made and node.op == "call_function" and not node.is_impure():
+            made.add(node)
+            pending.extend(node.all_input_nodes)
+    erase_dead(graph, frozenset(made))

@@ -102,6 +102,8 @@ CASES = (
     Case("added_least", SQUARE, lambda q, k, v: _added(q, k, v, LEAST), "causal"),
     Case("second_chunk", CHUNK, lambda q, k, v: _masked(q, k, v, offset=16), "causal offset=16", NO_CUDNN),
     Case("one_query", Sizes(queries=1), lambda q, k, v: _masked(q, k, v, offset=23), "none"),
+    Case("one_query_in_a_window", Sizes(queries=1), lambda q, k, v: _masked(q, k, v, offset=23, window=5),
+         "window offset=23 window=5", NO_CUDNN),
     Case("window", SQUARE, lambda q, k, v: _masked(q, k, v, window=5), "window window=5", NO_CUDNN),
     Case("window_second_chunk", CHUNK, lambda q, k, v: _masked(q, k, v, offset=16, window=5),
          "window offset=16 window=5", NO_CUDNN),

@@ -181,7 +181,7 @@ def _facts(form: Form, key: fx.Node, value: fx.Node, reading: MaskReading, reade
         reads_of_mask=readers,
         softcap=form.softcap,
         has_sinks=form.sinks is not None,
-        is_written_out=form.is_written_out,
+        is_written_out=form.call is None,
         has_symbols=any(not isinstance(size, int) for size in lengths),
         is_square=str(lengths[0]) == str(lengths[1]),
     )

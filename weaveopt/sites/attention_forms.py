@@ -57,7 +57,6 @@ class Form:
     softcap: float = 0.0
     sinks: fx.Node | None = None
     """[heads]"""
-    is_written_out: bool = False
     refused: Rejection | None = None
     """Why no rule may touch it."""
 
@@ -239,7 +238,7 @@ def _written_form(product: fx.Node) -> Form | None:
     else:
         refused = None
     own = inside - frozenset(leaving)
-    return Form(query, key, value, mask, False, scale, output, own, None, softcap, sinks, True, refused)
+    return Form(query, key, value, mask, False, scale, output, own, None, softcap, sinks, refused)
 
 
 def _is_result(node: fx.Node) -> bool:
