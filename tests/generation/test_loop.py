@@ -11,7 +11,7 @@ from torch import Tensor
 from weaveopt.errors import PeerTimeoutError
 from weaveopt.fabrics import watchdog
 from weaveopt.generation.layers import SPARE_SLOTS
-from weaveopt.generation.loop import MAX_AHEAD, Loop, Told
+from weaveopt.generation.loop import AHEAD_TOGETHER, MAX_AHEAD, Loop, Told
 
 
 @dataclass
@@ -47,7 +47,9 @@ class Counting:
         return self.steps > 2
 
 
-def run(looks: int, stop: int, max_tokens: int, fails: RuntimeError | None = None) -> tuple[Loop, list[int]]:
+def run(
+    looks: int, stop: int, max_tokens: int, fails: RuntimeError | None = None, together: bool = False
+) -> tuple[Loop, list[int]]:
     told, heard = torch.tensor([0, 0, int(stop > 0)]), list[int]()
 
     def sink(tokens: Tensor) -> None:
@@ -55,7 +57,7 @@ def run(looks: int, stop: int, max_tokens: int, fails: RuntimeError | None = Non
         heard.append(int(tokens[0]))
 
     places = [torch.zeros_like(told) for _ in range(MAX_AHEAD + 1)]
-    loop = Loop(told, Told(places, [Late(looks, fails=fails) for _ in places]), sink, max_tokens)
+    loop = Loop(told, Told(places, [Late(looks, fails=fails) for _ in places]), sink, max_tokens, together)
     steps = Counting(told, stop)
     loop.run(steps, lambda: None)
     assert steps.steps == loop.outcome.num_steps
@@ -77,6 +79,14 @@ def test_the_host_runs_further_ahead_only_where_the_gpu_would_wait() -> None:
     """Steps that are over at the next look: the GPU had nothing to do. Late ones: two in flight are enough."""
     assert run(50, 20, 40)[0].outcome.num_steps + 1 - 21 <= 2
     assert MAX_AHEAD < SPARE_SLOTS, "steps beyond the stop may not overwrite what a window still needs"
+
+
+@pytest.mark.parametrize(("stop", "max_tokens"), [(0, 9), (1, 9), (7, 30), (28, 30), (30, 30), (99, 30), (99, 1)])
+def test_ranks_take_equally_many_steps_whenever_they_see_the_stop(stop: int, max_tokens: int) -> None:
+    """Or the steps that one rank takes beyond the others' would wait for them in vain."""
+    loops = [run(looks, stop, max_tokens, together=True) for looks in (0, 1, 2, 5, 410)]
+    assert {loop.outcome.num_steps for loop, _ in loops} == {min(stop + AHEAD_TOGETHER, max_tokens) - 1}
+    assert all(heard == list(range(min(stop + 1, max_tokens))) for _, heard in loops)
 
 
 def test_a_failed_step_says_what_its_kernels_said(monkeypatch: pytest.MonkeyPatch) -> None:

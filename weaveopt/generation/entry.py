@@ -158,7 +158,7 @@ def _decode(
             streamer.put(tokens.clone())
 
     with model._optimize_model_for_decode():
-        loop = Loop(session.buffers.told, session.places, sink, request.max_new)
+        loop = Loop(session.buffers.told, session.places, sink, request.max_new, ranks.are_several())
         outcome = loop.run(lambda: session.step(chosen), keep)
     count = outcome.num_tokens
     return (

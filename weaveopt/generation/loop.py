@@ -23,6 +23,8 @@ from weaveopt.fabrics import watchdog
 MAX_AHEAD = 8
 """Steps in flight at most. A ring of keys has room for more (`layers.SPARE_SLOTS`)."""
 FIRST_AHEAD = 2
+AHEAD_TOGETHER = 3
+"""Steps in flight where ranks wait for one another inside of steps: a number that no rank changes by itself."""
 SPINS = 400
 """Looks at an event, about a microsecond each, before the host sleeps between looks."""
 SLEEP_S = 2e-5
@@ -84,6 +86,8 @@ class Loop:
     places: Told
     sink: Sink
     max_tokens: int
+    together: bool = False
+    """Whether other ranks take the same steps: then all launch equally many, whenever each of them sees the stop."""
     outcome: Outcome = field(default_factory=Outcome)
 
     def run(self, step: Callable[[], bool], after_launch: Callable[[], None]) -> Outcome:
@@ -91,7 +95,7 @@ class Loop:
 
         Raises `PeerTimeoutError` where a step waited for a peer in vain.
         """
-        ahead, pending = Ahead(), deque[int]()
+        ahead, pending = Ahead(AHEAD_TOGETHER if self.together else FIRST_AHEAD), deque[int]()
         begin = time.perf_counter()
         launched, stopped = 1, False
         self._send(0, pending)
@@ -101,11 +105,16 @@ class Loop:
                 stopped = self._look(pending)
             if stopped or launched == self.max_tokens:
                 break
-            if not pending and self.places.events:
+            if not pending and self.places.events and not self.together:
                 ahead.starved()
             self._launch(step)
             self._send(launched % len(self.places.places), pending)
             after_launch()
+            launched += 1
+        # The slowest rank to look may have launched so many: its steps wait for those of the others.
+        last = self.outcome.num_tokens + ahead.limit - 1 if self.together and self.places.events else launched
+        while launched < min(last, self.max_tokens):
+            self._launch(step)
             launched += 1
         self.outcome.num_steps = launched - 1
         self.outcome.loop_us = (time.perf_counter() - begin) * 1e6

@@ -7,6 +7,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 
+def are_several() -> bool:
+    """Whether steps of this process may wait for those of others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def agree_on_randomness(model: PreTrainedModel) -> None:
     """Gives every rank of a tensor- or expert-parallel model the first rank's random state, where it differs.
 
