@@ -34,6 +34,8 @@ class Loop:
     """Of them, so many keep the memory busy."""
     least_keys: int
     """Of a split: fewer take longer to begin and to combine than they save."""
+    inner: bool = False
+    """As in `Plan`."""
 
 
 SHORT = Loop(32, 2, 3, 5, 4, 128)
@@ -41,6 +43,8 @@ SHORT = Loop(32, 2, 3, 5, 4, 128)
 MIDDLE = Loop(64, 4, 3, 3, 1.9, 64)
 LONG = Loop(32, 4, 3, 4, 4, 1024)
 """As many keys in flight as two of `MIDDLE`, by more threads: what each loses at its ends counts less."""
+WHOLE = Loop(64, 4, 4, 1, 1, 1, inner=True)
+"""One program an SM that has all its keys, and nothing to combine: it alone keeps enough of them in flight."""
 SHORT_KEYS, LONG_KEYS = 256, 2048
 """Of a program, were there four an SM: `SHORT` up to the first, `LONG` from the second on."""
 
@@ -92,14 +96,17 @@ def plan(shape: Shape, num_sms: int, may_pack: bool = True, masked: bool = True)
         loop, count = divided(tiles, shape.keys, num_sms)
     block_n = loop.block_n // 2 if wide else loop.block_n
     return Plan(
-        packed, block_m, block_n, loop.num_warps, loop.num_stages, count, combine_columns=columns_to_combine(count)
-    )
+        packed, block_m, block_n, loop.num_warps, loop.num_stages, count,
+        inner=loop.inner, combine_columns=columns_to_combine(count),
+    )  # fmt: skip
 
 
 def divided(tiles: int, keys: int, num_sms: int) -> tuple[Loop, int]:
     """The loop for decode, and into how many parts the keys of each of `tiles` are split."""
     each = tiles * keys // (4 * num_sms)
     short, long = (min(MAX_SPLITS, 4 * num_sms // max(tiles, 1), keys // loop.least_keys) for loop in (SHORT, LONG))
+    if tiles <= num_sms and filled(tiles, num_sms) >= GOOD_ENOUGH and each < LONG_KEYS:
+        return WHOLE, 1
     if each <= SHORT_KEYS and tiles <= num_sms < tiles * short:
         return SHORT, short
     if tiles > MIDDLE.resident * num_sms:
@@ -115,7 +122,11 @@ def one_wave(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
     if tiles > loop.resident * num_sms:
         return even_waves(tiles, keys, loop, num_sms)
     busy = -(-int(loop.filling * num_sms) // tiles)
-    return max(1, min(MAX_SPLITS, busy, loop.resident * num_sms // tiles, keys // loop.least_keys))
+    most = min(MAX_SPLITS, loop.resident * num_sms // tiles, keys // loop.least_keys)
+    count = max(1, min(busy, most))
+    # Where one more would spare each of them a block that is nearly empty, it is taken.
+    spared = keys // count // loop.block_n * loop.block_n
+    return -(-keys // spared) if spared and -(-keys // spared) <= most else count
 
 
 def even_waves(tiles: int, keys: int, loop: Loop, num_sms: int) -> int:
