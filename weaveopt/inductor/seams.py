@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.fx as fx
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
 from weaveopt.config import Config
+from weaveopt.inductor.one_row import store_rows
 from weaveopt.rule import ReuseHook, ReusePredicate
 
 Compiled = Callable[..., object]
@@ -62,6 +64,8 @@ def compile_graph(
 ) -> object:
     """Inductor's compile of one graph; `hooks` say which results of operators it must leave alone."""
     _forget_mesh_hashes(inputs)
+    if inductor_config.coordinate_descent_tuning and store_rows(module.graph):
+        module.recompile()
     for hook in hooks:
         _keep_from_reuse(hook.op, hook.keeps)
     return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]

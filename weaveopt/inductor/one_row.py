@@ -1,0 +1,69 @@
+"""Products of one row as reductions: what they multiply is computed once.
+
+Under `coordinate_descent_tuning` torch writes `x @ w` with one row as `(x[:, :, None] * w[None]).sum(1)`. Where `x` is
+computed point-wise, `silu(gate) * up` say, Inductor inlines that into the reduction: every column of `w` computes all
+of `x` again. Storing it costs a pass over one row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+from torch._inductor import inductor_prims
+
+from weaveopt.graph.values import tensors_of
+
+aten = torch.ops.aten
+STORE = inductor_prims.force_stride_order
+"""The same values, in memory."""
+CONVERT = torch.ops.prims.convert_element_type.default
+VIEWS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.expand.default, aten.squeeze.dim)
+
+
+def store_rows(graph: fx.Graph) -> int:
+    """Have every computed row that a product reads stored; how many were. The graph stays valid."""
+    stored: dict[fx.Node, fx.Node] = {}
+    for reduction in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+        product = reduction.args[0]
+        if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
+            continue
+        for side in product.args:
+            if isinstance(side, fx.Node) and _is_row_of(side, product):
+                _store(graph, side, stored)
+    return len(stored)
+
+
+def _is_row_of(side: fx.Node, product: fx.Node) -> bool:
+    """Whether `side` is broadcast along the columns: [1, K, 1] beside [1, K, N]."""
+    (row,), (whole,) = tensors_of(side), tensors_of(product)
+    if row.dim() != 3 or whole.dim() != 3:
+        return False
+    return bool(row.shape[0] == 1 and row.shape[2] == 1 and row.shape[1] != 1 and whole.shape[2] != 1)
+
+
+def _store(graph: fx.Graph, side: fx.Node, stored: dict[fx.Node, fx.Node]) -> None:
+    """Behind views of it and its conversion to fp32: what is stored has the product's own dtype."""
+    reader, value = side, side
+    while value.target in VIEWS or _widens(value):
+        reader, value = value, value.all_input_nodes[0]
+    if reader is value or not _is_computed(value):
+        return
+    if value not in stored:
+        (fake,) = tensors_of(value)
+        with graph.inserting_after(value):
+            stored[value] = graph.call_function(STORE, (value, list(fake.stride())))
+        stored[value].meta["val"] = fake
+    reader.replace_input_with(value, stored[value])
+
+
+def _widens(node: fx.Node) -> bool:
+    if node.target is not CONVERT:
+        return False
+    (before,), (after,) = tensors_of(node.all_input_nodes[0]), tensors_of(node)
+    return before.dtype.itemsize < after.dtype.itemsize
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Point-wise, from more than constants: anything else is in memory already."""
+    is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return is_pointwise and bool(node.all_input_nodes)
