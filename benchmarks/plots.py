@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import accuracy
+from benchmarks import accuracy, curves
 from benchmarks.record import Row
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def plot(title: str, rows: Rows, path: Path) -> None:
     elif all("runs" in row.parameters and "sum" in row.case for row in rows):
         hiddens = {row.case["hidden"] for row in rows}
         figure = _latency(title, rows) if len(hiddens) <= 3 else _ratios(title, rows)
+    elif found := curves.panels(rows):
+        figure = _curves(title, found)
     else:
         figure = _bars(title, rows)
     figure.savefig(path, dpi=120)
@@ -53,6 +55,23 @@ def _bars(title: str, rows: Rows) -> Figure:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_title(f"{title}: best baseline / weave")
+    return figure
+
+
+def _curves(title: str, panels: Sequence[curves.Panel]) -> Figure:
+    """Time against size: weave and its baselines; and, on the right, the best baseline over weave."""
+    figure, axes = _grid(title, len(panels), 4.4)
+    for panel, here in zip(panels, axes, strict=False):
+        for name in panel.baselines:
+            here.plot(panel.sizes, [row.baselines[name] for row in panel.rows], "o-", ms=3, linewidth=1, label=name)
+        weave = [row.weave_us for row in panel.rows]
+        here.plot(panel.sizes, weave, "o-", ms=3, linewidth=1, color="#c03a2b", label="weave")
+        _log_log(here, panel.title, panel.axis.label, "us")
+        ratio = here.twinx()
+        ratio.plot(panel.sizes, [row.ratio for row in panel.rows], ".", ms=4, color="gray")
+        ratio.axhline(1.0, color="gray", linewidth=0.7)
+        ratio.set_ylim(bottom=0.0)
+        ratio.set_ylabel("best baseline / weave (gray)")
     return figure
 
 

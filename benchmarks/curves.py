@@ -1,0 +1,79 @@
+"""Time against size, a panel a case: what rows of attention layers, kernels, token counts and `generate` are drawn as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.record import Row
+
+LEAST_POINTS = 2
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a panel's rows grow by."""
+
+    label: str
+    size: Callable[[Row], int]
+
+
+TOKENS = Axis("tokens", lambda row: int(row.case["seq"]))
+BATCH = Axis("sequences", lambda row: int(row.case["batch"]))
+PROMPT = Axis("tokens", lambda row: int(row.case["tokens"]))
+FILLED = Axis(
+    "filled keys of all sequences and heads",
+    lambda row: int(row.case["batch"]) * int(row.case["filled"]) * int(row.case["key_heads"]),
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    axis: Axis
+    rows: tuple[Row, ...]
+    """By size."""
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.axis.size(row) for row in self.rows]
+
+    @property
+    def baselines(self) -> list[str]:
+        """Those that every row has."""
+        names = dict.fromkeys(name for row in self.rows for name in row.baselines)
+        return [name for name in names if all(name in row.baselines for row in self.rows)]
+
+
+def axis_of(row: Row) -> Axis | None:
+    """None for other suites, and for cases that stand for themselves (positions that the caller gave)."""
+    case = row.case
+    if not ("model" in case or "head_size" in case) or "positions" in case:
+        return None
+    if case.get("phase") == "decode" and "filled" in case:
+        return FILLED
+    if case.get("phase") == "prefill" and "tokens" in case:
+        return PROMPT
+    if case.get("phase") == "decode" or "choice" in case:
+        return BATCH
+    return TOKENS if "seq" in case else None
+
+
+def panel_of(row: Row) -> str:
+    """The part of a case that stays the same along the axis."""
+    kept = ("model", "phase", "choice", "mask")
+    return ", ".join(f"{key} {row.case[key]}" if key == "mask" else str(row.case[key]) for key in kept if key in row.case)
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Those with several sizes; empty where rows are of another kind, or hold one size each."""
+    found: dict[tuple[str, str], tuple[Axis, list[Row]]] = {}
+    for row in rows:
+        axis = axis_of(row)
+        if axis is not None:
+            found.setdefault((panel_of(row), axis.label), (axis, []))[1].append(row)
+    made = [
+        Panel(title, axis, tuple(sorted(of_panel, key=axis.size)))
+        for (title, _), (axis, of_panel) in sorted(found.items())
+    ]
+    return [panel for panel in made if len(set(panel.sizes)) >= LEAST_POINTS]
