@@ -1,4 +1,4 @@
-"""Time against size, a panel a case: what rows of attention layers, kernels, token counts and `generate` are drawn as."""
+"""Time against size, a panel a case: how rows of attention and of the decode loop are drawn."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def axis_of(row: Row) -> Axis | None:
 
 def panel_of(row: Row) -> str:
     """The part of a case that stays the same along the axis."""
-    kept = ("model", "phase", "choice", "mask")
-    return ", ".join(f"{key} {row.case[key]}" if key == "mask" else str(row.case[key]) for key in kept if key in row.case)
+    kept = [str(row.case[key]) for key in ("model", "phase", "choice") if key in row.case]
+    masks = {True: ["with a mask"], False: ["causal"]}
+    return ", ".join(kept + masks.get(bool(row.case["mask"]), []) if "mask" in row.case else kept)
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
