@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -21,7 +21,7 @@ import torch.fx as fx
 from weaveopt.graph.facts import DTYPE_NAMES, module_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.values import shape_of
-from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.attention_forms import LAYOUTS, Form, find_forms, unrepeated
@@ -65,14 +65,8 @@ class AttentionFacts:
     """Whether there are as many keys as queries, whatever the symbols are."""
 
     def values(self) -> Values:
-        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "mask"}
         mask = str(self.mask) if self.mask is not None else "read at run time"
-        return (*((name, _scalar(value)) for name, value in named.items()), ("mask", mask))
-
-
-def _scalar(value: object) -> Scalar:
-    assert isinstance(value, bool | int | float | str), value
-    return value
+        return (*values_of(self, without="mask"), ("mask", mask))
 
 
 @dataclass(frozen=True)

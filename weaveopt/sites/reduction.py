@@ -15,7 +15,7 @@ read by others before the norm, and where the dtype changes before it (autocast)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -23,7 +23,7 @@ import torch.fx as fx
 from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.scalars import casts_of, symbols_of
-from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.norms import find_norms
@@ -63,12 +63,7 @@ class ReductionFacts:
     """Whether only other reductions read the sum, as their residual."""
 
     def values(self) -> Values:
-        return tuple((field.name, _scalar(getattr(self, field.name))) for field in fields(self))
-
-
-def _scalar(value: object) -> Scalar:
-    assert isinstance(value, bool | int | float | str), value
-    return value
+        return values_of(self)
 
 
 @dataclass(frozen=True)
