@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,12 @@ from weaveopt.graph.values import shape_of
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.attention_forms import LAYOUTS, Form, find_forms, unrepeated
+from weaveopt.sites.attention_forms import LAYOUTS, LIBRARY_CALLS, Form, library_form, unrepeated
+from weaveopt.sites.attention_written import written_form
 from weaveopt.sites.masks import Mask, MaskCache, MaskReading, read_mask
 
 KIND = "attention"
+PRODUCT = frozenset({torch.ops.aten.bmm.default})
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class AttentionMatcher:
     kind = KIND
 
     def find(self, graph: fx.Graph, context: Context) -> Sequence[FoundSite]:
-        forms = list(find_forms(graph))
+        forms = list(_forms(graph))
         known = MaskCache()
         readings = [read_mask(form.mask, form.is_causal, *_lengths(form), known) for form in forms]
         readers = Counter(reading.admitted for reading in readings)
@@ -102,6 +104,18 @@ class AttentionMatcher:
             _found(form, reading, readers[reading.admitted], context)
             for form, reading in zip(forms, readings, strict=True)
         )
+
+
+def _forms(graph: fx.Graph) -> Iterator[Form]:
+    """Every attention, in the order of the graph."""
+    for node in graph.nodes:
+        form = None
+        if is_call(node, LIBRARY_CALLS):
+            form = library_form(node)
+        elif is_call(node, PRODUCT):
+            form = written_form(node)
+        if form is not None:
+            yield form
 
 
 def _lengths(form: Form) -> tuple[int | torch.SymInt, int | torch.SymInt]:

@@ -1,0 +1,301 @@
+"""Attention that is written out: two products with a softmax between them.
+
+models     what the operator cannot express: soft caps `c * tanh(scores / c)`, sinks (a logit of each head beside those
+           of the keys)
+torch      what it makes of `scaled_dot_product_attention` where no kernel of the library takes the operands, such as
+           one key head that is broadcast to all query heads: both operands of the scores times `sqrt(scale)`, half
+           precision widened to fp32, and zeros for rows that see no key
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
+from weaveopt.records.candidate import Rejection
+from weaveopt.sites.attention_forms import COPIES, LAYOUTS, VIEWS, Form, ndim_of, same_size
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What goes into the products, and what comes out, as near to the model as it can be told."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    output: fx.Node
+
+
+def written_form(product: fx.Node) -> Form | None:
+    """`bmm(softmax(...), value)`, read from its end; None where it is another product."""
+    weights, value = _unfolded(product.args[0]), _unfolded(product.args[1])
+    if weights is None or value is None:
+        return None
+    passed: set[fx.Node] = {product}
+    weights, guarded = _unguarded(weights, passed)
+    softmax = _through(weights, CAST | VIEWS | COPIES, passed)
+    kept = softmax
+    has_sinks = is_call(kept, frozenset({aten.slice.Tensor}))
+    if has_sinks:
+        passed.add(kept)
+        softmax = _through(softmax.args[0], CAST | VIEWS | COPIES, passed)
+    logits = _softmax_of(softmax, passed)
+    if logits is None or guarded not in (None, logits):
+        return None
+    sinks = None
+    if has_sinks:
+        logits = _less_maximum(logits, passed)
+        parts = logits.args[0] if is_call(logits, frozenset({aten.cat.default})) else None
+        if not isinstance(parts, list | tuple) or len(parts) != 2:
+            return None
+        passed.add(logits)
+        before, sink = parts
+        sinks = _sinks_of(sink, passed)
+        if sinks is None or not isinstance(before, fx.Node) or not _is_cut_to(kept, before):
+            return None
+        logits = before
+    mask: fx.Node | None = None
+    if is_call(logits, frozenset({aten.add.Tensor})):
+        passed.add(logits)
+        scores, mask = _scores_and_mask(logits)
+        if scores is None:
+            return None
+    else:
+        scores = logits
+    softcap = 0.0
+    capped = _capped(scores, passed)
+    if capped is not None:
+        scores, softcap = capped
+    scores, scale = _unscaled(_through(scores, CAST, passed), passed)
+    scores = _through(_through(scores, CAST, passed), VIEWS, passed)
+    if not is_call(scores, frozenset({aten.bmm.default})):
+        return None
+    passed.add(scores)
+    query, transposed = _unfolded(scores.args[0]), _unfolded(scores.args[1])
+    if query is None or transposed is None:
+        return None
+    begins = ((product, value), (scores, query), (scores, transposed))
+    query, of_query = _unscaled(query, passed)
+    transposed, of_key = _unscaled(transposed, passed)
+    if not is_call(transposed, frozenset({aten.permute.default})) or list(transposed.args[1]) != [0, 1, 3, 2]:  # type: ignore[arg-type]
+        return None
+    passed.add(transposed)
+    key = transposed.args[0]
+    output = next((user for user in product.users if is_call(user, VIEWS) and ndim_of(user) == 4), None)
+    if output is None or not isinstance(key, fx.Node) or len(product.users) != 1:
+        return None
+    for start, end in begins:
+        for each in start.args[:2]:
+            while isinstance(each, fx.Node) and each is not end and is_call(each, VIEWS | COPIES):
+                passed.add(each)
+                each = each.args[0]
+    passed.add(output)
+    ends = _narrow(_Ends(query, key, value, output), passed)
+    inside = frozenset(each for each in passed if each not in (ends.query, ends.key, ends.value, mask, sinks))
+    leaving = [each for each in inside if each is not ends.output and any(user not in inside for user in each.users)]
+    refused = None
+    if any(_is_result(each) for each in leaving):
+        refused = Rejection("weights_are_read", "the weights of the keys are read by others too")
+    return Form(
+        query=ends.query,
+        key=ends.key,
+        value=ends.value,
+        mask=mask,
+        is_causal=False,
+        scale=scale * of_query * of_key,
+        output=ends.output,
+        nodes=inside - frozenset(leaving),
+        softcap=softcap,
+        sinks=sinks,
+        refused=refused,
+    )
+
+
+def _unscaled(node: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, float]:
+    """`x * c` or `x / c` -> x, and what it is multiplied by."""
+    factor = node.args[1] if is_call(node, MUL | {aten.div.Tensor}) else None
+    source = node.args[0] if node.args else None
+    if not isinstance(factor, int | float) or not isinstance(source, fx.Node):
+        return node, 1.0
+    passed.add(node)
+    return source, 1.0 / factor if is_call(node, frozenset({aten.div.Tensor})) else float(factor)
+
+
+def _unguarded(weights: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+    """`where(row sees no key, 0, weights)` -> weights, and the logits whose rows it asks.
+
+    A row sees no key where `not any(logits != -inf)`. Kernels give zeros for such rows too.
+    """
+    if not is_call(weights, frozenset({aten.where.self})):
+        return weights, None
+    nobody, zeros, kept = weights.args
+    chain: list[fx.Node] = []
+    node: object = nobody
+    for target in (aten.logical_not.default, aten.any.dim, aten.logical_not.default, aten.eq.Scalar):
+        if not is_call(node, frozenset({target})):
+            return weights, None
+        assert isinstance(node, fx.Node)
+        chain.append(node)
+        node = node.args[0]
+    along, compared = chain[1], chain[3]
+    is_row = along.args[1] in (-1, 3) and along.args[2:3] == (True,)
+    if not is_row or compared.args[1] != float("-inf") or not is_call(zeros, frozenset({aten.full.default})):
+        return weights, None
+    assert isinstance(zeros, fx.Node) and isinstance(kept, fx.Node) and isinstance(node, fx.Node)
+    if zeros.args[1] != 0:
+        return weights, None
+    passed.update((weights, zeros, *chain))
+    return kept, node
+
+
+def _narrow(ends: _Ends, passed: set[fx.Node]) -> _Ends:
+    """Where all was widened to fp32 and the result rounded back: the values before, and the rounded result."""
+    sources = [each.args[0] for each in (ends.query, ends.key, ends.value) if is_call(each, CAST)]
+    rounded = next(iter(ends.output.users), None)
+    if len(sources) < 3 or len(ends.output.users) != 1 or not is_call(rounded, CAST):
+        return ends
+    values = [tensor_of(each) for each in (*sources, rounded) if isinstance(each, fx.Node)]
+    if len({None if each is None else each.dtype for each in values}) != 1 or len(values) != 4:
+        return ends
+    query, key, value = sources
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
+    assert rounded is not None
+    passed.update((ends.query, ends.key, ends.value, rounded))
+    return _Ends(query, key, value, rounded)
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node computes: one that only lays memory out may serve others too."""
+    return not is_call(node, LAYOUTS | {aten.full.default})
+
+
+def _unfolded(node: object) -> fx.Node | None:
+    """The value [batch, heads, m, n] that `bmm` takes as [batch * heads, m, n]."""
+    while isinstance(node, fx.Node) and is_call(node, VIEWS | COPIES) and ndim_of(node) == 3:
+        node = node.args[0]
+    # The expansion that `matmul` leaves, to its own shape or of one key head to all, and a copy of what it gives.
+    while isinstance(node, fx.Node) and is_call(node, COPIES | {aten.expand.default}) and _keeps_shape(node):
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and ndim_of(node) == 4 else None
+
+
+def _keeps_shape(node: fx.Node) -> bool:
+    """But for the number of heads, where there is one before."""
+    before = node.args[0]
+    a, b = tensor_of(node), tensor_of(before) if isinstance(before, fx.Node) else None
+    if a is None or b is None or a.ndim != b.ndim:
+        return False
+    sizes = zip(a.shape, b.shape, strict=True)
+    return all(same_size(x, y) or (at == 1 and a.ndim == 4 and same_size(y, 1)) for at, (x, y) in enumerate(sizes))
+
+
+def _through(node: object, targets: frozenset[object], passed: set[fx.Node]) -> fx.Node:
+    assert isinstance(node, fx.Node)
+    while is_call(node, targets) and isinstance(node.args[0], fx.Node):
+        passed.add(node)
+        node = node.args[0]
+    return node
+
+
+def _softmax_of(node: fx.Node, passed: set[fx.Node]) -> fx.Node | None:
+    """What `node` is the softmax of along its last dimension, whole or taken apart (`exp(x - max) / sum`)."""
+    if is_call(node, frozenset({aten._softmax.default})) and node.args[1] in (-1, 3):
+        passed.add(node)
+        return _through(node.args[0], CAST, passed)
+    if not is_call(node, frozenset({aten.div.Tensor})):
+        return None
+    exp, total = node.args[:2]
+    if not is_call(exp, frozenset({aten.exp.default})) or not is_call(total, frozenset({aten.sum.dim_IntList})):
+        return None
+    assert isinstance(exp, fx.Node) and isinstance(total, fx.Node)
+    if total.args[0] is not exp or list(total.args[1]) not in ([-1], [3]):  # type: ignore[arg-type]
+        return None
+    difference = exp.args[0]
+    if not is_call(difference, frozenset({aten.sub.Tensor})):
+        return None
+    assert isinstance(difference, fx.Node)
+    logits, largest = difference.args[:2]
+    if not is_call(largest, frozenset({aten.amax.default})) or largest.args[0] is not logits:  # type: ignore[union-attr]
+        return None
+    passed.update((node, exp, total, difference, largest))  # type: ignore[arg-type]
+    return _through(logits, CAST, passed)
+
+
+def _less_maximum(node: fx.Node, passed: set[fx.Node]) -> fx.Node:
+    """`x - x.max(-1)`, which changes no softmax."""
+    if not is_call(node, frozenset({aten.sub.Tensor})):
+        return node
+    whole, largest = node.args[:2]
+    reduced = largest.args[0] if is_call(largest, frozenset({operator.getitem})) else largest  # type: ignore[union-attr]
+    named = frozenset({aten.max.dim, aten.amax.default})
+    if isinstance(whole, fx.Node) and is_call(reduced, named) and reduced.args[0] is whole:  # type: ignore[union-attr]
+        passed.update(each for each in (node, largest, reduced) if isinstance(each, fx.Node))
+        return whole
+    return node
+
+
+def _sinks_of(node: object, passed: set[fx.Node]) -> fx.Node | None:
+    """[heads] under `sinks.reshape(1, -1, 1, 1).expand(batch, -1, queries, -1)`."""
+    while isinstance(node, fx.Node) and is_call(node, VIEWS | CAST | {aten.unsqueeze.default}) and ndim_of(node) > 1:
+        passed.add(node)
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and ndim_of(node) == 1 else None
+
+
+def _is_cut_to(cut: fx.Node, before: fx.Node) -> bool:
+    """Whether a slice keeps the columns of `before`, the first ones, and drops what was put behind them."""
+    dim, start = (*cut.args[1:3], 0, 0)[:2]
+    shorter, whole = tensor_of(cut), tensor_of(before)
+    if shorter is None or whole is None or shorter.ndim != 4:
+        return False
+    return dim in (-1, 3) and start in (0, None) and same_size(shorter.shape[-1], whole.shape[-1])
+
+
+def _scores_and_mask(total: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """Of `scores + mask`, which is which: scores come from a product."""
+    for scores, mask in (total.args[:2], total.args[1::-1]):
+        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and _comes_from_product(scores):
+            return scores, mask
+    return None, None
+
+
+def _comes_from_product(node: fx.Node, most: int = 8) -> bool:
+    passing = CAST | MUL | VIEWS | {aten.div.Tensor, aten.tanh.default}
+    for _ in range(most):
+        if is_call(node, frozenset({aten.bmm.default})):
+            return True
+        if not is_call(node, passing) or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return False
+
+
+def _capped(scores: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, float] | None:
+    """`tanh(x / c) * c` -> x, c."""
+    node = _through(scores, CAST, set())
+    if not is_call(node, MUL) or not isinstance(node.args[1], int | float) or isinstance(node.args[0], int | float):
+        return None
+    cap, curve = float(node.args[1]), _through(node.args[0], CAST, set())
+    if not is_call(curve, frozenset({aten.tanh.default})):
+        return None
+    divided = _through(curve.args[0], CAST, set())
+    if not is_call(divided, MUL | {aten.div.Tensor}) or not isinstance(divided.args[1], int | float):
+        return None
+    factor = float(divided.args[1])
+    factor = 1.0 / factor if is_call(divided, frozenset({aten.div.Tensor})) else factor
+    if abs(factor * cap - 1.0) > 1e-6:
+        return None
+    _through(scores, CAST, passed)
+    passed.add(node)
+    _through(node.args[0], CAST, passed)
+    passed.add(curve)
+    _through(curve.args[0], CAST, passed)
+    passed.add(divided)
+    assert isinstance(divided.args[0], fx.Node)
+    return divided.args[0], cap
