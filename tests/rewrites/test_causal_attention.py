@@ -26,6 +26,7 @@ ROOM = Sizes(keys=40)
 """A static cache that is longer than the prompt."""
 CHUNK_IN_ROOM = Sizes(queries=8, keys=40)
 MLA = Sizes(kv_heads=4, head_dim=24)
+ONE_KEY_HEAD = Sizes(kv_heads=1)
 
 NO_CUDNN = {"cudnn": "mask_not_supported", "cpu": "mask_not_supported"}
 NO_LIBRARY = {**NO_CUDNN, "flash": "mask_not_supported"}
@@ -77,6 +78,11 @@ def _scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return rows(F.scaled_dot_product_attention(q, k, v, seen(24, 24), scale=0.7, enable_gqa=True))
 
 
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """No kernel of the library takes one key head for all: torch writes it out."""
+    return rows(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale))
+
+
 def _padded(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
     return attend(q, k, v, seen(24, 24) & padding[:, None, None])
 
@@ -121,6 +127,12 @@ CASES = (
     Case("written", SQUARE, _written, "causal", NOT_REPEATED),
     Case("soft_cap", SQUARE, lambda q, k, v: _written(q, k, v, softcap=5.0), "causal", OWN_SCORES),
     Case("sinks", SQUARE, _written, "causal", OWN_SCORES, (torch.linspace(-2.0, 2.0, 4).bfloat16(),)),
+    Case("one_key_head", ONE_KEY_HEAD, _broadcast, "causal", NOT_REPEATED),
+    Case("one_key_head_scaled", ONE_KEY_HEAD,
+         lambda q, k, v: _broadcast(q, k, v, bias(seen(24, 24), q.dtype, LEAST), 0.7), "causal", NOT_REPEATED),
+    Case("one_key_head_padded", ONE_KEY_HEAD,
+         lambda q, k, v, padding: _broadcast(q, k, v, seen(24, 24) & padding[:, None, None]), "read at run time",
+         {**NOT_KNOWN, **NOT_REPEATED}, (_left_padded(),)),
     Case("values_of_another_size", MLA, _written, "causal",
          {**NOT_REPEATED, "flash": "head_size", "cpu": "head_size"}),
 )  # fmt: skip
