@@ -1,4 +1,5 @@
 from enum import Enum
+from typing import overload
 
 from typing_extensions import Buffer
 
@@ -77,6 +78,18 @@ class Group:
     @property
     def status(self) -> Status: ...
 
+class Connections:
+    """One TCP connection to each rank of other hosts."""
+
+    def __init__(self, sockets: list[int], rank: int, num_processes: int, first_epoch: int) -> None: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def status(self) -> Status: ...
+    def exchange(
+        self, tag: int, timeout_s: float, sent: dict[int, bytes], expected: dict[int, int]
+    ) -> tuple[int, dict[int, bytes]]: ...
+
 class DType(Enum):
     float32 = 0
     bfloat16 = 1
@@ -117,7 +130,20 @@ class AllReduceNormSite:
     timeout_s: float
 
 class AllReduceNorm:
+    @overload
     def __init__(self, group: Group, site: AllReduceNormSite, max_threads: int, isa: str = ...) -> None: ...
+    @overload
+    def __init__(
+        self,
+        group: Group,
+        wire: Connections,
+        host: int,
+        ranks: list[list[int]],
+        site: AllReduceNormSite,
+        max_threads: int,
+    ) -> None: ...
+    @property
+    def status(self) -> Status: ...
     def enter(self, tokens: int, /) -> int: ...
     def leave(self) -> None: ...
     def run(

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "all_reduce_norm/hosts.h"
 #include "all_reduce_norm/layout.h"
 #include "all_reduce_norm/shm.h"
 
@@ -24,11 +25,25 @@ using fabric::shm::Group;
 
 struct AllReduceNormHandle {
     std::shared_ptr<GroupHandle> owner;
-    AllReduceNorm op;
+    std::shared_ptr<fabric::tcp::Group> wire;  // between hosts; nullptr: there is one host
+    std::unique_ptr<AllReduceNorm> op;
 
     AllReduceNormHandle(std::shared_ptr<GroupHandle> group, const AllReduceNormSite& site, int32_t max_threads,
                         const std::string& isa)
-        : owner(std::move(group)), op(check(*owner, site), site, max_threads, rows(isa)) {}
+        : owner(std::move(group)),
+          op(std::make_unique<AllReduceNorm>(check(*owner, site), site, max_threads, rows(isa))) {}
+
+    AllReduceNormHandle(std::shared_ptr<GroupHandle> group, std::shared_ptr<fabric::tcp::Group> connections,
+                        int32_t host, std::vector<std::vector<int32_t>> ranks, const AllReduceNormSite& site,
+                        int32_t max_threads)
+        : owner(std::move(group)),
+          wire(std::move(connections)),
+          op(std::make_unique<AllReduceNormOfHosts>(check(*owner, site), *wire, HostMap{host, std::move(ranks)}, site,
+                                                    max_threads)) {}
+
+    Status status() const {
+        return wire ? static_cast<const AllReduceNormOfHosts&>(*op).status() : owner->group.status();
+    }
 
     static const RowFunctions& rows(const std::string& isa) {
         if (isa.empty()) return choose_rows();
@@ -56,7 +71,7 @@ struct AllReduceNormHandle {
 
     int enter(int64_t tokens) {
         py::gil_scoped_release release;
-        return static_cast<int>(op.enter(tokens).code);
+        return static_cast<int>(op->enter(tokens).code);
     }
 
     // Plain numbers, not a struct: building one from Python would cost more than the call.
@@ -76,7 +91,7 @@ struct AllReduceNormHandle {
                                             fp32_parameters,
                                             scale};
         py::gil_scoped_release release;
-        return static_cast<int>(op.run(tokens, arrays, num_threads).code);
+        return static_cast<int>(op->run(tokens, arrays, num_threads).code);
     }
 
     int enter_and_run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,
@@ -125,12 +140,17 @@ void bind_shm(py::module_& m) {
     py::class_<AllReduceNormHandle>(m, "AllReduceNorm")
         .def(py::init<std::shared_ptr<GroupHandle>, const AllReduceNormSite&, int32_t, const std::string&>(),
              py::arg("group"), py::arg("site"), py::arg("max_threads"), py::arg("isa") = "")
+        .def(py::init<std::shared_ptr<GroupHandle>, std::shared_ptr<fabric::tcp::Group>, int32_t,
+                      std::vector<std::vector<int32_t>>, const AllReduceNormSite&, int32_t>(),
+             py::arg("group"), py::arg("wire"), py::arg("host"), py::arg("ranks"), py::arg("site"),
+             py::arg("max_threads"))
+        .def_property_readonly("status", &AllReduceNormHandle::status)
         .def("enter", &AllReduceNormHandle::enter)
         .def("run", &AllReduceNormHandle::run)
         .def("leave", [](AllReduceNormHandle& handle) { handle.owner->group.leave(); })
         .def("enter_and_run", &AllReduceNormHandle::enter_and_run)
         .def_property_readonly("next_parity",
-                               [](const AllReduceNormHandle& handle) { return handle.op.next_parity(); });
+                               [](const AllReduceNormHandle& handle) { return handle.op->next_parity(); });
     m.def(
         "isas",
         [] {

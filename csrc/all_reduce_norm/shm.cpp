@@ -1,18 +1,16 @@
 #include "all_reduce_norm/shm.h"
 
-#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "all_reduce_norm/divide.h"
+
 namespace weave {
 namespace {
 
 constexpr int32_t kNumParameters = 5;
-// A thread is woken only for this much data; below it, waking costs more than it saves.
-constexpr int64_t kBytesPerThread = 256 << 10;
-
 // Large results are memory that nobody touched yet. The kernel maps 4 KiB at each first touch, which for a result of
 // 32 MiB takes longer than to fill it (12 ms against 1 ms where this was measured); with huge pages it is 16 touches.
 constexpr int64_t kHugePage = 2 << 20;
@@ -31,26 +29,6 @@ int64_t aligned(int64_t bytes) {
     return (bytes + kShmAlignment - 1) / kShmAlignment * kShmAlignment;
 }
 
-int64_t max_share(const AllReduceNormSite& site, int32_t world) {
-    return (site.max_tokens + world - 1) / world;
-}
-
-// body(begin, end, thread) over [begin, end) in equal parts. The end of the parallel region orders all threads' stores
-// before what the calling thread does next, such as a signal.
-template <typename Body>
-void divide(int64_t begin, int64_t end, int64_t row_bytes, int32_t num_threads, const Body& body) {
-    const int64_t num_rows = end - begin;
-    const int64_t useful = std::min<int64_t>(num_rows, num_rows * row_bytes / kBytesPerThread);
-    const int32_t count = static_cast<int32_t>(std::min<int64_t>(num_threads, useful));
-    if (count <= 1) return body(begin, end, 0);
-#pragma omp parallel num_threads(count)
-    {
-        const int64_t part = omp_get_thread_num(), num_parts = omp_get_num_threads();
-        body(begin + num_rows * part / num_parts, begin + num_rows * (part + 1) / num_parts,
-             static_cast<int32_t>(part));
-    }
-}
-
 }  // namespace
 
 AllReduceNorm::AllReduceNorm(fabric::shm::Group& group, const AllReduceNormSite& site, int32_t max_threads,
@@ -62,6 +40,10 @@ AllReduceNorm::AllReduceNorm(fabric::shm::Group& group, const AllReduceNormSite&
       partials_(group.world()),
       parameters_(kNumParameters * padded(site.hidden)),
       scratch_(max_threads_ * padded(site.hidden)) {}
+
+int64_t AllReduceNorm::max_share(const AllReduceNormSite& site, int32_t world) {
+    return (site.max_tokens + world - 1) / world;
+}
 
 int64_t AllReduceNorm::output_bytes(const AllReduceNormSite& site, int32_t world) {
     const int64_t elements = max_share(site, world) * site.hidden;
@@ -112,10 +94,14 @@ Status AllReduceNorm::run(int64_t tokens, const AllReduceNormArrays& arrays, int
     const Rows call = rows(arrays);
     advise_huge_pages(call.sum, bytes);
     advise_huge_pages(call.normalized, tokens * site_.hidden * size_of(site_.out_dtype));
-    Status status =
-        tokens <= site_.one_shot_max_tokens ? one_shot(tokens, call, threads) : two_shot(tokens, call, threads);
+    Status status = exchange(tokens, call, threads);
     group_.leave();
     return status;
+}
+
+Status AllReduceNorm::exchange(int64_t tokens, const Rows& rows, int32_t num_threads) {
+    return tokens <= site_.one_shot_max_tokens ? one_shot(tokens, rows, num_threads)
+                                               : two_shot(tokens, rows, num_threads);
 }
 
 const float* AllReduceNorm::parameter(int32_t index, const void* source, const AllReduceNormArrays& arrays,
@@ -197,6 +183,15 @@ Status AllReduceNorm::two_shot(int64_t tokens, const Rows& rows, int32_t num_thr
             }
         }
     });
+    return hand_out(tokens, rows, num_threads);
+}
+
+Status AllReduceNorm::hand_out(int64_t tokens, const Rows& rows, int32_t num_threads) {
+    const int32_t rank = group_.rank(), world = group_.world();
+    const bool shares_sum = rows.sum != nullptr && site_.sum_out == SumOut::kWhole;
+    const int64_t sum_bytes = site_.hidden * size_of(site_.dtype);
+    const int64_t normalized_bytes = site_.hidden * size_of(site_.out_dtype);
+    Status status;
     group_.signal_rows();
     for (int32_t step = 1; step < world; ++step) {
         const int32_t peer = (rank + step) % world;

@@ -52,6 +52,7 @@ class AllReduceNorm {
   public:
     AllReduceNorm(fabric::shm::Group& group, const AllReduceNormSite& site, int32_t max_threads,
                   const RowFunctions& functions = choose_rows());
+    virtual ~AllReduceNorm() = default;
 
     // Bytes of the output buffer for `max_tokens`: one rank's share of rows, normalized and then sum.
     static int64_t output_bytes(const AllReduceNormSite& site, int32_t world);
@@ -67,16 +68,23 @@ class AllReduceNorm {
     // After enter(): reduces `tokens` rows with up to `num_threads` threads, and gives the group back.
     Status run(int64_t tokens, const AllReduceNormArrays& arrays, int32_t num_threads);
 
-  private:
+    const AllReduceNormSite& site() const { return site_; }
+
+  protected:
     struct Share {
         int64_t begin, end;
     };
     Share share(int64_t tokens, int32_t rank) const {
         return {tokens * rank / group_.world(), tokens * (rank + 1) / group_.world()};
     }
+    static int64_t max_share(const AllReduceNormSite& site, int32_t world);
     Rows rows(const AllReduceNormArrays& arrays);
+    // Between signal(ready) and the end of the call.
+    virtual Status exchange(int64_t tokens, const Rows& rows, int32_t num_threads);
     Status one_shot(int64_t tokens, const Rows& rows, int32_t num_threads);
     Status two_shot(int64_t tokens, const Rows& rows, int32_t num_threads);
+    // This rank's share lies in its output buffer: the peers' shares come from theirs.
+    Status hand_out(int64_t tokens, const Rows& rows, int32_t num_threads);
     Status wait_all_ready(uint64_t tag);
     void reduce(const Rows& rows, int64_t begin, int64_t end, int32_t num_threads);
     const float* parameter(int32_t index, const void* source, const AllReduceNormArrays& arrays, float offset);

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "fabric/buffer_need.h"
 #include "fabric/code_version.h"
 #include "fabric/shm.h"
+#include "fabric/tcp.h"
 
 namespace py = pybind11;
 
@@ -110,6 +112,41 @@ void bind_fabric(py::module_& m) {
              py::arg("rank"), py::arg("num_processes"), py::arg("first_epoch"))
         .def_property_readonly("epoch", [](const GroupHandle& handle) { return handle.group.epoch(); })
         .def_property_readonly("status", [](const GroupHandle& handle) { return handle.group.status(); });
+    using Connections = fabric::tcp::Group;
+    py::class_<Connections, std::shared_ptr<Connections>>(m, "Connections")
+        .def(py::init<std::vector<int>, int32_t, int32_t, uint32_t>(), py::arg("sockets"), py::arg("rank"),
+             py::arg("num_processes"), py::arg("first_epoch"))
+        .def_property_readonly("epoch", &Connections::epoch)
+        .def_property_readonly("status", &Connections::status)
+        .def(
+            "exchange",
+            [](Connections& group, uint64_t tag, double timeout_s, const std::map<int32_t, py::bytes>& sent,
+               const std::map<int32_t, std::size_t>& expected) {
+                std::map<int32_t, std::string> out, in;
+                for (const auto& [peer, bytes] : sent)
+                    out[peer] = bytes;
+                for (const auto& [peer, num_bytes] : expected)
+                    in[peer].resize(num_bytes);
+                Status status;
+                {
+                    py::gil_scoped_release release;
+                    status = group.begin(tag, timeout_s);
+                    if (status.ok()) {
+                        for (auto& [peer, bytes] : in)
+                            group.receive(peer, 0, {{bytes.data(), static_cast<int64_t>(bytes.size())}});
+                        for (auto& [peer, bytes] : out)
+                            group.send(peer, 0, {{bytes.data(), static_cast<int64_t>(bytes.size())}});
+                        status = group.progress([](int32_t, uint32_t) {});
+                        group.leave();
+                    }
+                }
+                std::map<int32_t, py::bytes> found;
+                for (const auto& [peer, bytes] : in)
+                    found[peer] = py::bytes(bytes);
+                return std::make_pair(static_cast<int>(status.code), found);
+            },
+            py::arg("tag"), py::arg("timeout_s"), py::arg("sent"), py::arg("expected"),
+            "One call: bytes to some ranks, so many from others. Its code, and what came; `status` says more.");
 }
 
 }  // namespace

@@ -115,18 +115,30 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
         raise ArenaError(f"group {name!r}: no shared memory without peers")
     pg = topologies.process_group(name)
     entry = _entries.get(name)
+    current = entry.arena if entry is not None and entry.process_group() is pg else None
+    channel = topologies.exchange(name, timeout_s)
+    arena = grown(current, topology.group, plan, floor_bytes, channel, timeout_s)
+    if arena is not current:
+        if entry is not None:
+            entry.arena.close()
+        _entries[name] = _Entry(arena, pg)
+    return arena
+
+
+def grown(
+    current: ShmArena | None, group: Group, plan: MemoryPlan, floor_bytes: int, channel: Exchange, timeout_s: float
+) -> ShmArena:
+    """`current` where it has room for `plan`, else another one in its place; see `reserve`."""
     asked = Layout.of(plan, floor_bytes)
     exact = layout = asked.filled()
-    if entry is not None and entry.process_group() is pg and not entry.arena.closed:
-        if entry.arena.layout.holds(asked):
-            return entry.arena
-        exact, layout = entry.arena.layout.union(asked), entry.arena.layout.grown(asked)
-    channel = topologies.exchange(name, timeout_s)
-    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
+    if current is not None and not current.closed:
+        if current.layout.holds(asked):
+            return current
+        exact, layout = current.layout.union(asked), current.layout.grown(asked)
+    arena = first_that_fits((layout, exact), lambda each: _make(group, each, channel, timeout_s))
     # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.
-    if entry is not None:
-        entry.arena.close()
-    _entries[name] = _Entry(arena, pg)
+    if current is not None:
+        current.close()
     return arena
 
 
@@ -151,8 +163,8 @@ def release_all() -> None:
         release(name)
 
 
-def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
-    group, num_bytes = topology.group, _page_aligned(layout.num_bytes)
+def _make(group: Group, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
+    num_bytes = _page_aligned(layout.num_bytes)
     own: _native.Segment | None = None
     segments: list[_native.Segment] = []
     cookie = secrets.randbits(63)
@@ -182,7 +194,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         # Peers open our file through our descriptor, so it stays open until all have said that they are done.
         mapped = channel.gather({"error": error}, "the peers' memory", timeout_s)
         _raise_if_any(group, mapped, num_bytes)
-        return ShmArena(group, segments, _num_local_processes(), layout)
+        return ShmArena(group, segments, num_local_processes(), layout)
     finally:
         if own is not None:
             own.close_fd()
@@ -225,6 +237,6 @@ def _page_aligned(num_bytes: int) -> int:
     return aligned(num_bytes, PAGE_BYTES)
 
 
-def _num_local_processes() -> int:
+def num_local_processes() -> int:
     """Ranks on this host, of all groups: they share its cores."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

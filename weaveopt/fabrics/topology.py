@@ -236,7 +236,7 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
 
 def _host() -> str:
     """Equal for two processes if and only if they can map each other's memory by /proc and pid."""
-    words = [socket.gethostname()]
+    words = [socket.gethostname(), os.environ.get("WEAVE_HOST", "")]
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     if boot_id.exists():
         words.append(boot_id.read_text().strip())

@@ -39,6 +39,8 @@ class Traits:
     device: str | None
     """`cpu` or `cuda`: whose ranks it joins. None: either's."""
     crosses_hosts: bool
+    within_host: bool = True
+    """Whether it is of use where all ranks are on one host."""
     native_part: NativePart | None = None
     """What has to be built for it."""
     max_world: int | None = None
@@ -74,6 +76,9 @@ TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
     Fabric.PEER: _PEER,
     # On pages, no two buffers on one: the first touch decides where a page lives.
     Fabric.SHM: Traits("cpu", crosses_hosts=False, native_part=NativePart.HOST, buffer_alignment=_PAGE_BYTES),
+    Fabric.TCP: Traits(
+        "cpu", crosses_hosts=True, within_host=False, native_part=NativePart.HOST, buffer_alignment=_PAGE_BYTES
+    ),
     Fabric.NVSHMEM: Traits("cuda", crosses_hosts=True),
     Fabric.LIBRARY: Traits(None, crosses_hosts=True),
 })  # fmt: skip
@@ -115,6 +120,8 @@ def rejection(
             return Rejection(traits.native_part.code, f"weaveopt was installed without its {traits.native_part.value}")
         if traits.cannot_probe is not None:
             return traits.cannot_probe
+    if num_hosts == 1 and not traits.within_host:
+        return Rejection("fabric_needs_hosts", f"{fabric.value} joins ranks of several hosts", (("hosts", 1),))
     if num_hosts > 1 and not traits.crosses_hosts:
         return Rejection("fabric_needs_one_host", f"{fabric.value} stays within a host", (("hosts", num_hosts),))
     if no_peer_access is not None and traits.needs_peer_access:

@@ -33,6 +33,7 @@ class Fabric(StrEnum):
     MULTIMEM = "multimem"
     PEER = "peer"
     SHM = "shm"
+    TCP = "tcp"
     NVSHMEM = "nvshmem"
     LIBRARY = "library"
 

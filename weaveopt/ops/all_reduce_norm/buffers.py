@@ -45,6 +45,7 @@ class RowFormat:
     out_dtype: str
     """Of normalized rows."""
     world: int
+    """Ranks that share memory: those of one host."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def buffers_of_call(call: AllReduceNormCall) -> tuple[Buffer, ...]:
     """What the call needs in every rank's arena; nothing where the library runs."""
     if call.fabric not in FEATURES:
         return ()
-    rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world)
+    rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world // call.hosts)
     return buffers_of(call.fabric, rows, call.max_tokens, call.table)
 
 

@@ -28,6 +28,7 @@ class Features:
 
 FEATURES: Mapping[Fabric, Features] = MappingProxyType({
     Fabric.SHM: Features(tabled=False, quantizes=False, aliases_arena=False),
+    Fabric.TCP: Features(tabled=False, quantizes=False, aliases_arena=False),
     Fabric.PEER: Features(tabled=True, quantizes=True, aliases_arena=True),
     Fabric.MULTIMEM: Features(tabled=True, quantizes=True, aliases_arena=True),
 })  # fmt: skip
@@ -81,6 +82,8 @@ class AllReduceNormCall:
     partial_offset: int = 0
     output_offset: int = 0
     """Of the buffers of these names in the arena's transient zone, where the fabric has them there."""
+    hosts: int = 1
+    """That the ranks are spread over, evenly; more than one on fabrics that cross hosts alone."""
     channel: int = 0
     """Calls on one channel follow one another."""
 

@@ -45,6 +45,7 @@ from weaveopt.ops.all_reduce_norm.operands import Argument, Gemm, Operands, Quan
 from weaveopt.ops.all_reduce_norm.peer import PeerSite
 from weaveopt.ops.all_reduce_norm.reference import through_library
 from weaveopt.ops.all_reduce_norm.shm import ShmSite
+from weaveopt.ops.all_reduce_norm.tcp import TcpSite
 from weaveopt.records.candidate import Fabric
 
 Tensor = torch.Tensor
@@ -78,6 +79,7 @@ class BoundSite(Protocol):
 
 SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({
     Fabric.SHM: ShmSite,
+    Fabric.TCP: TcpSite,
     Fabric.PEER: PeerSite,
     Fabric.MULTIMEM: PeerSite,
 })  # fmt: skip

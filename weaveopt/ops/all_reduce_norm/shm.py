@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm as arena
-from weaveopt.fabrics.shm import ShmArena
+from weaveopt.fabrics.arena import Arena
 from weaveopt.ops.all_reduce_norm.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
 from weaveopt.ops.all_reduce_norm.native import native_norm
@@ -26,6 +26,29 @@ Tensor = torch.Tensor
 
 _names: dict[int, str] = {}
 """Tag -> site, for messages."""
+
+
+def native_site(call: AllReduceNormCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
+    """The constants of `call`, encoded as `text`, as native code takes them; its buffers lie where `buffers` says."""
+    site = _native.AllReduceNormSite()
+    # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
+    site.tag = zlib.crc32(text.encode())
+    site.hidden = call.hidden
+    site.dtype = getattr(_native.DType, call.dtype)
+    site.out_dtype = getattr(_native.DType, call.out_dtype)
+    layout = _native.Layout()
+    layout.partial_offset = buffers[PARTIAL].offset
+    layout.partial_bytes = buffers[PARTIAL].num_bytes // NUM_PARTIALS
+    layout.output_offset = buffers[OUTPUT].offset
+    site.layout = layout
+    site.max_tokens = call.max_tokens
+    site.one_shot_max_tokens = call.one_shot_max_tokens
+    site.post = native_norm(call.post)
+    site.norm = native_norm(call.norm)
+    site.sum_out = getattr(_native.SumOut, call.sum_out.value)
+    site.timeout_s = call.timeout_s
+    _names[site.tag] = call.site
+    return site
 
 
 class ShmSite:
@@ -45,9 +68,7 @@ class ShmSite:
         "_sum",
     )  # fmt: skip
 
-    def __init__(
-        self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: ShmArena, partials: Range
-    ) -> None:
+    def __init__(self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: Arena, partials: Range) -> None:
         self._hidden = call.hidden
         self._max_tokens = call.max_tokens
         self._may_share: bool | None = None
@@ -73,28 +94,11 @@ class ShmSite:
         memory = arena.of(call.group)
         expect_world(call, memory.group)
         buffers = locate(call, memory.layout)
-        site = _native.AllReduceNormSite()
-        # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
-        site.tag = zlib.crc32(text.encode())
-        site.hidden = call.hidden
-        site.dtype = getattr(_native.DType, call.dtype)
-        site.out_dtype = getattr(_native.DType, call.out_dtype)
-        layout = _native.Layout()
-        layout.partial_offset = buffers[PARTIAL].offset
-        layout.partial_bytes = buffers[PARTIAL].num_bytes // NUM_PARTIALS
-        layout.output_offset = buffers[OUTPUT].offset
-        site.layout = layout
-        site.max_tokens = call.max_tokens
-        site.one_shot_max_tokens = call.one_shot_max_tokens
-        site.post = native_norm(call.post)
-        site.norm = native_norm(call.norm)
-        site.sum_out = getattr(_native.SumOut, call.sum_out.value)
-        site.timeout_s = call.timeout_s
+        site = native_site(call, text, buffers)
         try:
             native = _native.AllReduceNorm(memory.native, site, torch.get_num_threads())
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
-        _names[site.tag] = call.site
         memory.at_close(forget)
         return ShmSite(call, native, memory, buffers[PARTIAL])
 
@@ -202,7 +206,7 @@ class ShmSite:
                 f"{where}: this process was forked from the one that is that rank: run the model there, or start "
                 "processes that run it by spawn"
             )
-        status = self._arena.native.status
+        status = self._native.status
         peer = ranks[status.peer]
         expected = f"slot {status.slot}, expected epoch {status.expected}, seen {status.seen}"
         if status.code == codes.SITE_MISMATCH:

@@ -1,0 +1,209 @@
+"""TCP connections between the ranks of a group, each made by two ranks that have shown each other the group's key.
+
+Every rank listens on one port of the address at which the others reach it, for as long as connections are made. Ranks
+publish port and a secret through the group's store, and all secrets together make the key, which never travels. Of a
+pair the higher rank connects:
+
+    connector -> (who, whom, its nonce)         acceptor -> (its nonce, HMAC of both ranks and nonces by the key)
+    connector -> HMAC of the same, of the other direction
+
+Whoever cannot do that, in time, is not heard any further: the connection is closed, and the others go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics.topology import Exchange
+
+_HELLO = struct.Struct("!8sII32s")
+_MAGIC = b"weavetcp"
+_NONCE_BYTES, _PROOF_BYTES = 32, 32
+_STRANGER_S = 5.0
+"""What somebody who connects gets to show who he is."""
+_BACKLOG = 128
+
+
+def own_address() -> str:
+    """Of this host, the address at which the group's other hosts reach it: the one that leads to the store.
+
+    `WEAVE_ADDRESS` says otherwise. Raises `ArenaError` where the store's host is not known.
+    """
+    asked = os.environ.get("WEAVE_ADDRESS")
+    if asked:
+        return asked
+    store = os.environ.get("MASTER_ADDR")
+    if not store:
+        raise ArenaError("which address leads to the other hosts is not known: set WEAVE_ADDRESS (or MASTER_ADDR)")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ArenaError(f"no address of this host leads to {store!r}: {error}; set WEAVE_ADDRESS") from None
+
+
+def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
+    """A connection to each of `peers`, by their index in the group of `channel`; everyone of the group calls it.
+
+    Who is whose peer is mutual. Raises `AgreementError` where a rank does not come within `timeout_s`, and `ArenaError`
+    where one cannot be reached.
+    """
+    group, wanted = channel.group, frozenset(peers)
+    error, listener = "", None
+    record: dict[str, str | int] = {"address": "", "port": 0}
+    secret = secrets.token_hex(32)
+    try:
+        address = own_address()
+        listener = socket.create_server((address, 0), backlog=_BACKLOG, family=_family_of(address))
+        record = {"address": address, "port": int(listener.getsockname()[1])}
+    except (ArenaError, OSError) as failure:
+        error = str(failure)
+    try:
+        told = channel.gather({**record, "secret": secret, "error": error}, "connections between hosts", timeout_s)
+        failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
+        if failed:
+            raise ArenaError(f"group {group.name!r}: cannot connect its hosts: {'; '.join(failed)}")
+        assert listener is not None
+        key = hashlib.sha256("/".join(str(each["secret"]) for each in told).encode()).digest()
+        meeting = _Meeting(key, group.rank, wanted, time.monotonic() + timeout_s)
+        places = [(str(each["address"]), int(each["port"])) for each in told]
+        try:
+            meeting.hold(listener, places)
+        except BaseException:
+            meeting.close()
+            raise
+        missing = wanted - meeting.found.keys()
+        met = channel.gather({"missing": ",".join(map(str, sorted(missing)))}, "the end of connecting", timeout_s)
+        without = [rank for rank, each in zip(group.ranks, met, strict=True) if each["missing"]]
+        if without:
+            meeting.close()
+            unreached = [group.ranks[index] for index in sorted(missing)]
+            why = "; ".join(meeting.errors) or "they did not connect"
+            detail = f" (rank {group.ranks[group.rank]} did not reach ranks {unreached}: {why})" if missing else ""
+            raise ArenaError(f"group {group.name!r}: ranks {without} could not connect to all others{detail}")
+        return meeting.found
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+class _Meeting:
+    """One rank's part in making connections."""
+
+    def __init__(self, key: bytes, rank: int, wanted: frozenset[int], deadline: float) -> None:
+        self._key, self._rank, self._wanted, self._deadline = key, rank, wanted, deadline
+        self._lock = threading.Lock()
+        self._all_found = threading.Event()
+        self.found: dict[int, socket.socket] = {}
+        self.errors: list[str] = []
+
+    def hold(self, listener: socket.socket, places: Sequence[tuple[str, int]]) -> None:
+        """Until all are found, or time is up."""
+        if not self._wanted:
+            return
+        lower = sorted(rank for rank in self._wanted if rank < self._rank)
+        threads = [
+            threading.Thread(target=self._reach, args=(peer, places[peer]), name="weaveopt-connect", daemon=True)
+            for peer in lower
+        ]
+        accepting = threading.Thread(target=self._accept, args=(listener,), name="weaveopt-accept", daemon=True)
+        for thread in (*threads, accepting):
+            thread.start()
+        self._all_found.wait(max(self._deadline - time.monotonic(), 0))
+        self._all_found.set()  # whoever still tries stops
+        accepting.join()
+
+    def close(self) -> None:
+        for each in self.found.values():
+            each.close()
+        self.found.clear()
+
+    def _keep(self, peer: int, connection: socket.socket) -> bool:
+        """False where somebody has taken the place already."""
+        with self._lock:
+            if peer not in self._wanted or peer in self.found or self._all_found.is_set():
+                return False
+            connection.settimeout(None)
+            self.found[peer] = connection
+            if len(self.found) == len(self._wanted):
+                self._all_found.set()
+            return True
+
+    def _reach(self, peer: int, place: tuple[str, int]) -> None:
+        error: Exception | None = None
+        while not self._all_found.is_set() and time.monotonic() < self._deadline:
+            try:
+                left = max(self._deadline - time.monotonic(), 0.1)
+                connection = socket.create_connection(place, timeout=min(left, _STRANGER_S))
+                if self._introduce(connection, peer) and self._keep(peer, connection):
+                    return
+                connection.close()
+                error = ConnectionError("it did not show the group's key")
+            except OSError as failure:
+                error = failure
+            self._all_found.wait(0.05)
+        if error is not None:
+            self.errors.append(f"{place[0]}:{place[1]}: {error}")
+
+    def _introduce(self, connection: socket.socket, peer: int) -> bool:
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(_HELLO.pack(_MAGIC, self._rank, peer, mine))
+        theirs, proof = _received(connection, _NONCE_BYTES), _received(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, self._proof(b"accept", self._rank, peer, mine, theirs)):
+            return False
+        connection.sendall(self._proof(b"connect", self._rank, peer, mine, theirs))
+        return True
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(0.05)
+        while not self._all_found.is_set():
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                threading.Thread(target=self._hear, args=(connection,), name="weaveopt-hear", daemon=True).start()
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Whoever it is has until `_STRANGER_S` to be a peer."""
+        try:
+            connection.settimeout(_STRANGER_S)
+            magic, peer, whom, theirs = _HELLO.unpack(_received(connection, _HELLO.size))
+            if magic != _MAGIC or whom != self._rank or peer not in self._wanted:
+                raise ConnectionError
+            mine = secrets.token_bytes(_NONCE_BYTES)
+            connection.sendall(mine + self._proof(b"accept", peer, self._rank, theirs, mine))
+            proof = _received(connection, _PROOF_BYTES)
+            if not hmac.compare_digest(proof, self._proof(b"connect", peer, self._rank, theirs, mine)):
+                raise ConnectionError
+            if not self._keep(peer, connection):
+                raise ConnectionError
+        except (OSError, struct.error):
+            connection.close()
+
+    def _proof(self, direction: bytes, connector: int, acceptor: int, first: bytes, second: bytes) -> bytes:
+        ranks = struct.pack("!II", connector, acceptor)
+        return hmac.digest(self._key, direction + ranks + first + second, "sha256")
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        piece = connection.recv(num_bytes - len(found))
+        if not piece:
+            raise ConnectionError("the other end closed the connection")
+        found += piece
+    return found
+
+
+def _family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,163 @@
+"""The transport of fabric `tcp`: CPU ranks of several hosts, shared memory within each, one connection a pair between.
+
+Rank l of a host is connected to rank l of every other host; within a host ranks share segments as on fabric `shm`. All
+hosts have equally many ranks of the group. See `weaveopt.fabrics.connections` for how connections are made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics import connections, shm
+from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.shm import ShmArena
+from weaveopt.fabrics.topology import Exchange, Group, Topology
+from weaveopt.records.memory import MemoryPlan, PlacedBuffer
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: the library path still works
+    _native = None  # type: ignore[assignment]
+
+FIRST_EPOCH = 0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a group are, in group order; equal on all ranks but for `own`."""
+
+    own: int
+    ranks: tuple[tuple[int, ...], ...]
+    """By host, in the order of their first ranks."""
+
+    @staticmethod
+    def of(topology: Topology) -> Hosts:
+        """Raises `ArenaError` where hosts have different numbers of ranks."""
+        names = tuple(dict.fromkeys(topology.hosts))
+        ranks = tuple(tuple(r for r, host in enumerate(topology.hosts) if host == name) for name in names)
+        if len({len(each) for each in ranks}) > 1:
+            raise ArenaError(f"hosts have {[len(each) for each in ranks]} ranks of group {topology.group.name!r}")
+        return Hosts(names.index(topology.hosts[topology.group.rank]), ranks)
+
+    def local_rank(self, rank: int) -> int:
+        return self.ranks[self.own].index(rank)
+
+
+class TcpArena:
+    """This rank's segment, shared on its host, and its connections to the other hosts."""
+
+    def __init__(self, group: Group, hosts: Hosts, local: ShmArena, wire: _native.Connections) -> None:
+        self.group = group
+        self.hosts = hosts
+        self.local = local
+        self.wire = wire
+
+    @property
+    def closed(self) -> bool:
+        return self.local.closed
+
+    @property
+    def layout(self) -> Layout:
+        return self.local.layout
+
+    @property
+    def num_bytes(self) -> int:
+        return self.local.num_bytes
+
+    @property
+    def transient_begin(self) -> int:
+        return self.local.transient_begin
+
+    def buffer(self, name: str) -> PlacedBuffer:
+        return self.local.buffer(name)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.local.tensor(offset, shape, dtype)
+
+    def at_close(self, callback: Callable[[], None]) -> None:
+        self.local.at_close(callback)
+
+    def close(self) -> None:
+        self.local.close()
+
+
+class _Entry:
+    """The arena of a process group, as long as that process group lives; its connections outlive larger arenas."""
+
+    def __init__(self, arena: TcpArena, channel: Exchange, pg: dist.ProcessGroup) -> None:
+        self.arena = arena
+        self.channel = channel
+        """Of the ranks of this host."""
+        self.process_group = weakref.ref(pg, lambda _: arena.close())
+
+
+_entries: dict[str, _Entry] = {}
+
+
+def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> TcpArena:
+    """As `weaveopt.fabrics.shm.reserve`, on each host; the first time ranks connect to those of the other hosts."""
+    name, group = topology.group.name, topology.group
+    if topology.fake:
+        raise ArenaError(f"group {name!r}: no connections without peers")
+    pg, channel = topologies.process_group(name), topologies.exchange(name, timeout_s)
+    entry = _entries.get(name)
+    known = entry if entry is not None and entry.process_group() is pg and not entry.arena.closed else None
+    if known is not None and known.arena.layout.holds(Layout.of(plan, floor_bytes)):
+        return known.arena
+    hosts = Hosts.of(topology)
+    locals_ = hosts.ranks[hosts.own]
+    own = Group(f"{name}/host{hosts.own}", tuple(group.ranks[r] for r in locals_), hosts.local_rank(group.rank))
+    local_channel = known.channel if known is not None else Exchange(own)
+    error, local = "", None
+    current = known.arena.local if known is not None else None
+    try:
+        local = shm.grown(current, own, plan, floor_bytes, local_channel, timeout_s)
+    except ArenaError as failure:  # the other hosts must hear of it
+        error = str(failure)
+    told = channel.gather({"error": error}, "memory of every host", timeout_s)
+    failed = [str(each["error"]) for each in told if each["error"]]
+    if failed or local is None:
+        if local is not None:
+            local.close()
+        raise ArenaError(failed[0])
+    wire = known.arena.wire if known is not None else _connected(hosts, channel, timeout_s)
+    arena = TcpArena(group, hosts, local, wire)
+    _entries[name] = _Entry(arena, local_channel, pg)
+    return arena
+
+
+def of(group_name: str) -> TcpArena:
+    """The arena that was reserved for the group, or `ArenaError`."""
+    entry = _entries.get(group_name)
+    if entry is None or entry.arena.closed or entry.process_group() is not topologies.process_group(group_name):
+        raise ArenaError(f"no arena was reserved for group {group_name!r}: reserve() comes before the first call")
+    return entry.arena
+
+
+def release(group_name: str) -> None:
+    """Gives the group's arena back, if there is one, and closes its connections."""
+    entry = _entries.pop(group_name, None)
+    if entry is not None:
+        entry.arena.close()
+
+
+@atexit.register
+def release_all() -> None:
+    for name in tuple(_entries):
+        release(name)
+
+
+def _connected(hosts: Hosts, channel: Exchange, timeout_s: float) -> _native.Connections:
+    own = hosts.local_rank(channel.group.rank)
+    alike = [ranks[own] for ranks in hosts.ranks]
+    found = connections.connect(channel, [rank for rank in alike if rank != channel.group.rank], timeout_s)
+    sockets = [found[rank].detach() if rank in found else -1 for rank in alike]
+    return _native.Connections(sockets, hosts.own, shm.num_local_processes(), FIRST_EPOCH)
