@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,8 @@ class Helper:
 
     def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
         self._config, self._folder, self._parent = config, folder, os.getppid()
+        # A shell's background jobs, and what these start, ignore it; the first process ends this one with it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._events = open(folder / f"events-{number}", "a", buffering=1)  # noqa: SIM115  # until the process ends
 
     def _tell(self, *event: object) -> None:
@@ -143,7 +146,7 @@ class Processes:
         finally:
             for helper in helpers:
                 if helper.poll() is None:
-                    helper.send_signal(2)  # as from a terminal: pytest ends what the test has begun
+                    helper.send_signal(signal.SIGINT)  # pytest ends what the test has begun
             for helper in helpers:
                 try:
                     helper.wait(INTERRUPT_S)
