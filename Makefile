@@ -22,6 +22,8 @@ MACHINE ?= gpu
 # The profile that the cost model's figures are held against
 PROFILE ?= h200x4
 PYTEST_ARGS ?=
+# That share the tests of make test
+PROCESSES ?= 2
 GENERATE_ARGS ?=
 
 # Exported so that ranks of one host share their cores instead of each taking all of them.
@@ -29,13 +31,15 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Nothing is compiled when it is installed: without caches every process would compile torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 run: $(BUILT)
 	$(BIN)/accelerate launch --config_file examples/configs/accelerate_one_host.yaml --num_processes $(RANKS) \
 	    --main_process_port 0 examples/generate.py $(GENERATE_ARGS)
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p tests.processes --processes $(PROCESSES) -m "not gpu and not multigpu" $(PYTEST_ARGS)
 
 # Of what runs on GPUs alone, only that what it names is there.
 NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item no-any-return unused-ignore)

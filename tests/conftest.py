@@ -12,6 +12,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Else each process that compiles starts three others, to see whether torch loads for each of the CPU's vector units.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # One Inductor cache for all tests and their ranks: the C++ compiler is most of what they wait for.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"weaveopt-tests-{os.getuid()}"))
 

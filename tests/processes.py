@@ -1,0 +1,192 @@
+"""`pytest -p tests.processes --processes 2`: one run of tests by several processes, with one report and one exit code.
+
+Every process collects all tests, then claims one file of tests after the other until none is left: the first process
+from the front, its helpers from the back, so that most folders stay within one process. What a helper reports the
+first process prints and counts as its own, whenever it is through with a file itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+FIRST = Path("faults/test_faults.py")
+"""The longest file, which mostly waits: something else computes meanwhile."""
+POLL_S = 0.1
+INTERRUPT_S = 30.0
+"""What a helper gets to end its tests' ranks."""
+OUTPUT_BYTES = 5000
+Files = list[list[pytest.Item]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("processes")
+    group.addoption("--processes", type=int, default=1, help="how many processes run the tests")
+    group.addoption("--helper", default="", help="FOLDER:NUMBER of a helper; given by the process that starts it")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if given := config.getoption("--helper"):
+        config.workerinput = {}  # type: ignore[attr-defined]  # pytest's plugins write no files then
+        folder, _, number = given.rpartition(":")
+        config.pluginmanager.register(Helper(config, Path(folder), int(number)))
+    elif config.getoption("--processes") > 1 and not config.getoption("usepdb"):
+        config.pluginmanager.register(Processes(config))
+
+
+def files_of(items: list[pytest.Item]) -> Files:
+    files = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
+    return sorted(files, key=lambda file: not file[0].path.match(str(FIRST)))  # stable: all others keep their order
+
+
+def claim(folder: Path, number: int) -> bool:
+    """Whether this process is the one that runs a file."""
+    try:
+        os.close(os.open(folder / f"claimed-{number}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def run_file(session: pytest.Session, file: list[pytest.Item]) -> None:
+    for item, following in zip(file, [*file[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+
+class Helper:
+    """Runs files that it claims from the back. Each event goes to a file, as a line of JSON."""
+
+    def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
+        self._config, self._folder, self._parent = config, folder, os.getppid()
+        # A shell's background jobs, and what these start, ignore it; the first process ends this one with it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._events = open(folder / f"events-{number}", "a", buffering=1)  # noqa: SIM115  # until the process ends
+
+    def _tell(self, *event: object) -> None:
+        self._events.write(json.dumps(event) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._tell("start", nodeid, location)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._tell("report", self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._tell("finish", nodeid, location)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        files = files_of(session.items)
+        for number in reversed(range(len(files))):
+            if os.getppid() == self._parent and claim(self._folder, number):
+                run_file(session, files[number])
+        return True
+
+
+class Processes:
+    """The first process: runs files that it claims from the front, and reports for all."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._read: dict[int, int] = {}
+        """Of each helper's events: how many bytes were passed on."""
+        self._ended: set[str] = set()
+        """Tests that ran to their end, by whichever process."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        files = files_of(session.items)
+        if session.testsfailed or self._config.option.collectonly or len(files) < 2:
+            return None  # pytest's own loop does it
+        with tempfile.TemporaryDirectory(prefix="weaveopt-processes-") as name, self._helpers(Path(name)) as helpers:
+            folder = Path(name)
+            for number, file in enumerate(files):
+                if claim(folder, number):
+                    run_file(session, file)
+                self._pass_on(session, folder, helpers)
+            while any(helper.poll() is None for helper in helpers):
+                time.sleep(POLL_S)
+                self._pass_on(session, folder, helpers)
+            self._pass_on(session, folder, helpers)
+            self._check(session, folder, helpers)
+        return True
+
+    @contextmanager
+    def _helpers(self, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+        arguments = [sys.executable, "-m", "pytest", *self._config.invocation_params.args]
+        helpers = []
+        for number in range(self._config.getoption("--processes") - 1):
+            (folder / f"events-{number}").touch()
+            with open(folder / f"output-{number}", "wb") as output:
+                command = [*arguments, "--helper", f"{folder}:{number}"]
+                directory = self._config.invocation_params.dir
+                helpers.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=directory)
+                )
+        try:
+            yield helpers
+        finally:
+            for helper in helpers:
+                if helper.poll() is None:
+                    helper.send_signal(signal.SIGINT)  # pytest ends what the test has begun
+            for helper in helpers:
+                try:
+                    helper.wait(INTERRUPT_S)
+                except subprocess.TimeoutExpired:
+                    helper.kill()
+                    helper.wait()
+
+    def _pass_on(self, session: pytest.Session, folder: Path, helpers: list[subprocess.Popen[bytes]]) -> None:
+        """Reports what helpers have told since the last time."""
+        hook = self._config.hook
+        for number in range(len(helpers)):
+            with open(folder / f"events-{number}", "rb") as file:
+                file.seek(self._read.get(number, 0))
+                told = file.read()
+            told = told[: told.rfind(b"\n") + 1]
+            self._read[number] = self._read.get(number, 0) + len(told)
+            for line in told.splitlines():
+                kind, *words = json.loads(line)
+                if kind == "report":
+                    if isinstance(reason := words[0]["longrepr"], list):
+                        words[0]["longrepr"] = tuple(reason)  # of a skipped test: file, line, reason
+                    report = hook.pytest_report_from_serializable(config=self._config, data=words[0])
+                    hook.pytest_runtest_logreport(report=report)
+                else:
+                    log = hook.pytest_runtest_logstart if kind == "start" else hook.pytest_runtest_logfinish
+                    log(nodeid=words[0], location=tuple(words[1]))
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+
+    def _check(self, session: pytest.Session, folder: Path, helpers: list[subprocess.Popen[bytes]]) -> None:
+        """Every test has run, or the run fails."""
+        missing = sorted({item.nodeid for item in session.items} - self._ended)
+        ended = {number: helper.returncode for number, helper in enumerate(helpers)}
+        told = [
+            f"helper {number} ended with {code}; its last words:\n"
+            + (folder / f"output-{number}").read_bytes()[-OUTPUT_BYTES:].decode(errors="replace")
+            for number, code in ended.items()
+            if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        ]
+        if missing:
+            told.append(f"{len(missing)} tests did not run: {', '.join(missing[:5])}, ...")
+        if told:
+            pytest.exit("\n".join(told), returncode=pytest.ExitCode.INTERNAL_ERROR)
