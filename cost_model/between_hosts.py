@@ -34,6 +34,24 @@ def tree_cost(message_bytes: float, ranks_per_host: int, hosts: int, local: Link
     return Cost(chain_us + 2 * log2(hosts) * inter.latency_us, transfer_us)
 
 
+def direct_cost(
+    message_bytes: float, ranks_per_host: int, hosts: int, local: Link, inter: Link, one_shot: bool
+) -> Cost:
+    """Every host sends to every other one, over the one link that its ranks share; partial results as they are.
+
+    One-shot: `α + G (N - 1) M / β`. Two-shot: each host computes `M / N` and hands the sums out,
+    `2 α + (G + 1) (N - 1) / N · M / β`. Then ranks of a host hand their shares to each other.
+    """
+    if message_bytes <= 0:
+        return NOTHING
+    if one_shot:
+        between = Cost(inter.latency_us, inter.us(ranks_per_host * (hosts - 1) * message_bytes))
+    else:
+        sent = (ranks_per_host + 1) * (hosts - 1) / hosts * message_bytes
+        between = Cost(2 * inter.latency_us, inter.us(sent))
+    return between + all_gather(ranks_per_host).cost(message_bytes, local)
+
+
 def doubling_cost(share_bytes: float, hosts: int, inter: Link, eta: float = FLAGGED_PAYLOAD) -> Cost:
     """`log2(N) α_inter + (N - 1) / N · η (M / G) / β_inter` (eq. 4), `share_bytes` being `M / G`.
 

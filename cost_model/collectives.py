@@ -16,7 +16,7 @@ from weaveopt.cost_model.alpha_beta import (
     one_shot,
     two_shot,
 )
-from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
+from weaveopt.cost_model.between_hosts import direct_cost, hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us, nearest_curve
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine
 from weaveopt.errors import ProfileError
@@ -38,6 +38,8 @@ def fabric_costs(machine: Machine, fabric: Fabric) -> FabricCosts:
     for costs in machine.fabric_costs:
         if costs.fabric is fabric:
             return costs
+    if fabric in machine.fabrics:  # TCP: what it takes between hosts is `inter_host`, and within one what shm takes
+        return FabricCosts(fabric, fabric_costs(machine, Fabric.SHM).link)
     known = ", ".join(each.value for each in machine.fabrics)
     raise ProfileError(f"machine {machine.name!r} has no fabric {fabric.value!r}; it has: {known}")
 
@@ -67,6 +69,8 @@ def between_hosts_cost(
     if variant == LIBRARY:
         flat, tree = ring_cost(message_bytes, world, inter), tree_cost(message_bytes, local, hosts, link, inter)
         return min(flat, tree, key=lambda cost: cost.us)
+    if fabric is Fabric.TCP:
+        return direct_cost(message_bytes, local, hosts, link, inter, one_shot=variant == ONE_SHOT)
     # Every byte that Algorithm 1 sends, which is more than eq. 4 of the paper counts: a rewrite must not be slower.
     return hierarchical_sent_cost(message_bytes, local, hosts, link, inter)
 

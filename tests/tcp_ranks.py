@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401
 from tests.tolerances import KERNEL, assert_close
@@ -28,7 +29,9 @@ def become_host(rank: int, world: int, hosts: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
 
 
-def make_call(world: int, hosts: int, one_shot: bool, dtype: str = "float32", timeout_s: float = 30.0) -> AllReduceNormCall:
+def make_call(
+    world: int, hosts: int, one_shot: bool, dtype: str = "float32", timeout_s: float = 30.0
+) -> AllReduceNormCall:
     return AllReduceNormCall(
         site=f"site {one_shot} {dtype}", group="0", fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN,
         dtype=dtype, out_dtype=dtype, max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if one_shot else 0,
@@ -45,9 +48,10 @@ def partial_of(rank: int, tokens: int, step: int, dtype: torch.dtype) -> torch.T
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
 
 
-def check(rank: int, world: int, hosts: int) -> list[bytes]:
+def check(rank: int, world: int, hosts: int, as_launched: bool = False) -> list[bytes]:
     """Every count of tokens, both ways, with and without residual and sum; the results' bytes."""
-    become_host(rank, world, hosts)
+    if not as_launched:
+        become_host(rank, world, hosts)
     reserve(world, hosts)
     found = []
     for step, (tokens, dtype) in enumerate(
@@ -58,7 +62,10 @@ def check(rank: int, world: int, hosts: int) -> list[bytes]:
         for one_shot in (True, False):
             for call, operands in (
                 (make_call(world, hosts, one_shot, str(dtype)[6:]), Operands(residual=residual, weight=weight)),
-                (replace(make_call(world, hosts, one_shot, str(dtype)[6:]), sum_out=SumOut.NONE), Operands(weight=weight)),
+                (
+                    replace(make_call(world, hosts, one_shot, str(dtype)[6:]), sum_out=SumOut.NONE),
+                    Operands(weight=weight),
+                ),
                 (replace(make_call(world, hosts, one_shot, str(dtype)[6:]), norm=None), Operands(residual=residual)),
             ):
                 want = reference([partial_of(r, tokens, step, dtype) for r in range(world)], operands, call)
@@ -66,6 +73,22 @@ def check(rank: int, world: int, hosts: int) -> list[bytes]:
                     partial_of(rank, tokens, step, dtype), *operands[:7], call.encode()
                 )
                 for each, expected in zip(got, want, strict=True):
-                    assert_close(each, expected, KERNEL, f"{call.site}, {tokens} tokens, {world} ranks on {hosts} hosts")
+                    assert_close(
+                        each, expected, KERNEL, f"{call.site}, {tokens} tokens, {world} ranks on {hosts} hosts"
+                    )
                     found.append(each.view(torch.uint8).numpy().tobytes())
     return found
+
+
+def main() -> None:
+    """A rank on an emulated host."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = check(rank, world, world // int(os.environ["LOCAL_WORLD_SIZE"]), as_launched=True)
+    print(f"{len(found)} results", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

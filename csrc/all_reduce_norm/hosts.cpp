@@ -111,8 +111,7 @@ Status AllReduceNormOfHosts::between_hosts(const Share& share, bool one_shot, co
         if (other == host) continue;
         wire_.receive(other, kPartials, std::move(expected));
         if (!one_shot) {
-            wire_.receive(other, kSums,
-                          {{rows_at(all.sum, theirs.begin), (theirs.end - theirs.begin) * row_bytes}});
+            wire_.receive(other, kSums, {{rows_at(all.sum, theirs.begin), (theirs.end - theirs.begin) * row_bytes}});
         }
         wire_.send(other, kPartials, std::move(sent));
     }

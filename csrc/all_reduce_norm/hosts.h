@@ -3,10 +3,10 @@
 // Rank l of host h takes the share l of the rows (of as many as a host has ranks), and there
 //   one-shot  sends the partial results of its host's ranks to rank l of every other host, and computes the whole share
 //   two-shot  sends each host the part of the share that it computes, and then the finished sums of its own part
-// Partial results travel as they are and are summed in the order of the ranks, in fp32: the result is, bit for bit, that
-// of the same ranks on one host, and the same on all of them. Normalized rows never travel between hosts: a host makes
-// them of the sums. In the end ranks of a host hand their shares to each other (NVRAR, 4.1, with the reduction at the
-// end of the way in place of one at each step).
+// Partial results travel as they are and are summed in the order of the ranks, in fp32: the result is, bit for bit,
+// that of the same ranks on one host, and the same on all of them. Normalized rows never travel between hosts: a host
+// makes them of the sums. In the end ranks of a host hand their shares to each other (NVRAR, 4.1, with the reduction at
+// the end of the way in place of one at each step).
 #pragma once
 
 #include <cstdint>

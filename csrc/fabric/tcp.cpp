@@ -99,8 +99,8 @@ int Group::gather(Message& message, Header& header, iovec* out, int count) {
 void Group::advance(Message& message, int64_t num_bytes) {
     message.moved += num_bytes;
     while (message.part <= message.parts.size()) {
-        const int64_t whole = message.part == 0 ? static_cast<int64_t>(sizeof(Header))
-                                                : message.parts[message.part - 1].num_bytes;
+        const int64_t whole =
+            message.part == 0 ? static_cast<int64_t>(sizeof(Header)) : message.parts[message.part - 1].num_bytes;
         if (message.moved < whole) return;
         message.moved -= whole;
         ++message.part;
@@ -216,7 +216,8 @@ Status Group::sleep(double timeout_s) const {
     for (int32_t index = 0; index < world(); ++index) {
         const Peer& peer = peers_[index];
         if (peer.socket < 0) continue;
-        const short events = static_cast<short>((peer.is_awaited() ? POLLIN : 0) | (peer.outgoing.empty() ? 0 : POLLOUT));
+        const short events =
+            static_cast<short>((peer.is_awaited() ? POLLIN : 0) | (peer.outgoing.empty() ? 0 : POLLOUT));
         if (events == 0) continue;
         waits.push_back({peer.socket, events, 0});
         indices.push_back(index);

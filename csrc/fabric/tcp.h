@@ -1,14 +1,14 @@
 // Messages between CPU ranks of several hosts: one TCP connection for each pair of ranks.
 //
 // A call is an epoch: its ranks post what they send and what they expect, then make progress until all of it has moved.
-// A message has a slot, which tells the messages of one pair in one epoch apart; a connection keeps their order. Nothing
-// is acknowledged beyond TCP, so a rank may return from a call while its last bytes are still under way, and a peer
-// that is a call ahead is read no further than its next header: what it sent waits in the connection.
+// A message has a slot, which tells the messages of one pair in one epoch apart; a connection keeps their order.
+// Nothing is acknowledged beyond TCP, so a rank may return from a call while its last bytes are still under way, and a
+// peer that is a call ahead is read no further than its next header: what it sent waits in the connection.
 //
 //   what                       written by                        read by, and why it may be
 //   header, payload            the sender, into its socket       the receiver, in the connection's order: a header says
-//                                                                whose epoch, call (tag), slot and bytes follow, and all
-//                                                                four have to be what was posted
+//                                                                whose epoch, call (tag), slot and bytes follow, and
+//                                                                all four have to be what was posted
 //   the caller's parts         the caller, before send()         sendmsg, until progress() has returned: the caller may
 //                                                                not touch them before
 //   parts to be received       readv, within progress()          the caller, once `arrived` was called for their slot

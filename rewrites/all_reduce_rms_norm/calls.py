@@ -15,7 +15,7 @@ def memory_of(lowered: Lowered) -> Memory:
     workload = lowered.workload
     # On fabrics without a table normalized rows may be wider than the activations (fp32 weights): for the widest.
     out_dtype = (workload.out_dtype or workload.dtype) if op.FEATURES[lowered.fabric].tabled else "float32"
-    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world)
+    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world // workload.hosts)
     buffers = buffers_of(lowered.fabric, rows, workload.max_tokens, lowered.rows)
     return Memory(tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes))
 
@@ -37,6 +37,7 @@ def call_of(
         group=chosen.found.site.groups[0],
         fabric=lowered.fabric,
         world=workload.world,
+        hosts=workload.hosts,
         hidden=workload.hidden,
         dtype=workload.dtype,
         out_dtype=workload.out_dtype or workload.dtype,

@@ -28,7 +28,7 @@ ROW_ALIGNMENT = 8
 """Elements: GPU kernels move rows in pieces of 16 bytes."""
 FP8_ROW_ALIGNMENT = 16
 """Elements of a row in e4m3: bulk copies move 16 bytes, and any transfer may stand in the run-time table."""
-GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.MULTIMEM})
+GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.TCP, Fabric.MULTIMEM})
 """Fabrics whose operation makes the partial result too, in the arena; on `peer` rows are sent from wherever they are,
 and the GEMM stays in the graph, where Inductor picks its kernel."""
 
@@ -118,6 +118,8 @@ def candidates(
         # The op that quantizes takes a partial result: its GEMM stays in the graph on every fabric.
         takes_gemm = fabric in GEMM_IN_ARENA and facts.gemm_depth > 0 and not quantizes
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
+        if features is not None and not features.shards_sum:
+            workload = replace(workload, sum_may_shard=False)
         base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)

@@ -23,6 +23,7 @@ from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),
+    Fabric.TCP: (Transfer.SEGMENT,),
     Fabric.PEER: (Transfer.LL_PACKET, Transfer.BULK),
     Fabric.MULTIMEM: (Transfer.DIRECT,),
     Fabric.NVSHMEM: (Transfer.DIRECT,),

@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from weaveopt.cost_model import Gpu
 from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import gpus
-from weaveopt.fabrics.traits import rejection
+from weaveopt.fabrics.traits import TRAITS, rejection
 from weaveopt.records.candidate import Fabric, Rejection
 
 Payload = Mapping[str, str | int]
@@ -69,10 +70,16 @@ class Topology:
 
     def fabrics(self) -> tuple[tuple[Fabric, Rejection | None], ...]:
         """Every fabric, with the reason why it does not reach all ranks of the group, or None where it does."""
-        return tuple(
-            (fabric, rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access))
-            for fabric in Fabric
-        )
+        return tuple((fabric, self._against(fabric)) for fabric in Fabric)
+
+    def _against(self, fabric: Fabric) -> Rejection | None:
+        found = rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access)
+        if found is None and not TRAITS[fabric].within_host:
+            counts = sorted(Counter(self.hosts).values())
+            if counts[0] != counts[-1]:
+                values = (("fewest", counts[0]), ("most", counts[-1]))
+                return Rejection("uneven_hosts", f"{fabric.value} joins hosts of equally many ranks", values)
+        return found
 
 
 def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:

@@ -24,11 +24,13 @@ class Features:
     quantizes: bool
     aliases_arena: bool
     """Normalized rows may be handed out where peers write them."""
+    shards_sum: bool = True
+    """The sum may stay with the rank that computed it."""
 
 
 FEATURES: Mapping[Fabric, Features] = MappingProxyType({
     Fabric.SHM: Features(tabled=False, quantizes=False, aliases_arena=False),
-    Fabric.TCP: Features(tabled=False, quantizes=False, aliases_arena=False),
+    Fabric.TCP: Features(tabled=False, quantizes=False, aliases_arena=False, shards_sum=False),
     Fabric.PEER: Features(tabled=True, quantizes=True, aliases_arena=True),
     Fabric.MULTIMEM: Features(tabled=True, quantizes=True, aliases_arena=True),
 })  # fmt: skip

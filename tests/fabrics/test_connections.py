@@ -1,0 +1,103 @@
+"""Connections between hosts: made among those who have the group's key, whoever else is at the door."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import collect, run_ranks
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics import connections, topology
+from weaveopt.fabrics.connections import _HELLO, _MAGIC, connect
+
+TIMEOUT_S = 20.0
+
+
+def _strangers_at(place: tuple[str, int], whom: int, answers: list[bytes]) -> list[threading.Thread]:
+    """Garbage, half a greeting, silence, and a greeting without the key: what each of them is told in the end."""
+
+    def visit(words: bytes, proof: bytes) -> None:
+        with socket.create_connection(place, timeout=TIMEOUT_S) as door:
+            told = b""
+            try:
+                door.sendall(words)
+                if proof:
+                    told = door.recv(64)
+                    door.sendall(proof)
+                while door.recv(64):
+                    told += b"more"
+            except ConnectionError:
+                pass
+            answers.append(told)
+
+    hello = _HELLO.pack(_MAGIC, 1, whom, secrets.token_bytes(32))
+    visits = [(secrets.token_bytes(200), b""), (hello[:10], b""), (b"", b""), (hello, secrets.token_bytes(32))]
+    threads = [threading.Thread(target=visit, args=each, daemon=True) for each in visits]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _connects_among_strangers(rank: int) -> tuple[bytes, float, int]:
+    answers: list[bytes] = []
+    threads: list[threading.Thread] = []
+    plain = socket.create_server
+
+    def with_visitors(*arguments: object, **options: object) -> socket.socket:
+        listener: socket.socket = plain(*arguments, **options)  # type: ignore[arg-type]
+        threads.extend(_strangers_at(listener.getsockname()[:2], rank, answers))
+        return listener
+
+    connections.socket.create_server = with_visitors  # type: ignore[assignment]
+    begin = time.monotonic()
+    channel = topology.exchange("0", TIMEOUT_S)
+    found = connect(channel, [other for other in range(3) if other != rank], TIMEOUT_S)
+    seconds = time.monotonic() - begin
+    for other, each in sorted(found.items()):
+        each.sendall(bytes([rank]))
+        assert each.recv(1) == bytes([other])
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a stranger was left with an open connection"
+    assert all(b"more" not in each for each in answers)
+    return bytes(found), seconds, len(answers)
+
+
+def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
+    found = run_ranks(_connects_among_strangers, 3)
+    assert [sorted(peers) for peers, _, _ in found] == [[1, 2], [0, 2], [0, 1]]
+    for _, seconds, visits in found:
+        assert seconds < connections._STRANGER_S and visits == 4
+
+
+def _one_cannot_listen(rank: int) -> str:
+    if rank == 1:
+        os.environ["WEAVE_ADDRESS"] = "203.0.113.9"  # not an address of this host
+    with pytest.raises(ArenaError) as error:
+        connect(topology.exchange("0", TIMEOUT_S), [1 - rank], TIMEOUT_S)
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_listen_is_an_error_on_all() -> None:
+    one, other = run_ranks(_one_cannot_listen, 2)
+    assert one == other and "rank 1" in one and "cannot connect its hosts" in one
+
+
+def _one_never_comes(rank: int) -> str:
+    if rank == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(Exception, match="did not come within") as error:
+        connect(topology.exchange("0", TIMEOUT_S), [1], 1.0)
+    dist.barrier()
+    return type(error.value).__name__
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    assert collect(_one_never_comes, 2)[0].value == "AgreementError"
