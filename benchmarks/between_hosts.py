@@ -86,9 +86,8 @@ def rank_main(sizes: list[int]) -> None:
             us = torch.tensor([statistics.median(times[name]) for name in ways])
             dist.all_reduce(us, dist.ReduceOp.MAX)
             if dist.get_rank() == 0:
-                print(
-                    "TIMES " + json.dumps({"tokens": tokens, **dict(zip(ways, us.tolist(), strict=True))}), flush=True
-                )
+                found = dict(zip(ways, us.tolist(), strict=True))
+                print("TIMES " + json.dumps({"tokens": tokens, **found}), flush=True)
     dist.barrier()
     os._exit(0)
 
@@ -116,9 +115,8 @@ def main() -> None:
             for ranks in asked.ranks:
                 link = emulated_hosts.Link(asked.delay_us, gbit)
                 with emulated_hosts.hosts(count, link) as made:
-                    processes = emulated_hosts.start(
-                        made, ranks, "benchmarks.between_hosts", "--rank", *map(str, sizes)
-                    )
+                    words = ["--rank", *map(str, sizes)]
+                    processes = emulated_hosts.start(made, ranks, "benchmarks.between_hosts", *words)
                     found = emulated_hosts.finish(processes, 300.0)
                 bad = [out for status, out in found if status]
                 if bad:
@@ -133,14 +131,14 @@ def main() -> None:
                         others = ", ".join(f"{name} {value:.0f}" for name, value in us.items())
                         print(f"{gbit:g} Gbit/s, {count} hosts x {ranks}, {kib:5d} KiB: gloo {gloo:.0f}, {others} us; "
                               f"{gloo / us[best]:.2f}x", flush=True)  # fmt: skip
-                        rows.append(
-                            record.row(
-                                case={"hosts": count, "ranks_per_host": ranks, "kib": kib, "gbit": gbit,
-                                      "delay_us": asked.delay_us},
-                                weave_us=us[best], baselines={"gloo": gloo},
-                                parameters={"algorithm": best, **{f"{name}_us": round(value, 1) for name, value in us.items()}},
-                            )
-                        )  # fmt: skip
+                        case = {
+                            "hosts": count, "ranks_per_host": ranks, "kib": kib, "gbit": gbit,
+                            "delay_us": asked.delay_us,
+                        }  # fmt: skip
+                        both = {f"{name}_us": round(value, 1) for name, value in us.items()}
+                        parameters = {"algorithm": best, **both}
+                        row = record.row(case=case, weave_us=us[best], baselines={"gloo": gloo}, parameters=parameters)
+                        rows.append(row)
     if rows and not asked.no_write:
         print(record.write(SUITE, asked.machine, rows))
 

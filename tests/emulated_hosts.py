@@ -88,7 +88,7 @@ def hosts(count: int, link: Link) -> Iterator[list[Host]]:
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "link", "set", bridge, "up")
-        for index, host in enumerate(made):
+        for host in made:
             inner = host.interface
             _run("ip", "netns", "add", host.name)
             _run("ip", "link", "add", host.port_name, "type", "veth", "peer", "name", inner)
@@ -121,14 +121,9 @@ def start(
                 "LOCAL_WORLD_SIZE": str(ranks_per_host), "WEAVE_HOST": host.name, "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface, **(environment or {}),
             }  # fmt: skip
+            words = host.command(sys.executable, "-m", module, *arguments)
             processes.append(
-                subprocess.Popen(
-                    host.command(sys.executable, "-m", module, *arguments),
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )  # fmt: skip
+                subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             )
     return processes
 
