@@ -23,8 +23,9 @@ _COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.squeeze.d
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
 _ORDERS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
+_EXPANDS = frozenset({aten.expand.default})
 _PARTS = frozenset({aten.slice.Tensor, aten.select.int, operator.getitem})
-MOVES = frozenset(_COPIES | _SPLITS | _JOINS | _ORDERS | _PARTS | BITS | CAST)
+MOVES = frozenset(_COPIES | _EXPANDS | _SPLITS | _JOINS | _ORDERS | _PARTS | BITS | CAST)
 """Operations that only move elements, or cast them."""
 OTHER_MOVES = frozenset(
     {
@@ -34,7 +35,7 @@ OTHER_MOVES = frozenset(
         aten.roll.default,
         aten.index.Tensor,
         aten.index_select.default,
-        aten.expand.default,
+        torch.ops.prims.rev.default,
     }
 )
 """Operations that move elements in ways that no arrangement says: what is behind them is no longer whole, or padded."""
@@ -137,6 +138,11 @@ def _view(node: fx.Node, before: Arrangement) -> Arrangement | None:
     return before.viewed(_shape(node))
 
 
+def _expand(node: fx.Node, before: Arrangement) -> Arrangement | None:
+    """Only where nothing is repeated: `matmul` expands what has the shape already."""
+    return before if [*map(str, _shape(node))] == [*map(str, _source_shape(node))] else None
+
+
 def _bits(node: fx.Node, before: Arrangement) -> Arrangement | None:
     value, source = tensor_of(node), tensor_of(node.args[0])  # type: ignore[arg-type]
     same = value is not None and source is not None and value.dtype.itemsize == source.dtype.itemsize
@@ -206,6 +212,7 @@ _Step = Callable[[fx.Node, Arrangement], Arrangement | tuple[Arrangement, ...] |
 _STEPS: tuple[tuple[frozenset[object], _Step], ...] = (
     (_COPIES, _view),
     (BITS, _bits),
+    (_EXPANDS, _expand),
     (_ORDERS, _order),
     (_SPLITS, _split),
     (_PARTS, _part),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.facts import DTYPE_NAMES, group_of, module_of
+from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.records.candidate import Rejection, Scalar, Values
 from weaveopt.records.site import Site, TokenCounts
@@ -89,16 +89,25 @@ def _found(gathers: Sequence[fx.Node], context: Context) -> FoundSite | None:
     gathered = gathered_at(gathers, world)
     if not isinstance(gathered, Gathered):
         exchanged = frozenset((*gathers, *(user for node in gathers for user in node.users if is_call(user, WAIT))))
-        return FoundSite(_site(gathers, "", None, gathered), exchanged) if gathered else None
+        return FoundSite(_site(gathers, "", None, TokenCounts(0), gathered), exchanged) if gathered else None
+    operand = gathered.gemms[0].a
+    value = tensor_of(operand)
+    assert value is not None, f"{operand.name} makes no tensor"
+    hint, most = count_tokens(value, context.config.max_tokens)
+    tokens = TokenCounts(hint, most=most)
     facts = _facts(gathered, world, context)
     if not isinstance(facts, GatherFacts):
-        return FoundSite(_site(gathers, "", None, facts), gathered.nodes)
-    site = _site(gathers, _text(facts), facts, ())
-    return FoundSite(site, gathered.nodes, facts, gathered, token_value=gathered.gemms[0].a)
+        return FoundSite(_site(gathers, "", None, tokens, facts), gathered.nodes)
+    site = _site(gathers, _text(facts), facts, tokens, ())
+    return FoundSite(site, gathered.nodes, facts, gathered, token_value=operand)
 
 
 def _site(
-    gathers: Sequence[fx.Node], description: str, facts: GatherFacts | None, rejections: tuple[Rejection, ...]
+    gathers: Sequence[fx.Node],
+    description: str,
+    facts: GatherFacts | None,
+    tokens: TokenCounts,
+    rejections: tuple[Rejection, ...],
 ) -> Site:
     return Site(
         id=gathers[0].name,
@@ -107,7 +116,7 @@ def _site(
         module=module_of(gathers[0]),
         collectives=tuple(node.name for node in gathers),
         description=description,
-        tokens=TokenCounts(0 if facts is None else facts.m),
+        tokens=tokens,
         facts=() if facts is None else facts.values(),
         rejections=rejections,
     )

@@ -37,7 +37,7 @@ class Gathered:
     contractions: tuple[Gemm, ...]
     """GEMMs that contract over the gathered dimension: gradients of weights."""
     kept: tuple[fx.Node, ...]
-    """Gathered values that something beside `gemms` reads, as the graph holds them: these have to exist."""
+    """Those of `nodes` that something else reads: these values have to exist."""
     nodes: frozenset[fx.Node]
     """The gathers, what leads from them to `gemms`, and these."""
 
@@ -57,7 +57,9 @@ class _Readers:
     gemms: list[Gemm] = field(default_factory=list)
     operands: list[fx.Node] = field(default_factory=list)
     contractions: list[Gemm] = field(default_factory=list)
-    kept: dict[fx.Node, None] = field(default_factory=dict)
+    columns: list[Gemm] = field(default_factory=list)
+    is_contracted_as_first: bool = False
+    """Whether a GEMM contracts over the gathered dimension of its first operand: no weight is that."""
     reasons: dict[Rejection, None] = field(default_factory=dict)
 
 
@@ -70,7 +72,6 @@ def gathered_at(gathers: Sequence[fx.Node], world: int) -> Gathered | tuple[Reje
     waits = [user for gather in gathers for user in gather.users if is_call(user, WAIT)]
     moves = Moves(dict.fromkeys(waits, gathered(value.shape, world)))
     readers = _Readers()
-    readers.kept.update(dict.fromkeys(g for g in gathers if any(user not in waits for user in g.users)))
     for wait in waits:
         _read(wait, moves, world, readers)
     against = _against_parameters(shard, readers)
@@ -85,13 +86,15 @@ def gathered_at(gathers: Sequence[fx.Node], world: int) -> Gathered | tuple[Reje
         if node not in nodes and moves.known.get(node) is not None:
             nodes.add(node)
             pending.extend(node.all_input_nodes)
+    products = {gemm.node for gemm in readers.gemms}
+    kept = [node for node in nodes - products if any(user not in nodes for user in node.users)]
     return Gathered(
         tuple(gathers),
         shard,
         readers.rows,
         tuple(readers.gemms),
         tuple(readers.contractions),
-        tuple(sorted(readers.kept)),
+        tuple(sorted(kept)),
         frozenset(nodes),
     )
 
@@ -106,7 +109,6 @@ def _read(node: fx.Node, moves: Moves, world: int, readers: _Readers, seen: set[
             if is_call(user, MOVES | OTHER_MOVES):
                 moved = moves.of(user)
                 if isinstance(moved, Rejection) or moved is None:
-                    readers.kept[here] = None
                     if isinstance(moved, Rejection) and leads_to_gemm(user):
                         readers.reasons[moved] = None
                 elif user not in seen:
@@ -115,10 +117,8 @@ def _read(node: fx.Node, moves: Moves, world: int, readers: _Readers, seen: set[
                 continue
             gemm = gemm_at(user)
             arrangement = moves.known[here]
-            if gemm is None or not isinstance(arrangement, Arrangement):
-                readers.kept[here] = None
-                continue
-            _multiply(gemm, here, arrangement, world, readers)
+            if gemm is not None and isinstance(arrangement, Arrangement):
+                _multiply(gemm, here, arrangement, world, readers)
 
 
 def _multiply(gemm: Gemm, operand: fx.Node, arrangement: Arrangement, world: int, readers: _Readers) -> None:
@@ -135,14 +135,15 @@ def _multiply(gemm: Gemm, operand: fx.Node, arrangement: Arrangement, world: int
         reason = Rejection("layout_not_supported", message, where)
     elif role is _Role.CONTRACTION:
         readers.contractions.append(gemm)
+        readers.is_contracted_as_first |= operand is gemm.a
         message = "GEMMs contract over the gathered dimension: no part of a result can be made of one shard"
         reason = Rejection("gather_dim_not_supported", message, where)
     elif role is _Role.COLUMNS:
+        readers.columns.append(gemm)
         message = "the gathered value is the second operand: it makes columns, not rows"
         reason = Rejection("gathers_columns", message, where)
     else:
         reason = Rejection("layout_not_supported", "a GEMM reads a part of the gathered value, or adds it", where)
-    readers.kept[operand] = None
     readers.reasons[reason] = None
 
 
@@ -161,9 +162,9 @@ def _role(gemm: Gemm, operand: fx.Node, arrangement: Arrangement) -> _Role:
 
 
 def _against_parameters(shard: fx.Node, readers: _Readers) -> Rejection | None:
-    """A gathered parameter is the second operand of every GEMM, or meets activations that the graph computes."""
-    every = [*readers.gemms, *readers.contractions]
-    if not is_input(shard) or not (every or readers.reasons):
+    """A gathered parameter is the second operand of every GEMM, or the first one where the second is no weight."""
+    every = [*readers.gemms, *readers.contractions, *readers.columns]
+    if not is_input(shard) or readers.is_contracted_as_first or not (every or readers.reasons):
         return None
     if readers.gemms and any(may_be_weight(gemm.b) for gemm in readers.gemms):
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import torch.fx as fx
 
-from weaveopt.graph.facts import DTYPE_NAMES, group_of, module_of
+from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.scalars import symbols_of
 from weaveopt.graph.values import dtype_name
@@ -109,14 +109,18 @@ class ScatterMatcher:
 def _found(node: fx.Node, scattered: Scattered | Rejection, context: Context) -> FoundSite:
     if isinstance(scattered, Rejection):
         exchanged = frozenset((node, *(user for user in node.users if is_call(user, WAIT))))
-        return FoundSite(_site(node, (node,), "", None, (scattered,)), exchanged)
+        return FoundSite(_site(node, (node,), "", None, TokenCounts(0), (scattered,)), exchanged)
+    gemm = scattered.partials[0].gemms[0].node
+    value = tensor_of(gemm)
+    assert value is not None, f"{gemm.name} makes no tensor"
+    hint, most = count_tokens(value, context.config.max_tokens)
+    tokens = TokenCounts(hint, most=most)
     facts = _facts(scattered, context)
     if not isinstance(facts, ScatterFacts):
-        return FoundSite(_site(node, scattered.collectives, "", None, facts), scattered.nodes)
+        return FoundSite(_site(node, scattered.collectives, "", None, tokens, facts), scattered.nodes)
     scalars = [scalar for partial in scattered.partials for scalar in partial.scalars]
     numbers = (*scalars, *scattered.scalars, *(() if scattered.after is None else scattered.after.scalars))
-    site = _site(node, scattered.collectives, _text(facts, scattered), facts, ())
-    gemm = scattered.partials[0].gemms[0].node
+    site = _site(node, scattered.collectives, _text(facts, scattered), facts, tokens, ())
     return FoundSite(site, scattered.nodes, facts, scattered, symbols_of(numbers), gemm)
 
 
@@ -125,6 +129,7 @@ def _site(
     collectives: tuple[fx.Node, ...],
     description: str,
     facts: ScatterFacts | None,
+    tokens: TokenCounts,
     rejections: tuple[Rejection, ...],
 ) -> Site:
     return Site(
@@ -134,7 +139,7 @@ def _site(
         module=module_of(node),
         collectives=tuple(each.name for each in collectives),
         description=description,
-        tokens=TokenCounts(0 if facts is None else facts.m),
+        tokens=tokens,
         facts=() if facts is None else facts.values(),
         rejections=rejections,
     )

@@ -1,6 +1,6 @@
 """What surrounds a reduce-scatter of GEMMs: from the GEMMs to the shard, and to the norm that may end the site.
 
-wait(reduce_scatter(partial)) [* scale] [-> narrower dtype] [+ another reduce-scatter] [+ bias] [+ residual] [-> norm]
+wait(reduce_scatter(partial)) [* scale] [-> narrower dtype] [+ reduce_scatter(...)] [+ bias] [+ residual] [-> norm]
 """
 
 from __future__ import annotations
