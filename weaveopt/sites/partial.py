@@ -66,6 +66,7 @@ def read_by_others(partial: Partial, reader: fx.Node) -> Rejection | None:
     """Why the GEMMs may not disappear: something beside `reader` needs what they make."""
     for node in sorted(partial.nodes):
         others = [user for user in node.users if user not in partial.nodes and user is not reader]
+        others = [user for user in others if user.users or user.op == "output"]  # not a piece that is cut off and left
         if others:
             values = (("node", node.name), ("read_by", ", ".join(sorted({describe(each) for each in others}))))
             return Rejection("read_by_others", "the whole partial result is needed beside its shard", values)
