@@ -157,12 +157,23 @@ def test_several_gemms_read_one_gather() -> None:
     def fn(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         whole = all_gather_single(x, 1, dist.group.WORLD)
         again = all_gather_single(x, 1, dist.group.WORLD)
-        return torch.nn.functional.linear(whole, wq, bias), whole @ wk.T, again.float() @ wv.T
+        return torch.nn.functional.linear(whole, wq, bias), whole @ wk.T, again @ wv.T
 
-    [site] = sites(fn, rows(2, 4, 32), rows(16, 32), rows(8, 32), rows(8, 32, dtype=torch.float32), rows(16))
-    [facts] = gathers([site])
-    assert (facts.num_gemms, facts.num_gathers, facts.n, facts.has_bias) == (3, 2, 32, True)
-    assert (facts.gathered_is_read, len(site.site.collectives)) == (False, 2)
+    def of_two_dtypes(x: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, ...]:
+        whole = all_gather_single(x, 0, dist.group.WORLD)
+        return whole.bfloat16() @ wq.T, whole @ wk.T.float(), whole.bfloat16() @ wq.T.exp()
+
+    def both(x: Tensor, wide: Tensor, *ws: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return fn(x, *ws), of_two_dtypes(wide, ws[0], ws[1])
+
+    found = sites(
+        both, rows(2, 4, 32), rows(4, 32, dtype=torch.float32), rows(16, 32), rows(8, 32), rows(8, 32), rows(16)
+    )
+    qkv, mixed = gathers(found)
+    assert (qkv.num_gemms, qkv.num_gathers, qkv.n, qkv.has_bias) == (3, 2, 32, True)
+    assert (qkv.gathered_is_read, len(found[0].site.collectives)) == (False, 2)
+    # The value that travels is wide; two GEMMs read it narrow, the other one reads it as it is.
+    assert (mixed.dtype, mixed.gemm_dtype, mixed.num_gemms, mixed.gathered_is_read) == ("float32", "bfloat16", 2, True)
 
 
 def test_what_lies_around_the_scatter() -> None:
@@ -279,16 +290,22 @@ def test_near_misses() -> None:
         shared = x @ w
         flipped = (x @ w).flip(0)
         mixed = (x @ w).view(4, 16, 16).transpose(0, 1).reshape(64, 16)
+        turned = (x @ w).view(4, 16, 16).transpose(0, 1).reshape(64, 16)
         table = torch.nn.functional.embedding(torch.arange(64), weight)
         return (
             scatter(shared), shared.sin(), scatter(x @ w, "max"), scatter(wide @ wide.T), scatter(flipped),
-            scatter(mixed), scatter(table), scatter((x @ w).relu()),
+            scatter(mixed), scatter(table), scatter((x @ w).relu()), scatter(torch.addmm(weight, x, w, alpha=2)),
+            scatter((x @ w) * weight.sum()), scatter(x @ w + turned), scatter((x @ w + weight) * 0.5),
         )  # fmt: skip
 
     inputs = rows(64, 32), rows(32, 16), rows(64, 32, dtype=torch.float64), rows(64, 16)
-    assert [codes(site) for site in sites(fn, *inputs)] == [
-        ["read_by_others"], ["not_a_sum"], ["dtype_not_supported"], ["form_not_known"], ["scatter_dim_not_supported"],
+    found = [(code, site.site.rejections[0].message) for site in sites(fn, *inputs) for code in codes(site)]
+    assert [code for code, _ in found] == [
+        "read_by_others", "not_a_sum", "dtype_not_supported", "form_not_known", "scatter_dim_not_supported",
+        *["form_not_known"] * 4,
     ]  # fmt: skip
+    for words, (_, message) in zip(("alpha", "no number", "different orders", "no number"), found[5:], strict=True):
+        assert words in message
 
     def gather(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         def whole(x: Tensor) -> Tensor:

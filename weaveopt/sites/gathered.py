@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import torch
 import torch.fx as fx
 
 from weaveopt.graph.arrangement import Arrangement, merged
@@ -33,7 +34,7 @@ class Gathered:
     shard: fx.Node
     rows: Rows
     gemms: tuple[Gemm, ...]
-    """They read the gathered rows as `a`."""
+    """They read the gathered rows as `a`, in one dtype; of several dtypes or orders those with most columns."""
     contractions: tuple[Gemm, ...]
     """GEMMs that contract over the gathered dimension: gradients of weights."""
     kept: tuple[fx.Node, ...]
@@ -53,9 +54,8 @@ class _Role(Enum):
 class _Readers:
     """What a walk from the gathers finds."""
 
-    rows: Rows | None = None
-    gemms: list[Gemm] = field(default_factory=list)
-    operands: list[fx.Node] = field(default_factory=list)
+    gemms: dict[tuple[Rows, torch.dtype | None], list[tuple[Gemm, fx.Node]]] = field(default_factory=dict)
+    """By the order of their rows and the dtype that they read: with their operands."""
     contractions: list[Gemm] = field(default_factory=list)
     columns: list[Gemm] = field(default_factory=list)
     is_contracted_as_first: bool = False
@@ -77,22 +77,24 @@ def gathered_at(gathers: Sequence[fx.Node], world: int) -> Gathered | tuple[Reje
     against = _against_parameters(shard, readers)
     if against is not None:
         return (against,)
-    if readers.rows is None:
+    if not readers.gemms:
         return tuple(readers.reasons)
-    nodes = {*gathers, *waits, *(gemm.node for gemm in readers.gemms)}
-    pending = list(readers.operands)
+    (rows, _), chosen = max(readers.gemms.items(), key=lambda item: sum(gemm.sizes[1] for gemm, _ in item[1]))
+    chosen.sort(key=lambda pair: pair[0].node)
+    products = {gemm.node for gemm, _ in chosen}
+    nodes = {*gathers, *waits, *products}
+    pending = [operand for _, operand in chosen]
     while pending:
         node = pending.pop()
         if node not in nodes and moves.known.get(node) is not None:
             nodes.add(node)
             pending.extend(node.all_input_nodes)
-    products = {gemm.node for gemm in readers.gemms}
     kept = [node for node in nodes - products if any(user not in nodes for user in node.users)]
     return Gathered(
         tuple(gathers),
         shard,
-        readers.rows,
-        tuple(readers.gemms),
+        rows,
+        tuple(gemm for gemm, _ in chosen),
         tuple(readers.contractions),
         tuple(sorted(kept)),
         frozenset(nodes),
@@ -126,10 +128,8 @@ def _multiply(gemm: Gemm, operand: fx.Node, arrangement: Arrangement, world: int
     where = (("node", gemm.node.name), ("layout", text(arrangement)))
     if role is _Role.ROWS:
         rows = gathered_rows(merged(arrangement.dims[0]), merged(arrangement.dims[1]), world)
-        if rows is not None and not arrangement.picked and readers.rows in (None, rows):
-            readers.rows = rows
-            readers.gemms.append(gemm)
-            readers.operands.append(operand)
+        if rows is not None and not arrangement.picked:
+            readers.gemms.setdefault((rows, _dtype(operand)), []).append((gemm, operand))
             return
         message = "the GEMM's rows are not those of the ranks' shards in their order"
         reason = Rejection("layout_not_supported", message, where)
@@ -145,6 +145,11 @@ def _multiply(gemm: Gemm, operand: fx.Node, arrangement: Arrangement, world: int
     else:
         reason = Rejection("layout_not_supported", "a GEMM reads a part of the gathered value, or adds it", where)
     readers.reasons[reason] = None
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = tensor_of(node)
+    return None if value is None else value.dtype
 
 
 def _role(gemm: Gemm, operand: fx.Node, arrangement: Arrangement) -> _Role:
@@ -163,10 +168,11 @@ def _role(gemm: Gemm, operand: fx.Node, arrangement: Arrangement) -> _Role:
 
 def _against_parameters(shard: fx.Node, readers: _Readers) -> Rejection | None:
     """A gathered parameter is the second operand of every GEMM, or the first one where the second is no weight."""
-    every = [*readers.gemms, *readers.contractions, *readers.columns]
+    by_rows = [gemm for group in readers.gemms.values() for gemm, _ in group]
+    every = [*by_rows, *readers.contractions, *readers.columns]
     if not is_input(shard) or readers.is_contracted_as_first or not (every or readers.reasons):
         return None
-    if readers.gemms and any(may_be_weight(gemm.b) for gemm in readers.gemms):
+    if any(may_be_weight(gemm.b) for gemm in by_rows):
         return None
     source = shard
     while source.op not in ("placeholder", "get_attr") and source.all_input_nodes:

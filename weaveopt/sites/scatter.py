@@ -57,7 +57,7 @@ class ScatterFacts:
     reduce_op: str = "sum"
     """`sum` or `avg`."""
     scale: float = 1.0
-    """What else the sum is multiplied by, before or after it travels."""
+    """What else the sum is multiplied by before anything is added to it, on either side of the network."""
     num_gemms: int = 1
     """GEMMs whose results are added, those of `num_partials` together."""
     num_partials: int = 1
@@ -69,8 +69,13 @@ class ScatterFacts:
     has_bias: bool = False
     """Whether every rank adds a vector before the sum."""
     has_bias_after: bool = False
+    has_scale_after: bool = False
+    """Whether the sum and its bias are scaled before the residual is added."""
+    has_post_norm: bool = False
+    """Whether they are normalized before the residual is added."""
     has_residual: bool = False
     has_norm: bool = False
+    """Whether a norm of the shard ends the site."""
     sum_is_read: bool = True
     """Whether the graph reads the shard (with its residual) elsewhere than in the site's norm."""
 
@@ -184,6 +189,8 @@ def _facts(scattered: Scattered, context: Context) -> ScatterFacts | tuple[Rejec
         is_scaled=any(each.is_scaled for each in gemms),
         has_bias=any(each.biases for each in scattered.partials),
         has_bias_after=after is not None and bool(after.biases),
+        has_scale_after=after is not None and (after.scale != 1.0 or after.scale_tensor is not None),
+        has_post_norm=after is not None and after.post is not None,
         has_residual=after is not None and bool(after.residuals),
         has_norm=after is not None and after.norm is not None,
         sum_is_read=after is None or after.total_is_read,
