@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
 
 from weaveopt.graph.arrangement import Arrangement, Factor, joined, merged, quotient, taken
+from weaveopt.graph.moves import Moves
+from weaveopt.records.candidate import Rejection
+
+aten = torch.ops.aten
 
 
 def test_a_view_that_is_undone_is_none() -> None:
@@ -54,3 +60,34 @@ def test_symbols_divide_where_they_always_do() -> None:
     dim = (Factor(0, 1, 6 * rows),)
     assert taken(dim, 2) == ((Factor(0, 3 * rows, 2),), (Factor(0, 1, 3 * rows),))
     assert taken(dim, rows) == ((Factor(0, 6, rows),), (Factor(0, 1, 6),)) and taken(dim, 4) is None
+
+
+def test_what_is_no_movement_of_whole_digits_says_so() -> None:
+    """Steps of slices, other sizes of elements, parts beside other values; what does not read the source is None."""
+    graph = fx.Graph()
+    source, other = graph.placeholder("source"), graph.placeholder("other")
+    source.meta["val"] = other.meta["val"] = torch.empty(8, 4, dtype=torch.bfloat16)
+
+    def call(target: object, *args: object) -> fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))  # type: ignore[operator]
+        return node
+
+    moves = Moves({source: Arrangement.of((8, 4))})
+    lost = {
+        "every second": call(aten.slice.Tensor, source, 0, 0, 8, 2),
+        "bytes": call(aten.view.dtype, source, torch.uint8),
+        "uneven": call(aten.split.Tensor, source, 3),
+        "with another": call(aten.cat.default, [source, other]),
+        "padded": call(aten.constant_pad_nd.default, source, [0, 0, 0, 1]),
+        "repeated": call(aten.expand.default, call(aten.unsqueeze.default, source, 0), [2, 8, 4]),
+    }
+    found = {name: moves.of(node) for name, node in lost.items()}
+    codes = {name: each.code for name, each in found.items() if isinstance(each, Rejection)}
+    uneven = dict.fromkeys(("every second", "uneven", "padded"), "uneven_shards")
+    assert codes == dict.fromkeys(found, "form_not_known") | uneven
+    assert moves.of(call(aten.t.default, other)) is None and moves.of(call(aten.neg.default, source)) is None
+    last = call(aten.slice.Tensor, source, 0, -4, 8)
+    assert moves.of(last) == Arrangement.of((8, 4)).piece(0, 2, 1)
+    same = call(aten.view.dtype, call(aten.expand.default, source, [8, 4]), torch.float16)
+    assert moves.of(same) == Arrangement.of((8, 4))

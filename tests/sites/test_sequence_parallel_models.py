@@ -118,6 +118,10 @@ def test_training(mesh: DeviceMesh) -> None:
     assert [each.num_gemms for each in gathers(ahead)] == [3, 2]
     assert all(each.gathered_is_read for each in gathers(ahead)), "saved for the weights' gradients"
     assert [(each.k, each.num_gemms) for each in scatters(ahead)] == [(HIDDEN // WORLD, 1), (INNER // WORLD, 1)]
+    # The backward pass computes sums and norms again, from shards that the forward pass saved.
+    assert [(each.has_norm, each.has_residual, each.shard_is_saved) for each in scatters(ahead)] == [
+        (True, True, True), (False, True, False),
+    ]  # fmt: skip
     # Of down's output, then of o's: for the gradient of the rows, and for that of the weight.
     assert [(each.n, each.num_gemms, each.num_contractions) for each in gathers(back)] == [
         (INNER // WORLD, 1, 1), (HIDDEN // WORLD, 1, 1),

@@ -199,3 +199,16 @@ def test_the_collective_itself_may_be_saved(op: str) -> None:
     [facts] = scatters([site])
     assert (facts.has_residual, facts.sum_is_read, facts.reduce_op) == (False, True, op)
     assert scattered(site).shard is wait
+
+
+def test_a_shard_that_is_saved_is_not_summed_away() -> None:
+    """Two scatters whose results are added are one site, unless one of the results is needed by itself."""
+    for saves in (False, True):
+        ranks = Ranks(2)
+        a, b = (ranks.input([torch.ones(4, 4)] * 2) for _ in range(2))
+        waits = [ranks.reduce_scatter(ranks.call(aten.mm.default, x, y)) for x, y in ((a, b), (b, a))]
+        total = ranks.call(aten.add.Tensor, *waits)
+        found = sites_in(ranks.captured(total, *waits[:1] if saves else ()), 2)
+        assert [each.num_partials for each in scatters(found)] == ([1, 1] if saves else [2])
+        # By itself the other one is the residual of neither: both end at their own shard.
+        assert all(site.facts is not None for site in found)

@@ -80,7 +80,7 @@ class Moves:
             return before
         step = next(follow for targets, follow in _STEPS if node.target in targets)
         found = step(node, before)
-        return found if found is not None else self._lost(node, "the sizes do not divide")
+        return found if found is not None else self._lost(node, _WHY.get(node.target, "the sizes do not divide"))
 
     def _join(self, node: fx.Node) -> Moved:
         inputs = node.args[0]
@@ -208,6 +208,10 @@ def _index(start: Size, size: Size, length: Size) -> Size | None:
     return quotient(start, size)
 
 
+_WHY: dict[object, str] = {
+    aten.view.dtype: "bytes are read as elements of another size",
+    aten.expand.default: "elements are repeated",
+}
 _Step = Callable[[fx.Node, Arrangement], Arrangement | tuple[Arrangement, ...] | None]
 _STEPS: tuple[tuple[frozenset[object], _Step], ...] = (
     (_COPIES, _view),

@@ -137,9 +137,15 @@ class _Walk:
 
 
 def follow(
-    collective: fx.Node, norms: Mapping[fx.Node, list[Norm]], behind: Sequence[fx.Node] = ()
+    collective: fx.Node,
+    norms: Mapping[fx.Node, list[Norm]],
+    behind: Sequence[fx.Node] = (),
+    may_be_saved: bool = False,
 ) -> Reduced | Rejection:
-    """The site that starts at `collective`, or why there is none; `behind`: nodes that are part of it already."""
+    """The site that starts at `collective`, or why there is none; `behind`: nodes that are part of it already.
+
+    With `may_be_saved` values on the way may be results of the graph too.
+    """
     started = _start(collective)
     if isinstance(started, Rejection):
         return started
@@ -153,9 +159,10 @@ def follow(
             if _pass_post_norm(walk, here[0]):
                 continue
             return _ended(walk, here[0])
-        if len(walk.value.users) != 1:
+        readers = [user for user in walk.value.users if not (may_be_saved and user.op == "output")]
+        if len(readers) != 1:
             break
-        reader = next(iter(walk.value.users))
+        reader = readers[0]
         moved = _pass(walk, reader)
         if isinstance(moved, Rejection):
             stopped = moved

@@ -76,6 +76,8 @@ class ScatterFacts:
     has_residual: bool = False
     has_norm: bool = False
     """Whether a norm of the shard ends the site."""
+    shard_is_saved: bool = False
+    """Whether the shard is a result of the graph before the residual is added: a backward pass reads it."""
     sum_is_read: bool = True
     """Whether the graph reads the shard (with its residual) elsewhere than in the site's norm."""
 
@@ -193,6 +195,7 @@ def _facts(scattered: Scattered, context: Context) -> ScatterFacts | tuple[Rejec
         has_post_norm=after is not None and after.post is not None,
         has_residual=after is not None and bool(after.residuals),
         has_norm=after is not None and after.norm is not None,
+        shard_is_saved=bool(scattered.saved),
         sum_is_read=after is None or after.total_is_read,
     )
 

@@ -36,6 +36,8 @@ class Scattered:
     """What `scales` are made of: numbers, or Python floats that come as tensors."""
     after: Reduced | None
     """What is added to the shard, and its norm; None where the shard is read as it is."""
+    saved: tuple[fx.Node, ...]
+    """Values before the last sum of the site that are results of the graph too: a backward pass reads them."""
     nodes: frozenset[fx.Node]
 
     @property
@@ -74,24 +76,28 @@ def scattered_at(collective: fx.Node, partial: Partial, norms: Mapping[fx.Node, 
     behind = _behind(waits[0])
     shard = behind.nodes[-1] if behind.nodes else waits[0]
     nodes = frozenset({*partial.nodes, collective, waits[0], *behind.nodes})
-    alone = Scattered((collective,), (partial,), shard, behind.scales, behind.scalars, None, nodes)
+    alone = Scattered((collective,), (partial,), shard, behind.scales, behind.scalars, None, (), nodes)
     value = tensor_of(shard)
-    # Where the collective itself is saved for the backward pass, what is saved is the plain shard.
-    if others or value is None or hint(value.shape[-1]) != partial.gemms[0].sizes[1]:
+    if value is None or hint(value.shape[-1]) != partial.gemms[0].sizes[1]:
         return alone
-    after = follow(collective, norms, behind.nodes)
-    if not isinstance(after, Reduced):
+    after = follow(collective, norms, behind.nodes, may_be_saved=True)
+    if not isinstance(after, Reduced):  # the collective itself is saved for the backward pass: the plain shard
+        return alone
+    results = {node for node in after.passed if any(user.op == "output" for user in node.users)} - {after.total}
+    if after.post is not None and results:
         return alone
     partials = [partial]
     for each in after.collectives[1:]:
         other = partial_of(each)
         alike = isinstance(other, Partial) and _meaning(other) == _meaning(partial)
-        if not isinstance(other, Partial) or not alike or any(not is_call(node, SHAPE_ONLY) for node in behind.nodes):
+        computed = any(not is_call(node, SHAPE_ONLY) for node in behind.nodes)
+        if not isinstance(other, Partial) or not alike or computed or results:
             return alone  # two sums that cannot be one: each is a site, and ends where they meet
         partials.append(other)
     nodes = nodes.union(after.passed, *(each.nodes for each in partials))
     nodes |= _norm_nodes(after, nodes)
-    return Scattered(after.collectives, tuple(partials), shard, behind.scales, behind.scalars, after, nodes)
+    saved = tuple(sorted(results))
+    return Scattered(after.collectives, tuple(partials), shard, behind.scales, behind.scalars, after, saved, nodes)
 
 
 def _meaning(partial: Partial) -> tuple[object, ...]:
