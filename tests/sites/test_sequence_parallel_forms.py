@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.capturing import captured, codes, gathered, gathers, scattered, scatters, sites_in
 from tests.preview import fake_group
+from tests.site_values import check, run
 from weaveopt.rule import FoundSite
 
 WORLD = 4
@@ -35,9 +36,13 @@ def group() -> Iterator[None]:
         yield
 
 
-def sites(fn: object, *inputs: Tensor) -> list[FoundSite]:
+def sites(fn: object, *inputs: Tensor, runs: bool = True) -> list[FoundSite]:
+    """Of the only graph; what they say they compute is computed again, on simulated ranks."""
     [graph] = captured(fn, *inputs)  # type: ignore[arg-type]
-    return sites_in(graph, WORLD)
+    found = sites_in(graph, WORLD)
+    if runs:
+        check(found, run(graph, WORLD), WORLD)
+    return found
 
 
 def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -121,7 +126,7 @@ def test_scaled_gemms() -> None:
     x, w = rows(4, 16, 32, dtype=E4M3), rows(64, 32, dtype=E4M3).T
     shard, cut = rows(1, 16, 32, dtype=E4M3), rows(4, 4, 32, dtype=E4M3)
     one, by_row, by_column = torch.ones(()), torch.ones(4, 16, 1), torch.ones(1, 64)
-    found = sites(every, x, shard, cut, w, one, by_row, by_column)
+    found = sites(every, x, shard, cut, w, one, by_row, by_column, runs=False)  # `check` knows no scales
     assert [(facts.dim, facts.dtype, facts.gemm_dtype, facts.is_scaled) for facts in gathers(found)] == [
         (0, "float8_e4m3fn", "float8_e4m3fn", True),
         (1, "float8_e4m3fn", "float8_e4m3fn", True),
@@ -236,6 +241,7 @@ def test_forward_and_backward() -> None:
     assert [forward.phase, backward.phase] == ["forward", "backward"]
     for graph, contractions in ((forward, 0), (backward, 1)):
         found = sites_in(graph, WORLD)
+        assert check(found, run(graph, WORLD), WORLD) == 2
         [gather], [scatter] = gathers(found), scatters(found)
         # The forward pass saves the gathered rows; in the backward pass the weight's gradient reads them.
         assert (gather.m, gather.num_gemms, gather.num_contractions, gather.gathered_is_read) == (

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.capturing import captured, codes, gathers, recording, scatters, sites_in
 from tests.preview import fake_group
+from tests.site_values import check, run
 from weaveopt.graph.facts import collectives_in
 from weaveopt.rule import CapturedGraph
 
@@ -93,7 +94,7 @@ def test_inference(mesh: DeviceMesh, dim: int, outer: int, bias: bool) -> None:
     with torch.no_grad():
         [graph] = captured(parallel(Layer(bias), mesh, dim), shard_of(*sizes))
     found = sites_in(graph, WORLD)
-    assert not any(codes(site) for site in found)
+    assert check(found, run(graph, WORLD), WORLD) == len(found) == 4
     attention, mlp = gathers(found)
     assert (attention.num_gathers, attention.num_gemms, attention.n, attention.k) == (3, 3, 3 * HIDDEN // WORLD, HIDDEN)
     assert (mlp.num_gathers, mlp.num_gemms, mlp.n, mlp.k) == (2, 2, 2 * INNER // WORLD, HIDDEN)
@@ -114,7 +115,8 @@ def test_training(mesh: DeviceMesh) -> None:
     )
     assert (forward.phase, backward.phase) == ("forward", "backward")
     ahead, back = sites_in(forward, WORLD), sites_in(backward, WORLD)
-    assert not any(codes(site) for site in (*ahead, *back))
+    assert check(ahead, run(forward, WORLD), WORLD) == check(back, run(backward, WORLD), WORLD) == 4
+    assert len(ahead) == len(back) == 4
     assert [each.num_gemms for each in gathers(ahead)] == [3, 2]
     assert all(each.gathered_is_read for each in gathers(ahead)), "saved for the weights' gradients"
     assert [(each.k, each.num_gemms) for each in scatters(ahead)] == [(HIDDEN // WORLD, 1), (INNER // WORLD, 1)]
