@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_single_autograd,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from tests.capturing import captured, codes, gathered, gathers, scattered, scatters, sites_in
 from tests.preview import fake_group
@@ -215,17 +215,28 @@ def test_sums_before_and_behind_the_scatter() -> None:
         plus = reduce_scatter_single(x @ wv + rest, "sum", 1, dist.group.WORLD)
         return once, a + b, plus
 
-    def apart(x: Tensor, wq: Tensor, wk: Tensor) -> Tensor:
+    def apart(x: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, ...]:
         """Two sums of other meanings: a rewrite may not make one of them."""
         a = reduce_scatter_single(x @ wq, "sum", 1, dist.group.WORLD)
-        return a + reduce_scatter_single(x.view(32, 32) @ wk, "sum", 0, dist.group.WORLD).view(a.shape)
+        other = a + reduce_scatter_single(x.view(32, 32) @ wk, "sum", 0, dist.group.WORLD).view(a.shape)
+        b = reduce_scatter_single(x.exp() @ wq, "sum", 1, dist.group.WORLD) / WORLD
+        mean = b + reduce_scatter_single(x.exp() @ wk, "sum", 1, dist.group.WORLD)
+        twice = reduce_scatter_single((x.sin() @ wq) * 0.5 / WORLD, "sum", 1, dist.group.WORLD)
+        wide = reduce_scatter_single(x.sin() @ wk, "sum", 1, dist.group.WORLD).float() * 2
+        uneven = reduce_scatter_single((x.cos() @ wq) * 0.5 + x.cos() @ wk, "sum", 1, dist.group.WORLD)
+        return other, mean, twice, wide, uneven
 
     found = sites(every, rows(2, 16, 32), *(rows(32, 16) for _ in range(3)), rows(2, 16, 16))
     once, behind, plus = scatters(found)
     assert (once.num_gemms, once.num_partials, once.k) == (3, 1, 96)
     assert (behind.num_gemms, behind.num_partials, behind.k, behind.has_residual) == (2, 2, 64, False)
     assert (plus.num_gemms, plus.has_addend, plus.k) == (1, True, 32)
-    assert [each.num_partials for each in scatters(sites(apart, rows(2, 16, 32), rows(32, 16), rows(32, 16)))] == [1, 1]
+    found = sites(apart, rows(2, 16, 32), rows(32, 16), rows(32, 16))
+    assert [(each.num_partials, each.scale, each.out_dtype) for each in scatters(found)] == [
+        *[(1, 1.0, "bfloat16")] * 2, (1, 1 / WORLD, "bfloat16"), (1, 1.0, "bfloat16"),
+        (1, 0.5 / WORLD, "bfloat16"), (1, 1.0, "bfloat16"),
+    ]  # fmt: skip
+    assert [codes(site) for site in found if codes(site)] == [["form_not_known"]]
 
 
 def test_forward_and_backward() -> None:
@@ -256,24 +267,34 @@ def test_forward_and_backward() -> None:
 
 
 def test_gathered_parameters_are_left() -> None:
-    """Weights that ranks hold a part of each (FSDP), in forward, backward and inference, of both dimensions."""
+    """Weights that ranks hold a part of each (FSDP), in forward, backward and inference, cut along both dimensions.
+
+    What makes their gradients is a GEMM whose sum is scattered, as any other: of rows, or of columns.
+    """
     mesh = init_device_mesh("cpu", (WORLD,))
     w1 = distribute_tensor(torch.zeros(64, 32, requires_grad=True), mesh, [Shard(0)])
     w2 = distribute_tensor(torch.zeros(32, 64, requires_grad=True), mesh, [Shard(1)])
 
+    def whole(w: Tensor) -> Tensor:
+        gathered = w.redistribute(mesh, [Replicate()])  # type: ignore[attr-defined]
+        return gathered.to_local(grad_placements=[Partial()]).bfloat16()  # type: ignore[no-any-return]
+
     def fn(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        first, second = (w.redistribute(mesh, [Replicate()]).to_local().bfloat16() for w in (w1, w2))  # type: ignore[attr-defined]
-        return torch.nn.functional.linear(torch.nn.functional.linear(x, first).relu(), second)
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, whole(w1)).relu(), whole(w2))
 
     def as_left_operand(x: Tensor, w: Tensor) -> Tensor:
         return all_gather_single(w, 0, dist.group.WORLD) @ x.exp().T
 
     with torch.enable_grad():
-        graphs = captured(fn, rows(2, 8, 32), w1, w2)
-    graphs += captured(fn, rows(2, 8, 32), w1, w2) + captured(as_left_operand, rows(8, 32), rows(16, 32))
+        forward, backward = captured(fn, rows(2, 8, 32), w1, w2)
+    graphs = [forward, *captured(fn, rows(2, 8, 32), w1, w2), *captured(as_left_operand, rows(8, 32), rows(16, 32))]
     every = [site for graph in graphs for site in sites_in(graph, WORLD)]
     assert [codes(site) for site in every] == [["gathers_parameter"]] * 5
     assert all(site.site.kind == "all_gather" for site in every)
+    found = sites_in(backward, WORLD)
+    assert check(found, run(backward, WORLD), WORLD) == len(found) == 2
+    gradients = {(facts.dim, facts.m, facts.n, facts.dtype, facts.gemm_dtype) for facts in scatters(found)}
+    assert gradients == {(0, 64, 32, "float32", "bfloat16"), (-1, 32, 64, "float32", "bfloat16")}
 
 
 def test_activations_that_are_inputs_are_no_parameters() -> None:
