@@ -6,8 +6,8 @@
     normalized = rms_norm(total) * weight                   # absent where none follows
 
 Rows of the GEMM are [outer, world, inner], and each rank keeps [outer, inner] of them (`sites.rows`). Two
-reduce-scatters whose results are added are one site. A reduce-scatter of what no GEMM makes (a vocabulary-parallel
-embedding) is no site.
+reduce-scatters whose results are added are one site. The gradient of a weight that ranks hold a part of each is a site
+too. A reduce-scatter of what no GEMM makes (a vocabulary-parallel embedding) is none.
 """
 
 from __future__ import annotations
