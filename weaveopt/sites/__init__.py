@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from weaveopt.rule import Matcher
 from weaveopt.sites.attention import AttentionMatcher
+from weaveopt.sites.gather import GatherMatcher
 from weaveopt.sites.reduction import ReductionMatcher
+from weaveopt.sites.scatter import ScatterMatcher
 
 MATCHERS: tuple[Matcher, ...] = (ReductionMatcher(), AttentionMatcher())
+SEQUENCE_PARALLEL: tuple[Matcher, ...] = (GatherMatcher(), ScatterMatcher())
+"""They join `MATCHERS` with the first rule that proposes at their sites: until then reports stay as they are."""

@@ -1,4 +1,4 @@
-"""Follow a reduced value from its all-reduce to the norm that ends the site, or as far as it goes.
+"""Follow a reduced value from its all-reduce or reduce-scatter to the norm that ends the site, or as far as it goes.
 
     wait(all_reduce(partial)) [+ bias] [* scale] [-> post norm] [+ residual] [+ another all-reduce] [-> norm]
 
@@ -8,7 +8,7 @@ nothing it passes is needed elsewhere. Where it cannot go on the site ends, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from weaveopt.sites.norms import Norm, tensor_eps
 
 _c10d = torch.ops._c10d_functional
 ALL_REDUCE = frozenset({_c10d.all_reduce.default})
+REDUCE_SCATTER = frozenset({_c10d.reduce_scatter_tensor.default})
 ANY_ALL_REDUCE = frozenset(
     {
         _c10d.all_reduce.default,
@@ -66,7 +67,7 @@ class Reduced:
     @property
     def text(self) -> str:
         """The computation in words of torch, for the report."""
-        words = " + ".join("all_reduce(partial)" for _ in self.collectives)
+        words = " + ".join(f"{_word(each)}(partial)" for each in self.collectives)
         words += " + bias" * len(self.biases)
         if self.scale_tensor is not None or self.scale != 1.0:
             words = f"({words}) * scale"
@@ -77,6 +78,19 @@ class Reduced:
             values = ", ".join(f"{name} {value}" for name, value in self.without_norm.values)
             return f"{words}; no norm: {self.without_norm.message} ({values})"
         return words + (f" -> {self.norm.text}" if self.norm is not None else "")
+
+    @property
+    def total_is_read(self) -> bool:
+        """Whether anything but the site's own norm reads the sum."""
+        own = set(self.norm.nodes) if self.norm is not None else set()
+        if any(user not in own for user in self.total.users):
+            return True
+        # A statistic of the norm that is read elsewhere (saved for the backward pass) is computed from the sum again.
+        return any(user not in own for node in own if node is not self.norm.output for user in node.users)  # type: ignore[union-attr]
+
+
+def _word(collective: fx.Node) -> str:
+    return "reduce_scatter" if is_call(collective, REDUCE_SCATTER) else "all_reduce"
 
 
 @dataclass
@@ -122,12 +136,22 @@ class _Walk:
         return Rejection(code, message, (("node", node.name), ("op", describe(node))))
 
 
-def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced | Rejection:
-    """The site that starts at `all_reduce`, or why there is none."""
-    started = _start(all_reduce)
+def follow(
+    collective: fx.Node,
+    norms: Mapping[fx.Node, list[Norm]],
+    behind: Sequence[fx.Node] = (),
+    may_be_saved: bool = False,
+) -> Reduced | Rejection:
+    """The site that starts at `collective`, or why there is none; `behind`: nodes that are part of it already.
+
+    With `may_be_saved` values on the way may be results of the graph too.
+    """
+    started = _start(collective)
     if isinstance(started, Rejection):
         return started
     walk = started
+    for node in behind:
+        walk.step_to(node)
     stopped: Rejection | None = None
     while True:
         here = norms.get(walk.value, [])
@@ -135,9 +159,10 @@ def follow(all_reduce: fx.Node, norms: Mapping[fx.Node, list[Norm]]) -> Reduced 
             if _pass_post_norm(walk, here[0]):
                 continue
             return _ended(walk, here[0])
-        if len(walk.value.users) != 1:
+        readers = [user for user in walk.value.users if not (may_be_saved and user.op == "output")]
+        if len(readers) != 1:
             break
-        reader = next(iter(walk.value.users))
+        reader = readers[0]
         moved = _pass(walk, reader)
         if isinstance(moved, Rejection):
             stopped = moved
@@ -164,13 +189,13 @@ def _why_no_norm(walk: _Walk) -> Rejection:
 
 
 def _start(all_reduce: fx.Node) -> _Walk | Rejection:
-    if all_reduce.target not in ALL_REDUCE:
+    if not is_call(all_reduce, ALL_REDUCE | REDUCE_SCATTER):
         return Rejection(
             "form_not_known",
             "only functional, single-tensor all-reduces are rewritten",
             (("op", describe(all_reduce)),),
         )
-    if all_reduce.args[1] != "sum":
+    if all_reduce.args[1] != "sum" and not (is_call(all_reduce, REDUCE_SCATTER) and all_reduce.args[1] == "avg"):
         return Rejection(
             "not_a_sum", "only sums are reduced in the fused kernel", (("reduce_op", str(all_reduce.args[1])),)
         )
@@ -303,9 +328,9 @@ def _reduced_by(other: fx.Node, walk: _Walk) -> _Partner | None:
     if not is_call(chain[-1], WAIT) or any(len(node.users) != 1 for node in chain):
         return None
     all_reduce = chain[-1].args[0]
-    if not is_call(all_reduce, ALL_REDUCE) or not isinstance(all_reduce, fx.Node) or len(all_reduce.users) != 1:
+    if not is_call(all_reduce, ALL_REDUCE | REDUCE_SCATTER) or not isinstance(all_reduce, fx.Node):
         return None
-    if all_reduce.args[1:] != walk.collectives[0].args[1:]:
+    if len(all_reduce.users) != 1 or all_reduce.args[1:] != walk.collectives[0].args[1:]:
         return None
     return _Partner((all_reduce, *reversed(chain)), tuple(biases))
 

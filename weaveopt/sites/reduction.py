@@ -81,7 +81,7 @@ class Reduction:
 
     @property
     def sum_is_read(self) -> bool:
-        return _is_read_elsewhere(self.reduced)
+        return self.reduced.total_is_read
 
     @property
     def gemm_nodes(self) -> frozenset[fx.Node]:
@@ -206,7 +206,7 @@ def _facts(structure: Reduction, absorbed: frozenset[fx.Node], context: Context)
         num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
         has_norm=reduced.norm is not None,
         has_residual=bool(reduced.residuals),
-        sum_is_read=_is_read_elsewhere(reduced),
+        sum_is_read=reduced.total_is_read,
         sum_read_by_reductions=all(
             user in absorbed or user in structure.interior or user in _nodes_of(structure.quantized)
             for user in reduced.total.users
@@ -225,15 +225,6 @@ def _out_dtype(reduced: Reduced) -> str:
     if value is None or output is None or output.dtype == value.dtype:
         return ""
     return DTYPE_NAMES.get(output.dtype, "")
-
-
-def _is_read_elsewhere(reduced: Reduced) -> bool:
-    """Whether anything but the site's own norm reads the sum."""
-    own = set(reduced.norm.nodes) if reduced.norm is not None else set()
-    if any(user not in own for user in reduced.total.users):
-        return True
-    # A statistic of the norm that is read elsewhere (saved for the backward pass) is computed from the sum again.
-    return any(user not in own for node in own if node is not reduced.norm.output for user in node.users)  # type: ignore[union-attr]
 
 
 def _producers(reduced: Reduced) -> Iterator[fx.Node]:

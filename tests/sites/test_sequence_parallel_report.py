@@ -1,0 +1,73 @@
+"""What sequence-parallel sites change in a report: nothing while no rule knows them; with one they are as any site."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
+
+from tests.preview import fake_group
+from weaveopt import backend, cost_model
+from weaveopt.config import Config
+from weaveopt.fabrics import topology
+from weaveopt.records.report import GraphReport, Report
+from weaveopt.reporting import why
+from weaveopt.rewrites import RULES
+from weaveopt.rule import RuleSet
+from weaveopt.sites import MATCHERS, SEQUENCE_PARALLEL
+
+WORLD = 2
+
+
+def layer(x: Tensor, up: Tensor, down: Tensor, out: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = all_gather_single(x, 0, dist.group.WORLD) @ up
+    total = x + reduce_scatter_single(hidden.relu() @ down, "sum", 0, dist.group.WORLD)
+    rows = torch.nn.functional.rms_norm(total, (total.shape[-1],), weight, 1e-5)
+    summed = rows + all_reduce(rows @ out, "sum", dist.group.WORLD)
+    return total, torch.nn.functional.rms_norm(summed, (total.shape[-1],), weight, 1e-5)
+
+
+INPUTS = tuple(torch.zeros(*sizes) for sizes in ((32, 64), (64, 128), (128, 64), (64, 64), (64,)))
+
+
+def reported(rules: RuleSet) -> GraphReport:
+    torch._dynamo.reset()
+    reports: list[GraphReport] = []
+    with fake_group(WORLD), torch.no_grad():
+        seen = backend.preview(Config(), topology.fake(WORLD), cost_model.load("cpu"), reports.append, rules)
+        torch.compile(layer, backend=seen, fullgraph=True)(*INPUTS)
+    [report] = reports
+    assert not report.fallbacks and report.work_failure is None
+    return report
+
+
+def test_reports_stay_as_they_are_without_a_rule() -> None:
+    """The day a rule proposes at these sites it moves the matchers into `MATCHERS`; no report names them before."""
+    known = {kind for rule in RULES.site_rules for kind in rule.kinds}
+    quiet = {matcher.kind for matcher in SEQUENCE_PARALLEL} - known
+    assert not quiet & {matcher.kind for matcher in MATCHERS}
+    assert quiet == {"all_gather", "reduce_scatter"}, "a rule knows them: let them join MATCHERS"
+
+
+def test_a_report_with_them() -> None:
+    """They are left, priced as they are; the decision of the site beside them, and the whole time, stay the same."""
+    plain, full = reported(RULES), reported(replace(RULES, matchers=(*MATCHERS, *SEQUENCE_PARALLEL)))
+    by_kind = {decision.site.kind: decision for decision in full.decisions}
+    assert [decision.site.kind for decision in full.decisions] == ["all_gather", "reduce_scatter", "reduction"]
+    [alone] = plain.decisions
+    assert alone == by_kind["reduction"]
+    for kind in ("all_gather", "reduce_scatter"):
+        decision = by_kind[kind]
+        assert decision.chosen.choice == "leave" and not decision.alternatives
+        assert decision.baseline is not None and decision.baseline.us > 0
+    shown = why.text(Report("toy", WORLD, None, (full,)), "reduce_scatter_tensor")
+    for words in (
+        "kind reduce_scatter",
+        "reduce_scatter(gemm, dim=0, 'sum') + residual -> rms_norm",
+        "outer 1",
+        "m 64",
+    ):
+        assert words in shown, shown

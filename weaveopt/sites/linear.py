@@ -1,0 +1,103 @@
+"""The GEMMs of linear layers, whichever operator computes them: their operands by role, and their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from weaveopt.graph.moves import MOVES, OTHER_MOVES
+from weaveopt.graph.pattern import MUL, is_call, tensor_of
+from weaveopt.graph.values import argument, hint
+from weaveopt.sites.reduced import WAIT
+
+aten = torch.ops.aten
+ALL_GATHER = frozenset({torch.ops._c10d_functional.all_gather_into_tensor.default})
+MM, ADDMM, SCALED_MM = aten.mm.default, aten.addmm.default, aten._scaled_mm.default
+GEMMS = frozenset({MM, ADDMM, SCALED_MM})
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`a [m, k] @ b [k, n] + bias [n] + addend [m, n]`; of `_scaled_mm` a and b have scales of their own."""
+
+    node: fx.Node
+    a: fx.Node
+    b: fx.Node
+    bias: fx.Node | None = None
+    addend: fx.Node | None = None
+    has_factors: bool = False
+    """Whether alpha or beta of addmm are not 1."""
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.node.target is SCALED_MM
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """m, n, k; symbols by their hints."""
+        a, b = tensor_of(self.a), tensor_of(self.b)
+        assert a is not None and b is not None, f"{self.node.name} multiplies no tensors"
+        return hint(a.shape[0]), hint(b.shape[1]), hint(a.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        value = tensor_of(self.node)
+        assert value is not None, f"{self.node.name} makes no tensor"
+        return value.dtype
+
+
+def gemm_at(node: object) -> Gemm | None:
+    """The GEMM that a node is."""
+    if not isinstance(node, fx.Node) or not is_call(node, GEMMS):
+        return None
+    if node.target is ADDMM:
+        added, a, b = node.args[:3]
+        value = tensor_of(added) if isinstance(added, fx.Node) else None
+        assert isinstance(added, fx.Node) and isinstance(a, fx.Node) and isinstance(b, fx.Node), node.args
+        has_factors = any(argument(node, name) != 1 for name in ("alpha", "beta"))
+        if value is not None and (value.ndim == 1 or value.shape[0] == 1):
+            return Gemm(node, a, b, bias=added, has_factors=has_factors)
+        return Gemm(node, a, b, addend=added, has_factors=has_factors)
+    a, b = node.args[:2]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node), node.args
+    bias = argument(node, "bias") if node.target is SCALED_MM else None
+    return Gemm(node, a, b, bias=bias if isinstance(bias, fx.Node) else None)
+
+
+def leads_to_gemm(node: fx.Node) -> bool:
+    """Whether a GEMM reads `node`, behind any movement of its elements."""
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if is_call(user, GEMMS):
+                return True
+            if is_call(user, MOVES | OTHER_MOVES) and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+_OF_WEIGHTS = MOVES | OTHER_MOVES | MUL | ALL_GATHER | WAIT
+"""What lies between a parameter and the GEMM that reads it: casts and views, its own gather, a scale."""
+
+
+def is_input(node: fx.Node, through: frozenset[object] = MOVES | OTHER_MOVES) -> bool:
+    """Whether `node` is an input of the graph, moved and cast at most: a parameter, or activations as they came."""
+    seen, pending = {node}, [node]
+    while pending:
+        each = pending.pop()
+        if each.op in ("placeholder", "get_attr"):
+            continue
+        if not is_call(each, through):
+            return False
+        pending.extend(source for source in each.all_input_nodes if source not in seen)
+        seen.update(each.all_input_nodes)
+    return True
+
+
+def may_be_weight(node: fx.Node) -> bool:
+    """Whether `node` is made of inputs of the graph as parameters are: by views, casts, a gather, a scale."""
+    return is_input(node, _OF_WEIGHTS)

@@ -1,0 +1,210 @@
+"""Matcher of the kind `reduce_scatter`: GEMM -> reduce-scatter (-> + residual -> norm of the shard).
+
+    partial = a @ b                                         # several, where gradients of q, k and v are added
+    shard = reduce_scatter(partial, scatter_dim)            # 0, 1 (within each sequence) or the last
+    total = residual_shard + shard                          # absent in backward passes
+    normalized = rms_norm(total) * weight                   # absent where none follows
+
+Rows of the GEMM are [outer, world, inner], and each rank keeps [outer, inner] of them (`sites.rows`). Two
+reduce-scatters whose results are added are one site. The gradient of a weight that ranks hold a part of each is a site
+too. A reduce-scatter of what no GEMM makes (a vocabulary-parallel embedding) is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch.fx as fx
+
+from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
+from weaveopt.graph.pattern import is_call, tensor_of
+from weaveopt.graph.scalars import symbols_of
+from weaveopt.graph.values import dtype_name
+from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.site import Site, TokenCounts
+from weaveopt.rule import Context, FoundSite
+from weaveopt.sites.norms import find_norms
+from weaveopt.sites.partial import Partial
+from weaveopt.sites.reduced import REDUCE_SCATTER, WAIT
+from weaveopt.sites.rows import Rows, against_group, hint_of, scattered_rows
+from weaveopt.sites.scattered import Scattered, partial_of, scattered_at
+
+KIND = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class ScatterFacts:
+    """What a GEMM and its reduce-scatter compute on every rank; sizes that are symbols by their hints."""
+
+    group: str
+    world: int
+    hosts: int
+    dim: int
+    """0: whole activations are cut along their rows; 1: each of `outer` sequences is; -1: columns are."""
+    outer: int
+    m: int
+    """Rows of the partial result."""
+    n: int
+    k: int
+    """Of all GEMMs whose results are added, together."""
+    dtype: str
+    """Of what travels."""
+    gemm_dtype: str
+    """Of what the GEMM makes."""
+    out_dtype: str
+    """Of the shard as it is read, after casts."""
+    reduce_op: str = "sum"
+    """`sum` or `avg`."""
+    scale: float = 1.0
+    """What else the sum is multiplied by before anything is added to it, on either side of the network."""
+    num_gemms: int = 1
+    """GEMMs whose results are added, those of `num_partials` together."""
+    num_partials: int = 1
+    """Reduce-scatters whose results are added."""
+    has_addend: bool = False
+    """Whether rows that no GEMM makes are part of the partial result."""
+    is_scaled: bool = False
+    """Whether the operands are FP8 with scales."""
+    has_bias: bool = False
+    """Whether every rank adds a vector before the sum."""
+    has_bias_after: bool = False
+    has_scale_after: bool = False
+    """Whether the sum and its bias are scaled before the residual is added."""
+    has_post_norm: bool = False
+    """Whether they are normalized before the residual is added."""
+    has_residual: bool = False
+    has_norm: bool = False
+    """Whether a norm of the shard ends the site."""
+    shard_is_saved: bool = False
+    """Whether the shard is a result of the graph before the residual is added: a backward pass reads it."""
+    sum_is_read: bool = True
+    """Whether the graph reads the shard (with its residual) elsewhere than in the site's norm."""
+
+    def values(self) -> Values:
+        return tuple((field.name, _scalar(getattr(self, field.name))) for field in fields(self))
+
+
+def _scalar(value: object) -> Scalar:
+    assert isinstance(value, bool | int | float | str), value
+    return value
+
+
+class ScatterMatcher:
+    """See the module's docstring."""
+
+    kind = KIND
+
+    def find(self, graph: fx.Graph, context: Context) -> Sequence[FoundSite]:
+        collectives = [node for node in graph.nodes if is_call(node, REDUCE_SCATTER)]
+        if not collectives:
+            return ()
+        norms = find_norms(graph)
+        found: list[FoundSite] = []
+        merged: set[fx.Node] = set()
+        for node in collectives:
+            partial = None if node in merged else partial_of(node)
+            if partial is None:
+                continue
+            scattered = scattered_at(node, partial, norms) if isinstance(partial, Partial) else partial
+            if isinstance(scattered, Scattered):
+                merged.update(scattered.collectives)
+            found.append(_found(node, scattered, context))
+        return tuple(found)
+
+
+def _found(node: fx.Node, scattered: Scattered | Rejection, context: Context) -> FoundSite:
+    if isinstance(scattered, Rejection):
+        exchanged = frozenset((node, *(user for user in node.users if is_call(user, WAIT))))
+        return FoundSite(_site(node, (node,), "", None, TokenCounts(0), (scattered,)), exchanged)
+    gemm = scattered.partials[0].gemms[0].node
+    value = tensor_of(gemm)
+    assert value is not None, f"{gemm.name} makes no tensor"
+    hint, most = count_tokens(value, context.config.max_tokens)
+    tokens = TokenCounts(hint, most=most)
+    facts = _facts(scattered, context)
+    if not isinstance(facts, ScatterFacts):
+        return FoundSite(_site(node, scattered.collectives, "", None, tokens, facts), scattered.nodes)
+    scalars = [scalar for partial in scattered.partials for scalar in partial.scalars]
+    numbers = (*scalars, *scattered.scalars, *(() if scattered.after is None else scattered.after.scalars))
+    site = _site(node, scattered.collectives, _text(facts, scattered), facts, tokens, ())
+    return FoundSite(site, scattered.nodes, facts, scattered, symbols_of(numbers), gemm)
+
+
+def _site(
+    node: fx.Node,
+    collectives: tuple[fx.Node, ...],
+    description: str,
+    facts: ScatterFacts | None,
+    tokens: TokenCounts,
+    rejections: tuple[Rejection, ...],
+) -> Site:
+    return Site(
+        id=node.name,
+        kind=KIND,
+        groups=(group_of(node),),
+        module=module_of(node),
+        collectives=tuple(each.name for each in collectives),
+        description=description,
+        tokens=tokens,
+        facts=() if facts is None else facts.values(),
+        rejections=rejections,
+    )
+
+
+def _facts(scattered: Scattered, context: Context) -> ScatterFacts | tuple[Rejection, ...]:
+    collective, partial, after = scattered.collectives[0], scattered.partials[0], scattered.after
+    world, gemm = collective.args[2], partial.gemms[0]
+    product, value, shard = (tensor_of(each) for each in (gemm.node, collective, scattered.shard))
+    assert isinstance(world, int), collective.args
+    assert product is not None and value is not None and shard is not None, f"{collective.name} makes no tensor"
+    topology = context.topologies.get(group_of(collective))
+    reasons = list(against_group(collective, world, topology))
+    rows = scattered_rows(partial.arrangement, world, product.shape)
+    if isinstance(rows, Rejection):
+        reasons.append(rows)
+    for dtype in dict.fromkeys((value.dtype, product.dtype)):
+        if dtype not in DTYPE_NAMES:
+            values = (("dtype", str(dtype).removeprefix("torch.")),)
+            reasons.append(Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values))
+    if reasons or topology is None or not isinstance(rows, Rows):
+        return tuple(reasons)
+    gemms = [each for partial in scattered.partials for each in partial.gemms]
+    m, n, _ = gemm.sizes
+    return ScatterFacts(
+        group=group_of(collective),
+        world=topology.world,
+        hosts=topology.num_hosts,
+        dim=rows.dim,
+        outer=hint_of(rows.outer, product),
+        m=m,
+        n=n,
+        k=sum(each.sizes[2] for each in gemms),
+        dtype=DTYPE_NAMES[value.dtype],
+        gemm_dtype=DTYPE_NAMES[product.dtype],
+        out_dtype=dtype_name(shard),
+        reduce_op=str(collective.args[1]),
+        scale=scattered.scale,
+        num_gemms=len(gemms),
+        num_partials=len(scattered.partials),
+        has_addend=any(each.addends for each in scattered.partials),
+        is_scaled=any(each.is_scaled for each in gemms),
+        has_bias=any(each.biases for each in scattered.partials),
+        has_bias_after=after is not None and bool(after.biases),
+        has_scale_after=after is not None and (after.scale != 1.0 or after.scale_tensor is not None),
+        has_post_norm=after is not None and after.post is not None,
+        has_residual=after is not None and bool(after.residuals),
+        has_norm=after is not None and after.norm is not None,
+        shard_is_saved=bool(scattered.saved),
+        sum_is_read=after is None or after.total_is_read,
+    )
+
+
+def _text(facts: ScatterFacts, scattered: Scattered) -> str:
+    """The computation in words of torch."""
+    gemms = "gemm" if facts.num_gemms == 1 else f"{facts.num_gemms} gemms"
+    words = f"reduce_scatter({gemms}, dim={facts.dim}, {facts.reduce_op!r})"
+    if scattered.after is not None:
+        words = scattered.after.text.replace("reduce_scatter(partial)", words, 1)
+        words = words.replace(" + reduce_scatter(partial)", "")
+    return words
