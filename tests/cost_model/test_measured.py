@@ -113,7 +113,7 @@ def _fabrics(machine: Machine) -> set[Fabric]:
 
 
 def test_fabrics_that_exist() -> None:
-    assert _fabrics(MACHINES["cpu"]) == {Fabric.LIBRARY, Fabric.SHM}
+    assert _fabrics(MACHINES["cpu"]) == {Fabric.LIBRARY, Fabric.SHM, Fabric.TCP}
     assert _fabrics(MACHINES["h200x4"]) == {Fabric.LIBRARY, Fabric.PEER}  # multicast is off there
     assert _fabrics(MACHINES["h100x8"]) == {Fabric.LIBRARY, Fabric.MULTIMEM, Fabric.PEER}
     assert fabric_costs(MACHINES["h200x4"], Fabric.PEER).curves_of("all_reduce_norm")

@@ -29,14 +29,14 @@ def run_without_descriptors(rank: int, world: int, at_bind: bool) -> tuple[str, 
     torch.testing.assert_close(torch.ones(1), torch.ones(1))  # which imports more at its first call
     with contextlib.ExitStack() as stack:
         if at_bind and rank == 0:
-            before = shm._num_local_processes
+            before = shm.num_local_processes
 
             def last_before_the_group_is_made() -> int:
                 found = before()
                 stack.enter_context(exhausted())
                 return found
 
-            stack.enter_context(mock.patch.object(shm, "_num_local_processes", last_before_the_group_is_made))
+            stack.enter_context(mock.patch.object(shm, "num_local_processes", last_before_the_group_is_made))
         # Not one-shot: a rank waits twice in each call.
         call = make_call("few", "0", world, one_shot=False, timeout_s=30.0)
         reserve()

@@ -31,14 +31,16 @@ def test_one_cpu_host_has_shm_and_library() -> None:
         Fabric.PEER: "fabric_needs_cuda",
         Fabric.NVSHMEM: "fabric_needs_cuda",
         Fabric.SHM: None,
+        Fabric.TCP: "fabric_needs_hosts",
         Fabric.LIBRARY: None,
     }
 
 
-def test_two_hosts_have_the_library_only() -> None:
+def test_two_hosts_have_the_library_and_tcp() -> None:
     found = topology.fake(6, hosts=2)
     assert found.hosts == ("host0",) * 3 + ("host1",) * 3
     assert codes(found)[Fabric.SHM] == "fabric_needs_one_host" and codes(found)[Fabric.LIBRARY] is None
+    assert codes(found)[Fabric.TCP] is None
     rejection = dict(found.fabrics())[Fabric.SHM]
     assert isinstance(rejection, Rejection) and rejection.values == (("hosts", 2),)
 
@@ -133,7 +135,7 @@ def test_a_fake_process_group_is_not_asked() -> None:
 
 def test_every_fabric_has_traits() -> None:
     assert set(TRAITS) == set(Fabric)
-    assert [fabric for fabric in Fabric if TRAITS[fabric].crosses_hosts] == [Fabric.NVSHMEM, Fabric.LIBRARY]
+    assert [fabric for fabric in Fabric if TRAITS[fabric].crosses_hosts] == [Fabric.TCP, Fabric.NVSHMEM, Fabric.LIBRARY]
     assert header_bytes(Fabric.SHM) == 0 < header_bytes(Fabric.PEER) == header_bytes(Fabric.MULTIMEM)
 
 
@@ -147,5 +149,14 @@ def test_one_arena_serves_all_kernels_of_a_group() -> None:
 def test_fabrics_without_a_transport_say_so() -> None:
     assert transport(Fabric.SHM) is shm
     for fabric in (Fabric.MULTIMEM, Fabric.NVSHMEM, Fabric.LIBRARY):
-        with pytest.raises(ArenaError, match=rf"fabric {fabric.value} has no arena in this version .*: peer, shm\)"):
+        with pytest.raises(
+            ArenaError, match=rf"fabric {fabric.value} has no arena in this version .*: peer, shm, tcp\)"
+        ):
             transport(fabric)
+
+
+def test_hosts_of_unequal_numbers_of_ranks_are_refused_for_tcp() -> None:
+    even = topology.fake(4, hosts=2)
+    uneven = replace(even, hosts=("host0", "host0", "host0", "host1"))
+    assert codes(even)[Fabric.TCP] is None and codes(uneven)[Fabric.TCP] == "uneven_hosts"
+    assert codes(uneven)[Fabric.LIBRARY] is None
