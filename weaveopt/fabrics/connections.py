@@ -32,6 +32,8 @@ _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _STRANGER_S = 5.0
 """What somebody who connects gets to show who he is."""
 _BACKLOG = 128
+_CONNECTING_S = 30.0
+"""All ranks are there by then: who cannot be reached in this time is behind a firewall."""
 
 
 def own_address() -> str:
@@ -58,7 +60,7 @@ def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[i
     """A connection to each of `peers`, by their index in the group of `channel`; everyone of the group calls it.
 
     Who is whose peer is mutual. Raises `AgreementError` where a rank does not come within `timeout_s`, and `ArenaError`
-    where one cannot be reached.
+    on all ranks where one cannot be reached.
     """
     group, wanted = channel.group, frozenset(peers)
     error, listener = "", None
@@ -77,7 +79,7 @@ def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[i
             raise ArenaError(f"group {group.name!r}: cannot connect its hosts: {'; '.join(failed)}")
         assert listener is not None
         key = hashlib.sha256("/".join(str(each["secret"]) for each in told).encode()).digest()
-        meeting = _Meeting(key, group.rank, wanted, time.monotonic() + timeout_s)
+        meeting = _Meeting(key, group.rank, wanted, time.monotonic() + min(timeout_s, _CONNECTING_S))
         places = [(str(each["address"]), int(each["port"])) for each in told]
         try:
             meeting.hold(listener, places)
