@@ -9,6 +9,7 @@ addition and norm. Calls take turns; a time is the median, of the ranks the slow
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -73,7 +74,7 @@ def rank_main(sizes: list[int]) -> None:
                 torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call.encode())
 
             ways: dict[str, Callable[[], None]] = {"gloo": gloo}
-            ways |= {name: (lambda call=call: ours(call)) for name, call in calls.items()}
+            ways |= {name: functools.partial(ours, call) for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(ROUNDS + 2):
                 for name, way in ways.items():
