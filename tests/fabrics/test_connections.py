@@ -89,6 +89,50 @@ def test_a_rank_that_cannot_listen_is_an_error_on_all() -> None:
     assert one == other and "rank 1" in one and "cannot connect its hosts" in one
 
 
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, "127.0.0.1"),
+        ({"MASTER_ADDR": "localhost"}, "127.0.0.1"),
+        ({"MASTER_ADDR": "203.0.113.9", "WEAVE_ADDRESS": "10.1.2.3"}, "10.1.2.3"),
+        ({"MASTER_ADDR": "203.0.113.9", "GLOO_SOCKET_IFNAME": "lo,other"}, "127.0.0.1"),
+    ],
+)
+def test_the_address_that_others_connect_to(
+    variables: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "WEAVE_ADDRESS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert connections.own_address() == found
+
+
+def test_a_name_of_this_host_that_stands_for_the_loopback_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian has it in /etc/hosts: `127.0.1.1 name`."""
+    asked: list[str] = []
+
+    def leads_to(host: str) -> str:
+        asked.append(host)
+        return "127.0.1.1" if host == "head" else "192.0.2.77"
+
+    for name in ("WEAVE_ADDRESS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setattr(connections, "_leads_to", leads_to)
+    assert connections.own_address() == "192.0.2.77" and asked[0] == "head"
+
+
+@pytest.mark.parametrize("variables", [{}, {"GLOO_SOCKET_IFNAME": "none0"}])
+def test_no_address_says_what_to_set(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "WEAVE_ADDRESS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArenaError, match=r"WEAVE_ADDRESS|GLOO_SOCKET_IFNAME"):
+        connections.own_address()
+
+
 def _one_never_comes(rank: int) -> str:
     channel = topology.exchange("0", TIMEOUT_S)
     if rank == 1:

@@ -69,3 +69,14 @@ def test_several_rows_and_other_sums_are_left_alone() -> None:
         return (torch.sin(x)[:, :, None] * x[:, None]).sum(1) + (x * 2).sum()
 
     assert store_rows(traced(sums, torch.randn(3, 4)).graph) == 0
+
+
+def test_symbols_are_neither_asked_nor_taken_for_one() -> None:
+    """A guard on a size would compile the model again for each."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return (torch.sin(x)[:, :, None] * x.shape[0]).sum(1) + (torch.sin(x)[:, :, None] * x[:, :, None]).sum(1)
+
+    module = make_fx(scaled, select_decomp_table(), tracing_mode="symbolic")(torch.randn(3, 4))
+    guards = len(module.shape_env.guards)
+    assert store_rows(module.graph) == 0 and len(module.shape_env.guards) == guards

@@ -12,8 +12,10 @@ Whoever cannot do that, in time, is not heard any further: the connection is clo
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -32,28 +34,63 @@ _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _STRANGER_S = 5.0
 """What somebody who connects gets to show who he is."""
 _BACKLOG = 128
+_MOST_HEARD = 64
+"""Who connects beyond so many that have not shown who they are is turned away at once; peers try again."""
+_ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's (RFC 5737): what leads there leads to other hosts."""
+_SIOCGIFADDR = 0x8915
 _CONNECTING_S = 30.0
 """All ranks are there by then: who cannot be reached in this time is behind a firewall."""
 
 
 def own_address() -> str:
-    """Of this host, the address at which the group's other hosts reach it: the one that leads to the store.
+    """Of this host, the address at which the group's other hosts reach it.
 
-    `WEAVE_ADDRESS` says otherwise. Raises `ArenaError` where the store's host is not known.
+    `WEAVE_ADDRESS` says it; else it is that of the interface which `GLOO_SOCKET_IFNAME` names, else the one that leads
+    to the store. Raises `ArenaError` where none is known.
     """
     asked = os.environ.get("WEAVE_ADDRESS")
     if asked:
         return asked
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if named:
+        return _address_of(named)
     store = os.environ.get("MASTER_ADDR")
     if not store:
         raise ArenaError("which address leads to the other hosts is not known: set WEAVE_ADDRESS (or MASTER_ADDR)")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
-            return str(probe.getsockname()[0])
+        found = _leads_to(store)
+        # On the store's own host its name may stand for the loopback (127.0.1.1), where nobody else comes.
+        if _is_loopback(found) and not _is_loopback(store):
+            found = _leads_to(_ELSEWHERE)
     except OSError as error:
         raise ArenaError(f"no address of this host leads to {store!r}: {error}; set WEAVE_ADDRESS") from None
+    return found
+
+
+def _leads_to(host: str) -> str:
+    """The address that this host would send from; a datagram socket that is connected sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    """Of a name: whether it says so itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise ArenaError(f"interface {interface!r} (GLOO_SOCKET_IFNAME) has no address: {error}") from None
+    return socket.inet_ntoa(found[20:24])
 
 
 def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
@@ -108,6 +145,7 @@ class _Meeting:
         self._key, self._rank, self._wanted, self._deadline = key, rank, wanted, deadline
         self._lock = threading.Lock()
         self._all_found = threading.Event()
+        self._heard = threading.BoundedSemaphore(_MOST_HEARD)
         self.found: dict[int, socket.socket] = {}
         self.errors: list[str] = []
 
@@ -173,6 +211,9 @@ class _Meeting:
         while not self._all_found.is_set():
             with suppress(TimeoutError):
                 connection, _ = listener.accept()
+                if not self._heard.acquire(blocking=False):
+                    connection.close()
+                    continue
                 threading.Thread(target=self._hear, args=(connection,), name="weaveopt-hear", daemon=True).start()
 
     def _hear(self, connection: socket.socket) -> None:
@@ -191,6 +232,8 @@ class _Meeting:
                 raise ConnectionError
         except (OSError, struct.error):
             connection.close()
+        finally:
+            self._heard.release()
 
     def _proof(self, direction: bytes, connector: int, acceptor: int, first: bytes, second: bytes) -> bytes:
         ranks = struct.pack("!II", connector, acceptor)

@@ -34,11 +34,16 @@ def store_rows(graph: fx.Graph) -> int:
 
 
 def _is_row_of(side: fx.Node, product: fx.Node) -> bool:
-    """Whether `side` is broadcast along the columns: [1, K, 1] beside [1, K, N]."""
-    (row,), (whole,) = tensors_of(side), tensors_of(product)
-    if row.dim() != 3 or whole.dim() != 3:
+    """Whether `side` is broadcast along the columns: [1, K, 1] beside [1, K, N]. Sizes that are symbols are no 1."""
+    shapes = [each.shape for node in (side, product) for each in tensors_of(node)]
+    if len(shapes) != 2 or any(len(shape) != 3 for shape in shapes):
         return False
-    return bool(row.shape[0] == 1 and row.shape[2] == 1 and row.shape[1] != 1 and whole.shape[2] != 1)
+    row, whole = shapes
+    return _is_one(row[0]) and _is_one(row[2]) and not _is_one(row[1]) and not _is_one(whole[2])
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 def _store(graph: fx.Graph, side: fx.Node, stored: dict[fx.Node, fx.Node]) -> None:
