@@ -52,7 +52,7 @@ def test_the_profile_tells_of_everything_where_it_comes_from(profile: Path) -> N
     assert [path.name for path in profile.parent.iterdir()] == ["here.json"], "nothing unfinished is left"
     machine = cost_model.load(str(profile))
     assert machine.name == "here" and machine.device == "cpu"
-    assert {fabric.value for fabric in machine.fabrics} == {"library", "shm"}
+    assert {fabric.value for fabric in machine.fabrics} == {"library", "shm", "tcp"}
     kinds = {name: origin.kind for name, origin in machine.origins}
     assert kinds.pop("between") == kinds.pop("compiled") == "estimate" and set(kinds.values()) == {"measured"}
     assert machine.compiled == cost_model.load("cpu").compiled

@@ -23,6 +23,7 @@ def test_a_host_with_everything_is_usable(capsys: pytest.CaptureFixture[str]) ->
     assert set(doctor.NEEDED) <= set(found)
     assert found["torch"]["found"] == metadata.version("torch")
     assert {"fabric shm", "fabric library", "fabric peer", "fabric multimem", "fabric nvshmem"} <= set(found)
+    assert found["fabric tcp"]["status"] == "ok" and "several hosts" in found["fabric tcp"]["found"]
     assert all(check["status"] != "missing" or check["advice"] for check in document["checks"])
 
 

@@ -264,7 +264,7 @@ def _profile() -> Check:
 
 
 def _fabrics() -> tuple[Check, ...]:
-    """One check for each fabric, as two ranks of this host would find it."""
+    """One check for each fabric, as two ranks of this host would find it, or of two such hosts where that is its use."""
     try:
         import torch
         import torch.distributed as dist
@@ -293,10 +293,12 @@ def _fabrics() -> tuple[Check, ...]:
             checks.append(Check(name, Status.NOTE, "joins GPUs; there is none"))
             continue
         apart = gpus.pair_apart() if on_gpus else None
-        here = Topology(Group("0", (0, 1), 0), ("here", "here"), device, no_peer_access=apart)
+        hosts = ("here", "here") if TRAITS[fabric].within_host else ("here", "there")
+        here = Topology(Group("0", (0, 1), 0), hosts, device, no_peer_access=apart)
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
-            checks.append(Check(name, Status.OK, "reaches every rank of this host"))
+            reached = "reaches every rank of this host" if here.num_hosts == 1 else "joins ranks of several hosts"
+            checks.append(Check(name, Status.OK, reached))
         else:
             status = Status.NOTE if on_gpus else Status.MISSING
             advice = "see the native part above" if rejection.code == NativePart.HOST.code else ""
