@@ -264,7 +264,7 @@ def _profile() -> Check:
 
 
 def _fabrics() -> tuple[Check, ...]:
-    """One check for each fabric, as two ranks of this host would find it, or of two such hosts where that is its use."""
+    """One check for each fabric, as two ranks of this host would find it, or of two such hosts."""
     try:
         import torch
         import torch.distributed as dist
