@@ -17,6 +17,8 @@ from tests.models import FAMILIES, load, save
 from tests.ranks import collect, run_ranks
 from tests.tcp_ranks import become_host, check, make_call, partial_of, reserve
 from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.fabrics import tcp, topology
+from weaveopt.ops.all_reduce_norm.buffers import memory_plan
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (3, 3), (6, 3)])
@@ -77,6 +79,24 @@ def _uneven(rank: int) -> str:
 
 def test_hosts_of_unequal_numbers_of_ranks_are_refused() -> None:
     assert all("hosts have [2, 1] ranks" in each for each in run_ranks(_uneven, 3))
+
+
+def _grows(rank: int) -> bool:
+    become_host(rank, 4, 2)
+    call = make_call(4, 2, one_shot=False)
+    small = reserve(4, 2)
+    _run(call, rank)
+    larger = tcp.reserve(topology.discover("0", 30.0), memory_plan("0", [replace(call, max_tokens=400)]), 0, 30.0)
+    wire = larger.wire
+    with pytest.raises(ArenaError, match="was released"):
+        _ = small.wire
+    epoch = wire.epoch
+    _run(call, rank)  # binds again
+    return small.closed and not larger.closed and wire.epoch == epoch + 1 == 2
+
+
+def test_a_larger_arena_keeps_the_connections() -> None:
+    assert all(run_ranks(_grows, 4))
 
 
 def _another_plan(rank: int) -> str:

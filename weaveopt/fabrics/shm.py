@@ -119,6 +119,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     channel = topologies.exchange(name, timeout_s)
     arena = grown(current, topology.group, plan, floor_bytes, channel, timeout_s)
     if arena is not current:
+        # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.
         if entry is not None:
             entry.arena.close()
         _entries[name] = _Entry(arena, pg)
@@ -128,18 +129,14 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
 def grown(
     current: ShmArena | None, group: Group, plan: MemoryPlan, floor_bytes: int, channel: Exchange, timeout_s: float
 ) -> ShmArena:
-    """`current` where it has room for `plan`, else another one in its place; see `reserve`."""
+    """`current` where it has room for `plan`, else one in its place: the caller closes `current` then."""
     asked = Layout.of(plan, floor_bytes)
     exact = layout = asked.filled()
     if current is not None and not current.closed:
         if current.layout.holds(asked):
             return current
         exact, layout = current.layout.union(asked), current.layout.grown(asked)
-    arena = first_that_fits((layout, exact), lambda each: _make(group, each, channel, timeout_s))
-    # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.
-    if current is not None:
-        current.close()
-    return arena
+    return first_that_fits((layout, exact), lambda each: _make(group, each, channel, timeout_s))
 
 
 def of(group_name: str) -> ShmArena:

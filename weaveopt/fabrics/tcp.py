@@ -58,7 +58,14 @@ class TcpArena:
         self.group = group
         self.hosts = hosts
         self.local = local
-        self.wire = wire
+        self._wire: _native.Connections | None = wire
+
+    @property
+    def wire(self) -> _native.Connections:
+        """To the other hosts. Raises `ArenaError` once closed."""
+        if self._wire is None:
+            raise ArenaError(f"the arena of group {self.group.name!r} was released")
+        return self._wire
 
     @property
     def closed(self) -> bool:
@@ -86,7 +93,9 @@ class TcpArena:
         self.local.at_close(callback)
 
     def close(self) -> None:
+        """Gives the memory back. Connections end with the last arena and call that use them."""
         self.local.close()
+        self._wire = None
 
 
 class _Entry:
@@ -124,12 +133,18 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
         error = str(failure)
     told = channel.gather({"error": error}, "memory of every host", timeout_s)
     failed = [str(each["error"]) for each in told if each["error"]]
-    if failed or local is None:
-        if local is not None:
+    try:
+        if failed or local is None:
+            raise ArenaError(failed[0])
+        wire = known.arena.wire if known is not None else _connected(hosts, channel, timeout_s)
+    except BaseException:
+        # What there was before stays, on all hosts.
+        if local is not None and local is not current:
             local.close()
-        raise ArenaError(failed[0])
-    wire = known.arena.wire if known is not None else _connected(hosts, channel, timeout_s)
+        raise
     arena = TcpArena(group, hosts, local, wire)
+    if known is not None:
+        known.arena.close()
     _entries[name] = _Entry(arena, local_channel, pg)
     return arena
 

@@ -11,14 +11,14 @@ then. An all-gather that no GEMM reads is no site.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
 
 from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
 from weaveopt.graph.pattern import is_call, tensor_of
-from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.gathered import Gathered, gathered_at, travelling
@@ -61,12 +61,7 @@ class GatherFacts:
     """Whether anything beside `num_gemms` GEMMs reads the gathered value."""
 
     def values(self) -> Values:
-        return tuple((field.name, _scalar(getattr(self, field.name))) for field in fields(self))
-
-
-def _scalar(value: object) -> Scalar:
-    assert isinstance(value, bool | int | float | str), value
-    return value
+        return values_of(self)
 
 
 class GatherMatcher:

@@ -13,7 +13,7 @@ too. A reduce-scatter of what no GEMM makes (a vocabulary-parallel embedding) is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -21,7 +21,7 @@ from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.scalars import symbols_of
 from weaveopt.graph.values import dtype_name
-from weaveopt.records.candidate import Rejection, Scalar, Values
+from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.norms import find_norms
@@ -82,12 +82,7 @@ class ScatterFacts:
     """Whether the graph reads the shard (with its residual) elsewhere than in the site's norm."""
 
     def values(self) -> Values:
-        return tuple((field.name, _scalar(getattr(self, field.name))) for field in fields(self))
-
-
-def _scalar(value: object) -> Scalar:
-    assert isinstance(value, bool | int | float | str), value
-    return value
+        return values_of(self)
 
 
 class ScatterMatcher:
