@@ -27,9 +27,13 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-# The kernels need no feature of one chip alone (`90a`), so a GPU runs what was compiled for the first of its major
-# version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the PTX of the last.
+# The kernels of all sources but HOPPER_SOURCE need no feature of one chip alone, so a GPU runs what was compiled for the
+# first of its major version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the PTX
+# of the last.
 ALL_ARCHS = ("80", "90", "100")
+# Sources of kernels that need Hopper's own instructions (wgmma, setmaxnreg), which no other chip has.
+HOPPER_SOURCE = ".sm90a.cu"
+HOPPER_CODE = "-gencode=arch=compute_90a,code=sm_90a"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
 # CUDA objects by content, so that one built here is found again, and may be carried to another machine.
 OBJECTS = ROOT / "build" / "cuda"
@@ -157,11 +161,13 @@ class CudaCompiler:
         if with_ptx:
             codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         self.archs = ";".join(archs) + ("+PTX" if with_ptx else "")
-        self.flags = ["-std=c++17", "-O3", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden", *codes]
+        self.flags = ["-std=c++17", "-O3", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        self.codes = codes
+        # Sources for one chip alone hold nothing for others: without that chip their kernels are empty.
+        self.chip_codes = [HOPPER_CODE] if "90" in archs or "90a" in archs else codes
         self.threads = f"--threads={len(archs)}"
         version = subprocess.check_output([nvcc, "--version"], text=True)
-        headers = [path for suffix in HEADERS for path in sources(suffix)]
-        self.surroundings = [version, *self.flags, *(text for path in headers for text in (path, read(path)))]
+        self.surroundings = [version, *self.flags, *codes]
 
     def compile_all(self, paths: list[str]) -> list[str]:
         OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -169,11 +175,12 @@ class CudaCompiler:
             return list(pool.map(self.compile, paths))
 
     def compile(self, path: str) -> str:
-        text = "\0".join([*self.surroundings, path, read(path)])
+        text = "\0".join([*self.surroundings, *(part for each in with_includes(path) for part in (each, read(each)))])
         target = OBJECTS / f"{hashlib.sha256(text.encode()).hexdigest()}.o"
         if not target.exists():
             unfinished = target.with_suffix(f".{os.getpid()}.o")
-            command = [self.nvcc, "-c", path, "-o", str(unfinished), *self.flags, self.threads]
+            codes = self.chip_codes if path.endswith(HOPPER_SOURCE) else self.codes
+            command = [self.nvcc, "-c", path, "-o", str(unfinished), *self.flags, *codes, self.threads]
             print(" ".join(command), flush=True)
             subprocess.check_call(command, cwd=ROOT)
             unfinished.replace(target)
@@ -182,6 +189,17 @@ class CudaCompiler:
 
 def read(path: str) -> str:
     return (ROOT / path).read_text()
+
+
+def with_includes(path: str) -> list[str]:
+    """The source and all headers of this package that it includes, directly or not."""
+    found = [path]
+    for each in found:
+        for name in re.findall(r'^#include "([^"]+)"', read(each), re.MULTILINE):
+            included = f"csrc/{name}"
+            if included not in found and (ROOT / included).exists():
+                found.append(included)
+    return found
 
 
 class BuildNative(build_ext):

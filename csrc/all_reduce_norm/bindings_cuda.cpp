@@ -10,6 +10,7 @@
 
 #include "all_reduce_norm/gpu.h"
 #include "all_reduce_norm/layout.h"
+#include "all_reduce_norm/pushed_tiles.h"
 #include "base/bindings.h"
 #include "fabric/peer.h"
 
@@ -79,6 +80,41 @@ class GpuAllReduceNorm {
             int64_t partial_offset, uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight,
             uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
             uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
+        const gpu::Call call =
+            call_of(tokens, partial, partial_offset, residual, reduced_bias, post_weight, post_bias, weight, bias,
+                    scale_value, quant_scale, fp32_parameters, normalized, sum, row_scale);
+        gpu::Launch launch{};
+        launch.kernel = static_cast<gpu::GpuKernel>(kernel);
+        launch.dtype = dtype_;
+        launch.num_ctas = num_ctas;
+        launch.stream = reinterpret_cast<void*>(stream);
+        // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
+        // another thread of this interpreter, must get to run then.
+        py::gil_scoped_release release;
+        return gpu::run(call, launch);
+    }
+
+    // The same, of the product `a` [tokens, k] times `matrix` [hidden, k]^T in place of partial rows.
+    int run_product(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t stream,
+                    uintptr_t a, int64_t a_stride, uintptr_t matrix, int64_t matrix_stride, int64_t k,
+                    uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias,
+                    uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
+                    uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
+        const gpu::Call call =
+            call_of(tokens, 0, 0, residual, reduced_bias, post_weight, post_bias, weight, bias, scale_value,
+                    quant_scale, fp32_parameters, normalized, sum, row_scale);
+        const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(matrix), k, a_stride,
+                                   matrix_stride};
+        const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas};
+        py::gil_scoped_release release;
+        return gpu::run_pushed_tiles(call, product, cut, dtype_, reinterpret_cast<void*>(stream));
+    }
+
+  private:
+    gpu::Call call_of(int64_t tokens, uintptr_t partial, int64_t partial_offset, uintptr_t residual,
+                      uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
+                      uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters,
+                      uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
         auto parameter = [&](uintptr_t pointer, int bit) {
             return gpu::Parameter{reinterpret_cast<const void*>(pointer),
                                   static_cast<int32_t>(fp32_parameters >> bit & 1)};
@@ -98,18 +134,9 @@ class GpuAllReduceNorm {
         call.normalized = reinterpret_cast<void*>(normalized);
         call.sum = reinterpret_cast<void*>(sum);
         call.row_scale = reinterpret_cast<void*>(row_scale);
-        gpu::Launch launch{};
-        launch.kernel = static_cast<gpu::GpuKernel>(kernel);
-        launch.dtype = dtype_;
-        launch.num_ctas = num_ctas;
-        launch.stream = reinterpret_cast<void*>(stream);
-        // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
-        // another thread of this interpreter, must get to run then.
-        py::gil_scoped_release release;
-        return gpu::run(call, launch);
+        return call;
     }
 
-  private:
     // The bytes of a buffer that a site may use. One that no kernel of the site needs is left at offset 0.
     int64_t fit(const char* name, int64_t offset, int64_t num_bytes) const {
         const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes), all = group_->num_bytes();
@@ -152,7 +179,8 @@ void bind_all_reduce_norm_cuda(py::module_& m) {
         .def_readwrite("output_bytes", &GpuSite::output_bytes);
     py::class_<GpuAllReduceNorm>(m, "GpuAllReduceNorm")
         .def(py::init<std::shared_ptr<PeerGroup>, const GpuSite&>(), py::arg("group"), py::arg("site"))
-        .def("run", &GpuAllReduceNorm::run);
+        .def("run", &GpuAllReduceNorm::run)
+        .def("run_product", &GpuAllReduceNorm::run_product);
     m.def("unsupported", &gpu::unsupported, py::arg("kernel"), py::arg("dtype"), py::arg("hidden"), py::arg("world"),
           py::arg("fp8"), py::arg("device"), "Why the device cannot run the kernel for such rows; empty where it can.");
 }

@@ -23,8 +23,7 @@
 
 #include <algorithm>
 
-#include "all_reduce_norm/finish.cuh"
-#include "all_reduce_norm/layout.h"
+#include "all_reduce_norm/row.cuh"
 #include "fabric/call.cuh"
 #include "fabric/kernel_code.cuh"
 
@@ -83,8 +82,6 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
 
     const Lanes lanes{static_cast<int>(threadIdx.x), kDirectThreads, call.hidden / E};
     BlockTeam team{parts};
-    const int32_t out_vector_size = out_vector_bytes<T>(call.out_kind);
-    const int64_t output = call.buffers.output_offset;
     for (int32_t row = call.begin[call.group.rank] + blockIdx.x; row < call.begin[call.group.rank + 1];
          row += gridDim.x) {
         float x[kVecs][E];
@@ -100,30 +97,9 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
             if (call.residual != nullptr)
                 residual[j] = fabric::load(static_cast<const char*>(call.residual) + row_at + lanes.at(j) * 16);
         }
-        LateWeight<T, kVecs> weight;
-        const auto before = [&](int j) { return residual[j]; };
-        finish<T>(x, call, lanes, call.residual != nullptr, before, team, weight, [&](int j, const Vec16& sum) {
-            if (call.sum_whole)
-                Fabric::broadcast_store(call, output + layout.sum_offset + row_at + lanes.at(j) * 16, sum);
-            else if (call.sum != nullptr)
-                fabric::store(static_cast<char*>(call.sum) + row_at + lanes.at(j) * 16, sum);
+        finish_and_hand_out<T>(x, residual, call, layout, lanes, row, team, [&](int64_t at, const auto& piece) {
+            Fabric::broadcast_store(call, at, piece);
         });
-        float scale;
-        const float inverse = inverse_scale<T>(x, call, lanes, scale, team);
-        const int64_t out_at = output + static_cast<int64_t>(row) * layout.out_row_bytes;
-#pragma unroll
-        for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j) || call.normalized == nullptr) continue;
-            OutVector out = out_vector<T>(x[j], call.out_kind, inverse);
-            const int64_t at = out_at + static_cast<int64_t>(lanes.at(j)) * out_vector_size;
-            for_each_piece(out, out_vector_size, [&](const auto& piece, int32_t offset) {
-                Fabric::broadcast_store(call, at + offset, piece);
-            });
-        }
-        if (call.quant == QuantKind::kPerToken && threadIdx.x == 0) {
-            const uint32_t bits = __float_as_uint(scale);
-            Fabric::broadcast_store(call, out_at + layout.out_row_bytes - kScaleBytes, Vec16{{bits, bits, bits, bits}});
-        }
     }
     Fabric::order_addresses();
     __syncthreads();
@@ -134,24 +110,9 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     Fabric::order_addresses();
     __syncthreads();
     // What everyone stored here, into the caller's tensors.
-    const char* from = call.group.base[call.group.rank] + output;
     for (int32_t owner = 0; owner < call.group.world; ++owner)
-        for (int32_t row = call.begin[owner] + blockIdx.x; row < call.begin[owner + 1]; row += gridDim.x) {
-            const char* out_row = from + static_cast<int64_t>(row) * layout.out_row_bytes;
-            for (int32_t at = threadIdx.x * 4; call.normalized != nullptr && at < layout.out_bytes;
-                 at += kDirectThreads * 4)
-                *reinterpret_cast<uint32_t*>(static_cast<char*>(call.normalized) +
-                                             static_cast<int64_t>(row) * layout.out_bytes + at) =
-                    *reinterpret_cast<const volatile uint32_t*>(out_row + at);
-            if (call.quant == QuantKind::kPerToken && threadIdx.x == 0)
-                static_cast<float*>(call.row_scale)[row] =
-                    *reinterpret_cast<const volatile float*>(out_row + layout.out_row_bytes - kScaleBytes);
-            if (!call.sum_whole) continue;
-            const int64_t row_at = static_cast<int64_t>(row) * layout.row_bytes;
-            for (int32_t at = threadIdx.x * 16; at < layout.row_bytes; at += kDirectThreads * 16)
-                fabric::store(static_cast<char*>(call.sum) + row_at + at,
-                              fabric::load(from + layout.sum_offset + row_at + at));
-        }
+        for (int32_t row = call.begin[owner] + blockIdx.x; row < call.begin[owner + 1]; row += gridDim.x)
+            copy_row_out(call, layout, row, threadIdx.x, kDirectThreads);
 }
 
 template <class Fabric, typename T, int kVecs>

@@ -1,0 +1,39 @@
+// all_reduce_norm of a product that is computed in the same kernel: tiles go to the owners of their rows as they are
+// finished, and rows to everyone as their tiles are complete. Meaning and arguments: weaveopt/ops/gemm_all_reduce/op.py.
+#pragma once
+
+#include <cstdint>
+
+#include "all_reduce_norm/gpu.h"
+
+namespace weave::gpu {
+
+// A [tokens, k] and the weight [hidden, k], both with k as their fast axis; strides in elements.
+struct Product {
+    const void* a;
+    const void* weight;
+    int64_t k;
+    int64_t a_stride;
+    int64_t weight_stride;
+};
+
+// How it is cut.
+struct Cut {
+    int32_t tile_columns;  // 128 or 256
+    int32_t group_pairs;   // pairs of panels in a wave group
+    int32_t finisher_ctas;  // that compute no tiles: an even number
+};
+
+// Whether `device` can run it: a line that says why not, or an empty one.
+const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int32_t world, int32_t device);
+
+// Bytes of the staging buffer: partial rows of all ranks, this one included, for the rows that a rank owns.
+int64_t pushed_tiles_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world);
+
+// The most tokens of a call: an owner has at most kMaxCtas panels.
+int64_t pushed_tiles_most_tokens(int32_t world);
+
+// Enqueues the call; `call.partial` is not used. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
+int run_pushed_tiles(const Call& call, const Product& product, const Cut& cut, DType dtype, void* stream);
+
+}  // namespace weave::gpu

@@ -1,0 +1,11 @@
+#include "all_reduce_norm/pushed_tiles.cuh"
+
+namespace weave::gpu {
+
+int enqueue_pushed_tiles_bf16(const PushedTiles& given, int32_t tile_columns, int32_t num_ctas, void* stream) {
+    if (tile_columns == 256) return enqueue_pushed_tiles_as<__nv_bfloat16, 256>(given, num_ctas, stream);
+    if (tile_columns == 128) return enqueue_pushed_tiles_as<__nv_bfloat16, 128>(given, num_ctas, stream);
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace weave::gpu

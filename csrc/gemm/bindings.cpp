@@ -1,0 +1,37 @@
+// The Python face of the GEMM by itself. Plain C++: everything that needs CUDA's headers is behind gemm.h.
+#ifdef WEAVE_WITH_CUDA
+#include "base/bindings.h"
+#include "gemm/gemm.h"
+
+namespace py = pybind11;
+
+namespace weave {
+
+void bind_gemm_cuda(py::module_& m) {
+    m.def(
+        "gemm",
+        [](uintptr_t a, uintptr_t weight, uintptr_t out, int64_t rows, int64_t n, int64_t k, int64_t a_stride,
+           int64_t weight_stride, int64_t out_stride, DType dtype, int32_t tile_columns, int32_t group_pairs,
+           uintptr_t stream) {
+            const gemm::Problem problem{reinterpret_cast<const void*>(a),
+                                        reinterpret_cast<const void*>(weight),
+                                        reinterpret_cast<void*>(out),
+                                        rows,
+                                        n,
+                                        k,
+                                        a_stride,
+                                        weight_stride,
+                                        out_stride};
+            py::gil_scoped_release release;
+            return gemm::run(problem, dtype, tile_columns, group_pairs, reinterpret_cast<void*>(stream));
+        },
+        py::arg("a"), py::arg("weight"), py::arg("out"), py::arg("rows"), py::arg("n"), py::arg("k"),
+        py::arg("a_stride"), py::arg("weight_stride"), py::arg("out_stride"), py::arg("dtype"), py::arg("tile_columns"),
+        py::arg("group_pairs"), py::arg("stream"),
+        "out[rows, n] = a[rows, k] @ weight[n, k].T on Hopper; addresses, strides in elements. A CUDA error code.");
+    m.def("gemm_unsupported", &gemm::unsupported, py::arg("dtype"), py::arg("n"), py::arg("k"), py::arg("device"),
+          "Why the device cannot run the GEMM; empty where it can.");
+}
+
+}  // namespace weave
+#endif
