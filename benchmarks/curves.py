@@ -39,10 +39,13 @@ class Panel:
         return [self.axis.size(row) for row in self.rows]
 
     @property
-    def baselines(self) -> list[str]:
-        """Those that every row has."""
-        names = dict.fromkeys(name for row in self.rows for name in row.baselines)
-        return [name for name in names if all(name in row.baselines for row in self.rows)]
+    def baselines(self) -> dict[str, list[tuple[int, float]]]:
+        """Sizes and times of each, of the rows that have it."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for row in self.rows:
+            for name, us in row.baselines.items():
+                found.setdefault(name, []).append((self.axis.size(row), us))
+        return found
 
 
 def axis_of(row: Row) -> Axis | None:

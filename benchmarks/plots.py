@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 Rows = Sequence[Row]
 Panel = tuple[int, int]
 """Ranks and hidden size."""
+NOT_RED = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
+"""Of baselines: weave is red."""
 
 
 def plot(title: str, rows: Rows, path: Path) -> None:
@@ -62,8 +65,8 @@ def _curves(title: str, panels: Sequence[curves.Panel]) -> Figure:
     """Time against size: weave and its baselines; and, on the right, the best baseline over weave."""
     figure, axes = _grid(title, len(panels), 4.4)
     for panel, here in zip(panels, axes, strict=False):
-        for name in panel.baselines:
-            here.plot(panel.sizes, [row.baselines[name] for row in panel.rows], "o-", ms=3, linewidth=1, label=name)
+        for (name, points), color in zip(panel.baselines.items(), cycle(NOT_RED)):
+            here.plot(*zip(*points, strict=True), "o-", ms=3, linewidth=1, color=color, label=name)
         weave = [row.weave_us for row in panel.rows]
         here.plot(panel.sizes, weave, "o-", ms=3, linewidth=1, color="#c03a2b", label="weave")
         _log_log(here, panel.title, panel.axis.label, "us")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -57,7 +58,12 @@ def theirs(model: PreTrainedModel, inputs: dict[str, Tensor], **arguments: objec
     return _call(model, inputs, disable_compile=True, **arguments)
 
 
-def ours(model: PreTrainedModel, inputs: dict[str, Tensor], backend: str | None = None, **arguments: object) -> object:
+Backend = str | Callable[..., object]
+
+
+def ours(
+    model: PreTrainedModel, inputs: dict[str, Tensor], backend: Backend | None = None, **arguments: object
+) -> object:
     if backend is None:
         return _call(model, inputs, custom_generate=weaveopt.generate, disable_compile=True, **arguments)
     config = CompileConfig(backend=backend)

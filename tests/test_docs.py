@@ -113,6 +113,27 @@ def test_the_readmes_figures_are_those_of_the_result_file() -> None:
             assert abs(float(figure) - row[field]) <= 0.501 * 10**-digits, f"{tokens} tokens: {field}"
 
 
+def test_the_decode_kernels_figures_are_those_of_the_result_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "h200x4" / "attention_decode.json").read_text())
+    rows = {
+        tuple(row["case"][key] for key in ("batch", "filled", "key_heads")): row
+        for row in found["rows"]
+        if row["case"]["phase"] == "decode" and "earlier_run" not in row["parameters"]
+    }
+    page = (DOCS / "causal_attention.md").read_text()
+    assert f"commit {found['commit'][:7]}, {len(rows)} shapes" in page
+    shown = re.findall(r"^\| (\d+) x (\d+) x (\d+) \|(.*)\|$", page, re.MULTILINE)
+    assert len(shown) >= 8
+    for *case, figures in shown:
+        row = rows[tuple(map(int, case))]
+        wanted = [row["weave_us"], *(row["baselines"][name] for name in ("flex", "sdpa_gqa_mask", "sdpa_gqa"))]
+        *us, gb_per_s = map(float, figures.split("|"))
+        assert all(abs(one - other) <= 0.0501 for one, other in zip(us, wanted, strict=True)), case
+        assert gb_per_s == row["parameters"]["gb_per_s"], case
+    slower = [row for row in rows.values() if row["baselines"]["sdpa_gqa"] < row["weave_us"]]
+    assert f"is the faster one at {len(slower)} of the {len(rows)}" in " ".join(page.split())
+
+
 def links() -> Iterator[tuple[Path, str]]:
     for page in PAGES:
         for target in LINK.findall(FENCED.sub("", page.read_text())):

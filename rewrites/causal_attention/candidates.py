@@ -81,7 +81,7 @@ def candidates(
                 yield Candidate(RULE, Fabric.LIBRARY, form.value, rejections=reasons), Lowered(form)
             continue
         assert isinstance(lowered, Lowered)
-        estimate = _estimate(lowered, _at(facts, tokens), terms.surroundings)
+        estimate = _estimate(lowered, facts, _at(facts, tokens), terms.surroundings)
         yield Candidate(RULE, Fabric.LIBRARY, form.value, _parameters(lowered), estimate), lowered
 
 
@@ -157,32 +157,32 @@ def _against(form: Form, lowered: Lowered, facts: AttentionFacts, terms: Terms) 
             )
 
 
-def _at(facts: AttentionFacts, tokens: TokenCounts) -> AttentionFacts:
-    """With another token count: longer sequences, or in decode more of them."""
-    known = facts.batch * facts.queries
-    if tokens.hint == known:
-        return facts
-    if facts.queries == 1:
-        return replace(facts, batch=max(tokens.hint, 1))
-    queries = max(tokens.hint // facts.batch, 1)
-    return replace(facts, queries=queries, keys=max(facts.keys + queries - facts.queries, queries))
-
-
-def _estimate(lowered: Lowered, facts: AttentionFacts, surroundings: Surroundings) -> Estimate:
-    mask_bytes = facts.batch * facts.queries * facts.keys if lowered.reads_mask else 0
-    if lowered.form is Form.GROUPED and facts.has_mask:
-        mask_bytes = facts.batch * facts.queries * facts.keys * DTYPE_BYTES[facts.dtype]
-    keys = min(lowered.num_keys, facts.keys) if lowered.num_keys else facts.keys
+def _at(facts: AttentionFacts, tokens: TokenCounts) -> Attention:
+    """Over all keys, at another token count: the one that the site as it is gets its price at."""
     attention = Attention(
         batch=facts.batch,
         heads=facts.heads,
         kv_heads=facts.kv_heads,
         q_len=facts.queries,
-        kv_len=max(keys, facts.queries if lowered.causal else 1),
+        kv_len=facts.keys,
         head_dim=(facts.head_dim + facts.value_dim) // 2,
         dtype=facts.dtype,
+    )
+    return AttentionCall(attention).at(tokens.hint / (facts.batch * facts.queries))
+
+
+def _estimate(lowered: Lowered, facts: AttentionFacts, whole: Attention, surroundings: Surroundings) -> Estimate:
+    """`whole`: what the site computes at the token count, over all keys."""
+    positions = whole.batch * whole.q_len * whole.kv_len
+    mask_bytes = positions if lowered.reads_mask else 0
+    if lowered.form is Form.GROUPED and facts.has_mask:
+        mask_bytes = positions * DTYPE_BYTES[facts.dtype]
+    keys = min(lowered.num_keys, whole.kv_len) if lowered.num_keys else whole.kv_len
+    attention = replace(
+        whole,
+        kv_len=max(keys, whole.q_len if lowered.causal else 1),
         # A mask that is read at run time hides about as much, in graphs that have more than one query.
-        causal=lowered.causal or (lowered.form is Form.MASKED and lowered.reads_mask and facts.queries > 1),
+        causal=lowered.causal or (lowered.form is Form.MASKED and lowered.reads_mask and whole.q_len > 1),
         mask_bytes=mask_bytes,
         window=lowered.window,
         kernel="sdpa" if lowered.form in (Form.GROUPED, Form.CPU) else lowered.form.value,

@@ -74,7 +74,7 @@ def check(rank: int, mode: str, arena_bytes: int) -> list[int]:
         graph.replay()
         for got, expected in zip(result, want, strict=True):
             assert_close(got, expected, LIBRARY, "replayed")
-    kept = peer._entries[group.group_name].arenas
+    kept = peer.kept(group.group_name)
     used = outside_torch() - before
     expected_bytes = sum(arena.num_bytes for arena in kept)
     assert [arena.num_bytes for arena in kept] == (made[-1:] if mode == "eager" else made), (mode, made)

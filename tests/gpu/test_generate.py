@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from typing import NoReturn
 
 import pytest
 import torch
@@ -74,6 +75,27 @@ def test_a_seed_gives_the_same_samples_captured_or_not(llama: PreTrainedModel) -
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2])
     assert only_step(llama).calls == 3
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.95}, {"typical_p": 0.9}], ids=lambda each: next(iter(each)))
+def test_sums_over_a_large_vocabulary(settings: dict[str, float]) -> None:
+    """Inductor would split the cumulative sum of so few rows, and fails to compile that (torch 2.11)."""
+    model, inputs = build("llama", vocab_size=128256).cuda(), on_gpu(ragged(16))
+    found = ours(model, inputs, "weave", do_sample=True, **settings).sequences  # type: ignore[attr-defined]
+    assert found.shape == (16, 36)
+    step = only_step(model)
+    assert (step.not_compiled, step.choosing_not_compiled) == ("", "")
+
+
+def test_steps_that_do_not_compile_are_captured_all_the_same(llama: PreTrainedModel) -> None:
+    def failing(module: torch.fx.GraphModule, inputs: list[Tensor]) -> NoReturn:
+        raise NotImplementedError("no code for this")
+
+    inputs = on_gpu(ragged())
+    for _ in range(2):
+        assert_same(ours(llama, inputs, failing), theirs(llama, inputs))
+    step = only_step(llama)
+    assert "no code for this" in step.not_compiled and "no code for this" in step.choosing_not_compiled
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

@@ -179,6 +179,17 @@ def test_what_no_kernel_may_do_is_refused(compute: Compute, more: tuple[Tensor, 
     assert_close(found.result, compute(*operands), KERNEL)
 
 
+def test_a_mask_of_floats_that_comes_in_is_refused_for_what_it_may_hold() -> None:
+    """0 and the dtype's minimum could be read as booleans; what else a caller adds could not, and counts."""
+    added = torch.where(seen(24, 24), 0.0, torch.finfo(torch.bfloat16).min).to(torch.bfloat16).expand(2, 1, 24, 24)
+    operands = SIZES.operands(torch.bfloat16)
+    for mask in (added.contiguous(), (added + torch.arange(24).to(torch.bfloat16) / 16).contiguous()):
+        found = ran(_bias_comes_in, (*operands, mask), As("cpu"))
+        (refused,) = found.decision.site.rejections
+        assert "only at run time is it known" in refused.message
+        assert_close(found.result, attend(*operands, mask), KERNEL)
+
+
 def test_dropout_is_refused() -> None:
     """Only GPUs have an operator with dropout, so the graph is made and not run."""
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
@@ -130,36 +129,16 @@ class PeerArena:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-class _Entry:
-    """The arenas of a process group, the one in use last, as long as that process group lives."""
-
-    def __init__(self, arena: PeerArena, pg: dist.ProcessGroup) -> None:
-        self.arenas = [arena]
-        arenas = self.arenas
-        self.process_group = weakref.ref(pg, lambda _: _close(arenas))
-
-    @property
-    def current(self) -> PeerArena:
-        return self.arenas[-1]
-
-    def replace(self, arena: PeerArena) -> None:
-        """All ranks of the group are here, so none launches anything in the old one any more."""
-        old = self.current
-        old.unbind()
-        self.arenas.append(arena)
-        if not old.captured and old.error is None:
-            torch.cuda.synchronize(old.device)
-            self.arenas.remove(old)
-            old.close()
+_arenas = Arenas[PeerArena]("GPU arena")
+of, release, kept = _arenas.of, _arenas.release, _arenas.kept
 
 
-_entries: dict[str, _Entry] = {}
-
-
-def _close(arenas: list[PeerArena]) -> None:
-    for arena in arenas:
+def _retire(arena: PeerArena) -> None:
+    """One that was captured stays: its graphs may be replayed at any time, until the group's arenas are released."""
+    arena.unbind()
+    if not arena.captured and arena.error is None:
+        torch.cuda.synchronize(arena.device)
         arena.close()
-    arenas.clear()
 
 
 def total_bytes(layout: Layout) -> int:
@@ -178,45 +157,23 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     name = topology.group.name
     if topology.fake:
         raise ArenaError(f"group {name!r}: no memory shared by GPUs without peers")
-    pg = topologies.process_group(name)
-    entry = _entries.get(name)
-    if entry is not None and (entry.process_group() is not pg or not entry.arenas):
-        entry = None
+    current = _arenas.current(name)
     asked = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
     exact = layout = asked.filled()
-    if entry is not None:
-        if entry.current.layout.holds(asked):
-            return entry.current
-        exact, layout = entry.current.layout.union(asked), entry.current.layout.grown(asked)
+    if current is not None:
+        if current.layout.holds(asked):
+            return current
+        exact, layout = current.layout.union(asked), current.layout.grown(asked)
     channel = topologies.exchange(name, timeout_s)
     arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
-    if entry is None:
-        _entries[name] = _Entry(arena, pg)
-    else:
-        entry.replace(arena)
+    _arenas.put(name, arena, _retire)
     return arena
-
-
-def of(group_name: str) -> PeerArena:
-    """The arena that was reserved for the group, or `ArenaError`."""
-    entry = _entries.get(group_name)
-    if entry is None or not entry.arenas or entry.process_group() is not topologies.process_group(group_name):
-        raise ArenaError(f"no GPU arena was reserved for group {group_name!r}: reserve() comes before the first call")
-    return entry.current
-
-
-def release(group_name: str) -> None:
-    """Gives the group's arenas back, if there are any. Captured graphs that use them must not be replayed any more."""
-    entry = _entries.pop(group_name, None)
-    if entry is not None:
-        _close(entry.arenas)
 
 
 @atexit.register
 def _keep_all() -> None:
-    for entry in _entries.values():
-        for arena in entry.arenas:
-            arena.keep()
+    for arena in _arenas:
+        arena.keep()
 
 
 def _obstacle(topology: Topology) -> str:

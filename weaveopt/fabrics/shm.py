@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
@@ -91,15 +91,9 @@ class ShmArena:
         self._own = self._bytes = self._native = None
 
 
-class _Entry:
-    """The arena of a process group, as long as that process group lives."""
-
-    def __init__(self, arena: ShmArena, pg: dist.ProcessGroup) -> None:
-        self.arena = arena
-        self.process_group = weakref.ref(pg, lambda _: arena.close())
-
-
-_entries: dict[str, _Entry] = {}
+_arenas = Arenas[ShmArena]("arena")
+of, release = _arenas.of, _arenas.release
+release_all = atexit.register(_arenas.release_all)
 
 
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> ShmArena:
@@ -113,16 +107,11 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     name = topology.group.name
     if topology.fake:
         raise ArenaError(f"group {name!r}: no shared memory without peers")
-    pg = topologies.process_group(name)
-    entry = _entries.get(name)
-    current = entry.arena if entry is not None and entry.process_group() is pg else None
+    current = _arenas.current(name)
     channel = topologies.exchange(name, timeout_s)
     arena = grown(current, topology.group, plan, floor_bytes, channel, timeout_s)
     if arena is not current:
-        # Only now: all ranks have met in _make, so nobody is inside a call of the old one any more.
-        if entry is not None:
-            entry.arena.close()
-        _entries[name] = _Entry(arena, pg)
+        _arenas.put(name, arena, ShmArena.close)
     return arena
 
 
@@ -132,32 +121,11 @@ def grown(
     """`current` where it has room for `plan`, else one in its place: the caller closes `current` then."""
     asked = Layout.of(plan, floor_bytes)
     exact = layout = asked.filled()
-    if current is not None and not current.closed:
+    if current is not None:
         if current.layout.holds(asked):
             return current
         exact, layout = current.layout.union(asked), current.layout.grown(asked)
     return first_that_fits((layout, exact), lambda each: _make(group, each, channel, timeout_s))
-
-
-def of(group_name: str) -> ShmArena:
-    """The arena that was reserved for the group, or `ArenaError`."""
-    entry = _entries.get(group_name)
-    if entry is None or entry.arena.closed or entry.process_group() is not topologies.process_group(group_name):
-        raise ArenaError(f"no arena was reserved for group {group_name!r}: reserve() comes before the first call")
-    return entry.arena
-
-
-def release(group_name: str) -> None:
-    """Gives the group's arena back, if there is one."""
-    entry = _entries.pop(group_name, None)
-    if entry is not None:
-        entry.arena.close()
-
-
-@atexit.register
-def release_all() -> None:
-    for name in tuple(_entries):
-        release(name)
 
 
 def _make(group: Group, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:

@@ -7,16 +7,15 @@ hosts have equally many ranks of the group. See `weaveopt.fabrics.connections` f
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import connections, shm
 from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.fabrics.topology import Exchange, Group, Topology
@@ -54,10 +53,14 @@ class Hosts:
 class TcpArena:
     """This rank's segment, shared on its host, and its connections to the other hosts."""
 
-    def __init__(self, group: Group, hosts: Hosts, local: ShmArena, wire: _native.Connections) -> None:
+    def __init__(
+        self, group: Group, hosts: Hosts, local: ShmArena, channel: Exchange, wire: _native.Connections
+    ) -> None:
         self.group = group
         self.hosts = hosts
         self.local = local
+        self.channel = channel
+        """Among the ranks of this host."""
         self._wire: _native.Connections | None = wire
 
     @property
@@ -98,17 +101,9 @@ class TcpArena:
         self._wire = None
 
 
-class _Entry:
-    """The arena of a process group, as long as that process group lives; its connections outlive larger arenas."""
-
-    def __init__(self, arena: TcpArena, channel: Exchange, pg: dist.ProcessGroup) -> None:
-        self.arena = arena
-        self.channel = channel
-        """Of the ranks of this host."""
-        self.process_group = weakref.ref(pg, lambda _: arena.close())
-
-
-_entries: dict[str, _Entry] = {}
+_arenas = Arenas[TcpArena]("arena")
+of, release = _arenas.of, _arenas.release
+release_all = atexit.register(_arenas.release_all)
 
 
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> TcpArena:
@@ -116,17 +111,16 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     name, group = topology.group.name, topology.group
     if topology.fake:
         raise ArenaError(f"group {name!r}: no connections without peers")
-    pg, channel = topologies.process_group(name), topologies.exchange(name, timeout_s)
-    entry = _entries.get(name)
-    known = entry if entry is not None and entry.process_group() is pg and not entry.arena.closed else None
-    if known is not None and known.arena.layout.holds(Layout.of(plan, floor_bytes)):
-        return known.arena
+    channel = topologies.exchange(name, timeout_s)
+    known = _arenas.current(name)
+    if known is not None and known.layout.holds(Layout.of(plan, floor_bytes)):
+        return known
     hosts = Hosts.of(topology)
     locals_ = hosts.ranks[hosts.own]
     own = Group(f"{name}/host{hosts.own}", tuple(group.ranks[r] for r in locals_), hosts.local_rank(group.rank))
     local_channel = known.channel if known is not None else Exchange(own)
     error, local = "", None
-    current = known.arena.local if known is not None else None
+    current = known.local if known is not None else None
     try:
         local = shm.grown(current, own, plan, floor_bytes, local_channel, timeout_s)
     except ArenaError as failure:  # the other hosts must hear of it
@@ -136,38 +130,16 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     try:
         if failed or local is None:
             raise ArenaError(failed[0])
-        wire = known.arena.wire if known is not None else _connected(hosts, channel, timeout_s)
+        wire = known.wire if known is not None else _connected(hosts, channel, timeout_s)
     except BaseException:
         # What there was before stays, on all hosts.
         if local is not None and local is not current:
             local.close()
         raise
-    arena = TcpArena(group, hosts, local, wire)
-    if known is not None:
-        known.arena.close()
-    _entries[name] = _Entry(arena, local_channel, pg)
+    arena = TcpArena(group, hosts, local, local_channel, wire)
+    # Its connections and its channel go on in the larger one.
+    _arenas.put(name, arena, TcpArena.close)
     return arena
-
-
-def of(group_name: str) -> TcpArena:
-    """The arena that was reserved for the group, or `ArenaError`."""
-    entry = _entries.get(group_name)
-    if entry is None or entry.arena.closed or entry.process_group() is not topologies.process_group(group_name):
-        raise ArenaError(f"no arena was reserved for group {group_name!r}: reserve() comes before the first call")
-    return entry.arena
-
-
-def release(group_name: str) -> None:
-    """Gives the group's arena back, if there is one, and closes its connections."""
-    entry = _entries.pop(group_name, None)
-    if entry is not None:
-        entry.arena.close()
-
-
-@atexit.register
-def release_all() -> None:
-    for name in tuple(_entries):
-        release(name)
 
 
 def _connected(hosts: Hosts, channel: Exchange, timeout_s: float) -> _native.Connections:

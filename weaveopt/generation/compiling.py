@@ -5,10 +5,12 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from transformers import GenerationConfig
+
+from weaveopt.config import Config, OptionValue, known_options, resolve
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +42,11 @@ class Backend:
             options=options,  # type: ignore[arg-type]
             dynamic=False,
         )
+
+    def config(self) -> Config:
+        """weaveopt's own options of this call. Raises `OptionError` where a value is none of theirs."""
+        own = {name: value for name, value in self.options if name in known_options()}
+        return resolve(cast(dict[str, OptionValue], own))
 
     def for_one_row(self) -> Backend:
         """For steps of one sequence, unless the user has said how to tune.

@@ -169,7 +169,7 @@ def _decode(
 
 
 def _note(model: PreTrainedModel, session: Session, chosen: Chosen, outcome: Outcome) -> None:
-    before = chosen.report
+    before = session.report_of(chosen)
     chosen.report = replace(
         before,
         calls=before.calls + 1,

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
+from weaveopt.generation import sums
 from weaveopt.records.candidate import Rejection
 
 
@@ -78,6 +79,23 @@ def _of_scores(*settings: str) -> Callable[[LogitsProcessor, int], TensorProcess
         return TensorProcessor(
             type(processor).__name__, form, lambda scores, history, _: processor(history.ids, scores)
         )
+
+    return make
+
+
+def _by_sum(threshold: str) -> Callable[[sums.Processor, int], TensorProcessor]:
+    """transformers' own object within one operator; `threshold` is the attribute that it compares sums with."""
+
+    def make(processor: sums.Processor, _: int) -> TensorProcessor:
+        name = type(processor).__name__
+        limit, fill = float(getattr(processor, threshold)), float(processor.filter_value)
+        least = int(processor.min_tokens_to_keep)
+
+        def apply(scores: Tensor, history: History, _: tuple[Tensor, ...]) -> Tensor:
+            kept: Tensor = torch.ops.weave.keep_by_sum.default(scores, name, limit, fill, least)
+            return kept
+
+        return TensorProcessor(name, (limit, fill, least), apply)
 
     return make
 
@@ -190,9 +208,9 @@ def _hashable_ids(ids: Tensor) -> tuple[Hashable, ...]:
 _MAKERS: dict[type[LogitsProcessor], Callable[..., TensorProcessor]] = {
     hf.TemperatureLogitsWarper: _of_scores("temperature"),
     hf.TopKLogitsWarper: _of_scores("top_k", "filter_value", "min_tokens_to_keep"),
-    hf.TopPLogitsWarper: _of_scores("top_p", "filter_value", "min_tokens_to_keep"),
+    hf.TopPLogitsWarper: _by_sum("top_p"),
     hf.MinPLogitsWarper: _of_scores("min_p", "filter_value", "min_tokens_to_keep"),
-    hf.TypicalLogitsWarper: _of_scores("mass", "filter_value", "min_tokens_to_keep"),
+    hf.TypicalLogitsWarper: _by_sum("mass"),
     hf.EpsilonLogitsWarper: _of_scores("epsilon", "filter_value", "min_tokens_to_keep"),
     hf.LogitNormalization: _of_scores(),
     hf.InfNanRemoveLogitsProcessor: _of_scores(),

@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from weaveopt.errors import AgreementError
+from weaveopt.fabrics import topology
+
 
 def are_several() -> bool:
     """Whether steps of this process may wait for those of others."""
@@ -31,6 +34,31 @@ def agree_on_randomness(model: PreTrainedModel) -> None:
             torch.cuda.set_rng_state(shared, index)
         else:
             torch.set_rng_state(shared)
+
+
+def group_name(model: PreTrainedModel) -> str:
+    """Of the ranks that this model is spread over; empty where it is whole on this one."""
+    group = _group(model)
+    return "" if group is None else str(group.group_name)
+
+
+def agree_on_failure(group: str, what: str, why: str, timeout_s: float) -> None:
+    """Returns where no rank of the group could compile `what`, so that all run it uncompiled.
+
+    Raises `AgreementError` where another rank could, or failed at something else: it would wait for signals that
+    uncompiled code never sends, or round in another way.
+    """
+    if not group or topology.discover(group, timeout_s).fake:
+        return
+    purpose = f"running {what} uncompiled ({why})"
+    channel = topology.exchange(group, timeout_s)
+    told = channel.gather({"uncompiled": what}, purpose, timeout_s)
+    for rank, each in zip(channel.group.ranks, told, strict=True):
+        if each["uncompiled"] != what:
+            raise AgreementError(
+                f"group {group!r}: rank {channel.group.ranks[channel.group.rank]} is at {purpose!r} while rank {rank} "
+                f"could not compile {each['uncompiled']}: start all ranks with the same options, versions and model"
+            )
 
 
 def _group(model: PreTrainedModel) -> dist.ProcessGroup | None:

@@ -7,18 +7,24 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
+from weaveopt.config import Config
+from weaveopt.generation.compiled_or_plain import CompiledOrPlain, one_line
 from weaveopt.generation.compiling import Backend
 from weaveopt.generation.loop import Told
 from weaveopt.generation.masks import MaskForm
+from weaveopt.generation.ranks import group_name
 from weaveopt.generation.step import Buffers, Form, Kept, chooser, run_model
 from weaveopt.records.generation import StepReport
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 STEPS_BEFORE_CAPTURE = 2
 """Steps of a form that run as they are: the first compiles, the second finds kernels and communicators ready."""
@@ -30,7 +36,7 @@ class Chosen:
 
     form: Form
     kept: Kept
-    choose: Callable[[Tensor, Buffers, Kept], None]
+    choose: CompiledOrPlain[[Tensor, Buffers, Kept], None]
     report: StepReport
     graph: torch.cuda.CUDAGraph | None = None
     num_uncaptured: int = 0
@@ -58,8 +64,15 @@ class Session:
         self._masks = mask_form(model)
         self._with_positions = with_positions
         self._pool = pool
-        self._run_model = run_model if backend is None else backend.compile(run_model)
+        self._group = group_name(model)
+        self._config = Config() if backend is None else backend.config()
+        self._run_model = self._compiled("the step", run_model, backend, (buffers.length, buffers.positions))
         self._forms: dict[Hashable, Chosen] = {}
+
+    def _compiled(
+        self, what: str, function: Callable[P, T], backend: Backend | None, changed: tuple[Tensor, ...]
+    ) -> CompiledOrPlain[P, T]:
+        return CompiledOrPlain(what, function, backend, changed, self._group, self._config)
 
     @property
     def slots(self) -> int:
@@ -104,7 +117,8 @@ class Session:
         found = self._forms.get(form.key)
         if found is None:
             backend = self.backend.for_choosing() if self.backend else None
-            choose = chooser(form)
+            changed = (self.buffers.count, self.buffers.unfinished)
+            choose = self._compiled("what chooses tokens", chooser(form), backend, changed)
             report = StepReport(
                 batch=self.buffers.ids.shape[0],
                 cache_length=self.slots,
@@ -114,7 +128,7 @@ class Session:
                 not_captured="" if self.device.type == "cuda" else f"there are no graphs on {self.device.type}",
             )
             kept = Kept.make(form, logits)
-            found = Chosen(form, kept, backend.compile(choose) if backend else choose, report)
+            found = Chosen(form, kept, choose, report)
             self._forms[form.key] = found
         else:
             numbers = [number for each in form.processors for number in each.numbers]
@@ -163,11 +177,14 @@ class Session:
                 self._step(chosen)
         except Exception as error:
             torch.cuda.synchronize()
-            line = next((line for line in str(error).splitlines() if line.strip()), "no message")
-            chosen.report = replace(chosen.report, not_captured=f"{type(error).__name__}: {line}")
+            chosen.report = replace(chosen.report, not_captured=one_line(error))
             return
         chosen.graph = graph
         chosen.report = replace(chosen.report, captured=True)
+
+    def report_of(self, chosen: Chosen) -> StepReport:
+        """What is known of `chosen` by now."""
+        return replace(chosen.report, not_compiled=self._run_model.failure, choosing_not_compiled=chosen.choose.failure)
 
     def replay_us(self, chosen: Chosen, length: int, num_replays: int) -> float:
         """Microseconds of a replay back to back, from `length` filled positions on. Ruins what the buffers hold.

@@ -110,10 +110,10 @@ class AttentionCall:
     name: str = ATTENTION
 
     def us(self, machine: Machine, ratio: float) -> float:
-        return self.factor * cost_model.attention_us(machine, self._with(ratio))
+        return self.factor * cost_model.attention_us(machine, self.at(ratio))
 
-    def _with(self, ratio: float) -> Attention:
-        """Longer sequences in prefill, more of them in decode."""
+    def at(self, ratio: float) -> Attention:
+        """With `ratio` times the tokens: longer sequences in prefill, more of them in decode."""
         now = self.attention
         if ratio == 1.0:
             return now

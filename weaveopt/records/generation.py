@@ -21,6 +21,11 @@ class StepReport:
     """Whether steps are replays of one CUDA graph."""
     not_captured: str = ""
     """Why not; empty where it is captured."""
+    not_compiled: str = ""
+    """Why the model runs uncompiled inside of steps, though it was to be compiled with `backend`; empty where it does
+    not."""
+    choosing_not_compiled: str = ""
+    """The same of what chooses tokens."""
     calls: int = 0
     steps: int = 0
     """Decode steps launched, those beyond the stop included."""

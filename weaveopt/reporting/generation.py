@@ -14,9 +14,12 @@ def lines(report: GenerationReport) -> Iterator[str]:
     """A line a form of step, then one for each kind of call that ran in transformers' loop."""
     for step in report.steps:
         how = "one CUDA graph a step" if step.captured else f"not captured ({step.not_captured or 'too few steps yet'})"
+        with_what = f"not compiled ({step.not_compiled})" if step.not_compiled else f"compiled with {step.backend}"
+        if step.choosing_not_compiled:
+            with_what += f", what chooses tokens not compiled ({step.choosing_not_compiled})"
         share = "" if step.host_share is None else f", {step.host_share:.0%} of the loop's time outside of steps"
         yield (
-            f"generate: batch {step.batch}, cache of {step.cache_length}, {step.choice}, compiled with {step.backend}: "
+            f"generate: batch {step.batch}, cache of {step.cache_length}, {step.choice}, {with_what}: "
             f"{how}; {step.calls} calls, {step.steps} steps, {step.replays} replays, {step.beyond_stop} beyond the "
             f"stop{share}"
         )
@@ -55,6 +58,8 @@ def _read_step(step: Reader) -> StepReport:
         backend=step["backend"].text(),
         captured=step["captured"].flag(),
         not_captured=step["not_captured"].text(),
+        not_compiled=_since(step.optional("not_compiled")),
+        choosing_not_compiled=_since(step.optional("choosing_not_compiled")),
         calls=step["calls"].integer(),
         steps=step["steps"].integer(),
         replays=step["replays"].integer(),
@@ -62,6 +67,11 @@ def _read_step(step: Reader) -> StepReport:
         loop_us=step["loop_us"].number(),
         step_us=step["step_us"].number(),
     )
+
+
+def _since(found: Reader) -> str:
+    """A text that older reports do not have."""
+    return "" if found.missing else found.text()
 
 
 def _read_left(left: Reader) -> LeftCall:

@@ -76,6 +76,13 @@ def constant_of(argument: Argument) -> float | None:
 
 
 def _not_boolean(mask: fx.Node, inner: fx.Node) -> Rejection:
+    if inner.op == "placeholder":
+        # `mask == 0` would drop whatever else a caller adds, and finding that out is a wait for the device.
+        message = (
+            "the mask is an input that is added to the scores: only at run time is it known whether it holds other "
+            "numbers than 0 and a very negative one, which booleans cannot stand for"
+        )
+        return Rejection("bias_not_boolean", message, (("node", mask.name), ("input", inner.name)))
     message = "the mask is added to the scores and is no choice between 0 and a very negative number"
     return Rejection("bias_not_boolean", message, (("node", mask.name), ("made_by", describe(inner))))
 
