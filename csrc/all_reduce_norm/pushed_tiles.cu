@@ -8,10 +8,16 @@
 namespace weave::gpu {
 namespace {
 
-constexpr int64_t kMostHidden = 16 * kTeamThreads * 8;
+constexpr int64_t kMostHidden = kTeamVecs * kTeamThreads * 8;
 
 int64_t slot_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
     return share_of(tokens, world) * hidden * size_of(dtype);
+}
+
+// What teams know to make of a row.
+bool takes(const Call& call) {
+    return call.post.spec.kind == NormKind::kNone && call.norm.spec.kind != NormKind::kLayer &&
+           call.out_kind == OutKind::kSame && call.quant == QuantKind::kNone;
 }
 
 int make_maps(PushedTiles& given, const Product& product, const Cut& cut, DType dtype) {
@@ -49,7 +55,9 @@ int64_t pushed_tiles_most_tokens(int32_t world) {
 int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, DType dtype, void* stream) {
     if (asked.tokens == 0) return cudaSuccess;
     const int32_t world = asked.group.world;
-    if (asked.tokens > pushed_tiles_most_tokens(world) || product.k < 1) return cudaErrorInvalidValue;
+    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostHidden || product.k < 1)
+        return cudaErrorInvalidValue;
+    if (!takes(asked)) return cudaErrorInvalidValue;
     PushedTiles given{};
     given.call = asked;
     Call& call = given.call;
@@ -75,9 +83,8 @@ int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, 
     order.owner_order = gemm::OwnerOrder::kInterleaved;
     given.work.k_blocks = gemm::ceiling(product.k, gemm::kBlockK);
     // Teams wait for tiles of their own grid: all CTAs must be resident at once, which is one on each SM.
-    const int32_t num_ctas = num_sms / gemm::kClusterCtas * gemm::kClusterCtas;
-    const int32_t finishers = std::min(cut.finisher_ctas / gemm::kClusterCtas, num_ctas / gemm::kClusterCtas - 1);
-    given.work.num_clusters = num_ctas / gemm::kClusterCtas - std::max(finishers, 0);
+    given.work.num_clusters = num_sms / gemm::kClusterCtas;
+    const int32_t num_ctas = given.work.num_clusters * gemm::kClusterCtas;
     const int error = make_maps(given, product, cut, dtype);
     if (error != 0) return error;
     if (dtype == DType::kBFloat16) return enqueue_pushed_tiles_bf16(given, cut.tile_columns, num_ctas, stream);

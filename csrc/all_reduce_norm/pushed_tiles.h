@@ -21,7 +21,6 @@ struct Product {
 struct Cut {
     int32_t tile_columns;  // 128 or 256
     int32_t group_pairs;   // pairs of panels in a wave group
-    int32_t finisher_ctas;  // that compute no tiles: an even number
 };
 
 // Whether `device` can run it: a line that says why not, or an empty one.
@@ -33,7 +32,8 @@ int64_t pushed_tiles_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, 
 // The most tokens of a call: an owner has at most kMaxCtas panels.
 int64_t pushed_tiles_most_tokens(int32_t world);
 
-// Enqueues the call; `call.partial` is not used. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
+// Enqueues the call; `call.partial` is not used. RMS norm or none, in the activations' type, no second norm.
+// Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
 int run_pushed_tiles(const Call& call, const Product& product, const Cut& cut, DType dtype, void* stream);
 
 }  // namespace weave::gpu

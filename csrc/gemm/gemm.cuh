@@ -15,11 +15,11 @@ __global__ void __launch_bounds__(kThreads, 1) compute(const __grid_constant__ W
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < 4) {
-        limit_registers<false>();
+        leave_registers<kLoaderRegisters>();
         if (lane == 0 && warp == 0) load_tiles(work, shared, [](const Tile&) {});
-        if (lane == 0 && warp >= 2) store_tiles(work, shared, warp - 2, [](const Tile&, int32_t) {});
+        if (lane == 0 && warp == 1) store_tiles(work, shared, [](const Tile&, int32_t) {});
     } else {
-        limit_registers<true>();
+        take_registers<kConsumerRegisters>();
         compute_tiles<T>(work, shared, warp / 4 - 1);
     }
     __syncwarp();

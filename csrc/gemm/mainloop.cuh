@@ -2,10 +2,10 @@
 // loads, and a warp for each consumer that stores. Clusters of two CTAs compute two panels of rows with the same columns:
 // each loads half of the weight's tile for both.
 //
-// A CTA's 12 warps:
+// A CTA's first 12 warps:
 //   0         loads (one thread)
-//   1         free: calls and tags
-//   2, 3      store the rows of consumer 0 and 1 (one thread each)
+//   1         stores (one thread)
+//   2, 3      free for what else a kernel does
 //   4 - 7     consumer 0
 //   8 - 11    consumer 1
 //
@@ -40,9 +40,10 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kClusterCtas = 2;
 constexpr int kConsumerRows = kPanelRows / kConsumers;
 constexpr int kStoreColumns = 64;  // of a copy out: 128 bytes
-// Of 65536 registers: 128 x 40 + 256 x 232.
+// Of 65536 registers of an SM, by thread.
 constexpr int kLoaderRegisters = 40;
 constexpr int kConsumerRegisters = 232;
+static_assert(128 * (kLoaderRegisters + kConsumers * kConsumerRegisters) <= 65536);
 
 constexpr int stages_of(int columns) {
     return columns == 256 ? 3 : 5;
@@ -69,7 +70,7 @@ struct Work {
     CUtensorMap c[fabric::kMaxWorld];
     TileOrder order;
     int32_t k_blocks;
-    int32_t num_clusters;  // that compute tiles; those of the grid behind them do something else
+    int32_t num_clusters;
 };
 
 constexpr int32_t kSharedAlignment = 1024;
@@ -82,13 +83,14 @@ __device__ __forceinline__ Shared<kColumns>& shared_memory() {
     return *reinterpret_cast<Shared<kColumns>*>(memory + (kSharedAlignment - beyond) % kSharedAlignment);
 }
 
-// All warps of a warp group.
-template <bool kConsumes>
-__device__ __forceinline__ void limit_registers() {
-    if constexpr (kConsumes)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    else
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoaderRegisters));
+// Of every thread of a warp group, by all its warps, whichever way that is from what the launch gave them.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // A stage of the pipeline and the parity of its phase.
@@ -147,30 +149,33 @@ __device__ __forceinline__ void load_tiles(const Work& work, Shared<kColumns>& s
     }
 }
 
-// One thread of a warp for each consumer. `finished(tile, row)` comes when the rows of the owner from `row` on are where
-// they go.
+// One thread. `finished(tile, row)` comes when the panel of the tile that begins at the owner's `row` is where it goes.
 template <int kColumns, class Finished>
-__device__ __forceinline__ void store_tiles(const Work& work, Shared<kColumns>& shared, int32_t consumer,
-                                            const Finished& finished) {
+__device__ __forceinline__ void store_tiles(const Work& work, Shared<kColumns>& shared, const Finished& finished) {
     constexpr int kBytes = kConsumerRows * kStoreColumns * 2;
     const int32_t cta = cluster_rank();
     uint32_t parity = 0;
     for (int32_t index = cluster_index(); index < work.order.num_tiles(); index += work.num_clusters) {
         const Tile tile = work.order.tile(index);
         if (!work.order.has_rows(tile)) continue;
-        const int32_t row = tile.row + cta * kPanelRows + consumer * kConsumerRows;
-        fabric::await_phase(&shared.stored[consumer], parity);
-        if (row < work.order.rows_of(tile.owner)) {
+        const int32_t panel_row = tile.row + cta * kPanelRows;
+        for (int32_t consumer = 0; consumer < kConsumers; ++consumer) {
+            const int32_t row = panel_row + consumer * kConsumerRows;
+            fabric::await_phase(&shared.stored[consumer], parity);
+            if (row < work.order.rows_of(tile.owner)) {
 #pragma unroll
-            for (int i = 0; i < kColumns / kStoreColumns; ++i)
-                store_tile(&work.c[tile.owner], shared.c[consumer] + i * kBytes,
-                           tile.column * kColumns + i * kStoreColumns, row);
+                for (int i = 0; i < kColumns / kStoreColumns; ++i)
+                    store_tile(&work.c[tile.owner], shared.c[consumer] + i * kBytes,
+                               tile.column * kColumns + i * kStoreColumns, row);
+            }
+            fabric::commit_copies();
         }
-        fabric::commit_copies();
+        fabric::await_reading<1>();
+        fabric::arrive(&shared.copied[0]);
         fabric::await_reading<0>();
-        fabric::arrive(&shared.copied[consumer]);
+        fabric::arrive(&shared.copied[1]);
         fabric::await_arrival<0>();
-        finished(tile, row);
+        finished(tile, panel_row);
         parity ^= 1;
     }
 }
