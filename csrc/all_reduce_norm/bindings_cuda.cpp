@@ -95,7 +95,7 @@ class GpuAllReduceNorm {
     }
 
     // The same, of the product `a` [tokens, k] times `matrix` [hidden, k]^T in place of partial rows.
-    int run_product(int64_t tokens, int32_t tile_columns, int32_t group_pairs, uintptr_t stream, uintptr_t a,
+    int run_product(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t stream, uintptr_t a,
                     int64_t a_stride, uintptr_t matrix, int64_t matrix_stride, int64_t k,
                     uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias,
                     uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
@@ -105,7 +105,7 @@ class GpuAllReduceNorm {
                     quant_scale, fp32_parameters, normalized, sum, row_scale);
         const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(matrix), k, a_stride,
                                    matrix_stride};
-        const gpu::Cut cut{tile_columns, group_pairs};
+        const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas};
         py::gil_scoped_release release;
         return gpu::run_pushed_tiles(call, product, cut, dtype_, reinterpret_cast<void*>(stream));
     }

@@ -94,39 +94,6 @@ class EarlyWeight : public LateWeight<T, kVecs, kPlain> {
     __device__ __forceinline__ void prepare(const GpuNorm&, const Lanes&) {}
 };
 
-// The same, loaded where it is used.
-template <typename T>
-struct ReadWeight {
-    __device__ __forceinline__ void get(const GpuNorm& norm, const Lanes& lanes, int j,
-                                        float (&out)[kElements<T>]) const {
-        load_parameter<T>(norm.weight, lanes.at(j), out);
-    }
-};
-
-// What comes of 8 (fp32: 4) elements once the norm's factor is known: thread vector `j`, in place.
-template <typename T, bool kPlain, class Weight>
-__device__ __forceinline__ void scale_vector(float (&x)[kElements<T>], float factor, const GpuNorm& norm,
-                                             const Lanes& lanes, int j, const Weight& weight) {
-    constexpr int E = kElements<T>;
-#pragma unroll
-    for (int i = 0; i < E; ++i)
-        x[i] *= factor;
-    if (norm.spec.cast_before_weight) round_to<T>(x);
-    float parameter[E];
-    if (kPlain || norm.weight.data != nullptr) {
-        weight.get(norm, lanes, j, parameter);
-#pragma unroll
-        for (int i = 0; i < E; ++i)
-            x[i] *= parameter[i] + norm.spec.weight_offset;
-    }
-    if (!kPlain && norm.bias.data != nullptr) {
-        load_parameter<T>(norm.bias, lanes.at(j), parameter);
-#pragma unroll
-        for (int i = 0; i < E; ++i)
-            x[i] += parameter[i];
-    }
-}
-
 // The norm of a row in place. `team` sums over all threads that share the row.
 template <typename T, bool kPlain = false, int kVecs, class Team, class Weight>
 __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const GpuNorm& norm, int64_t hidden,
@@ -158,7 +125,24 @@ __device__ __forceinline__ void normalize(float (&x)[kVecs][kElements<T>], const
     const float factor = rsqrtf(team.sum(squares) * inverse + norm.spec.eps);
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
-        if (lanes.has(j)) scale_vector<T, kPlain>(x[j], factor, norm, lanes, j, weight);
+        if (!lanes.has(j)) continue;
+#pragma unroll
+        for (int i = 0; i < E; ++i)
+            x[j][i] *= factor;
+        if (norm.spec.cast_before_weight) round_to<T>(x[j]);
+        float parameter[E];
+        if (kPlain || norm.weight.data != nullptr) {
+            weight.get(norm, lanes, j, parameter);
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] *= parameter[i] + norm.spec.weight_offset;
+        }
+        if (!kPlain && norm.bias.data != nullptr) {
+            load_parameter<T>(norm.bias, lanes.at(j), parameter);
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] += parameter[i];
+        }
     }
 }
 

@@ -8,7 +8,7 @@
 namespace weave::gpu {
 namespace {
 
-constexpr int64_t kMostHidden = kTeamVecs * kTeamThreads * 8;
+constexpr int64_t kMostHidden = kMostRowBytes / 2;
 
 int64_t slot_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
     return share_of(tokens, world) * hidden * size_of(dtype);
@@ -82,9 +82,10 @@ int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, 
     order.group_pairs = std::max(cut.group_pairs, 1);
     order.owner_order = gemm::OwnerOrder::kInterleaved;
     given.work.k_blocks = gemm::ceiling(product.k, gemm::kBlockK);
-    // Teams wait for tiles of their own grid: all CTAs must be resident at once, which is one on each SM.
-    given.work.num_clusters = num_sms / gemm::kClusterCtas;
-    const int32_t num_ctas = given.work.num_clusters * gemm::kClusterCtas;
+    // Rows wait for tiles of their own grid: all CTAs must be resident at once, which is one on each SM.
+    const int32_t all_clusters = num_sms / gemm::kClusterCtas, num_ctas = all_clusters * gemm::kClusterCtas;
+    const int32_t finishers = std::clamp(cut.finisher_ctas / gemm::kClusterCtas, 0, all_clusters - 1);
+    given.work.num_clusters = all_clusters - finishers;
     const int error = make_maps(given, product, cut, dtype);
     if (error != 0) return error;
     if (dtype == DType::kBFloat16) return enqueue_pushed_tiles_bf16(given, cut.tile_columns, num_ctas, stream);

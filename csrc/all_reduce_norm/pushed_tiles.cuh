@@ -2,10 +2,12 @@
 // the rows that this rank owns, and hands them out (FlashOverlap, sections 3 and 4, without its second kernel).
 //
 // The storing thread of gemm/mainloop.cuh pushes every tile into the staging buffer of the owner of its rows, which has a
-// slot for each source, this rank included. Two more warps of every CTA, the team, take rows as their panels are complete,
-// and finish them while the tensor cores go on: they need what a GEMM leaves idle, which is issue slots, and no SM of
-// their own. (SMs that finish rows and compute no tiles took 2.7 us a row, and cost the GEMM as many SMs.) Rows are claimed one by one in the order of their panels, the order in which tiles are
-// computed.
+// slot for each source, this rank included. The last few CTAs compute no tiles: their consumers finish rows as panels
+// are complete, and so do those of every other CTA that has no more tiles. A thread of the CTA fetches the rows
+// (row_ring.cuh). Rows are claimed in the order of their panels, the order in which tiles are computed.
+//
+// (Measured otherwise: two more warps of every CTA that finish rows beside its GEMM take 18 us a row, as they share its
+// issue slots and its way to memory, and slow the GEMM down by 5 to 9 %.)
 //
 // Memory order, by what is shared:
 //
@@ -13,14 +15,19 @@
 //     store   the source's copies (TMA)
 //     fence   wait_group without .read in the storing thread; release, in signal_add
 //     flag    partial[source][panel], which counts tiles
-//     wait    one lane a source of the team that finishes a row, acquire; barrier of the team; then plain loads
+//     wait    the fetching thread, acquire; fence.proxy.async; then bulk copies
 //     again   in the source's next call: it has waited for `rows` of all the owner's rows, which are made of these
 //   finished rows in every rank's output buffer
-//     store   the team, plain
-//     fence   barrier of the team; release, in signal_add
+//     store   bulk copies of one thread of the team, out of shared memory; rows of a whole sum all its threads, plain
+//     fence   wait_group without .read in that thread; barrier of the team; release, in signal_add
 //     flag    rows[owner][0], which counts rows
 //     wait    CTA 0 of every rank, before its kernel ends; where rows are copied out, every team. Acquire
 //     again   in the owner's next call, once this rank's tiles of that call have come: this kernel has ended then
+//   a finished row in shared memory
+//     store   the team, plain
+//     fence   fence.proxy.async.shared::cta in every thread, then a barrier of the team
+//     wait    the thread that copies it
+//     again   wait_group.read of that thread, before the barrier of the next row's sum but one
 //   the row to claim next, rows[this rank][1]
 //     store   atomics of this rank alone; nothing else goes with it
 #pragma once
@@ -29,19 +36,19 @@
 
 #include "all_reduce_norm/pushed_tiles.h"
 #include "all_reduce_norm/row.cuh"
+#include "all_reduce_norm/row_ring.cuh"
 #include "fabric/call.cuh"
 #include "gemm/gemm.cuh"
 
 namespace weave::gpu {
 
-using fabric::Watch;
-
-// Warps 2 and 3 of a CTA. Nothing sets registers aside (setmaxnreg): every thread has 168, which is what a consumer with
-// 128 sums needs, and what a team of 64 threads does with a row of 16 KiB.
-constexpr int kTeamThreads = 64;
+constexpr int kTeamThreads = 128;
 constexpr int kTeamWarps = kTeamThreads / 32;
-constexpr int kTeamVecs = 16;
+constexpr int kTeamVecs = 8;
+constexpr int kMostRowBytes = kTeamThreads * kTeamVecs * 16;
 constexpr int kVecsAtOnce = 4;
+// Of CTAs that compute no tiles: a claim takes as long as a row.
+constexpr int32_t kRowsAClaim = 4;
 
 struct PushedTiles {
     gemm::Work work;
@@ -50,14 +57,15 @@ struct PushedTiles {
     int64_t slot_bytes;  // of a source in the staging buffer
 };
 
-// The threads that finish rows. Sums are made in one order.
+// A consumer that finishes rows. Sums are made in one order.
 struct RowTeam {
     float (*parts)[kTeamWarps];
+    int32_t consumer;
     uint32_t num_reductions = 0;
 
-    __device__ __forceinline__ int32_t thread() const { return static_cast<int32_t>(threadIdx.x) - 2 * 32; }
+    __device__ __forceinline__ int32_t thread() const { return threadIdx.x % kTeamThreads; }
     __device__ __forceinline__ void await_all() const {
-        asm volatile("bar.sync 1, %0;" ::"n"(kTeamThreads) : "memory");
+        asm volatile("bar.sync %0, %1;" ::"r"(consumer + 1), "n"(kTeamThreads) : "memory");
     }
     __device__ __forceinline__ float sum(float value) {
         float* row = parts[num_reductions++ & 1];
@@ -72,13 +80,6 @@ struct RowTeam {
     }
 };
 
-// To every rank's arena at `at`, the next rank first.
-__device__ __forceinline__ void store_to_all(const fabric::GroupView& group, int64_t at, const Vec16& vec) {
-    for (int32_t step = 1; step < group.world; ++step)
-        fabric::store(group.base[group.after(step)] + at, vec);
-    fabric::store(group.base[group.rank] + at, vec);
-}
-
 // What every word of a panel comes to: a count for each of its tiles.
 __device__ __forceinline__ uint64_t complete_panel(const PushedTiles& given, uint64_t epoch) {
     return fabric::signal_word(epoch, given.work.order.columns);
@@ -91,155 +92,227 @@ __device__ __forceinline__ void signal_rows(const fabric::GroupView& group, int3
         fabric::signal_add(&group.channel(thread)->rows[group.rank][0], epoch, count);
 }
 
-// Claims a row of those that this rank owns: the number of the first one that is left, or of one beyond the last. Words of
-// an epoch before are smaller: open_claims() comes before a thread's first claim.
-__device__ __forceinline__ void open_claims(uint64_t* word, uint64_t epoch) {
-    atomicMax(reinterpret_cast<unsigned long long*>(word),
-              static_cast<unsigned long long>(fabric::signal_word(epoch, 0)));
-}
-__device__ __forceinline__ int32_t claim_row(uint64_t* word, uint64_t epoch) {
-    const uint64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(word), 1ull);
-    return static_cast<int32_t>(before - fabric::signal_word(epoch, 0));
+// Some vectors of a row as they are in memory, all loads at once; zeros beyond the row.
+//
+// In what follows arithmetic is done for vectors beyond the row too: a branch for each would keep the compiler from
+// working on several at once, and a warp alone then takes 8 cycles an instruction.
+template <int kCount>
+__device__ __forceinline__ void load_vectors(const char* row, const Lanes& lanes, int first, Vec16 (&raw)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        raw[j] = Vec16{{0, 0, 0, 0}};
+        if (lanes.has(first + j)) raw[j] = fabric::load(row + lanes.at(first + j) * 16);
+    }
 }
 
-// A row of the sum as it is rounded, in the order of all kernels: sources by rank, bias, scale, residual. Stores it where
-// it is wanted and returns the sum of its squares over this thread's elements.
+// The same of a row in shared memory.
+template <int kCount>
+__device__ __forceinline__ void read_vectors(const uint8_t* row, const Lanes& lanes, int first, Vec16 (&raw)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        raw[j] = Vec16{{0, 0, 0, 0}};
+        if (lanes.has(first + j)) raw[j] = *reinterpret_cast<const Vec16*>(row + lanes.at(first + j) * 16);
+    }
+}
+
+// Vectors of a row that begins at `at` in every rank's arena, to all of them, the next rank first.
+template <int kCount>
+__device__ __forceinline__ void store_to_all(const fabric::GroupView& group, int64_t at, const Lanes& lanes, int first,
+                                             const Vec16 (&out)[kCount]) {
+    for (int32_t step = 1; step <= group.world; ++step) {
+        char* row = group.base[step < group.world ? group.after(step) : group.rank] + at;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            if (lanes.has(first + j)) fabric::store(row + lanes.at(first + j) * 16, out[j]);
+    }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void add(float (&x)[kCount][kElements<T>], const Vec16 (&raw)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+        float value[kElements<T>];
+        fabric::widen(raw[j], value, static_cast<const T*>(nullptr));
+#pragma unroll
+        for (int i = 0; i < kElements<T>; ++i)
+            x[j][i] += value[i];
+    }
+}
+
+// A parameter of the length of a row for some of its vectors; zeros beyond the row.
+template <typename T, int kCount>
+__device__ __forceinline__ void load_parameters(const Parameter& parameter, const Lanes& lanes, int first,
+                                                float (&out)[kCount][kElements<T>]) {
+    if (parameter.is_fp32) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            if (lanes.has(first + j)) load_parameter<T>(parameter, lanes.at(first + j), out[j]);
+    } else {
+        Vec16 raw[kCount];
+        load_vectors(static_cast<const char*>(parameter.data), lanes, first, raw);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            fabric::widen(raw[j], out[j], static_cast<const T*>(nullptr));
+    }
+}
+
+// A row of the sum as it is rounded, in the order of all kernels: sources by rank, bias, scale, residual. `slot` is what
+// was fetched of it. Stores it where it is wanted and returns the sum of its squares over this thread's elements.
 template <typename T>
 __device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& lanes, int32_t own_row,
-                                         Vec16 (&sum)[kTeamVecs]) {
+                                         const uint8_t* slot, Vec16 (&sum)[kTeamVecs]) {
     constexpr int E = kElements<T>;
     const T* type = nullptr;
     const Call& call = given.call;
     const fabric::GroupView& group = call.group;
-    const int64_t row_at = static_cast<int64_t>(call.begin[group.rank] + own_row) * given.layout.row_bytes;
-    const char* part = group.base[group.rank] + call.buffers.staging_offset +
-                       static_cast<int64_t>(own_row) * given.layout.row_bytes;
-    const char* residual = static_cast<const char*>(call.residual) + row_at;
+    const int32_t row_bytes = given.layout.row_bytes;
+    const int64_t row_at = static_cast<int64_t>(call.begin[group.rank] + own_row) * row_bytes;
     float scale = call.scale;
     if (call.scale_value.data != nullptr) scale *= load_value<T>(call.scale_value);
     float squares = 0;
 #pragma unroll
     for (int first = 0; first < kTeamVecs; first += kVecsAtOnce) {
-        if (!lanes.has(first)) break;
+        Vec16 raw[kVecsAtOnce];
         float x[kVecsAtOnce][E];
-        Vec16 other[kVecsAtOnce];
+        read_vectors(slot, lanes, first, raw);
 #pragma unroll
-        for (int j = 0; j < kVecsAtOnce; ++j) {
-#pragma unroll
-            for (int i = 0; i < E; ++i)
-                x[j][i] = 0;
-            if (call.residual != nullptr && lanes.has(first + j))
-                other[j] = fabric::load(residual + lanes.at(first + j) * 16);
+        for (int j = 0; j < kVecsAtOnce; ++j)
+            fabric::widen(raw[j], x[j], type);
+        for (int32_t source = 1; source < group.world; ++source) {
+            read_vectors(slot + source * row_bytes, lanes, first, raw);
+            add<T>(x, raw);
         }
-        for (int32_t source = 0; source < group.world; ++source) {
-            Vec16 raw[kVecsAtOnce];
+        if (call.reduced_bias.data != nullptr) {
+            float bias[kVecsAtOnce][E];
+            load_parameters<T>(call.reduced_bias, lanes, first, bias);
 #pragma unroll
             for (int j = 0; j < kVecsAtOnce; ++j)
-                if (lanes.has(first + j))
-                    raw[j] = fabric::load(part + source * given.slot_bytes + lanes.at(first + j) * 16);
-#pragma unroll
-            for (int j = 0; j < kVecsAtOnce; ++j) {
-                if (!lanes.has(first + j)) continue;
-                float value[E];
-                fabric::widen(raw[j], value, type);
 #pragma unroll
                 for (int i = 0; i < E; ++i)
-                    x[j][i] += value[i];
-            }
+                    x[j][i] += bias[j][i];
         }
+        if (scale != 1.0f) {
 #pragma unroll
-        for (int j = 0; j < kVecsAtOnce; ++j) {
-            if (!lanes.has(first + j)) continue;
-            const int32_t vec = lanes.at(first + j);
-            float value[E];
-            if (call.reduced_bias.data != nullptr) {
-                load_parameter<T>(call.reduced_bias, vec, value);
-#pragma unroll
-                for (int i = 0; i < E; ++i)
-                    x[j][i] += value[i];
-            }
-            if (scale != 1.0f) {
+            for (int j = 0; j < kVecsAtOnce; ++j)
 #pragma unroll
                 for (int i = 0; i < E; ++i)
                     x[j][i] *= scale;
-            }
-            if (call.residual != nullptr) {
-                fabric::widen(other[j], value, type);
+        }
+        if (call.residual != nullptr) {
+            read_vectors(slot + group.world * row_bytes, lanes, first, raw);
+            add<T>(x, raw);
+        }
 #pragma unroll
-                for (int i = 0; i < E; ++i)
-                    x[j][i] += value[i];
-            }
+        for (int j = 0; j < kVecsAtOnce; ++j) {
             sum[first + j] = fabric::narrow(x[j], type);
             fabric::widen(sum[first + j], x[j], type);
 #pragma unroll
             for (int i = 0; i < E; ++i)
-                squares += x[j][i] * x[j][i];
-            if (call.sum_whole)
-                store_to_all(group, call.buffers.output_offset + given.layout.sum_offset + row_at + vec * 16,
-                             sum[first + j]);
-            else if (call.sum != nullptr)
-                fabric::store(static_cast<char*>(call.sum) + row_at + vec * 16, sum[first + j]);
+                squares += lanes.has(first + j) ? x[j][i] * x[j][i] : 0.0f;
+        }
+        if (call.sum_whole) {
+            Vec16 out[kVecsAtOnce];
+#pragma unroll
+            for (int j = 0; j < kVecsAtOnce; ++j)
+                out[j] = sum[first + j];
+            store_to_all(group, call.buffers.output_offset + given.layout.sum_offset + row_at, lanes, first, out);
+        } else if (call.sum != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kVecsAtOnce; ++j)
+                if (lanes.has(first + j))
+                    fabric::store(static_cast<char*>(call.sum) + row_at + lanes.at(first + j) * 16, sum[first + j]);
         }
     }
     return squares;
 }
 
-// What every rank gets of a row: its norm.
+// What every rank gets of a row, its norm, into shared memory.
 template <typename T>
-__device__ __forceinline__ void hand_out_row(const PushedTiles& given, const Lanes& lanes, int32_t own_row,
-                                             const Vec16 (&sum)[kTeamVecs], float factor) {
-    const Call& call = given.call;
-    const int64_t out_at = call.buffers.output_offset +
-                           static_cast<int64_t>(call.begin[call.group.rank] + own_row) * given.layout.out_row_bytes;
-    const ReadWeight<T> weight;
+__device__ __forceinline__ void normalize_row(const Call& call, const Lanes& lanes, const Vec16 (&sum)[kTeamVecs],
+                                              float factor, const Vec16 (&kept_weight)[kTeamVecs], uint8_t* out) {
+    constexpr int E = kElements<T>;
+    const GpuNorm& norm = call.norm;
 #pragma unroll
-    for (int j = 0; j < kTeamVecs; ++j) {
-        if (!lanes.has(j)) break;
-        float x[kElements<T>];
-        fabric::widen(sum[j], x, static_cast<const T*>(nullptr));
-        scale_vector<T, false>(x, factor, call.norm, lanes, j, weight);
-        store_to_all(call.group, out_at + lanes.at(j) * 16, fabric::narrow(x, static_cast<const T*>(nullptr)));
+    for (int first = 0; first < kTeamVecs; first += kVecsAtOnce) {
+        float x[kVecsAtOnce][E], weight[kVecsAtOnce][E];
+        if (norm.weight.is_fp32) {
+            load_parameters<T>(norm.weight, lanes, first, weight);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kVecsAtOnce; ++j)
+                fabric::widen(kept_weight[first + j], weight[j], static_cast<const T*>(nullptr));
+        }
+#pragma unroll
+        for (int j = 0; j < kVecsAtOnce; ++j) {
+            fabric::widen(sum[first + j], x[j], static_cast<const T*>(nullptr));
+#pragma unroll
+            for (int i = 0; i < E; ++i)
+                x[j][i] *= factor;
+        }
+        if (norm.spec.cast_before_weight) {
+#pragma unroll
+            for (int j = 0; j < kVecsAtOnce; ++j)
+                round_to<T>(x[j]);
+        }
+        if (norm.weight.data != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kVecsAtOnce; ++j)
+#pragma unroll
+                for (int i = 0; i < E; ++i)
+                    x[j][i] *= weight[j][i] + norm.spec.weight_offset;
+        }
+#pragma unroll
+        for (int j = 0; j < kVecsAtOnce; ++j) {
+            const Vec16 vec = fabric::narrow(x[j], static_cast<const T*>(nullptr));
+            if (lanes.has(first + j)) *reinterpret_cast<Vec16*>(out + lanes.at(first + j) * 16) = vec;
+        }
     }
 }
 
-template <typename T>
-__device__ __forceinline__ void finish_rows(const PushedTiles& given, const Watch& watch, uint64_t epoch,
-                                            RowTeam& team, volatile int32_t* claims) {
+// The rows that fetch_rows() brings to this CTA, by the team whose turn it is. They leave through `out`, which has room
+// for kOutRows of them.
+template <typename T, int kOutRows>
+__device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t epoch, RowTeam& team,
+                                            const RingPlace& place, RowRing& ring, uint8_t* out) {
     const Call& call = given.call;
     const fabric::GroupView& group = call.group;
-    fabric::Channel* own = group.channel(group.rank);
     const int32_t thread = team.thread();
     const Lanes lanes{thread, kTeamThreads, call.hidden / kElements<T>};
-    const int32_t count = call.begin[group.rank + 1] - call.begin[group.rank];
     const float inverse = 1.0f / static_cast<float>(call.hidden);
-    const uint64_t complete = complete_panel(given, epoch);
-    uint64_t* next_row = &own->rows[group.rank][1];
-
-    if (thread == 0) {
-        open_claims(next_row, epoch);
-        claims[0] = claim_row(next_row, epoch);
-    }
-    team.await_all();
-    int32_t panel = -1;
+    Vec16 weight[kTeamVecs];  // kept over all rows, unless it is of fp32
+    if (call.norm.weight.data != nullptr && !call.norm.weight.is_fp32)
+        load_vectors(static_cast<const char*>(call.norm.weight.data), lanes, 0, weight);
     uint32_t num_finished = 0;
-    for (int32_t row = claims[0]; row < count;) {
-        int32_t next = 0;
-        if (thread == 0) next = claim_row(next_row, epoch);  // comes back while this row is finished
-        if (panel != row / gemm::kPanelRows) {
-            panel = row / gemm::kPanelRows;
-            if (thread < group.world)
-                fabric::wait(&own->partial[thread][panel], complete, watch, thread, fabric::Slot::kPartial);
-            team.await_all();
-        }
+    for (int32_t index = team.consumer;; index += gemm::kConsumers) {
+        const int32_t slot = index % place.num_slots;
+        fabric::await_phase(&ring.full[slot], index / place.num_slots & 1);
+        const int32_t row = *const_cast<volatile int32_t*>(&ring.row[slot]);
+        if (row == kNoRow) break;
         Vec16 sum[kTeamVecs];
-        const float squares = sum_row<T>(given, lanes, row, sum);
-        if (call.normalized != nullptr)
-            hand_out_row<T>(given, lanes, row, sum, rsqrtf(team.sum(squares) * inverse + call.norm.spec.eps));
+        const float squares = sum_row<T>(given, lanes, row, place.slot(slot), sum);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) fabric::arrive(&ring.empty[slot]);
+        if (call.normalized != nullptr) {
+            uint8_t* out_row = out + num_finished % kOutRows * kMostRowBytes;
+            // Before the barrier of the sum: behind it this memory is written again.
+            if (thread == 0) fabric::await_reading<kOutRows - 1>();
+            const float factor = rsqrtf(team.sum(squares) * inverse + call.norm.spec.eps);
+            normalize_row<T>(call, lanes, sum, factor, weight, out_row);
+            fabric::order_shared_stores_before_copies();
+            team.await_all();
+            if (thread == 0) {
+                const int64_t out_at = call.buffers.output_offset +
+                                       static_cast<int64_t>(call.begin[group.rank] + row) * given.layout.out_row_bytes;
+                for (int32_t step = 1; step <= group.world; ++step)
+                    fabric::copy_out(group.base[step < group.world ? group.after(step) : group.rank] + out_at, out_row,
+                                     given.layout.out_bytes);
+                fabric::commit_copies();
+            }
+        }
         ++num_finished;
-        if (thread == 0) claims[num_finished & 1] = next;
-        team.await_all();
-        row = claims[num_finished & 1];
     }
+    if (thread == 0) fabric::await_arrival<0>();
+    team.await_all();
     signal_rows(group, thread, epoch, num_finished);
 }
 
@@ -253,35 +326,54 @@ template <typename T, int kColumns>
 __global__ void __launch_bounds__(gemm::kThreads, 1) push_tiles(const __grid_constant__ PushedTiles given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto& shared = gemm::shared_memory<kColumns>();
-    __shared__ float parts[2][kTeamWarps];
-    __shared__ int32_t claims[2];
+    __shared__ float parts[gemm::kConsumers][2][kTeamWarps];
+    __shared__ RowRing ring;
     const Call& call = given.call;
+    const int32_t num_parts = call.group.world + (call.residual != nullptr ? 1 : 0);
+    const RingPlace place{shared.a[0], given.layout.row_bytes, num_parts,
+                          ring_slots(sizeof(shared.a) + sizeof(shared.b), given.layout.row_bytes, num_parts)};
+    init_ring(ring);
     gemm::init_pipeline(shared);
     gemm::await_cluster();
     const fabric::CallState state = fabric::begin_call<false>(call.group);
     __syncthreads();
     const uint64_t epoch = state.epoch();
     const Watch watch{call.group, fabric::tag_word(epoch, call.tokens, call.site)};
+    const bool computes = gemm::cluster_index() < given.work.num_clusters;
     const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == 0) {
-        if (lane == 0) gemm::load_tiles(given.work, shared, [](const gemm::Tile&) {});
-    } else if (warp == 1) {
-        if (lane == 0)
-            gemm::store_tiles(given.work, shared, [&](const gemm::Tile& tile, int32_t row) {
-                fabric::Channel* owner = call.group.channel(tile.owner);
-                if (row / gemm::kPanelRows < fabric::kMaxCtas)
-                    fabric::signal_add(&owner->partial[call.group.rank][row / gemm::kPanelRows], epoch, 1);
-            });
-    } else if (warp >= 4) {
-        gemm::compute_tiles<T>(given.work, shared, warp / 4 - 1);
+    if (warp < 4) {
+        gemm::leave_registers<gemm::kLoaderRegisters>();
+        if (warp == 0) {
+            if (lane == 0) {
+                if (computes) gemm::load_tiles(given.work, shared, [](const gemm::Tile&) {});
+                fetch_rows(call, watch, epoch, complete_panel(given, epoch), given.slot_bytes, place, ring,
+                           computes ? 1 : kRowsAClaim);
+            }
+        } else if (warp == 1) {
+            if (lane == 0 && computes)
+                gemm::store_tiles(given.work, shared, [&](const gemm::Tile& tile, int32_t row) {
+                    fabric::Channel* owner = call.group.channel(tile.owner);
+                    if (row / gemm::kPanelRows < fabric::kMaxCtas)
+                        fabric::signal_add(&owner->partial[call.group.rank][row / gemm::kPanelRows], epoch, 1);
+                });
+        } else if (warp == 2) {
+            fabric::send_tags(watch, state, lane);
+            fabric::end_call<false>(watch, state, lane);
+        }
     } else {
-        RowTeam team{parts};
+        gemm::take_registers<gemm::kConsumerRegisters>();
+        const int32_t consumer = warp / 4 - 1;
+        if (computes) {
+            const uint32_t copied = gemm::compute_tiles<T>(given.work, shared, consumer);
+            // The storing thread may still copy the last tile out of where rows go now.
+            fabric::await_phase(&shared.copied[consumer], copied);
+        }
+        RowTeam team{parts[consumer], consumer};
         const int32_t thread = team.thread();
-        fabric::send_tags(watch, state, thread);
-        fabric::end_call<false>(watch, state, thread);
-        finish_rows<T>(given, watch, epoch, team, claims);
+        finish_rows<T, gemm::Shared<kColumns>::kBytesOfC / kMostRowBytes>(given, epoch, team, place, ring,
+                                                                         shared.c[consumer]);
         const bool copies = copies_out(call);
-        if ((copies || blockIdx.x == 0) && thread < call.group.world) {
+        if ((copies || (blockIdx.x == 0 && consumer == 0)) && thread < call.group.world) {
             const int32_t rows = call.begin[thread + 1] - call.begin[thread];
             if (rows > 0)
                 fabric::wait(&call.group.channel(call.group.rank)->rows[thread][0], fabric::signal_word(epoch, rows),
@@ -289,7 +381,8 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) push_tiles(const __grid_con
         }
         if (copies) {
             team.await_all();
-            for (int32_t row = blockIdx.x; row < call.tokens; row += gridDim.x)
+            for (int32_t row = blockIdx.x * gemm::kConsumers + consumer; row < call.tokens;
+                 row += gridDim.x * gemm::kConsumers)
                 copy_row_out(call, given.layout, row, thread, kTeamThreads);
         }
     }

@@ -21,6 +21,7 @@ struct Product {
 struct Cut {
     int32_t tile_columns;  // 128 or 256
     int32_t group_pairs;   // pairs of panels in a wave group
+    int32_t finisher_ctas;  // that compute no tiles: an even number
 };
 
 // Whether `device` can run it: a line that says why not, or an empty one.

@@ -70,7 +70,7 @@ struct Work {
     CUtensorMap c[fabric::kMaxWorld];
     TileOrder order;
     int32_t k_blocks;
-    int32_t num_clusters;
+    int32_t num_clusters;  // that compute tiles; those of the grid behind them do something else
 };
 
 constexpr int32_t kSharedAlignment = 1024;
@@ -147,6 +147,11 @@ __device__ __forceinline__ void load_tiles(const Work& work, Shared<kColumns>& s
             at.advance();
         }
     }
+    // Whoever uses the memory of the stages next finds them free, here and in the cluster's other CTA.
+    for (int stage = 0; stage < S::kStages; ++stage) {
+        fabric::await_phase(&shared.empty[at.stage], at.parity ^ 1);
+        at.advance();
+    }
 }
 
 // One thread. `finished(tile, row)` comes when the panel of the tile that begins at the owner's `row` is where it goes.
@@ -197,9 +202,9 @@ __device__ __forceinline__ uint32_t pair_of(float a, float b, const __half*) {
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// All 128 threads of consumer 0 or 1.
+// All 128 threads of consumer 0 or 1. Returns the parity of copied[consumer] after the last tile.
 template <typename T, int kColumns>
-__device__ __forceinline__ void compute_tiles(const Work& work, Shared<kColumns>& shared, int32_t consumer) {
+__device__ __forceinline__ uint32_t compute_tiles(const Work& work, Shared<kColumns>& shared, int32_t consumer) {
     using S = Shared<kColumns>;
     constexpr int kRowBytes = kStoreColumns * 2;
     constexpr int kBytes = kConsumerRows * kRowBytes;
@@ -247,6 +252,7 @@ __device__ __forceinline__ void compute_tiles(const Work& work, Shared<kColumns>
         fabric::order_shared_stores_before_copies();
         fabric::arrive(&shared.stored[consumer]);
     }
+    return parity;
 }
 
 }  // namespace weave::gemm
