@@ -14,10 +14,10 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
-from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.estimate import estimate_all_reduce_norm, estimate_unfused
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -18,14 +18,14 @@ from tests.calls import calls, sharded
 from tests.preview import fake_group, previewed
 from tests.reductions import RMS
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormKind, NormSpec
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site
+from weaveopt.reductions.call import NormKind, NormSpec, ReductionCall
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced
@@ -250,7 +250,7 @@ def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
         return ((normed @ matrix) @ matrix) @ matrix + total
 
     with fake_group(2):
-        call = AllReduceNormCall(
+        call = ReductionCall(
             site="s", group=dist.group.WORLD.group_name, fabric=Fabric.PEER, world=2, hidden=64, dtype="float32",
             out_dtype="float32", max_tokens=64, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0,
             table=(BULK,), normalized_aliases_arena=lands,

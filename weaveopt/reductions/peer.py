@@ -21,14 +21,14 @@ from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.native import kernel_name, native_norm, out_kind
-from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
-from weaveopt.ops.all_reduce_norm.reference import row_scale_shape
-from weaveopt.ops.all_reduce_norm.replication import may_share_rows
-from weaveopt.ops.all_reduce_norm.variant import KernelRow
 from weaveopt.records.norm import Quant
+from weaveopt.reductions.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.native import kernel_name, native_norm, out_kind
+from weaveopt.reductions.operands import Gemm, Operands
+from weaveopt.reductions.reference import row_scale_shape
+from weaveopt.reductions.replication import may_share_rows
+from weaveopt.reductions.variant import KernelRow
 
 try:
     from weaveopt import _native
@@ -90,9 +90,7 @@ class PeerSite:
         "_where",
     )  # fmt: skip
 
-    def __init__(
-        self, call: AllReduceNormCall, native: _native.GpuAllReduceNorm, memory: PeerArena, where: str
-    ) -> None:
+    def __init__(self, call: ReductionCall, native: _native.GpuAllReduceNorm, memory: PeerArena, where: str) -> None:
         buffers = locate(call, memory.layout)
         self._hidden = call.hidden
         self._launches = tuple(_launch(call, row, memory.device) for row in call.table)
@@ -121,7 +119,7 @@ class PeerSite:
             self._aliased = memory.tensor(buffers[OUTPUT].offset, shape, self._normalized_dtype)
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if the fabric has no arena, none was reserved or the call does not fit it.
@@ -308,7 +306,7 @@ def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0
 
 
-def _launch(call: AllReduceNormCall, row: KernelRow, device: int) -> Launch:
+def _launch(call: ReductionCall, row: KernelRow, device: int) -> Launch:
     kernel = native_kernel(row)
     dtype = getattr(_native.DType, call.dtype)
     why = _native.unsupported(kernel, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)
@@ -328,7 +326,7 @@ def native_kernel(row: KernelRow) -> _native.GpuKernel:
     return kernel
 
 
-def native_site(call: AllReduceNormCall, tag: int, layout: Layout) -> _native.GpuSite:
+def native_site(call: ReductionCall, tag: int, layout: Layout) -> _native.GpuSite:
     """All of a call that native code asks for, in an arena of `layout`. Raises `ArenaError` if it does not fit.
 
     `tag` is equal on all ranks if they run the same. What the call's kernels do not use has no bytes.

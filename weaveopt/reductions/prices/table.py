@@ -11,16 +11,16 @@ from functools import cache
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.token_grid import LARGEST_TOKENS, corners_of, grid_of, last_where
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import DTYPE_BYTES
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
-from weaveopt.rewrites.all_reduce_rms_norm.variants import (
+from weaveopt.reductions.prices.estimate import estimate_all_reduce_norm, estimate_unfused
+from weaveopt.reductions.prices.kernels import (
     KernelVariant,
     exchange_us,
     kernel_variants,
 )
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 
 @cache

@@ -11,11 +11,11 @@ import torch
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics.arena import Arena
-from weaveopt.ops.all_reduce_norm.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.native import native_norm
-from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
-from weaveopt.ops.all_reduce_norm.replication import may_share_rows
+from weaveopt.reductions.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.native import native_norm
+from weaveopt.reductions.operands import Gemm, Operands
+from weaveopt.reductions.replication import may_share_rows
 
 try:
     from weaveopt import _native
@@ -28,7 +28,7 @@ _names: dict[int, str] = {}
 """Tag -> site, for messages."""
 
 
-def native_site(call: AllReduceNormCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
+def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
     """The constants of `call`, encoded as `text`, as native code takes them; its buffers lie where `buffers` says."""
     site = _native.AllReduceNormSite()
     # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
@@ -68,7 +68,7 @@ class ShmSite:
         "_sum",
     )  # fmt: skip
 
-    def __init__(self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: Arena, partials: Range) -> None:
+    def __init__(self, call: ReductionCall, native: _native.AllReduceNorm, memory: Arena, partials: Range) -> None:
         self._hidden = call.hidden
         self._max_tokens = call.max_tokens
         self._may_share: bool | None = None
@@ -86,7 +86,7 @@ class ShmSite:
         )
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
