@@ -69,6 +69,19 @@ class Piece(NamedTuple):
     num_tokens: int
 
 
+class Prepared(NamedTuple):
+    """A call whose kernels are to be launched: its tensors, and its parameters as native code takes them."""
+
+    rows: Tensor
+    """The partial result."""
+    residual: Tensor | None
+    results: Returned
+    pointers: tuple[int, ...]
+    values: tuple[int, ...]
+    fp32: int
+    kept: tuple[Tensor, ...]
+
+
 class PeerSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
@@ -162,24 +175,44 @@ class PeerSite:
             found.append(Piece(launch, first, count))
         return tuple(found)
 
+    def begin(self, tokens: int) -> tuple[Piece, ...]:
+        """Before every call: how `tokens` tokens run; none: through the library. Raises why nothing can run here."""
+        self._arena.begin_call()
+        return self.pieces(tokens)
+
     def run(self, partial: Tensor | Gemm, operands: Operands) -> Returned | None:
         """The op on the rows of `partial`, piece by piece. None: the library does it."""
-        arena = self._arena
-        arena.begin_call()
         tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // self._hidden
-        pieces = self.pieces(tokens)
+        pieces = self.begin(tokens)
         if not pieces:
             return None
         if isinstance(partial, Gemm):
             rows = self._multiply(partial, pieces, tokens)
         else:
             rows = self._activation(partial, tokens, "partial")
+        prepared = self.prepare(rows, operands, pieces, tokens)
+        if prepared is None or tokens == 0:
+            return None if prepared is None else prepared.results
+        device = torch.cuda._exchange_device(self._index)
+        try:
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            for piece in pieces:
+                self.launch_piece(prepared, piece, stream)
+        finally:
+            torch.cuda._maybe_exchange_device(device)
+        return prepared.results
+
+    def prepare(self, rows: Tensor, operands: Operands, pieces: tuple[Piece, ...], tokens: int) -> Prepared | None:
+        """Everything of a call on `rows` [tokens, hidden] but its launches. None: the library does it.
+
+        The rows need not be there yet: nothing here reads them.
+        """
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
-            return results
+            return Prepared(rows, residual, results, (), (), 0, ())
         if self._may_share is None and not torch.cuda.is_current_stream_capturing():
             self._may_share = may_share_rows(self._call, operands)
         if self._may_share is False:
@@ -207,37 +240,32 @@ class PeerSite:
                 values[index - _SCALE] = value.data_ptr()
         if self._static and not values[1]:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
-        normalized, total, row_scale = results
-        device = torch.cuda._exchange_device(self._index)
-        try:
-            for launch, first, count in pieces:
-                code = self._native.run(
-                    count,
-                    launch.kernel,
-                    launch.num_ctas,
-                    torch._C._cuda_getCurrentRawStream(self._index),
-                    _from_row(rows, first, hidden),
-                    self._into_arena(rows, first, count) if launch.in_place else 0,
-                    _from_row(residual, first, hidden),
-                    pointers[0],
-                    pointers[1],
-                    pointers[2],
-                    pointers[3],
-                    pointers[4],
-                    values[0],
-                    values[1],
-                    fp32,
-                    _from_row(normalized, first, hidden),
-                    _from_row(total, first, hidden),
-                    _from_row(row_scale, first, 1),
-                )
-                if code:
-                    break
-        finally:
-            torch.cuda._maybe_exchange_device(device)
+        return Prepared(rows, residual, results, tuple(pointers), tuple(values), fp32, tuple(kept))
+
+    def launch_piece(self, prepared: Prepared, piece: Piece, stream: int) -> None:
+        """The kernel of one piece, on the raw `stream` of the current device."""
+        launch, first, count = piece
+        hidden, rows = self._hidden, prepared.rows
+        normalized, total, row_scale = prepared.results
+        code = self._native.run(
+            count,
+            launch.kernel,
+            launch.num_ctas,
+            stream,
+            _from_row(rows, first, hidden),
+            self._into_arena(rows, first, count) if launch.in_place else 0,
+            _from_row(prepared.residual, first, hidden),
+            *prepared.pointers,
+            *prepared.values,
+            prepared.fp32,
+            _from_row(normalized, first, hidden),
+            _from_row(total, first, hidden),
+            _from_row(row_scale, first, 1),
+        )
         if code:
-            watchdog.fail(arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}")
-        return results
+            watchdog.fail(
+                self._arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}"
+            )
 
     def _results(self, like: Tensor, pieces: tuple[Piece, ...], tokens: int) -> Returned:
         """Of the shape of `like`; empty where a result is not wanted."""

@@ -14,7 +14,7 @@ from weaveopt.fabrics.arena import Arena
 from weaveopt.reductions.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.native import native_norm
-from weaveopt.reductions.operands import Gemm, Operands
+from weaveopt.reductions.operands import Gemm, Operands, Results
 from weaveopt.reductions.replication import may_share_rows
 
 try:
@@ -102,8 +102,16 @@ class ShmSite:
         memory.at_close(forget)
         return ShmSite(call, native, memory, buffers[PARTIAL])
 
-    def run(self, partial: Tensor | Gemm, operands: Operands) -> tuple[Tensor, Tensor, None] | None:
-        """The op on the rows of `partial`, which as a GEMM is computed into the arena.
+    def may_share(self, operands: Operands) -> bool:
+        """Whether ranks hold the same residual and parameters; compared in the first call, on all ranks."""
+        if self._may_share is None:
+            self._may_share = may_share_rows(self._call, operands)
+        return self._may_share
+
+    def run(
+        self, partial: Tensor | Gemm, operands: Operands, out: Results | None = None
+    ) -> tuple[Tensor, Tensor, None] | None:
+        """The op on the rows of `partial`, which as a GEMM is computed into the arena; results go to `out`, if given.
 
         None: the library does it, as there are more tokens than were planned for, or ranks may not share rows.
         """
@@ -116,9 +124,7 @@ class ShmSite:
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        if self._may_share is None:
-            self._may_share = may_share_rows(self._call, operands)
-        if not self._may_share:
+        if not self.may_share(operands):
             return None
         pointers = [0] * 5
         fp32 = 0
@@ -135,12 +141,7 @@ class ShmSite:
         like = residual if residual is not None else given
         if like is None:
             like = self._partials[0][:tokens]
-        wide = self._normalized_dtype
-        if wide is None:
-            normalized = like.new_empty(0)
-        else:
-            normalized = torch.empty_like(like) if wide is dtype else torch.empty_like(like, dtype=wide)
-        out = torch.empty_like(like) if self._sum else like.new_empty(0)
+        normalized, total = self.results(like) if out is None else out
         native = self._native
         if gemm is None:
             run = native.enter_and_run
@@ -158,13 +159,22 @@ class ShmSite:
             pointers[3],
             pointers[4],
             normalized.data_ptr(),
-            out.data_ptr(),
+            total.data_ptr(),
             fp32,
             factor,
         )
         if code:
             self._fail(code)
-        return normalized, out, None
+        return normalized, total, None
+
+    def results(self, like: Tensor) -> Results:
+        """normalized and sum, not computed yet, of the shape of `like`; empty where one is not wanted."""
+        wide = self._normalized_dtype
+        if wide is None:
+            normalized = like.new_empty(0)
+        else:
+            normalized = torch.empty_like(like) if wide is self._dtype else torch.empty_like(like, dtype=wide)
+        return normalized, torch.empty_like(like) if self._sum else like.new_empty(0)
 
     def _multiply(self, gemm: Gemm, tokens: int) -> None:
         """Takes the group and computes the GEMM into this rank's buffer of the coming epoch."""
