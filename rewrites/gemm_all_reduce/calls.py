@@ -45,4 +45,4 @@ def call_of(
         in_pieces=FEATURES[lowered.fabric].tabled,
         channel=placement.channel,
     )
-    return GemmReductionCall(placed_call(reduction, placement.buffers), lowered.variant)
+    return GemmReductionCall(placed_call(reduction, placement.buffers), lowered.variant, lowered.chunks)

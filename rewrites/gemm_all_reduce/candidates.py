@@ -10,13 +10,14 @@ from types import MappingProxyType
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.records.candidate import Candidate, Fabric, Rejection, Values
+from weaveopt.ops.gemm_all_reduce.call import ChunkRow
+from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import shape_rejections
 from weaveopt.reductions.prices.kernels import kernel_variants
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
 from weaveopt.reductions.variant import Algorithm, KernelRow
-from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, best_chunks, exchange_of, waves
+from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "gemm_all_reduce"
@@ -31,13 +32,18 @@ class Lowered:
     fabric: Fabric
     variant: str
     """The word of the operation's variant: `chunks`."""
-    max_tokens: int
-    """Rows that one exchange takes at most: of a chunk."""
+    chunks: tuple[ChunkRow, ...]
+    """Rows of a chunk, by the number of tokens of a call."""
     rows: tuple[KernelRow, ...] = ()
     """The run-time table of an exchange, where the fabric has one."""
     one_shot_max_tokens: int = 0
     norm_apart: bool = False
     """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows that one exchange takes at most."""
+        return max(row.chunk_tokens for row in self.chunks)
 
 
 Found = tuple[Candidate, Lowered | None]
@@ -109,13 +115,14 @@ def _chunks_in_turn(form: Form, machine: Machine) -> Found:
     best = best_chunks(machine, form.workload, ways)
     if best is None:
         return _indivisible(form, machine, Fabric.SHM)
-    chunk, algorithm = best.rows[0], best.exchange.algorithm
-    threshold = chunk if algorithm is Algorithm.ONE_SHOT else 0
-    parameters: Values = (("chunk_tokens", chunk), ("exchange", algorithm.value))
-    candidate = Candidate(RULE, Fabric.SHM, _named(best, form), parameters, best.estimate, notes=_notes(best, form))
-    return candidate, Lowered(
-        form.workload, Fabric.SHM, CHUNKS, chunk, one_shot_max_tokens=threshold, norm_apart=form.norm_apart
+    algorithm = best.exchange.algorithm
+    lowered = Lowered(
+        form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), (), 0, form.norm_apart
     )
+    if algorithm is Algorithm.ONE_SHOT:
+        lowered = replace(lowered, one_shot_max_tokens=lowered.max_tokens)
+    parameters: Values = (("chunk_tokens", best.rows[0]), ("exchange", algorithm.value))
+    return _candidate(best, form, lowered, parameters), lowered
 
 
 def _chunks_beside(form: Form, machine: Machine) -> Found:
@@ -134,18 +141,16 @@ def _chunks_beside(form: Form, machine: Machine) -> Found:
         return replace(refused, rejections=(*reasons, *(refused.rejections if beside else ()))), None
     kernel = best.exchange.kernel
     assert kernel is not None, "an exchange on GPUs has a kernel"
-    chunk = best.rows[0]
     parameters: Values = (
-        ("chunk_tokens", chunk),
+        ("chunk_tokens", best.rows[0]),
         ("exchange", f"{kernel.algorithm.value} {kernel.transfer.value}"),
         ("num_ctas", kernel.num_ctas),
         ("measured", kernel.measured),
     )
-    row = KernelRow(chunk, kernel.algorithm, kernel.transfer, kernel.num_ctas)
-    candidate = Candidate(
-        RULE, fabric, _named(best, form), parameters, best.estimate, tuple(reasons), notes=_notes(best, form)
-    )
-    return candidate, Lowered(workload, fabric, CHUNKS, chunk, (row,), norm_apart=form.norm_apart)
+    lowered = Lowered(workload, fabric, CHUNKS, chunk_table(machine, workload, best), norm_apart=form.norm_apart)
+    row = KernelRow(lowered.max_tokens, kernel.algorithm, kernel.transfer, kernel.num_ctas)
+    candidate = replace(_candidate(best, form, lowered, parameters), rejections=tuple(reasons))
+    return candidate, replace(lowered, rows=(row,))
 
 
 VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = MappingProxyType({
@@ -155,8 +160,33 @@ VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = Mappin
 """What the rule proposes on its fabrics."""
 
 
-def _named(best: Chunked, form: Form) -> str:
-    return form.named(f"{CHUNKS}({len(best.rows)})")
+def chunk_table(machine: Machine, workload: Workload, best: Chunked) -> tuple[ChunkRow, ...]:
+    """Rows of a chunk for every count that the compiled graph may see, by the exchange that serves the hint.
+
+    Where a call has too few rows to divide, a chunk is all of them. Counts double from row to row, and the hint's is
+    its own: what is predicted at the hint is what runs there.
+    """
+    if workload.is_static:
+        return (ChunkRow(workload.tokens, best.rows[0]),)
+    counts = {workload.tokens, workload.max_tokens}
+    count = max(workload.min_tokens, 1)
+    while count < workload.max_tokens:
+        counts.add(count)
+        count *= 2
+    rows: list[ChunkRow] = []
+    for count in sorted(counts):
+        found = best if count == workload.tokens else best_chunks(machine, at_tokens(workload, count), [best.exchange])
+        row = ChunkRow(count, count if found is None else found.rows[0])
+        if rows and rows[-1].chunk_tokens == row.chunk_tokens:
+            rows.pop()
+        rows.append(row)
+    return tuple(rows)
+
+
+def _candidate(best: Chunked, form: Form, lowered: Lowered, parameters: Values) -> Candidate:
+    named = form.named(f"{CHUNKS}({len(best.rows)})")
+    table = tuple(TableRow(row.max_tokens, f"chunks of {row.chunk_tokens}") for row in lowered.chunks)
+    return Candidate(RULE, lowered.fabric, named, parameters, best.estimate, table=table, notes=_notes(best, form))
 
 
 def _notes(best: Chunked, form: Form) -> tuple[str, ...]:

@@ -39,6 +39,13 @@ class Chunked:
     estimate: Estimate
 
 
+def at_tokens(workload: Workload, tokens: int) -> Workload:
+    """The same with so many tokens, and no others."""
+    assert workload.gemm is not None, "a site without a GEMM has no chunks"
+    gemm = replace(workload.gemm, m=tokens)
+    return replace(workload, tokens=tokens, max_tokens=tokens, min_tokens=0, gemm=gemm)
+
+
 def waves(machine: Machine, workload: Workload) -> Waves | None:
     """Waves of the site's GEMM; None where the machine has none."""
     assert workload.gemm is not None, "a site without a GEMM has no chunks"
@@ -111,8 +118,7 @@ def _fastest(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]
 
 def _chunk_times(machine: Machine, workload: Workload, exchange: Exchange, rows: int) -> ChunkTimes:
     """The sum, where it is read, is handed out whole: every chunk is divided among ranks by itself."""
-    assert workload.gemm is not None, "a site without a GEMM has no chunks"
-    chunk = replace(workload, tokens=rows, max_tokens=rows, min_tokens=0, gemm=replace(workload.gemm, m=rows))
+    chunk = at_tokens(workload, rows)
     kernel = exchange.kernel
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_all_reduce_norm(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)

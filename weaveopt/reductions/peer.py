@@ -161,9 +161,10 @@ class PeerSite:
                 return None if launch.unsupported else launch
         return None
 
-    def pieces(self, tokens: int) -> tuple[Piece, ...]:
-        """How `tokens` tokens run; none: through the library."""
+    def pieces(self, tokens: int, piece_tokens: int = 0) -> tuple[Piece, ...]:
+        """How `tokens` tokens run, at most `piece_tokens` at a time (0: as fit); none: through the library."""
         most = self._launches[-1].max_tokens
+        most = min(piece_tokens or most, most)
         if tokens > most and not self._call.in_pieces:
             return ()
         found = []
@@ -175,10 +176,10 @@ class PeerSite:
             found.append(Piece(launch, first, count))
         return tuple(found)
 
-    def begin(self, tokens: int) -> tuple[Piece, ...]:
-        """Before every call: how `tokens` tokens run; none: through the library. Raises why nothing can run here."""
+    def begin(self, tokens: int, piece_tokens: int = 0) -> tuple[Piece, ...]:
+        """Before every call: its `pieces`. Raises why nothing can run here any more."""
         self._arena.begin_call()
-        return self.pieces(tokens)
+        return self.pieces(tokens, piece_tokens)
 
     def run(self, partial: Tensor | Gemm, operands: Operands) -> Returned | None:
         """The op on the rows of `partial`, piece by piece. None: the library does it."""

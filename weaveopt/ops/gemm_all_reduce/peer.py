@@ -51,15 +51,15 @@ HIGH_PRIORITY = -1
 class PeerChunks:
     """One site, ready to run."""
 
-    __slots__ = ("_hidden", "_site")
+    __slots__ = ("_call", "_hidden", "_site")
 
     def __init__(self, call: GemmReductionCall, site: PeerSite) -> None:
-        self._site, self._hidden = site, call.reduction.hidden
+        self._call, self._site, self._hidden = call, site, call.reduction.hidden
 
     def run(self, gemm: Gemm, operands: Operands) -> Results | None:
         """normalized and sum; None where the library has to run."""
         site, tokens = self._site, gemm.num_tokens
-        chunks = site.begin(tokens)
+        chunks = site.begin(tokens, self._call.chunk_tokens(tokens))
         if not chunks:
             return None
         product = gemm.a.new_empty(tokens, self._hidden)

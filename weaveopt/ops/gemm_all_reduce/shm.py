@@ -39,8 +39,8 @@ class ShmGemm:
 
     def run(self, gemm: Gemm, operands: Operands) -> Results | None:
         """normalized and sum; None where the library has to run."""
-        site, most, hidden = self._site, self._call.reduction.max_tokens, self._call.reduction.hidden
-        tokens, residual = gemm.num_tokens, operands.residual
+        site, hidden, tokens = self._site, self._call.reduction.hidden, gemm.num_tokens
+        most, residual = self._call.chunk_tokens(tokens), operands.residual
         if not site.may_share(operands):
             return None
         like = gemm.a.new_empty(tokens, hidden) if residual is None else residual
