@@ -35,7 +35,7 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.prices.estimate import estimate_all_reduce_norm
+from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.table import one_shot_max_tokens
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm
@@ -144,7 +144,7 @@ def measure(world: int, quick: bool) -> list[record.Row]:
         workload = Workload(first.tokens, first.tokens, HIDDEN, "bfloat16", world)
         threshold = one_shot_max_tokens(machine, Fabric.SHM, HIDDEN, "bfloat16", world)
         chosen = Algorithm.ONE_SHOT if first.tokens <= threshold else Algorithm.TWO_SHOT
-        predicted = estimate_all_reduce_norm(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
+        predicted = estimate_fused(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
         rows.append(
             record.row(
                 case={"ranks": world, "tokens": first.tokens, "hidden": HIDDEN, "dtype": "bfloat16"},

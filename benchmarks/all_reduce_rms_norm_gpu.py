@@ -40,7 +40,7 @@ from weaveopt.cost_model.kernels import norm_us
 from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_all_reduce_norm
+from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.table import lowerings
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart
 from weaveopt.reductions.variant import Algorithm, KernelRow
@@ -167,7 +167,7 @@ class Bench:
         if variant.form.hands_out_sum_alone:
             workload = with_norm_apart(workload)
         lowering, sharded = variant.row, variant.form is Form.SHARDED
-        estimate = estimate_all_reduce_norm(
+        estimate = estimate_fused(
             self.machine, workload, Fabric.PEER, lowering.algorithm, sharded, lowering.transfer, lowering.num_ctas
         )
         norm = variant.form is Form.NORM_APART

@@ -17,7 +17,7 @@ from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, S
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions.eligible import shape_rejections
-from weaveopt.reductions.prices.estimate import estimate_all_reduce_norm
+from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
 from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
@@ -259,7 +259,7 @@ def _estimates(
 ) -> tuple[Estimate, float]:
     """With the sum handed out whole; and what that takes, where the sum may stay sharded. The host's part included."""
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
-    estimate = estimate_all_reduce_norm(
+    estimate = estimate_fused(
         machine, workload, fabric, algorithm, sum_sharded=False, transfer=transfer, num_ctas=num_ctas
     )
     gather_us = sum(term.us for term in estimate.terms if term.name == "gather")

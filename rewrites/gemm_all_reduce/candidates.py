@@ -121,7 +121,7 @@ def _chunks_in_turn(form: Form, machine: Machine) -> Found:
     )
     if algorithm is Algorithm.ONE_SHOT:
         lowered = replace(lowered, one_shot_max_tokens=lowered.max_tokens)
-    parameters: Values = (("chunk_tokens", best.rows[0]), ("exchange", algorithm.value))
+    parameters: Values = (*_division(best), ("exchange", algorithm.value))
     return _candidate(best, form, lowered, parameters), lowered
 
 
@@ -142,7 +142,7 @@ def _chunks_beside(form: Form, machine: Machine) -> Found:
     kernel = best.exchange.kernel
     assert kernel is not None, "an exchange on GPUs has a kernel"
     parameters: Values = (
-        ("chunk_tokens", best.rows[0]),
+        *_division(best),
         ("exchange", f"{kernel.algorithm.value} {kernel.transfer.value}"),
         ("num_ctas", kernel.num_ctas),
         ("measured", kernel.measured),
@@ -183,8 +183,12 @@ def chunk_table(machine: Machine, workload: Workload, best: Chunked) -> tuple[Ch
     return tuple(rows)
 
 
+def _division(best: Chunked) -> Values:
+    return ("num_chunks", len(best.rows)), ("chunk_tokens", best.rows[0])
+
+
 def _candidate(best: Chunked, form: Form, lowered: Lowered, parameters: Values) -> Candidate:
-    named = form.named(f"{CHUNKS}({len(best.rows)})")
+    named = form.named(CHUNKS)
     table = tuple(TableRow(row.max_tokens, f"chunks of {row.chunk_tokens}") for row in lowered.chunks)
     return Candidate(RULE, lowered.fabric, named, parameters, best.estimate, table=table, notes=_notes(best, form))
 

@@ -10,7 +10,7 @@ from weaveopt.cost_model.chunks import ChunkTimes, Pipeline, beside_gemm, chunk_
 from weaveopt.cost_model.gemm import Waves, waves_of
 from weaveopt.cost_model.machine import ContentionRow, Machine
 from weaveopt.records.candidate import Estimate, Fabric, Term
-from weaveopt.reductions.prices.estimate import estimate_all_reduce_norm
+from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.kernels import KernelVariant
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm
@@ -121,7 +121,7 @@ def _chunk_times(machine: Machine, workload: Workload, exchange: Exchange, rows:
     chunk = at_tokens(workload, rows)
     kernel = exchange.kernel
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
-    estimate = estimate_all_reduce_norm(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
+    estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
     multiplied_us = sum(term.us for term in estimate.terms if term.name == "gemm")
     handed_over_us = 0.0 if exchange.beside is None or machine.launch is None else machine.launch.graph_us
     return ChunkTimes(multiplied_us, estimate.us - multiplied_us + handed_over_us)

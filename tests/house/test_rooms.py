@@ -31,7 +31,7 @@ FAMILIES = {
     "all_reduce_rms_norm": re.compile(r"all_?reduce_?rms_?norm", re.IGNORECASE),
     "gemm_all_reduce": re.compile(r"gemm_?all_?reduce", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
-    "all_reduce_norm": re.compile(r"all_?reduce_?norm", re.IGNORECASE),
+    "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
 """Each rule, and every name of it and of its operations; last, the kernels of reductions, which two rules run."""
 ROOMS = {

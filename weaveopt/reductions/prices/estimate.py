@@ -54,7 +54,7 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
     return _estimate(machine, _gemm_us(machine, workload), terms)
 
 
-def estimate_all_reduce_norm(
+def estimate_fused(
     machine: Machine,
     workload: Workload,
     fabric: Fabric,
