@@ -77,13 +77,14 @@ class GemmAllReduce:
         call = call_of(chosen, lowered, reduced, placement, sum_used, context)
         weight, layout = _stored(gemm)
         leading = (current(gemm.a), current(weight), layout.value)
-        operands = tuple(current(each) for each in operand_nodes(graph, reduced))  # type: ignore[arg-type]
+        operands = tuple(current(each) for each in operand_nodes(graph, reduced))
         args = (*leading, *operands)
         position = last_of(graph, [each for each in args if isinstance(each, fx.Node)])
         target = torch.ops.weave.gemm_all_reduce_norm.default
         fused = call_after(graph, position, target, (*args, call.encode()), like=reduced.collectives[0])
         splice_results(graph, reduced, None, fused, sum_used)
-        erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
+        views = frozenset() if weight is gemm.b else frozenset({gemm.b})
+        erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes | views)
         return rounding(RULE, reduced, None)
 
 
@@ -110,8 +111,8 @@ def _gemm_refused(facts: ReductionFacts, structure: Reduction) -> tuple[Rejectio
     """Why the site's GEMM cannot be taken in; facts decide, so that sites of one kind agree."""
     partials = structure.reduced.partials
     if facts.num_partials > 1:
-        values = (("num_partials", facts.num_partials),)
-        return (Rejection("several_partials", "all-reduces that meet in one sum have no single GEMM", values),)
+        message = "all-reduces that meet in one sum have no single GEMM"
+        return (Rejection("several_partials", message, (("num_partials", facts.num_partials),)),)
     if facts.gemm_depth == 0:
         source = skip_shapes(partials[0])
         gemm = gemm_at(source)

@@ -76,8 +76,8 @@ class Prepared(NamedTuple):
     """The partial result."""
     residual: Tensor | None
     results: Returned
-    pointers: tuple[int, ...]
-    values: tuple[int, ...]
+    pointers: tuple[int, int, int, int, int]
+    values: tuple[int, int]
     fp32: int
     kept: tuple[Tensor, ...]
 
@@ -213,7 +213,7 @@ class PeerSite:
             residual = self._activation(residual, tokens, "residual")
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
-            return Prepared(rows, residual, results, (), (), 0, ())
+            return Prepared(rows, residual, results, (0, 0, 0, 0, 0), (0, 0), 0, ())
         if self._may_share is None and not torch.cuda.is_current_stream_capturing():
             self._may_share = may_share_rows(self._call, operands)
         if self._may_share is False:
@@ -241,7 +241,9 @@ class PeerSite:
                 values[index - _SCALE] = value.data_ptr()
         if self._static and not values[1]:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
-        return Prepared(rows, residual, results, tuple(pointers), tuple(values), fp32, tuple(kept))
+        reduced_bias, post_weight, post_bias, weight, bias = pointers
+        vectors = (reduced_bias, post_weight, post_bias, weight, bias)
+        return Prepared(rows, residual, results, vectors, (values[0], values[1]), fp32, tuple(kept))
 
     def launch_piece(self, prepared: Prepared, piece: Piece, stream: int) -> None:
         """The kernel of one piece, on the raw `stream` of the current device."""

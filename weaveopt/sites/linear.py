@@ -47,7 +47,7 @@ class Gemm:
             return source
         dims = node.args[1] if node.target is aten.permute.default else node.args[1:3]
         assert isinstance(dims, list | tuple), node.args
-        swaps = [int(dim) % 2 for dim in dims]  # type: ignore[call-overload]
+        swaps = [int(dim) % 2 for dim in dims]
         return source if swaps == [1, 0] or (node.target is aten.transpose.int and swaps == [0, 1]) else None
 
     @property
