@@ -64,11 +64,13 @@ class Chain:
         fabric: Fabric = Fabric.PEER,
         quantizes: bool = False,
         plan: object = None,
+        takes: tuple[fx.Node, ...] = (),
     ) -> fx.Node:
-        """The rows that a site gives. `plan`: what a rule other than this one remembers of it."""
+        """The rows that a site gives. `plan`: what a rule other than this one remembers of it; `takes`: nodes in front
+        of it that its replacement takes in."""
         reduced = self.call(aten.abs.default, partial)
         output = self.call(aten.neg.default, reduced)
-        interior = frozenset([reduced, output])
+        interior = frozenset([reduced, output, *takes])
         norm = Norm(reduced, RMS, None, None, output, (output,), 1e-6) if has_norm else None
         walked = Reduced((reduced,), (), 1.0, (), None, None, (), reduced, norm, frozenset([reduced]))
         site = Site(output.name, KIND, ("0",), "", (reduced.name,))
@@ -95,6 +97,16 @@ def test_rows_that_products_read_before_the_next_site_alias() -> None:
     third = chain.site(chain.mm(second))
     head = chain.mm(third)
     assert chain.aliasing(head) == {first.name, second.name, third.name}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_product_that_a_later_site_takes_in_keeps_them_out(taken: bool) -> None:
+    """That site may write rows while its own product still reads these."""
+    chain = Chain()
+    first = chain.site(chain.mm(chain.x))
+    product = chain.mm(first)
+    chain.site(product, plan="another rule's", takes=(product,) if taken else ())
+    assert chain.aliasing(product) == (set() if taken else {first.name})
 
 
 def test_a_reader_that_may_run_behind_the_next_site_keeps_them_out() -> None:
