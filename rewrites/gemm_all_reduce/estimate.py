@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from weaveopt.cost_model import host_us
 from weaveopt.cost_model.chunks import ChunkTimes, Pipeline, beside_gemm, chunk_counts, divided, one_by_one, pipelined
@@ -117,8 +118,12 @@ def _fastest(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]
 
 
 def _chunk_times(machine: Machine, workload: Workload, exchange: Exchange, rows: int) -> ChunkTimes:
+    return _times(machine, at_tokens(workload, rows), exchange)
+
+
+@lru_cache(maxsize=16384)
+def _times(machine: Machine, chunk: Workload, exchange: Exchange) -> ChunkTimes:
     """The sum, where it is read, is handed out whole: every chunk is divided among ranks by itself."""
-    chunk = at_tokens(workload, rows)
     kernel = exchange.kernel
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
