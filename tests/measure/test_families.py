@@ -26,8 +26,8 @@ from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft, curve_order
 from weaveopt.measure.session import Rows
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 GRID = Grid((1, 64, 1024), (512, 2048), (512, 2048))
 

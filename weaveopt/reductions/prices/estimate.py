@@ -6,14 +6,14 @@ from weaveopt.cost_model.collectives import LIBRARY, all_reduce_steps, all_reduc
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, Transfer
 from weaveopt.records.candidate import Estimate, Fabric, Term
-from weaveopt.rewrites.all_reduce_rms_norm.variants import (
+from weaveopt.reductions.prices.kernels import (
     READS_ANYWHERE,
     exchange_terms,
     variant_for,
 )
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, Transfer
 
 
 def _estimate(machine: Machine, gemm_us: float, terms: list[Term]) -> Estimate:
@@ -54,7 +54,7 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
     return _estimate(machine, _gemm_us(machine, workload), terms)
 
 
-def estimate_all_reduce_norm(
+def estimate_fused(
     machine: Machine,
     workload: Workload,
     fabric: Fabric,

@@ -11,16 +11,16 @@ from functools import cache
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.token_grid import LARGEST_TOKENS, corners_of, grid_of, last_where
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import DTYPE_BYTES
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
-from weaveopt.rewrites.all_reduce_rms_norm.variants import (
+from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.reductions.prices.kernels import (
     KernelVariant,
     exchange_us,
     kernel_variants,
 )
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 
 @cache
@@ -148,8 +148,8 @@ def _one_shot_wins(
     machine: Machine, fabric: Fabric, tokens: int, hidden: int, dtype: str, world: int, hosts: int
 ) -> bool:
     workload = Workload(tokens, tokens, hidden, dtype, world, hosts)
-    one_shot = estimate_all_reduce_norm(machine, workload, fabric, Algorithm.ONE_SHOT)
-    return one_shot.us <= estimate_all_reduce_norm(machine, workload, fabric, Algorithm.TWO_SHOT).us
+    one_shot = estimate_fused(machine, workload, fabric, Algorithm.ONE_SHOT)
+    return one_shot.us <= estimate_fused(machine, workload, fabric, Algorithm.TWO_SHOT).us
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
+from weaveopt.reductions.call import ReductionCall
 
 Tensor = torch.Tensor
 Argument = Tensor | str | None
@@ -56,7 +56,7 @@ class Operands(NamedTuple):
         """The parameters of a row's length, in the order in which native code takes them."""
         return self.reduced_bias, self.post_weight, self.post_bias, self.weight, self.bias
 
-    def replicated(self, call: AllReduceNormCall) -> tuple[tuple[str, Tensor | None], ...]:
+    def replicated(self, call: ReductionCall) -> tuple[tuple[str, Tensor | None], ...]:
         """By name, what must be the same on every rank: each computes its own rows with its own copy."""
         return (
             ("bias", self.reduced_bias),

@@ -8,9 +8,9 @@ import torch
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import tcp as arena
-from weaveopt.ops.all_reduce_norm.buffers import PARTIAL, expect_world, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
-from weaveopt.ops.all_reduce_norm.shm import ShmSite, native_site
+from weaveopt.reductions.buffers import PARTIAL, expect_world, locate
+from weaveopt.reductions.call import ReductionCall
+from weaveopt.reductions.shm import ShmSite, native_site
 
 try:
     from weaveopt import _native
@@ -24,7 +24,7 @@ class TcpSite(ShmSite):
     __slots__ = ()
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> TcpSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> TcpSite:
         """`call`, encoded as `text`, in the arena and over the connections that its group has now.
 
         Raises `ArenaError` if no arena was reserved, the call does not fit it, or the ranks are spread otherwise.

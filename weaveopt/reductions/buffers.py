@@ -19,11 +19,11 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group
 from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
-from weaveopt.ops.all_reduce_norm.call import FEATURES, AllReduceNormCall
-from weaveopt.ops.all_reduce_norm.native import layout_name, out_kind
-from weaveopt.ops.all_reduce_norm.variant import KernelRow
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
+from weaveopt.reductions.call import FEATURES, ReductionCall
+from weaveopt.reductions.native import layout_name, out_kind
+from weaveopt.reductions.variant import KernelRow
 from weaveopt.solver.placement import Request, arena_bytes, place
 
 try:
@@ -89,7 +89,7 @@ def _needs(
     ]
 
 
-def buffers_of_call(call: AllReduceNormCall) -> tuple[Buffer, ...]:
+def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:
     """What the call needs in every rank's arena; nothing where the library runs."""
     if call.fabric not in FEATURES:
         return ()
@@ -97,13 +97,13 @@ def buffers_of_call(call: AllReduceNormCall) -> tuple[Buffer, ...]:
     return buffers_of(call.fabric, rows, call.max_tokens, call.table)
 
 
-def placed_call(call: AllReduceNormCall, placed: Mapping[str, PlacedBuffer]) -> AllReduceNormCall:
+def placed_call(call: ReductionCall, placed: Mapping[str, PlacedBuffer]) -> ReductionCall:
     """`call` with the places that its plan gives its transient buffers, by name."""
     at = {name: b.offset_in_zone for name, b in placed.items() if b.lifetime is not Lifetime.ARENA}
     return replace(call, partial_offset=at.get(PARTIAL, 0), output_offset=at.get(OUTPUT, 0))
 
 
-def memory_plan(group: str, calls: Sequence[AllReduceNormCall]) -> MemoryPlan:
+def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
     """The plan of calls that follow one another in `group`, for use without a graph: transient buffers lie at 0."""
     requests = [
         Request(call.site, buffer, index, index) for index, call in enumerate(calls) for buffer in buffers_of_call(call)
@@ -113,7 +113,7 @@ def memory_plan(group: str, calls: Sequence[AllReduceNormCall]) -> MemoryPlan:
     return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(placed), placed)
 
 
-def locate(call: AllReduceNormCall, layout: Layout) -> dict[str, Range]:
+def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
     """Where in an arena of `layout` the call's buffers lie, by name. Raises `ArenaError` if one does not fit."""
     transient = {PARTIAL: call.partial_offset, OUTPUT: call.output_offset}
     found = {}
@@ -133,7 +133,7 @@ def locate(call: AllReduceNormCall, layout: Layout) -> dict[str, Range]:
     return found
 
 
-def expect_world(call: AllReduceNormCall, group: Group) -> None:
+def expect_world(call: ReductionCall, group: Group) -> None:
     """Raises `ArenaError` if `call` was planned for another number of ranks."""
     if len(group.ranks) != call.world:
         raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")

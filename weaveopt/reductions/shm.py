@@ -11,11 +11,11 @@ import torch
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics.arena import Arena
-from weaveopt.ops.all_reduce_norm.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.native import native_norm
-from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
-from weaveopt.ops.all_reduce_norm.replication import may_share_rows
+from weaveopt.reductions.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.native import native_norm
+from weaveopt.reductions.operands import Gemm, Operands, Results
+from weaveopt.reductions.replication import may_share_rows
 
 try:
     from weaveopt import _native
@@ -28,7 +28,7 @@ _names: dict[int, str] = {}
 """Tag -> site, for messages."""
 
 
-def native_site(call: AllReduceNormCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
+def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
     """The constants of `call`, encoded as `text`, as native code takes them; its buffers lie where `buffers` says."""
     site = _native.AllReduceNormSite()
     # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
@@ -68,7 +68,7 @@ class ShmSite:
         "_sum",
     )  # fmt: skip
 
-    def __init__(self, call: AllReduceNormCall, native: _native.AllReduceNorm, memory: Arena, partials: Range) -> None:
+    def __init__(self, call: ReductionCall, native: _native.AllReduceNorm, memory: Arena, partials: Range) -> None:
         self._hidden = call.hidden
         self._max_tokens = call.max_tokens
         self._may_share: bool | None = None
@@ -86,7 +86,7 @@ class ShmSite:
         )
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.
@@ -102,8 +102,16 @@ class ShmSite:
         memory.at_close(forget)
         return ShmSite(call, native, memory, buffers[PARTIAL])
 
-    def run(self, partial: Tensor | Gemm, operands: Operands) -> tuple[Tensor, Tensor, None] | None:
-        """The op on the rows of `partial`, which as a GEMM is computed into the arena.
+    def may_share(self, operands: Operands) -> bool:
+        """Whether ranks hold the same residual and parameters; compared in the first call, on all ranks."""
+        if self._may_share is None:
+            self._may_share = may_share_rows(self._call, operands)
+        return self._may_share
+
+    def run(
+        self, partial: Tensor | Gemm, operands: Operands, out: Results | None = None
+    ) -> tuple[Tensor, Tensor, None] | None:
+        """The op on the rows of `partial`, which as a GEMM is computed into the arena; results go to `out`, if given.
 
         None: the library does it, as there are more tokens than were planned for, or ranks may not share rows.
         """
@@ -116,9 +124,7 @@ class ShmSite:
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        if self._may_share is None:
-            self._may_share = may_share_rows(self._call, operands)
-        if not self._may_share:
+        if not self.may_share(operands):
             return None
         pointers = [0] * 5
         fp32 = 0
@@ -135,12 +141,7 @@ class ShmSite:
         like = residual if residual is not None else given
         if like is None:
             like = self._partials[0][:tokens]
-        wide = self._normalized_dtype
-        if wide is None:
-            normalized = like.new_empty(0)
-        else:
-            normalized = torch.empty_like(like) if wide is dtype else torch.empty_like(like, dtype=wide)
-        out = torch.empty_like(like) if self._sum else like.new_empty(0)
+        normalized, total = self.results(like) if out is None else out
         native = self._native
         if gemm is None:
             run = native.enter_and_run
@@ -158,13 +159,22 @@ class ShmSite:
             pointers[3],
             pointers[4],
             normalized.data_ptr(),
-            out.data_ptr(),
+            total.data_ptr(),
             fp32,
             factor,
         )
         if code:
             self._fail(code)
-        return normalized, out, None
+        return normalized, total, None
+
+    def results(self, like: Tensor) -> Results:
+        """normalized and sum, not computed yet, of the shape of `like`; empty where one is not wanted."""
+        wide = self._normalized_dtype
+        if wide is None:
+            normalized = like.new_empty(0)
+        else:
+            normalized = torch.empty_like(like) if wide is self._dtype else torch.empty_like(like, dtype=wide)
+        return normalized, torch.empty_like(like) if self._sum else like.new_empty(0)
 
     def _multiply(self, gemm: Gemm, tokens: int) -> None:
         """Takes the group and computes the GEMM into this rank's buffer of the coming epoch."""

@@ -10,9 +10,9 @@ from functools import cache
 from types import MappingProxyType
 
 from weaveopt.errors import WeaveError
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec, Quant
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SumOut(StrEnum):
 
 
 @dataclass(frozen=True)
-class AllReduceNormCall:
+class ReductionCall:
     """One site's constants. `encode()` goes into the graph; equal on all ranks of the group."""
 
     site: str
@@ -117,7 +117,7 @@ def _row(row: dict[str, str | int]) -> KernelRow:
 
 
 @cache
-def decode(text: str) -> AllReduceNormCall:
+def decode(text: str) -> ReductionCall:
     """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
     try:
         record = json.loads(text)
@@ -127,14 +127,14 @@ def decode(text: str) -> AllReduceNormCall:
         record["norm"] = _norm(record["norm"])
         record["quant"] = Quant(record["quant"])
         record["table"] = tuple(_row(row) for row in record["table"])
-        call = AllReduceNormCall(**record)
+        call = ReductionCall(**record)
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded all_reduce_norm call: {text!r}: {error}") from None
     _check(call)
     return call
 
 
-def _check(call: AllReduceNormCall) -> None:
+def _check(call: ReductionCall) -> None:
     """Raises `WeaveError` for what no kernel could run."""
     features = FEATURES.get(call.fabric)
     where = f"site {call.site}"

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.operands import Operands, QuantResults, Results
 from weaveopt.records.norm import NormKind, NormSpec, Quant
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.operands import Operands, QuantResults, Results
 
 Tensor = torch.Tensor
 
@@ -20,12 +20,12 @@ LEAST_AMAX = 1e-12
 """A row of zeros gets a scale too."""
 
 
-def reference(partials: Sequence[Tensor], operands: Operands, call: AllReduceNormCall) -> Results:
+def reference(partials: Sequence[Tensor], operands: Operands, call: ReductionCall) -> Results:
     """What every rank must get from `partials` [..., hidden], one per rank, in plain torch and one process."""
     return reference_quant(partials, operands, call)[:2]
 
 
-def reference_quant(partials: Sequence[Tensor], operands: Operands, call: AllReduceNormCall) -> QuantResults:
+def reference_quant(partials: Sequence[Tensor], operands: Operands, call: ReductionCall) -> QuantResults:
     """The same of `all_reduce_norm_quant`."""
     total = partials[0].float()
     for partial in partials[1:]:
@@ -33,7 +33,7 @@ def reference_quant(partials: Sequence[Tensor], operands: Operands, call: AllRed
     return _finish(total, operands, call)
 
 
-def through_library(partial: Tensor, operands: Operands, call: AllReduceNormCall) -> QuantResults:
+def through_library(partial: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
     """The op with the process group's own all-reduce, which sums in `call.dtype`; `partial` is overwritten."""
     group = topology.process_group(call.group)
     dist.all_reduce(partial, group=group)
@@ -49,13 +49,13 @@ def through_library(partial: Tensor, operands: Operands, call: AllReduceNormCall
     return _finish(partial.float(), operands, call)
 
 
-def row_scale_shape(shape: torch.Size | tuple[int, ...], call: AllReduceNormCall) -> tuple[int, ...]:
+def row_scale_shape(shape: torch.Size | tuple[int, ...], call: ReductionCall) -> tuple[int, ...]:
     """Of the third result, where the others have `shape`: one value a row, or none."""
     per_token = call.quant is Quant.PER_TOKEN and call.norm is not None
     return (*shape[:-1], 1) if per_token else (0,)
 
 
-def _finish(total: Tensor, operands: Operands, call: AllReduceNormCall) -> QuantResults:
+def _finish(total: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
     """Everything after the sum over ranks; `total` is that sum in fp32."""
     dtype = getattr(torch, call.dtype)
     if operands.reduced_bias is not None:
@@ -83,7 +83,7 @@ def _finish(total: Tensor, operands: Operands, call: AllReduceNormCall) -> Quant
     return _fp8(normalized, operands.quant_scale.float(), call), out, no_scale
 
 
-def _fp8(x: Tensor, scale: Tensor, call: AllReduceNormCall) -> Tensor:
+def _fp8(x: Tensor, scale: Tensor, call: ReductionCall) -> Tensor:
     return (x * (1.0 / scale)).clamp(-LARGEST_FP8, LARGEST_FP8).to(getattr(torch, call.out_dtype))
 
 

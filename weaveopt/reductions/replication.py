@@ -6,11 +6,11 @@ import warnings
 
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics.replicated import first_difference
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.operands import Operands
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.operands import Operands
 
 
-def may_share_rows(call: AllReduceNormCall, operands: Operands) -> bool:
+def may_share_rows(call: ReductionCall, operands: Operands) -> bool:
     """Compares residual and parameters once, on all ranks of the group; all get the same answer.
 
     Where they differ the model means it so: the library's all-reduce runs, each rank adds its own, and a warning says
@@ -23,7 +23,7 @@ def may_share_rows(call: AllReduceNormCall, operands: Operands) -> bool:
     if call.residual_sharded or call.sum_out is SumOut.SHARDED:
         raise AgreementError(
             f"{difference}; if it is meant to differ, switch the rule of this site off with "
-            'options={"disable": ["all_reduce_rms_norm"]}'
+            'options={"disable": [...]} (the report names it)'
         )
     warnings.warn(f"{difference}: the site runs through the library's all-reduce", RuntimeWarning, stacklevel=2)
     return False

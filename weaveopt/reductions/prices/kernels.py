@@ -10,7 +10,9 @@ from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_step
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
-from weaveopt.ops.all_reduce_norm.variant import (
+from weaveopt.records.candidate import Fabric, Term
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import (
     ALGORITHMS,
     OP,
     Algorithm,
@@ -18,8 +20,6 @@ from weaveopt.ops.all_reduce_norm.variant import (
     parse_variant,
     variant_name,
 )
-from weaveopt.records.candidate import Fabric, Term
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 
 USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),

@@ -21,14 +21,14 @@ from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.native import kernel_name, native_norm, out_kind
-from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
-from weaveopt.ops.all_reduce_norm.reference import row_scale_shape
-from weaveopt.ops.all_reduce_norm.replication import may_share_rows
-from weaveopt.ops.all_reduce_norm.variant import KernelRow
 from weaveopt.records.norm import Quant
+from weaveopt.reductions.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.native import kernel_name, native_norm, out_kind
+from weaveopt.reductions.operands import Gemm, Operands
+from weaveopt.reductions.reference import row_scale_shape
+from weaveopt.reductions.replication import may_share_rows
+from weaveopt.reductions.variant import KernelRow
 
 try:
     from weaveopt import _native
@@ -69,6 +69,19 @@ class Piece(NamedTuple):
     num_tokens: int
 
 
+class Prepared(NamedTuple):
+    """A call whose kernels are to be launched: its tensors, and its parameters as native code takes them."""
+
+    rows: Tensor
+    """The partial result."""
+    residual: Tensor | None
+    results: Returned
+    pointers: tuple[int, int, int, int, int]
+    values: tuple[int, int]
+    fp32: int
+    kept: tuple[Tensor, ...]
+
+
 class PeerSite:
     """One site, ready to run. Everything that does not change from call to call is an attribute."""
 
@@ -90,9 +103,7 @@ class PeerSite:
         "_where",
     )  # fmt: skip
 
-    def __init__(
-        self, call: AllReduceNormCall, native: _native.GpuAllReduceNorm, memory: PeerArena, where: str
-    ) -> None:
+    def __init__(self, call: ReductionCall, native: _native.GpuAllReduceNorm, memory: PeerArena, where: str) -> None:
         buffers = locate(call, memory.layout)
         self._hidden = call.hidden
         self._launches = tuple(_launch(call, row, memory.device) for row in call.table)
@@ -121,7 +132,7 @@ class PeerSite:
             self._aliased = memory.tensor(buffers[OUTPUT].offset, shape, self._normalized_dtype)
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
         Raises `ArenaError` if the fabric has no arena, none was reserved or the call does not fit it.
@@ -150,9 +161,10 @@ class PeerSite:
                 return None if launch.unsupported else launch
         return None
 
-    def pieces(self, tokens: int) -> tuple[Piece, ...]:
-        """How `tokens` tokens run; none: through the library."""
+    def pieces(self, tokens: int, piece_tokens: int = 0) -> tuple[Piece, ...]:
+        """How `tokens` tokens run, at most `piece_tokens` at a time (0: as fit); none: through the library."""
         most = self._launches[-1].max_tokens
+        most = min(piece_tokens or most, most)
         if tokens > most and not self._call.in_pieces:
             return ()
         found = []
@@ -164,24 +176,44 @@ class PeerSite:
             found.append(Piece(launch, first, count))
         return tuple(found)
 
+    def begin(self, tokens: int, piece_tokens: int = 0) -> tuple[Piece, ...]:
+        """Before every call: its `pieces`. Raises why nothing can run here any more."""
+        self._arena.begin_call()
+        return self.pieces(tokens, piece_tokens)
+
     def run(self, partial: Tensor | Gemm, operands: Operands) -> Returned | None:
         """The op on the rows of `partial`, piece by piece. None: the library does it."""
-        arena = self._arena
-        arena.begin_call()
         tokens = partial.num_tokens if isinstance(partial, Gemm) else partial.numel() // self._hidden
-        pieces = self.pieces(tokens)
+        pieces = self.begin(tokens)
         if not pieces:
             return None
         if isinstance(partial, Gemm):
             rows = self._multiply(partial, pieces, tokens)
         else:
             rows = self._activation(partial, tokens, "partial")
+        prepared = self.prepare(rows, operands, pieces, tokens)
+        if prepared is None or tokens == 0:
+            return None if prepared is None else prepared.results
+        device = torch.cuda._exchange_device(self._index)
+        try:
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            for piece in pieces:
+                self.launch_piece(prepared, piece, stream)
+        finally:
+            torch.cuda._maybe_exchange_device(device)
+        return prepared.results
+
+    def prepare(self, rows: Tensor, operands: Operands, pieces: tuple[Piece, ...], tokens: int) -> Prepared | None:
+        """Everything of a call on `rows` [tokens, hidden] but its launches. None: the library does it.
+
+        The rows need not be there yet: nothing here reads them.
+        """
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
-            return results
+            return Prepared(rows, residual, results, (0, 0, 0, 0, 0), (0, 0), 0, ())
         if self._may_share is None and not torch.cuda.is_current_stream_capturing():
             self._may_share = may_share_rows(self._call, operands)
         if self._may_share is False:
@@ -209,37 +241,34 @@ class PeerSite:
                 values[index - _SCALE] = value.data_ptr()
         if self._static and not values[1]:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
-        normalized, total, row_scale = results
-        device = torch.cuda._exchange_device(self._index)
-        try:
-            for launch, first, count in pieces:
-                code = self._native.run(
-                    count,
-                    launch.kernel,
-                    launch.num_ctas,
-                    torch._C._cuda_getCurrentRawStream(self._index),
-                    _from_row(rows, first, hidden),
-                    self._into_arena(rows, first, count) if launch.in_place else 0,
-                    _from_row(residual, first, hidden),
-                    pointers[0],
-                    pointers[1],
-                    pointers[2],
-                    pointers[3],
-                    pointers[4],
-                    values[0],
-                    values[1],
-                    fp32,
-                    _from_row(normalized, first, hidden),
-                    _from_row(total, first, hidden),
-                    _from_row(row_scale, first, 1),
-                )
-                if code:
-                    break
-        finally:
-            torch.cuda._maybe_exchange_device(device)
+        reduced_bias, post_weight, post_bias, weight, bias = pointers
+        vectors = (reduced_bias, post_weight, post_bias, weight, bias)
+        return Prepared(rows, residual, results, vectors, (values[0], values[1]), fp32, tuple(kept))
+
+    def launch_piece(self, prepared: Prepared, piece: Piece, stream: int) -> None:
+        """The kernel of one piece, on the raw `stream` of the current device."""
+        launch, first, count = piece
+        hidden, rows = self._hidden, prepared.rows
+        normalized, total, row_scale = prepared.results
+        code = self._native.run(
+            count,
+            launch.kernel,
+            launch.num_ctas,
+            stream,
+            _from_row(rows, first, hidden),
+            self._into_arena(rows, first, count) if launch.in_place else 0,
+            _from_row(prepared.residual, first, hidden),
+            *prepared.pointers,
+            *prepared.values,
+            prepared.fp32,
+            _from_row(normalized, first, hidden),
+            _from_row(total, first, hidden),
+            _from_row(row_scale, first, 1),
+        )
         if code:
-            watchdog.fail(arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}")
-        return results
+            watchdog.fail(
+                self._arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}"
+            )
 
     def _results(self, like: Tensor, pieces: tuple[Piece, ...], tokens: int) -> Returned:
         """Of the shape of `like`; empty where a result is not wanted."""
@@ -308,7 +337,7 @@ def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0
 
 
-def _launch(call: AllReduceNormCall, row: KernelRow, device: int) -> Launch:
+def _launch(call: ReductionCall, row: KernelRow, device: int) -> Launch:
     kernel = native_kernel(row)
     dtype = getattr(_native.DType, call.dtype)
     why = _native.unsupported(kernel, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)
@@ -328,7 +357,7 @@ def native_kernel(row: KernelRow) -> _native.GpuKernel:
     return kernel
 
 
-def native_site(call: AllReduceNormCall, tag: int, layout: Layout) -> _native.GpuSite:
+def native_site(call: ReductionCall, tag: int, layout: Layout) -> _native.GpuSite:
     """All of a call that native code asks for, in an arena of `layout`. Raises `ArenaError` if it does not fit.
 
     `tag` is equal on all ranks if they run the same. What the call's kernels do not use has no bytes.
