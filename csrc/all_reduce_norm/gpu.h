@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "all_reduce_norm/rows.h"
+#include "rows/rows.h"
 #include "base/dtype.h"
 #include "fabric/arena.h"
 
