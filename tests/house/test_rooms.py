@@ -27,10 +27,18 @@ LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in room
 
 FAMILIES = {
     "all_reduce_rms_norm": re.compile(r"all_reduce_(rms_)?norm|AllReduce(RMS)?Norm", re.IGNORECASE),
+    "all_gather_gemm": re.compile(r"all_?gather_?gemm", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
+    "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
 }
 """Each rule, and every name of it and of its operations."""
 ROOMS = {
+    "all_gather_gemm": (
+        "rewrites/all_gather_gemm/",
+        "weaveopt/ops/all_gather_gemm/",
+        "weaveopt/measure/cases/all_gather_gemm.py",
+        "csrc/all_gather_gemm/",
+    ),
     "all_reduce_rms_norm": (
         "rewrites/all_reduce_rms_norm/",
         "weaveopt/ops/all_reduce_norm/",
@@ -42,6 +50,12 @@ ROOMS = {
         "weaveopt/ops/library_attention/",
         "weaveopt/ops/masked_attention/",
         "weaveopt/measure/cases/causal_attention/",
+    ),
+    "gemm_reduce_scatter": (
+        "rewrites/gemm_reduce_scatter/",
+        "weaveopt/ops/gemm_reduce_scatter/",
+        "weaveopt/measure/cases/gemm_reduce_scatter.py",
+        "csrc/gemm_reduce_scatter/",
     ),
 }
 REGISTRIES = (

@@ -15,8 +15,8 @@ reduce-scatter runs, summing in `dtype`.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
 count, `ArenaError` where no arena was reserved, `WeaveError` for rows that do not divide by the ranks. After one of the
-first two the group's arena stays unusable. The form follows FlashOverlap's GEMM + reduce-scatter (section 4), without
-its waves: on CPU ranks nothing computes beside the GEMM.
+first two the group's arena stays unusable. The form is the GEMM + reduce-scatter of FlashOverlap (section 2.3.2),
+without its waves: on CPU ranks nothing is sent while the GEMM computes.
 """
 
 from __future__ import annotations

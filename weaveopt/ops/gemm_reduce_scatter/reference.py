@@ -19,7 +19,7 @@ def reference(partials: Sequence[Tensor], outer: int, call: GemmReduceScatterCal
         total = total + partial.float()
     whole = (total * call.scale).to(partials[0].dtype)
     part = part_of(call, whole.shape[0], outer)
-    return [each.reshape(part.shape(call)) for each in _by_rank(whole, outer, call)]
+    return [each.reshape(part.shape(call)).contiguous() for each in _by_rank(whole, outer, call)]
 
 
 def through_library(products: Products, outer: int, call: GemmReduceScatterCall) -> Tensor:

@@ -51,9 +51,9 @@ class ShmSite:
         if tokens > call.max_tokens:
             return None
         if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or not first.is_cpu:
+            found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
             raise WeaveError(
-                f"site {call.site}: the GEMM makes {products.b[0].shape[1]} columns of {first.dtype} on {first.device}, "
-                f"expected {call.hidden} of {rows.dtype} in memory of the host"
+                f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} in the host's memory"
             )
         part = part_of(call, tokens, outer)
         out = first.new_empty(part.shape(call))
