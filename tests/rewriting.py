@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from tests.capturing import context_of
 from weaveopt.fabrics.rows_call import decode
@@ -143,21 +144,19 @@ def check_rewritten(captured: CapturedGraph, world: int, inputs: Sequence[Sequen
     inputs = random_inputs(captured, world) if inputs is None else inputs
     want = evaluated(captured, inputs, world)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def faked(value: Tensor) -> Tensor:
+            return value if hasattr(value, "fake_mode") else mode.from_tensor(value)
+
         for node in captured.graph.nodes:  # of graphs that were made by hand
-            node.meta["val"] = torch.utils._pytree.tree_map_only(
-                Tensor,
-                lambda each: each if hasattr(each, "fake_mode") else mode.from_tensor(each),
-                node.meta.get("val"),
-            )
+            node.meta["val"] = tree_map_only(Tensor, faked, node.meta.get("val"))
     done = rewrite_all(captured, world)
-    for rank, (own, expected) in enumerate(zip(evaluated(captured, inputs, world), want, strict=True)):
+    for own, expected in zip(evaluated(captured, inputs, world), want, strict=True):
         for one, two in zip(own, expected, strict=True):
             if isinstance(two, Tensor):
                 assert isinstance(one, Tensor) and one.shape == two.shape and one.dtype == two.dtype
                 # Values travel and are added in bf16; sizes of the largest value, since sums cancel.
                 scale = float(two.float().abs().max()) if two.numel() else 0.0
                 tolerance = 0.03 if two.dtype != torch.float32 else 1e-4
-                torch.testing.assert_close(
-                    one.float(), two.float(), rtol=0, atol=tolerance * scale, msg=lambda text: f"rank {rank}: {text}"
-                )
+                torch.testing.assert_close(one.float(), two.float(), rtol=0, atol=tolerance * scale)
     return done

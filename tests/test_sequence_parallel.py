@@ -1,4 +1,4 @@
-"""Sequence-parallel models on spawned ranks: forward and backward under the backend equal eager, and the report says."""
+"""Sequence-parallel models on spawned ranks: forward and backward equal eager, and the report names the choices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import weaveopt
 from tests.executing import executing
 from tests.ranks import run_ranks
 from weaveopt.config import Config
 from weaveopt.records.report import GraphReport
 
-HIDDEN, INNER, HEAD = 48, 96, 8
+NUM_LAYERS, HIDDEN, INNER, HEAD = 1, 48, 96, 8
 FORCED = Config(force=("gemm_reduce_scatter", "all_gather_gemm"), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """Of a tensor's norm; twice as good as two bytes are, since roundings fall elsewhere."""
@@ -47,10 +48,10 @@ class Layer(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(rows)) * self.up(rows))  # type: ignore[no-any-return]
 
 
-def parallel(mesh: DeviceMesh, dim: int, bias: bool, dtype: torch.dtype, layers: int) -> nn.Module:
+def parallel(mesh: DeviceMesh, dim: int, bias: bool, dtype: torch.dtype) -> nn.Module:
     """Activations are shards along `dim` between layers: of [batch, length, hidden], or of [length, hidden]."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(bias) for _ in range(layers))).to(dtype)
+    model = nn.Sequential(*(Layer(bias) for _ in range(NUM_LAYERS))).to(dtype)
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
@@ -101,14 +102,13 @@ def shard_of(dim: int, rows: int, batch: int, dtype: torch.dtype) -> Tensor:
 def run_training(rank: int, dtype: torch.dtype) -> list[tuple[str, str, str, str]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
-    for dim, bias, rows, batch in ((1, False, 5, 3), (0, True, 8, 1), (1, True, 4, 1)):
+    forms = ((1, False, 5, 3), (0, True, 8, 1), (1, True, 4, 1))
+    for dim, bias, rows, batch in forms if dtype is torch.float32 else forms[:1]:
         shard = shard_of(dim, rows, batch, dtype)
-        want = gradients(parallel(mesh, dim, bias, dtype, layers=2), shard)
+        want = gradients(parallel(mesh, dim, bias, dtype), shard)
         reports: list[GraphReport] = []
         torch._dynamo.reset()
-        model = torch.compile(
-            parallel(mesh, dim, bias, dtype, layers=2), backend=executing(FORCED, reports), dynamic=False
-        )
+        model = torch.compile(parallel(mesh, dim, bias, dtype), backend=executing(FORCED, reports), dynamic=False)
         for _ in range(2):
             model.zero_grad()
             close(gradients(model, shard), want, f"dim {dim}, bias {bias}, {rows} rows")
@@ -116,7 +116,7 @@ def run_training(rank: int, dtype: torch.dtype) -> list[tuple[str, str, str, str
     return found
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (2, torch.float16)])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
 def test_training_equals_eager(world: int, dtype: torch.dtype) -> None:
     outcomes = run_ranks(run_training, world, dtype, timeout_s=300)
     assert all(each == outcomes[0] for each in outcomes)
@@ -124,3 +124,22 @@ def test_training_equals_eager(world: int, dtype: torch.dtype) -> None:
     for phase, kind, choice, fabric in outcomes[0]:
         assert kind not in ours or (choice, fabric) == (ours[kind], "shm"), (phase, kind, choice)
     assert {(phase, kind) for phase, kind, *_ in outcomes[0]} >= {(p, k) for p in ("forward", "backward") for k in ours}
+
+
+def run_inductor(rank: int) -> tuple[float, str]:
+    """Through Inductor, with the choices of the profile; the exchanged rows are few, where Gloo is slowest."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard = shard_of(1, 4, 2, torch.float32)
+    want = gradients(parallel(mesh, 1, False, torch.float32), shard)
+    model = torch.compile(parallel(mesh, 1, False, torch.float32), backend="weave", options={"strict": True})
+    close(gradients(model, shard), want, "compiled by Inductor")
+    report = weaveopt.report(model)
+    taken = [decision for graph in report.graphs for decision in graph.decisions if decision.rewritten]
+    assert {decision.site.kind for decision in taken} == {"all_gather", "reduce_scatter"}
+    return sum(decision.baseline.us for decision in taken if decision.baseline), str(report)
+
+
+def test_through_inductor() -> None:
+    first, second = run_ranks(run_inductor, 2, timeout_s=300)
+    assert first[0] == second[0] > 0
+    assert "gemm_reduce_scatter" in first[1] and "all_gather_gemm" in first[1]

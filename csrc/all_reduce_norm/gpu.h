@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "rows/rows.h"
 #include "base/dtype.h"
 #include "fabric/arena.h"
+#include "rows/rows.h"
 
 namespace weave::gpu {
 

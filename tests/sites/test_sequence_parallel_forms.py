@@ -38,7 +38,7 @@ def group() -> Iterator[None]:
 
 
 def sites(fn: object, *inputs: Tensor, runs: bool = True) -> list[FoundSite]:
-    """Of the only graph; what they say they compute is computed again, on simulated ranks, and by the rewritten graph."""
+    """Of the only graph; what they say they compute is computed again on simulated ranks, rewritten too."""
     [graph] = captured(fn, *inputs)  # type: ignore[arg-type]
     found = sites_in(graph, WORLD)
     if runs:

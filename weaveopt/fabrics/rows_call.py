@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Generic, TypeVar
 
 from weaveopt.errors import WeaveError
@@ -51,9 +50,20 @@ class RowsCall:
 C = TypeVar("C", bound=RowsCall)
 
 
-@cache
+_decoded: dict[tuple[str, str], RowsCall] = {}
+"""By the name of the kind and the text: every call of a site has the same."""
+
+
 def decode(kind: type[C], text: str) -> C:
     """The call of `kind` that `encode()` made `text` from. Raises `WeaveError` if it is none."""
+    found = _decoded.get((kind.__name__, text))
+    if found is None:
+        found = _decoded[kind.__name__, text] = _decode(kind, text)
+    assert isinstance(found, kind), f"{found} is no {kind}"
+    return found
+
+
+def _decode(kind: type[C], text: str) -> C:
     try:
         record = json.loads(text)
         record["fabric"] = Fabric(record["fabric"])

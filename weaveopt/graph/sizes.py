@@ -33,7 +33,8 @@ def find_size(size: Size | torch.SymInt, sources: Iterable[fx.Node]) -> int | Si
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and value.node.expr == wanted:
             return SizeAt(node)
-        for dim, each in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+        shape: list[int | torch.SymInt] = list(value.shape) if isinstance(value, torch.Tensor) else []
+        for dim, each in enumerate(shape):
             if isinstance(each, torch.SymInt) and each.node.expr == wanted:
                 return SizeAt(node, dim)
     return None
