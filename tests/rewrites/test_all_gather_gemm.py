@@ -165,4 +165,5 @@ def test_rows_that_are_no_number(graphs: list[fx.Graph]) -> None:
     [decision] = report.decisions
     assert decision.chosen.choice == RULE, decision.alternatives
     assert report.tokens == 48 and decision.site.tokens.most > 48
+    assert report.regime is not None and report.regime.min_tokens <= 48
     assert len(calls(graphs[0])) == 1

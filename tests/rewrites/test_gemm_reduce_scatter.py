@@ -160,4 +160,5 @@ def test_rows_that_are_no_number(graphs: list[fx.Graph]) -> None:
     [decision] = report.decisions
     assert decision.chosen.choice == RULE, decision.alternatives
     assert report.tokens == 48 and decision.site.tokens.most > 48
+    assert report.regime is not None and report.regime.min_tokens <= 48
     assert sum(node.target is OP for node in graphs[0].nodes) == 1
