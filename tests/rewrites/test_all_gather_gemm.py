@@ -167,3 +167,23 @@ def test_rows_that_are_no_number(graphs: list[fx.Graph]) -> None:
     assert report.tokens == 48 and decision.site.tokens.most > 48
     assert report.regime is not None and report.regime.min_tokens <= 48
     assert len(calls(graphs[0])) == 1
+
+
+def test_sites_of_equal_facts_may_allow_different_rewrites(graphs: list[fx.Graph]) -> None:
+    """The rows are read in the GEMM's order at one, in the ranks' order at the other one."""
+
+    def fn(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for shard, in_order in ((x, True), (y, False)):
+            whole = torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_gather_into_tensor(shard, 2, dist.group.WORLD.group_name)
+            )
+            sequences = torch.cat(whole.chunk(2), dim=1)
+            found += [sequences @ w, (sequences if in_order else whole).amax(-1)]
+        return tuple(found)
+
+    report = reported(fn, rows(4, 4, 32), rows(4, 4, 32), rows(32, 8))
+    first, second = report.decisions
+    assert first.site.facts == second.site.facts
+    assert [first.chosen.choice, second.chosen.choice] == [RULE, LEAVE] and len(calls(graphs[0])) == 1
+    assert [reason.code for each in second.alternatives for reason in each.rejections] == ["order_not_supported"]
