@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 
-from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
+from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics.arena import Arena
+from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.reductions.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.native import native_norm
@@ -24,15 +24,11 @@ except ImportError:  # built without it: arena.of() says so before anything here
 
 Tensor = torch.Tensor
 
-_names: dict[int, str] = {}
-"""Tag -> site, for messages."""
-
 
 def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
     """The constants of `call`, encoded as `text`, as native code takes them; its buffers lie where `buffers` says."""
     site = _native.AllReduceNormSite()
-    # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
-    site.tag = zlib.crc32(text.encode())
+    site.tag = tag_of(call.site, text)
     site.hidden = call.hidden
     site.dtype = getattr(_native.DType, call.dtype)
     site.out_dtype = getattr(_native.DType, call.out_dtype)
@@ -47,7 +43,6 @@ def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) ->
     site.norm = native_norm(call.norm)
     site.sum_out = getattr(_native.SumOut, call.sum_out.value)
     site.timeout_s = call.timeout_s
-    _names[site.tag] = call.site
     return site
 
 
@@ -63,12 +58,16 @@ class ShmSite:
         "_may_share",
         "_native",
         "_normalized_dtype",
+        "_op",
         "_partials",
         "_scale",
         "_sum",
     )  # fmt: skip
 
-    def __init__(self, call: ReductionCall, native: _native.AllReduceNorm, memory: Arena, partials: Range) -> None:
+    def __init__(
+        self, call: ReductionCall, op: str, native: _native.AllReduceNorm, memory: Arena, partials: Range
+    ) -> None:
+        self._op = op
         self._hidden = call.hidden
         self._max_tokens = call.max_tokens
         self._may_share: bool | None = None
@@ -100,7 +99,7 @@ class ShmSite:
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
         memory.at_close(forget)
-        return ShmSite(call, native, memory, buffers[PARTIAL])
+        return ShmSite(call, op, native, memory, buffers[PARTIAL])
 
     def may_share(self, operands: Operands) -> bool:
         """Whether ranks hold the same residual and parameters; compared in the first call, on all ranks."""
@@ -206,36 +205,5 @@ class ShmSite:
 
     def _fail(self, code: int) -> NoReturn:
         """Raises what `code`, or the first failure of the arena, stands for."""
-        call, ranks, group = self._call, self._arena.group.ranks, self._arena.group
-        where = f"weave::all_reduce_norm at site {call.site}, group {call.group!r}, rank {ranks[group.rank]}"
-        codes = _native.Code
-        if code == int(codes.BUSY):
-            raise WeaveError(f"{where}: another thread runs an operation of the same group; run them one by one")
-        if code == int(codes.FORKED):
-            raise WeaveError(
-                f"{where}: this process was forked from the one that is that rank: run the model there, or start "
-                "processes that run it by spawn"
-            )
-        status = self._native.status
-        peer = ranks[status.peer]
-        expected = f"slot {status.slot}, expected epoch {status.expected}, seen {status.seen}"
-        if status.code == codes.SITE_MISMATCH:
-            error: WeaveError = AgreementError(
-                f"{where}: runs {_describe(status.own_tag)}, but rank {peer} runs {_describe(status.peer_tag)} "
-                f"({expected}): ranks of a group must make the same calls in the same order"
-            )
-        else:
-            why = {
-                codes.TIMEOUT: f"did not signal within {call.timeout_s:g} s",
-                codes.PEER_EXITED: "exited",
-                codes.PEER_FAILED: "gave up waiting itself",
-            }[status.code]
-            error = PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected})")
-        if code == int(codes.POISONED):
-            error = type(error)(f"{where}: the arena is unusable since an earlier call failed. {error}")
-        raise error
-
-
-def _describe(tag: int) -> str:
-    site, tokens = tag >> 32, tag & 0xFFFFFFFF
-    return f"site {_names.get(site, f'unknown here (tag {site:08x})')} with {tokens} tokens"
+        caller = Caller(self._op, self._call.site, self._arena.group, self._call.timeout_s)
+        raise failure(caller, code, self._native.status)

@@ -44,4 +44,4 @@ class TcpSite(ShmSite):
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
         memory.at_close(forget)
-        return TcpSite(call, native, memory, buffers[PARTIAL])
+        return TcpSite(call, op, native, memory, buffers[PARTIAL])

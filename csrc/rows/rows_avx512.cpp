@@ -1,4 +1,4 @@
-#include "all_reduce_norm/rows.h"
+#include "rows/rows.h"
 
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
@@ -9,5 +9,5 @@
 #define WEAVE_ISA "avx512"
 #define WEAVE_LANES 16
 #define WEAVE_ROWS kRowsAvx512
-#include "all_reduce_norm/rows_body.h"
+#include "rows/rows_body.h"
 #endif

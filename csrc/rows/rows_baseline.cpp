@@ -1,9 +1,9 @@
-#include "all_reduce_norm/rows.h"
+#include "rows/rows.h"
 
 #define WEAVE_ISA "baseline"
 #define WEAVE_LANES 4
 #define WEAVE_ROWS kRowsBaseline
-#include "all_reduce_norm/rows_body.h"
+#include "rows/rows_body.h"
 
 namespace weave {
 

@@ -1,4 +1,4 @@
-// The arithmetic of all_reduce_norm on token rows, without any synchronization: sum over ranks, bias, scale, norm,
+// The arithmetic of reductions on token rows, without any synchronization: sum over ranks, bias, scale, norm,
 // residual, rounding, norm. Compiled once per instruction set; choose_rows() picks at run time.
 #pragma once
 

@@ -1,4 +1,4 @@
-#include "all_reduce_norm/rows.h"
+#include "rows/rows.h"
 
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
@@ -7,5 +7,5 @@
 #define WEAVE_ISA "avx2"
 #define WEAVE_LANES 8
 #define WEAVE_ROWS kRowsAvx2
-#include "all_reduce_norm/rows_body.h"
+#include "rows/rows_body.h"
 #endif
