@@ -27,9 +27,9 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-# The kernels of all sources but HOPPER_SOURCE need no feature of one chip alone, so a GPU runs what was compiled for the
-# first of its major version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the PTX
-# of the last.
+# The kernels of all sources but HOPPER_SOURCE need no feature of one chip alone, so a GPU runs what was compiled for
+# the first of its major version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the
+# PTX of the last.
 ALL_ARCHS = ("80", "90", "100")
 # Sources of kernels that need Hopper's own instructions (wgmma, setmaxnreg), which no other chip has.
 HOPPER_SOURCE = ".sm90a.cu"

@@ -31,14 +31,14 @@ from benchmarks import record
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt import cost_model
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
-from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
-from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.table import one_shot_max_tokens
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
 
 HIDDEN = 4096
 DTYPE = torch.bfloat16
@@ -75,7 +75,7 @@ def variants(world: int, rank: int, tokens: int) -> dict[str, Callable[[], objec
     partial = torch.randn(tokens, HIDDEN, generator=random).to(DTYPE)
     residual = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(99)).to(DTYPE)
     weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(7)).to(DTYPE)
-    one_shot = AllReduceNormCall(
+    one_shot = ReductionCall(
         site=f"benchmark.{tokens}", group=GROUP, fabric=Fabric.SHM, world=world, hidden=HIDDEN, dtype="bfloat16",
         out_dtype="bfloat16", max_tokens=tokens, one_shot_max_tokens=tokens, post=None,
         norm=NormSpec(NormKind.RMS, EPS, cast_before_weight=True), timeout_s=TIMEOUT_S,
@@ -144,7 +144,7 @@ def measure(world: int, quick: bool) -> list[record.Row]:
         workload = Workload(first.tokens, first.tokens, HIDDEN, "bfloat16", world)
         threshold = one_shot_max_tokens(machine, Fabric.SHM, HIDDEN, "bfloat16", world)
         chosen = Algorithm.ONE_SHOT if first.tokens <= threshold else Algorithm.TWO_SHOT
-        predicted = estimate_all_reduce_norm(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
+        predicted = estimate_fused(machine, workload, Fabric.SHM, chosen, sum_sharded=False)
         rows.append(
             record.row(
                 case={"ranks": world, "tokens": first.tokens, "hidden": HIDDEN, "dtype": "bfloat16"},

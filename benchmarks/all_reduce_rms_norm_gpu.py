@@ -39,11 +39,11 @@ from weaveopt import cost_model
 from weaveopt.cost_model.kernels import norm_us
 from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
-from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload, with_norm_apart
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.table import lowerings
+from weaveopt.reductions.prices.workload import Workload, with_norm_apart
+from weaveopt.reductions.variant import Algorithm, KernelRow
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 SUMS = "all_reduce_sum"
@@ -110,7 +110,7 @@ class Bench:
 
         import weaveopt.ops  # noqa: F401
         from weaveopt.fabrics import peer, topology
-        from weaveopt.ops.all_reduce_norm.buffers import memory_plan
+        from weaveopt.reductions.buffers import memory_plan
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
         jobs = {suite: self.jobs(suite) for suite in self.asked.suites}
@@ -167,7 +167,7 @@ class Bench:
         if variant.form.hands_out_sum_alone:
             workload = with_norm_apart(workload)
         lowering, sharded = variant.row, variant.form is Form.SHARDED
-        estimate = estimate_all_reduce_norm(
+        estimate = estimate_fused(
             self.machine, workload, Fabric.PEER, lowering.algorithm, sharded, lowering.transfer, lowering.num_ctas
         )
         norm = variant.form is Form.NORM_APART

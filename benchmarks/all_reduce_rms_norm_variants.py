@@ -20,8 +20,8 @@ from tests.tolerances import LIBRARY, assert_close
 from weaveopt.measure.cases.all_reduce_norm import calls, peer
 from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
 from weaveopt.measure.cases.memory import add_norm
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ class Variant:
             words.append(self.form.value)
         return " ".join(words)
 
-    def call(self, case: Case, place: Place) -> AllReduceNormCall:
+    def call(self, case: Case, place: Place) -> ReductionCall:
         site = f"benchmark.{case.hidden}.{case.tokens}.{self.name}"
         sharded = self.form is Form.SHARDED
         call = calls.peer_call(site, place.group, place.world, self._fused(case), sharded)

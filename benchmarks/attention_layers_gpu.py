@@ -114,7 +114,7 @@ def run_case(
     torch._dynamo.reset()
     workload = Workload(model, case, place.device, CACHE_POSITIONS, FILLED_POSITIONS, asked.positions)
     given = {"machine": asked.profile} if asked.profile else {}
-    disabled = {WEAVE: [], WITHOUT: ["causal_attention"], ALONE: ["all_reduce_rms_norm"]}
+    disabled = {WEAVE: [], WITHOUT: ["causal_attention"], ALONE: ["all_reduce_rms_norm", "gemm_all_reduce"]}
     ways = {
         each: compile_fx
         if each == INDUCTOR

@@ -32,10 +32,10 @@ def rank_main(sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
-    from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-    from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
     from weaveopt.records.candidate import Fabric
     from weaveopt.records.norm import NormKind, NormSpec
+    from weaveopt.reductions.buffers import memory_plan
+    from weaveopt.reductions.call import ReductionCall
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -50,7 +50,7 @@ def rank_main(sizes: list[int]) -> None:
 
     compiled = torch.compile(add_norm, dynamic=True)
     calls = {
-        name: AllReduceNormCall(
+        name: ReductionCall(
             site=name, group="0", fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN, dtype="bfloat16",
             out_dtype="bfloat16", max_tokens=max(sizes), one_shot_max_tokens=max(sizes) if name == "one_shot" else 0,
             post=None, norm=NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True), timeout_s=60.0,
@@ -68,9 +68,7 @@ def rank_main(sizes: list[int]) -> None:
                 dist.all_reduce(copy)
                 compiled(copy, residual)
 
-            def ours(
-                call: AllReduceNormCall, partial: torch.Tensor = partial, residual: torch.Tensor = residual
-            ) -> None:
+            def ours(call: ReductionCall, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
                 torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call.encode())
 
             ways: dict[str, Callable[[], None]] = {"gloo": gloo}

@@ -18,9 +18,9 @@ from weaveopt.measure.cases.all_reduce_norm.calls import Fused
 from weaveopt.measure.cases.attention import AttentionCase
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, barrier, slowest
 from weaveopt.measure.ranks import Ranks, subgroup
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import LEAVE, Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
+from weaveopt.reductions.prices.kernels import kernel_variants
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 
 @dataclass(frozen=True)

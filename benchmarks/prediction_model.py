@@ -10,12 +10,12 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Gemm, Machine
 from weaveopt.inductor.calls import COLLECTIVE, MEMORY, CollectiveCall
 from weaveopt.inductor.kernels import Surroundings, Traffic
-from weaveopt.ops.all_reduce_norm.variant import KernelRow, parse_variant, variant_name
 from weaveopt.records.candidate import LEAVE, Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
-from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings
-from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.kernels import kernel_variants
+from weaveopt.reductions.prices.table import lowerings
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import KernelRow, parse_variant, variant_name
 
 ITEM_BYTES = 2
 HEAD = 128
@@ -78,7 +78,7 @@ def predicted_us(machine: Machine, case: Case) -> float | None:
     workload, kernel = workload_of(case), kernel_of(str(case["kernel"]))
     if not is_candidate(machine, workload, kernel):
         return None
-    return estimate_all_reduce_norm(
+    return estimate_fused(
         machine, workload, fabric_of(machine), kernel.algorithm, True, kernel.transfer, kernel.num_ctas
     ).us
 
@@ -105,9 +105,7 @@ def chosen(machine: Machine, case: Case) -> str:
     kernel = next((kernel for kernel in rows if workload.tokens <= kernel.max_tokens), None)
     if kernel is None:
         return LEAVE
-    fused = estimate_all_reduce_norm(
-        machine, workload, fabric, kernel.algorithm, True, kernel.transfer, kernel.num_ctas
-    )
+    fused = estimate_fused(machine, workload, fabric, kernel.algorithm, True, kernel.transfer, kernel.num_ctas)
     saving_us = left_us(machine, workload) - fused.us
     return name_of(kernel) if saving_us > fused.error_us else LEAVE
 

@@ -128,7 +128,19 @@ def collective_us(machine: Machine, op: str, num_bytes: float, world: int, hosts
         link = costs.link if hosts == 1 else machine.inter_host
         cost = all_gather(world).cost(num_bytes, link)
         return (machine.memory.floor_us + cost.us) * machine.oversubscription(world, hosts)
-    floor_us, rest_us = curve.points[0].us, interpolate_us(curve.points, num_bytes) - curve.points[0].us
-    here, there = all_gather(world), all_gather(curve.world)
-    slowdown = machine.oversubscription(world, 1) / machine.oversubscription(curve.world, 1)
-    return slowdown * (floor_us * here.num_steps / there.num_steps + rest_us * here.traffic / there.traffic)
+    return sum(curve_parts_us(machine, curve, num_bytes, world, all_gather))
+
+
+def measured_parts_us(
+    machine: Machine, fabric: Fabric, op: str, num_bytes: float, world: int
+) -> tuple[float, float] | None:
+    """(latency, rest) of `reduce_scatter` or `all_gather` of `num_bytes` by a fabric's own kernel, within one host.
+
+    `num_bytes` of the larger side. None where the profile has no curve of it: what nobody measured is not estimated.
+    """
+    if fabric not in {costs.fabric for costs in machine.fabric_costs}:
+        return None
+    curve = nearest_curve(fabric_costs(machine, fabric).curves_of(op), world)
+    if curve is None:
+        return None
+    return curve_parts_us(machine, curve, num_bytes, world, all_gather) if num_bytes > 0 else (curve.points[0].us, 0.0)

@@ -15,7 +15,7 @@ from functools import cache
 from math import exp, floor, log
 
 from weaveopt.cost_model.curve import interpolate_rate
-from weaveopt.cost_model.machine import GemmCosts, Machine, Samples
+from weaveopt.cost_model.machine import GemmCosts, Machine, Samples, Tile
 from weaveopt.records.site import DTYPE_BYTES
 
 # Where a profile has no row for a dtype: the row that stands in, and how many times slower that dtype runs.
@@ -44,11 +44,39 @@ def gemm_us(machine: Machine, gemm: Gemm | None, dtype: str) -> float:
     """`a[m, k] @ b[k, n]` on one rank, in microseconds; 0 without a GEMM or with an empty one."""
     if gemm is None or min(gemm.m, gemm.k, gemm.n) == 0:
         return 0.0
+    costs, slowdown = _costs_of(machine, dtype)
+    return _us(costs, gemm.m, gemm.n, gemm.k) * slowdown
+
+
+def _costs_of(machine: Machine, dtype: str) -> tuple[GemmCosts, float]:
+    """The profile's row for a dtype, or the one that stands in; and how many times slower that dtype runs."""
     by_dtype = {costs.dtype: costs for costs in machine.gemms}
     slowdown = 1.0
     if dtype not in by_dtype:
         dtype, slowdown = _STAND_INS.get(dtype, ("float32", 1.0))
-    return _us(by_dtype[dtype], gemm.m, gemm.n, gemm.k) * slowdown
+    return by_dtype[dtype], slowdown
+
+
+@dataclass(frozen=True)
+class Waves:
+    """How a GEMM's tiles run."""
+
+    num_waves: int
+    tile_m: int
+    """Rows of a tile."""
+
+
+def waves_of(machine: Machine, gemm: Gemm, dtype: str) -> Waves | None:
+    """Waves of the tile shape that is predicted fastest, its K-loop unsplit; None where the machine has no tiles."""
+    costs, _ = _costs_of(machine, dtype)
+    if not costs.tiles:
+        return None
+
+    def us(tile: Tile) -> float:
+        return _tiles_us(costs, tile, gemm.m, gemm.n, gemm.k, 1)
+
+    tile = min(costs.tiles, key=us)
+    return Waves(num_waves(num_waves(gemm.m, tile.m) * num_waves(gemm.n, tile.n), costs.units), tile.m)
 
 
 @cache
@@ -76,13 +104,15 @@ def _splits(costs: GemmCosts) -> tuple[int, ...]:
 
 def _split_us(costs: GemmCosts, m: int, n: int, k: int, split: int) -> float:
     """The fastest tile shape (a library keeps the fastest) with the K-loop shared by `split` CTAs."""
-    best = float("inf")
-    for tile in costs.tiles:
-        num_tiles = num_waves(m, tile.m) * num_waves(n, tile.n) * split
-        wave_us = 2.0 * tile.m * tile.n * costs.units * (k / split) / tile.flops_per_s * 1e6 + costs.fill_us
-        best = min(best, _waves(num_tiles / costs.units, costs.last_wave) * wave_us)
+    best = min(_tiles_us(costs, tile, m, n, k, split) for tile in costs.tiles)
     meeting_us = 0.0 if split == 1 else costs.fill_us + 8.0 * m * n * split / costs.bytes_per_s * 1e6
     return best + meeting_us
+
+
+def _tiles_us(costs: GemmCosts, tile: Tile, m: int, n: int, k: int, split: int) -> float:
+    num_tiles = num_waves(m, tile.m) * num_waves(n, tile.n) * split
+    wave_us = 2.0 * tile.m * tile.n * costs.units * (k / split) / tile.flops_per_s * 1e6 + costs.fill_us
+    return _waves(num_tiles / costs.units, costs.last_wave) * wave_us
 
 
 def _waves(full: float, last_wave: float) -> float:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from weaveopt.rewrites.all_gather_gemm import AllGatherGemm
 from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
 from weaveopt.rewrites.causal_attention import CausalAttention
+from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
+from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
-SITE_RULES: tuple[SiteRule, ...] = (AllReduceRMSNorm(), CausalAttention())
+SITE_RULES: tuple[SiteRule, ...] = (
+    AllReduceRMSNorm(),
+    GemmAllReduce(),
+    CausalAttention(),
+    GemmReduceScatter(),
+    AllGatherGemm(),
+)
 GRAPH_RULES: tuple[GraphRule, ...] = ()
 RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)
 

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut, decode
-from weaveopt.ops.all_reduce_norm.variant import KernelRow
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
+from weaveopt.reductions.buffers import RowFormat, buffers_of
+from weaveopt.reductions.call import ReductionCall, SumOut, decode
+from weaveopt.reductions.variant import KernelRow
 
 
 def targets(graph: fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-def calls(graph: fx.Graph) -> list[AllReduceNormCall]:
+def calls(graph: fx.Graph) -> list[ReductionCall]:
     return [decode(str(node.args[-1])) for node in graph.nodes if "weave." in str(node.target)]
 
 

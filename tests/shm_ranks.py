@@ -10,19 +10,19 @@ import weaveopt.ops  # noqa: F401
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
-from weaveopt.ops.all_reduce_norm.operands import Operands
-from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall
+from weaveopt.reductions.operands import Operands
+from weaveopt.reductions.reference import reference
 
 HIDDEN = 64
 MAX_TOKENS = 16
 
 
-def make_call(site: str, group: str, world: int, one_shot: bool = True, timeout_s: float = 30.0) -> AllReduceNormCall:
-    return AllReduceNormCall(
+def make_call(site: str, group: str, world: int, one_shot: bool = True, timeout_s: float = 30.0) -> ReductionCall:
+    return ReductionCall(
         site=site, group=group, fabric=Fabric.SHM, world=world, hidden=HIDDEN, dtype="float32", out_dtype="float32",
         max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if one_shot else 0, post=None,
         norm=NormSpec(NormKind.RMS, 1e-5), timeout_s=timeout_s,
@@ -33,14 +33,14 @@ def partial_of(rank: int, step: int = 0, tokens: int = 5) -> torch.Tensor:
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def run_op(call: AllReduceNormCall, partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run_op(call: ReductionCall, partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     normalized, total = torch.ops.weave.all_reduce_norm(
         partial, None, None, None, None, None, None, None, call.encode()
     )  # fmt: skip
     return normalized, total
 
 
-def check(call: AllReduceNormCall, ranks: tuple[int, ...], rank: int, step: int = 0) -> None:
+def check(call: ReductionCall, ranks: tuple[int, ...], rank: int, step: int = 0) -> None:
     want = reference([partial_of(r, step) for r in ranks], Operands(), call)
     for got, expected in zip(run_op(call, partial_of(rank, step)), want, strict=True):
         assert_close(got, expected, KERNEL, f"{call.site}, group {ranks}, step {step}")

@@ -12,12 +12,12 @@ import weaveopt.ops  # noqa: F401
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import tcp, topology
 from weaveopt.fabrics.tcp import TcpArena
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.operands import Operands
-from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.operands import Operands
+from weaveopt.reductions.reference import reference
 
 HIDDEN = 64
 MAX_TOKENS = 40
@@ -29,10 +29,8 @@ def become_host(rank: int, world: int, hosts: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
 
 
-def make_call(
-    world: int, hosts: int, one_shot: bool, dtype: str = "float32", timeout_s: float = 30.0
-) -> AllReduceNormCall:
-    return AllReduceNormCall(
+def make_call(world: int, hosts: int, one_shot: bool, dtype: str = "float32", timeout_s: float = 30.0) -> ReductionCall:
+    return ReductionCall(
         site=f"site {one_shot} {dtype}", group="0", fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN,
         dtype=dtype, out_dtype=dtype, max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if one_shot else 0,
         post=None, norm=NormSpec(NormKind.RMS, 1e-5), timeout_s=timeout_s,

@@ -17,11 +17,11 @@ from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
 from weaveopt.measure.cases import gemm, memory
 from weaveopt.measure.cases.all_reduce_norm import peer, shm
-from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, buffers_of_call
-from weaveopt.ops.all_reduce_norm.call import decode
-from weaveopt.ops.all_reduce_norm.operands import Operands
-from weaveopt.ops.all_reduce_norm.reference import reference
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
+from weaveopt.reductions.buffers import MAILBOXES, buffers_of_call
+from weaveopt.reductions.call import decode
+from weaveopt.reductions.operands import Operands
+from weaveopt.reductions.reference import reference
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 PLACE = Place(0, 4, torch.device("cpu"))
 

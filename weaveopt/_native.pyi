@@ -78,6 +78,16 @@ class Group:
     @property
     def status(self) -> Status: ...
 
+class RowsSite:
+    """A site whose calls synchronize once: every rank puts rows into its partial buffer, and all read them."""
+
+    tag: int
+    partial_offset: int
+    partial_bytes: int
+    timeout_s: float
+
+def partial_need(num_bytes: int) -> BufferNeed: ...
+
 class Connections:
     """One TCP connection to each rank of other hosts."""
 
@@ -271,10 +281,70 @@ class GpuAllReduceNorm:
         row_scale: int,
         /,
     ) -> int: ...
+    def run_product(
+        self,
+        tokens: int,
+        tile_columns: int,
+        group_pairs: int,
+        stream: int,
+        a: int,
+        a_stride: int,
+        matrix: int,
+        matrix_stride: int,
+        k: int,
+        residual: int,
+        reduced_bias: int,
+        post_weight: int,
+        post_bias: int,
+        weight: int,
+        bias: int,
+        scale_value: int,
+        quant_scale: int,
+        fp32_parameters: int,
+        normalized: int,
+        sum: int,
+        row_scale: int,
+        /,
+    ) -> int: ...
 
 def unsupported(kernel: GpuKernel, dtype: DType, hidden: int, world: int, fp8: bool, device: int) -> str: ...
+def product_unsupported(dtype: DType, hidden: int, k: int, world: int, device: int) -> str: ...
+def product_staging_bytes(tokens: int, hidden: int, dtype: DType, world: int) -> int: ...
+def product_most_tokens(world: int) -> int: ...
+def gemm(
+    a: int,
+    weight: int,
+    out: int,
+    rows: int,
+    n: int,
+    k: int,
+    a_stride: int,
+    weight_stride: int,
+    out_stride: int,
+    dtype: DType,
+    tile_columns: int,
+    group_pairs: int,
+    stream: int,
+) -> int: ...
+def gemm_unsupported(dtype: DType, n: int, k: int, device: int) -> str: ...
 def cuda_error_text(code: int) -> str: ...
 def has_code(device: int) -> bool: ...
 
 CUDA_ARCHS: str
 """What kernels were compiled for: `80;90;100+PTX`."""
+
+class GemmReduceScatter:
+    def __init__(self, group: Group, site: RowsSite, dtype: DType, max_threads: int) -> None: ...
+    @property
+    def status(self) -> Status: ...
+    @property
+    def next_parity(self) -> int: ...
+    def enter(self, tokens: int) -> int: ...
+    def leave(self) -> None: ...
+    def run(self, tokens: int, outer: int, inner: int, row: int, scale: float, out: int, num_threads: int) -> int: ...
+
+class AllGatherGemm:
+    def __init__(self, group: Group, site: RowsSite, max_threads: int) -> None: ...
+    @property
+    def status(self) -> Status: ...
+    def run(self, tokens: int, outer: int, block_bytes: int, shard: int, whole: int, num_threads: int) -> int: ...

@@ -165,7 +165,7 @@ void bind_shm(py::module_& m) {
 // What plans ask of the GPU kernels, which need no GPU to answer.
 void bind_layout(py::module_& m) {
     m.attr("GPU_ALIGNMENT") = gpu::kBufferAlignment;
-    m.attr("SHM_ALIGNMENT") = kShmAlignment;
+    m.attr("SHM_ALIGNMENT") = fabric::shm::kAlignment;
     py::enum_<gpu::GpuKernel>(m, "GpuKernel")
         .value("ll_packet_one_shot", gpu::GpuKernel::kLLPacketOneShot)
         .value("ll_packet_two_shot", gpu::GpuKernel::kLLPacketTwoShot)

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "all_reduce_norm/rows.h"
 #include "base/dtype.h"
 #include "fabric/arena.h"
+#include "rows/rows.h"
 
 namespace weave::gpu {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "all_reduce_norm/divide.h"
+#include "rows/divide.h"
 
 namespace weave {
 namespace {

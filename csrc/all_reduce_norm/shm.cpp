@@ -1,33 +1,17 @@
 #include "all_reduce_norm/shm.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 
-#include "all_reduce_norm/divide.h"
+#include "rows/divide.h"
+#include "rows/huge_pages.h"
 
 namespace weave {
 namespace {
 
 constexpr int32_t kNumParameters = 5;
-// Large results are memory that nobody touched yet. The kernel maps 4 KiB at each first touch, which for a result of
-// 32 MiB takes longer than to fill it (12 ms against 1 ms where this was measured); with huge pages it is 16 touches.
-constexpr int64_t kHugePage = 2 << 20;
-constexpr int64_t kHugeFrom = 2 * kHugePage;
 
-void advise_huge_pages(void* result, int64_t bytes) {
-    if (result == nullptr || bytes < kHugeFrom) return;
-    const auto begin = (reinterpret_cast<uintptr_t>(result) + kHugePage - 1) / kHugePage * kHugePage;
-    const auto end = (reinterpret_cast<uintptr_t>(result) + bytes) / kHugePage * kHugePage;
-    unsigned char resident = 1;
-    if (begin >= end || mincore(reinterpret_cast<void*>(begin), 4096, &resident) != 0 || (resident & 1) != 0) return;
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-}
-
-int64_t aligned(int64_t bytes) {
-    return (bytes + kShmAlignment - 1) / kShmAlignment * kShmAlignment;
-}
+using fabric::shm::aligned;
 
 }  // namespace
 
@@ -57,7 +41,7 @@ std::vector<fabric::BufferNeed> AllReduceNorm::buffer_needs(int64_t max_tokens, 
     site.hidden = hidden;
     site.dtype = dtype;
     site.out_dtype = out_dtype;
-    return {{"partial", 2 * aligned(max_tokens * hidden * size_of(dtype)), std::nullopt, true},
+    return {fabric::shm::partial_need(max_tokens * hidden * size_of(dtype)),
             {"output", output_bytes(site, world), std::nullopt, false}};
 }
 
@@ -138,11 +122,7 @@ Rows AllReduceNorm::rows(const AllReduceNormArrays& arrays) {
 }
 
 Status AllReduceNorm::wait_all_ready(uint64_t tag) {
-    for (int32_t step = 1; step < group_.world(); ++step) {
-        Status status = group_.wait_ready((group_.rank() + step) % group_.world(), tag, site_.timeout_s);
-        if (!status.ok()) return group_.poison(status);
-    }
-    return {};
+    return group_.wait_all_ready(tag, site_.timeout_s);
 }
 
 void AllReduceNorm::reduce(const Rows& rows, int64_t begin, int64_t end, int32_t num_threads) {

@@ -5,14 +5,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "all_reduce_norm/rows.h"
 #include "fabric/buffer_need.h"
 #include "fabric/shm.h"
+#include "rows/rows.h"
 
 namespace weave {
-
-// Of buffers, and of the two parts of the output buffer.
-constexpr int64_t kShmAlignment = 64;
 
 enum class SumOut : int32_t { kNone = 0, kWhole = 1, kSharded = 2 };
 

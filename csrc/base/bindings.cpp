@@ -17,6 +17,7 @@
 #include "fabric/buffer_need.h"
 #include "fabric/code_version.h"
 #include "fabric/shm.h"
+#include "fabric/shm_rows.h"
 #include "fabric/tcp.h"
 
 namespace py = pybind11;
@@ -112,6 +113,15 @@ void bind_fabric(py::module_& m) {
              py::arg("rank"), py::arg("num_processes"), py::arg("first_epoch"))
         .def_property_readonly("epoch", [](const GroupHandle& handle) { return handle.group.epoch(); })
         .def_property_readonly("status", [](const GroupHandle& handle) { return handle.group.status(); });
+    using fabric::shm::RowsSite;
+    py::class_<RowsSite>(m, "RowsSite")
+        .def(py::init<>())
+        .def_readwrite("tag", &RowsSite::tag)
+        .def_readwrite("partial_offset", &RowsSite::partial_offset)
+        .def_readwrite("partial_bytes", &RowsSite::partial_bytes)
+        .def_readwrite("timeout_s", &RowsSite::timeout_s);
+    m.def("partial_need", &fabric::shm::partial_need, py::arg("num_bytes"),
+          "The two buffers of what a rank puts into its segment in one call, at most `num_bytes`.");
     using Connections = fabric::tcp::Group;
     py::class_<Connections, std::shared_ptr<Connections>>(m, "Connections")
         .def(py::init<std::vector<int>, int32_t, int32_t, uint32_t>(), py::arg("sockets"), py::arg("rank"),

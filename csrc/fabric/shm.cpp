@@ -263,7 +263,7 @@ Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) 
     }
 }
 
-Status Group::enter(const Layout& layout, uint64_t tag, double timeout_s) {
+Status Group::enter(const Layout& asked, uint64_t tag, double timeout_s) {
     if (getpid() != maker_) return Status{Code::kForked};
     if (busy_.test_and_set(std::memory_order_acquire)) return Status{Code::kBusy};
     if (!status_.ok()) {
@@ -271,18 +271,17 @@ Status Group::enter(const Layout& layout, uint64_t tag, double timeout_s) {
         status.code = Code::kPoisoned;
         return status;
     }
+    Layout layout = asked;
+    if (layout.output_offset < 0) layout.output_offset = layout_.output_offset;
     if (layout == layout_ || layout_.partial_offset < 0) {
         layout_ = layout;
         return {};
     }
     signal_ready(tag);
     store_rows_relaxed();
-    for (int32_t step = 1; step < world(); ++step) {
-        Status status = wait_ready((rank_ + step) % world(), tag, timeout_s);
-        if (!status.ok()) return poison(status);
-    }
-    layout_ = layout;
-    return {};
+    const Status status = wait_all_ready(tag, timeout_s);
+    if (status.ok()) layout_ = layout;
+    return status;
 }
 
 void Group::signal_ready(uint64_t tag) {
@@ -319,6 +318,14 @@ Status Group::wait_ready(int32_t peer, uint64_t tag, double timeout_s) {
     status.expected = status.seen = epoch_;
     status.peer_tag = peer_tag;
     return status;
+}
+
+Status Group::wait_all_ready(uint64_t tag, double timeout_s) {
+    for (int32_t step = 1; step < world(); ++step) {
+        const Status status = wait_ready((rank_ + step) % world(), tag, timeout_s);
+        if (!status.ok()) return poison(status);
+    }
+    return {};
 }
 
 Status Group::wait_rows(int32_t peer, double timeout_s) {

@@ -44,10 +44,23 @@
 
 #include "base/process.h"
 #include "base/status.h"
+#include "fabric/buffer_need.h"
 
 namespace weave::fabric::shm {
 
 constexpr std::size_t kSegmentHeaderBytes = 4096;
+// Of buffers, and of the parts of one.
+constexpr int64_t kAlignment = 64;
+
+inline int64_t aligned(int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// The buffers of partial results, one for calls of even epochs and one for odd, of at most `bytes` in one call. All
+// families share them: what a call puts there is read by all ranks until the call behind the next one.
+inline BufferNeed partial_need(int64_t bytes) {
+    return {"partial", 2 * aligned(bytes), std::nullopt, true};
+}
 
 enum class State : uint32_t { kLive = 1, kFailed = 2, kClosed = 3 };
 
@@ -103,7 +116,7 @@ class Segment {
 struct Layout {
     int64_t partial_offset = -1;  // two buffers of `partial_bytes` each
     int64_t partial_bytes = 0;
-    int64_t output_offset = 0;
+    int64_t output_offset = 0;  // -1: the call hands out no output rows
     bool operator==(const Layout& other) const {
         return partial_offset == other.partial_offset && partial_bytes == other.partial_bytes &&
                output_offset == other.output_offset;
@@ -133,15 +146,18 @@ class Group {
     char* data(int32_t rank) const { return segments_[rank]->data(); }
     const Status& status() const { return status_; }
 
-    // Takes the group for a call at `layout`. If the last call had another layout, waits until all peers are through
-    // with that one, since the buffers may overlap. Afterwards the partial buffer of epoch() + 1 may be written.
-    Status enter(const Layout& layout, uint64_t tag, double timeout_s);
+    // Takes the group for a call at `asked`. If the last call had another layout, waits until all peers are through
+    // with that one, since the buffers may overlap; without output rows only the partial buffers count. Afterwards the
+    // partial buffer of epoch() + 1 may be written.
+    Status enter(const Layout& asked, uint64_t tag, double timeout_s);
     // Starts the next epoch: publishes `tag` and signals `ready`.
     void signal_ready(uint64_t tag);
     void signal_rows();
     // For calls that hand out no rows: keeps the word within 2^31 of the epoch.
     void store_rows_relaxed();
     Status wait_ready(int32_t peer, uint64_t tag, double timeout_s);
+    // Of every peer; the first failure is kept and marked.
+    Status wait_all_ready(uint64_t tag, double timeout_s);
     Status wait_rows(int32_t peer, double timeout_s);
     // Keeps the first failure and marks it for the peers, so that they need not wait for their own timeout.
     Status poison(const Status& status);

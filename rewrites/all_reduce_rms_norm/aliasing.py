@@ -5,7 +5,8 @@ once this rank's partial result has come to it: after all that this rank's strea
 lie there if whatever reads it runs before every later site of its group. That must hold in any order that respects the
 data, since Inductor chooses one, and so only GEMMs may read it: they run as one call where they stand, while an
 element-wise op can end up inside a kernel far behind, and so can a GEMM of very short rows, which Inductor makes one.
-Opaque operations of the graph are taken to run no site of the group.
+A GEMM that a later site takes in does not count: that site may write rows there while it still reads them. Opaque
+operations of the graph are taken to run no site of the group.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ def aliasing_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
         return frozenset()
     ahead = _sites_ahead(wanted[0][1].graph, interiors)
     reached = [_union(ahead[node] for node in interior) for interior in interiors]
+    consumed = frozenset[fx.Node]().union(*interiors)
     every = (1 << len(interiors)) - 1
     found = set()
     for index, value in wanted:
         before = sum(1 << other for other, bits in enumerate(reached) if bits >> index & 1 and other != index)
         later = every & ~before & ~(1 << index)
-        readers = list(_readers(value))
-        if all(_is_gemm(reader, node) and ahead[reader] & later == later for reader, node in readers):
+        if all(
+            _is_gemm(reader, node) and ahead[reader] & later == later and reader not in consumed
+            for reader, node in _readers(value)
+        ):
             found.add(value)
     return frozenset(found)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weaveopt.ops.all_reduce_norm import call as op
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of, placed_call
+from weaveopt.reductions import call as op
+from weaveopt.reductions.buffers import RowFormat, buffers_of, placed_call
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
 from weaveopt.sites.quantization import Quantized
@@ -11,7 +11,7 @@ from weaveopt.sites.reduced import Reduced
 
 
 def memory_of(lowered: Lowered) -> Memory:
-    """The buffers of the operation's kernels; see `weaveopt.ops.all_reduce_norm.buffers`."""
+    """The buffers of the operation's kernels; see `weaveopt.reductions.buffers`."""
     workload = lowered.workload
     # On fabrics without a table normalized rows may be wider than the activations (fp32 weights): for the widest.
     out_dtype = (workload.out_dtype or workload.dtype) if op.FEATURES[lowered.fabric].tabled else "float32"
@@ -28,11 +28,11 @@ def call_of(
     quantized: Quantized | None,
     sum_used: bool,
     context: Context,
-) -> op.AllReduceNormCall:
+) -> op.ReductionCall:
     """The constants of the site's call, equal on all ranks."""
     workload = lowered.workload
     sharded = op.SumOut.SHARDED if lowered.sum_sharded else op.SumOut.WHOLE
-    call = op.AllReduceNormCall(
+    call = op.ReductionCall(
         site=chosen.found.site.id,
         group=chosen.found.site.groups[0],
         fabric=lowered.fabric,

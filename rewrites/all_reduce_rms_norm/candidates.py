@@ -13,19 +13,18 @@ from functools import lru_cache
 from weaveopt.cost_model import Machine, host_us
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.all_reduce_norm import call as op
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
-from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
-from weaveopt.rewrites.all_reduce_rms_norm.variants import KernelVariant, kernel_variants
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload, with_norm_apart, workload_of
+from weaveopt.reductions import call as op
+from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
+from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
+from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "all_reduce_rms_norm"
-ROW_ALIGNMENT = 8
-"""Elements: GPU kernels move rows in pieces of 16 bytes."""
 FP8_ROW_ALIGNMENT = 16
 """Elements of a row in e4m3: bulk copies move 16 bytes, and any transfer may stand in the run-time table."""
 GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.TCP, Fabric.MULTIMEM})
@@ -124,7 +123,7 @@ def candidates(
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if tabled:
-            reasons.extend(_shape_rejections(workload, TRAITS[fabric].max_world))
+            reasons.extend(shape_rejections(workload, TRAITS[fabric].max_world))
         for form in _forms(base, facts, known):
             if tabled:
                 here = _from_table(form, variants, reasons, known, usable_only)
@@ -158,17 +157,6 @@ def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: Lowered) ->
 def can_quantize(hidden: int) -> bool:
     """Whether the kernels that quantize take such rows."""
     return hidden % FP8_ROW_ALIGNMENT == 0
-
-
-def _shape_rejections(workload: Workload, max_world: int | None) -> list[Rejection]:
-    reasons = []
-    if workload.hidden % ROW_ALIGNMENT:
-        message = f"the kernels take rows of a multiple of {ROW_ALIGNMENT} elements"
-        reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
-    if max_world is not None and workload.world > max_world:
-        message = f"the kernels join at most {max_world} ranks"
-        reasons.append(Rejection("world_not_supported", message, (("world", workload.world),)))
-    return reasons
 
 
 def _from_table(
@@ -271,7 +259,7 @@ def _estimates(
 ) -> tuple[Estimate, float]:
     """With the sum handed out whole; and what that takes, where the sum may stay sharded. The host's part included."""
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
-    estimate = estimate_all_reduce_norm(
+    estimate = estimate_fused(
         machine, workload, fabric, algorithm, sum_sharded=False, transfer=transfer, num_ctas=num_ctas
     )
     gather_us = sum(term.us for term in estimate.terms if term.name == "gather")

@@ -14,10 +14,10 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
-from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -68,7 +68,7 @@ def test_the_profile_predicts(profile: Path) -> None:
     assert 1 < small < large
     workload = Workload(64, 64, 4096, "bfloat16", 2)
     unfused = estimate_unfused(machine, workload)
-    fused = estimate_all_reduce_norm(machine, workload, Fabric.SHM, Algorithm.TWO_SHOT)
+    fused = estimate_fused(machine, workload, Fabric.SHM, Algorithm.TWO_SHOT)
     assert fused.us > 0 and unfused.us > fused.error_us
     assert cost_model.collective_us(machine, "all_gather", 1 << 20, 2) > 0
 

@@ -17,10 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 from tests import forms
 from tests.faults.case import FAULT_STEP, NUM_STEPS, Case, Mode, Moment
 from weaveopt.fabrics import shm, topology
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall
 
 Tensor = torch.Tensor
 Step = Callable[[int], tuple[Tensor, ...]]
@@ -145,15 +145,15 @@ def regions(rank: Rank) -> Step:
     return one_step
 
 
-def make_call(rank: Rank, site: str, group: str, world: int) -> AllReduceNormCall:
-    return AllReduceNormCall(
+def make_call(rank: Rank, site: str, group: str, world: int) -> ReductionCall:
+    return ReductionCall(
         site=site, group=group, fabric=Fabric.SHM, world=world, hidden=forms.HIDDEN, dtype="float32",
         out_dtype="float32", max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if rank.case.one_shot else 0,
         post=None, norm=NormSpec(NormKind.RMS, EPS), timeout_s=rank.case.timeout_s,
     )  # fmt: skip
 
 
-def run_layers(rank: Rank, calls: list[AllReduceNormCall], step: int) -> tuple[Tensor, ...]:
+def run_layers(rank: Rank, calls: list[ReductionCall], step: int) -> tuple[Tensor, ...]:
     """The operator itself, layer by layer."""
     w = forms.make_weights(torch.float32)
     x, residual = inputs(rank.rank, step, rank.tokens, rank.seed)
@@ -165,7 +165,7 @@ def run_layers(rank: Rank, calls: list[AllReduceNormCall], step: int) -> tuple[T
     return x, residual
 
 
-def reserve(rank: Rank, group: str, calls: list[AllReduceNormCall]) -> None:
+def reserve(rank: Rank, group: str, calls: list[ReductionCall]) -> None:
     timeout_s = rank.case.compile_timeout_s
     shm.reserve(topology.discover(group, timeout_s), memory_plan(group, calls), 0, timeout_s)
 

@@ -24,7 +24,7 @@ from tests.faults.programs import Rank, run_program
 from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm
-from weaveopt.ops.all_reduce_norm import shm as op
+from weaveopt.reductions import shm as op
 
 NUM_LATER = 2
 """Calls after the one that failed, where errors are caught."""

@@ -34,11 +34,11 @@ from tests.gpu.op_cases import (
 from weaveopt import _native
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.ops.all_reduce_norm.buffers import OUTPUT, PARTIAL, locate
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.peer import native_kernel, native_site
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import Quant
+from weaveopt.reductions.buffers import OUTPUT, PARTIAL, locate
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.peer import native_kernel, native_site
 
 Tensor = torch.Tensor
 NUM_CTAS = 4
@@ -143,7 +143,7 @@ class Launched:
 class Ranks:
     """`world` arenas on one GPU, with buffers and streams for each of `calls`: they share neither."""
 
-    def __init__(self, gpu: Gpu, world: int, calls: Sequence[AllReduceNormCall]) -> None:
+    def __init__(self, gpu: Gpu, world: int, calls: Sequence[ReductionCall]) -> None:
         self.gpu, self.world = gpu, world
         self.layouts = [Layout.of(plan_of([call])) for call in calls]
         ends = itertools.accumulate((layout.num_bytes for layout in self.layouts), aligned_sum, initial=HEADER_BYTES)
@@ -158,7 +158,7 @@ class Ranks:
         self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, num_bytes, fills) for rank in range(world)]
 
     def launch(
-        self, index: int, kernel: Kernel, call: AllReduceNormCall, inputs: Inputs, tokens: int, like: Results
+        self, index: int, kernel: Kernel, call: ReductionCall, inputs: Inputs, tokens: int, like: Results
     ) -> Launched:
         """A call with the `index`-th buffers; results of the shapes and dtypes of `like`."""
         gpu, native, begin = self.gpu, native_kernel(kernel.row()), self.begins[index]
@@ -239,7 +239,7 @@ def run_case(gpu: Gpu, kernel: Kernel, case: Case, dtype: str, hidden: int, toke
 
 
 def check_all(
-    got: Sequence[Results], want: Results, call: AllReduceNormCall, inputs: Inputs, tokens: int, what: str
+    got: Sequence[Results], want: Results, call: ReductionCall, inputs: Inputs, tokens: int, what: str
 ) -> None:
     for rank, results in enumerate(got):
         check(results, want, call, tokens, rank, f"{what}, rank {rank}", quant_scale=inputs.operands.quant_scale)

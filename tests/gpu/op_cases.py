@@ -9,15 +9,15 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.tolerances import KERNEL, LIBRARY, Tolerance, assert_close
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.operands import Operands
-from weaveopt.ops.all_reduce_norm.peer import native_kernel
-from weaveopt.ops.all_reduce_norm.reference import reference_quant
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.norm import NormKind, NormSpec, Quant
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.operands import Operands
+from weaveopt.reductions.peer import native_kernel
+from weaveopt.reductions.reference import reference_quant
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor, Tensor]
@@ -176,11 +176,11 @@ def with_markers(x: Tensor) -> Tensor:
 
 def make_call(
     case: Case, hidden: int, dtype: str, world: int, table: tuple[KernelRow, ...], group: str = "0"
-) -> AllReduceNormCall:
+) -> ReductionCall:
     out_dtype = "float32" if case.wide_out else dtype
     if case.quant is not Quant.NONE:
         out_dtype = "float8_e4m3fn"
-    return AllReduceNormCall(
+    return ReductionCall(
         site=f"{table[0].variant} {hidden} {dtype} {case}",
         group=group, fabric=Fabric.PEER, world=world, hidden=hidden, dtype=dtype, out_dtype=out_dtype,
         max_tokens=table[-1].max_tokens, post=case.post, norm=case.norm, timeout_s=TIMEOUT_S, scale=case.scale,
@@ -188,7 +188,7 @@ def make_call(
     )  # fmt: skip
 
 
-def plan_of(calls: list[AllReduceNormCall]) -> MemoryPlan:
+def plan_of(calls: list[ReductionCall]) -> MemoryPlan:
     return memory_plan(calls[0].group, calls)
 
 
@@ -200,7 +200,7 @@ def unsupported(kernel: Kernel, case: Case, hidden: int, dtype: str, world: int)
     return _native.unsupported(native, getattr(_native.DType, dtype), hidden, world, fp8, torch.cuda.current_device())
 
 
-def run_op(inputs: Inputs, rank: int, call: AllReduceNormCall, residual: Tensor | None = None) -> Results:
+def run_op(inputs: Inputs, rank: int, call: ReductionCall, residual: Tensor | None = None) -> Results:
     """The public op that the inputs are for; the third result is empty where there is none."""
     operands = inputs.operands if residual is None else inputs.operands._replace(residual=residual)
     text = call.encode()
@@ -215,12 +215,12 @@ def run_op(inputs: Inputs, rank: int, call: AllReduceNormCall, residual: Tensor 
     return normalized, total, normalized.new_empty(0, dtype=torch.float32)
 
 
-def reference_of(inputs: Inputs, call: AllReduceNormCall, residual: Tensor | None = None) -> Results:
+def reference_of(inputs: Inputs, call: ReductionCall, residual: Tensor | None = None) -> Results:
     operands = inputs.operands if residual is None else inputs.operands._replace(residual=residual)
     return reference_quant(inputs.partials, operands, call)
 
 
-def own_rows(call: AllReduceNormCall, tokens: int, rank: int) -> slice:
+def own_rows(call: ReductionCall, tokens: int, rank: int) -> slice:
     """The rows of the sum that a rank may read: after one-shot all of them hold data, but nobody relies on that."""
     if call.sum_out is not SumOut.SHARDED:
         return slice(0, tokens)
@@ -228,7 +228,7 @@ def own_rows(call: AllReduceNormCall, tokens: int, rank: int) -> slice:
 
 
 def check(
-    got: Results, want: Results, call: AllReduceNormCall, tokens: int, rank: int, what: str, library: bool = False,
+    got: Results, want: Results, call: ReductionCall, tokens: int, rank: int, what: str, library: bool = False,
     quant_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     table = LIBRARY if library else KERNEL
@@ -266,7 +266,7 @@ def check_fp8(got: Tensor, want: Tensor, scale: Tensor, before: Tolerance, most:
     assert differing <= most or a.numel() < 1000, f"{differing:.1%} of e4m3 normalized differ: {what}"
 
 
-def checksum(call: AllReduceNormCall, results: Results) -> Tensor:
+def checksum(call: ReductionCall, results: Results) -> Tensor:
     """Of all bytes that must be the same on all ranks, as one number on the device."""
     parts = []
     for index, result in enumerate(results):

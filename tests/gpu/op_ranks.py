@@ -44,11 +44,11 @@ from tests.gpu.tag_ranks import WORLD_GROUP, one_token, reserve
 from weaveopt.fabrics import peer
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
-from weaveopt.ops.all_reduce_norm.buffers import MAILBOXES, OUTPUT
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.records.norm import Quant
+from weaveopt.reductions.buffers import MAILBOXES, OUTPUT
+from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.solver.placement import Request, place
 
 REPLAYS = 10_000
@@ -80,7 +80,7 @@ class Alike:
         self.names: list[str] = []
         self.sums: list[torch.Tensor] = []
 
-    def add(self, what: str, call: AllReduceNormCall, results: Results) -> None:
+    def add(self, what: str, call: ReductionCall, results: Results) -> None:
         self.names.append(what)
         self.sums.append(checksum(call, results))
 

@@ -18,6 +18,7 @@ from tests.preview import previewed
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.report import GraphReport
+from weaveopt.rewrites import RULES
 from weaveopt.sites.reduced import Reduced, follow
 
 c10d = torch.ops._c10d_functional
@@ -187,7 +188,7 @@ def _left(rank: int) -> int:
     import weaveopt
 
     block = Block()
-    options = {"disable": list(RULE), "strict": True}
+    options = {"disable": list(RULES.names), "strict": True}
     compiled = torch.compile(block, backend="weave", options=options, dynamic=True)  # type: ignore[call-overload]
     _calls(block, compiled, rank, training=False)
     return len(weaveopt.report().graphs)

@@ -15,7 +15,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graph", "solver"),
     ("fabrics",),
     ("rule",),
-    ("sites", "inductor", "ops"),
+    ("sites", "inductor"),
+    ("reductions",),
+    ("ops",),
     ("rewrites",),
     ("pipeline",),
     ("reporting", "measure"),
@@ -26,22 +28,45 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 
 FAMILIES = {
-    "all_reduce_rms_norm": re.compile(r"all_reduce_(rms_)?norm|AllReduce(RMS)?Norm", re.IGNORECASE),
+    "all_reduce_rms_norm": re.compile(r"all_?reduce_?rms_?norm", re.IGNORECASE),
+    "gemm_all_reduce": re.compile(r"gemm_?all_?reduce", re.IGNORECASE),
+    "all_gather_gemm": re.compile(r"all_?gather_?gemm", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
+    "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
+    "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
-"""Each rule, and every name of it and of its operations."""
+"""Each rule, and every name of it and of its operations; last, the kernels of reductions, which two rules run."""
 ROOMS = {
-    "all_reduce_rms_norm": (
-        "rewrites/all_reduce_rms_norm/",
-        "weaveopt/ops/all_reduce_norm/",
-        "weaveopt/measure/cases/all_reduce_norm/",
-        "csrc/all_reduce_norm/",
+    "all_reduce_rms_norm": ("rewrites/all_reduce_rms_norm/",),
+    "gemm_all_reduce": (
+        "rewrites/gemm_all_reduce/",
+        "weaveopt/ops/gemm_all_reduce/",
+        "csrc/all_reduce_norm/pushed_tiles",
+    ),
+    "all_gather_gemm": (
+        "rewrites/all_gather_gemm/",
+        "weaveopt/ops/all_gather_gemm/",
+        "weaveopt/measure/cases/all_gather_gemm.py",
+        "csrc/all_gather_gemm/",
     ),
     "causal_attention": (
         "rewrites/causal_attention/",
         "weaveopt/ops/library_attention/",
         "weaveopt/ops/masked_attention/",
         "weaveopt/measure/cases/causal_attention/",
+    ),
+    "gemm_reduce_scatter": (
+        "rewrites/gemm_reduce_scatter/",
+        "weaveopt/ops/gemm_reduce_scatter/",
+        "weaveopt/measure/cases/gemm_reduce_scatter.py",
+        "csrc/gemm_reduce_scatter/",
+    ),
+    "all_reduce_norm": (
+        "rewrites/all_reduce_rms_norm/",
+        "weaveopt/ops/all_reduce_norm/",
+        "weaveopt/reductions/",
+        "weaveopt/measure/cases/all_reduce_norm/",
+        "csrc/all_reduce_norm/",
     ),
 }
 REGISTRIES = (

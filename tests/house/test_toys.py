@@ -70,7 +70,7 @@ HALVES = RuleSet((ReductionMatcher(),), (), (toys.TwoHalves(),))
 
 
 def second_candidate(fixed_us: float) -> RuleSet:
-    return replace(RULES, site_rules=(*RULES.site_rules, toys.LibrarySum(fixed_us)))
+    return replace(RULES, site_rules=(RULES.named("all_reduce_rms_norm"), toys.LibrarySum(fixed_us)))
 
 
 def chain_inputs(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
 from weaveopt.measure.cases import FAMILIES
+from weaveopt.measure.cases.all_gather_gemm import AllGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES, PeerKernels, kernels
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
@@ -21,13 +22,14 @@ from weaveopt.measure.cases.copy_engine import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms, shared_out
 from weaveopt.measure.cases.gemm_fit import Grid
+from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, rows_of
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft, curve_order
 from weaveopt.measure.session import Rows
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 GRID = Grid((1, 64, 1024), (512, 2048), (512, 2048))
 
@@ -60,6 +62,30 @@ def test_every_family_is_measured_somewhere_and_once() -> None:
     for family in FAMILIES:
         assert family.devices and family.devices <= {"cpu", "cuda"}
     assert FAMILIES[0] is Launches, "others leave out what is a launch's"
+
+
+def test_the_halves_of_cpu_ranks_are_curves() -> None:
+    """Of shared memory, beside the fused kernels' link; rows divide by the ranks."""
+    times = {
+        (world, 4096, KernelRow(0, algorithm, Transfer.SEGMENT)): rows(3.0 * world)
+        for world in (2, 4)
+        for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
+    }
+    halves = (ReduceScatters({2: rows(20.0), 4: rows(50.0)}), AllGathers({2: rows(30.0), 4: rows(60.0)}))
+    machine = written(ShmKernels(times, {2: 500.0, 4: 900.0}), *halves)
+    found = {
+        (op, world): cost_model.measured_parts_us(machine, Fabric.SHM, op, 1 << 18, world)
+        for op in ("reduce_scatter", "all_gather")
+        for world in (2, 4)
+    }
+    assert all(parts is not None for parts in found.values())
+    total = {key: sum(parts) for key, parts in found.items() if parts is not None}
+    assert total["reduce_scatter", 2] == pytest.approx(20.0 + (1 << 18) / 2e5)
+    assert total["reduce_scatter", 4] > total["reduce_scatter", 2] < total["all_gather", 2]
+    assert cost_model.measured_parts_us(machine, Fabric.SHM, "all_to_all", 1 << 18, 2) is None
+    assert cost_model.measured_parts_us(machine, Fabric.PEER, "all_gather", 1 << 18, 2) is None
+    assert {"scattered", "gathered"} < {name for name, _ in machine.origins}
+    assert [rows_of(1 << 11, 3), rows_of(1 << 20, 3) % 3, rows_of(1 << 20, 4)] == [3, 0, 512]
 
 
 def test_what_the_families_of_cpu_ranks_write_is_a_profile(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut, decode
-from weaveopt.ops.all_reduce_norm.operands import Operands
-from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall, SumOut, decode
+from weaveopt.reductions.operands import Operands
+from weaveopt.reductions.reference import reference
 
 Tensor = torch.Tensor
 WORLDS = (2, 3, 4, 5, 6)
@@ -135,16 +135,16 @@ def make_inputs(form: Form, tokens: int, hidden: int, dtype: torch.dtype, world:
     )
 
 
-def make_call(form: Form, hidden: int, dtype: str, world: int, max_tokens: int, one_shot: bool) -> AllReduceNormCall:
+def make_call(form: Form, hidden: int, dtype: str, world: int, max_tokens: int, one_shot: bool) -> ReductionCall:
     out_dtype = "float32" if form.wide_out else dtype
-    return AllReduceNormCall(
+    return ReductionCall(
         site=f"{form}", group="0", fabric=Fabric.SHM, world=world, hidden=hidden, dtype=dtype, out_dtype=out_dtype,
         max_tokens=max_tokens, one_shot_max_tokens=max_tokens if one_shot else 0, post=form.post, norm=form.norm,
         timeout_s=30.0, scale=form.scale, sum_out=form.sum_out,
     )  # fmt: skip
 
 
-def run_op(inputs: Inputs, rank: int, call: AllReduceNormCall) -> tuple[Tensor, Tensor]:
+def run_op(inputs: Inputs, rank: int, call: ReductionCall) -> tuple[Tensor, Tensor]:
     first = inputs.firsts[rank]
     op = torch.ops.weave.all_reduce_norm if len(first) == 1 else torch.ops.weave.mm_all_reduce_norm
     normalized, total = op(*first, *inputs.rest[:7], call.encode())
@@ -169,9 +169,7 @@ def digest(*results: Tensor) -> str:
     return hashed.hexdigest()
 
 
-def check(
-    got: tuple[Tensor, Tensor], inputs: Inputs, call: AllReduceNormCall, what: str, library: bool = False
-) -> None:
+def check(got: tuple[Tensor, Tensor], inputs: Inputs, call: ReductionCall, what: str, library: bool = False) -> None:
     want = reference(inputs.partials(), inputs.rest, call)
     for name, result, expected in zip(("normalized", "sum"), got, want, strict=True):
         assert result.is_contiguous()

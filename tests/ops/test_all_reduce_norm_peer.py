@@ -17,16 +17,16 @@ from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group
-from weaveopt.ops.all_reduce_norm import peer
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat, buffers_of, memory_plan, placed_call
-from weaveopt.ops.all_reduce_norm.call import FEATURES, AllReduceNormCall, SumOut, decode
 from weaveopt.ops.all_reduce_norm.op import SITES
-from weaveopt.ops.all_reduce_norm.operands import Gemm, Operands
-from weaveopt.ops.all_reduce_norm.reference import reference, reference_quant
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
 from weaveopt.records.norm import NormKind, NormSpec, Quant
+from weaveopt.reductions import peer
+from weaveopt.reductions.buffers import RowFormat, buffers_of, memory_plan, placed_call
+from weaveopt.reductions.call import FEATURES, ReductionCall, SumOut, decode
+from weaveopt.reductions.operands import Gemm, Operands
+from weaveopt.reductions.reference import reference, reference_quant
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HIDDEN = 64
@@ -43,8 +43,8 @@ FIELDS = (
 )  # fmt: skip
 
 
-def make_call(**changes: object) -> AllReduceNormCall:
-    call = AllReduceNormCall(
+def make_call(**changes: object) -> ReductionCall:
+    call = ReductionCall(
         site="layers.0", group="tp", fabric=Fabric.PEER, world=2, hidden=HIDDEN, dtype="bfloat16", out_dtype="bfloat16",
         max_tokens=256, post=None, norm=LLAMA, timeout_s=30.0, table=TABLE,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield made
 
 
-def bind(call: AllReduceNormCall, monkeypatch: pytest.MonkeyPatch, **of_arena: object) -> peer.PeerSite:
+def bind(call: ReductionCall, monkeypatch: pytest.MonkeyPatch, **of_arena: object) -> peer.PeerSite:
     made = MadeUpArena(**{"layout": Layout.of(memory_plan("tp", [call])), **of_arena})  # type: ignore[arg-type]
     monkeypatch.setattr(transport, "of", lambda name: made)
     return peer.PeerSite.bind(call, call.encode(), "all_reduce_norm", lambda: None)

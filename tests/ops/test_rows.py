@@ -10,11 +10,11 @@ import torch
 
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.operands import Operands
-from weaveopt.ops.all_reduce_norm.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.operands import Operands
+from weaveopt.reductions.reference import reference
 
 LLAMA = NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True)
 GEMMA = NormSpec(NormKind.RMS, 1e-6, weight_offset=1.0)
@@ -35,7 +35,7 @@ class Alone:
 
     def __init__(self, isa: str, dtype: str, hidden: int, tokens: int, post: NormSpec | None, norm: NormSpec) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.call = AllReduceNormCall(
+        self.call = ReductionCall(
             site="rows", group="", fabric=Fabric.LIBRARY, world=1, hidden=hidden, dtype=dtype, out_dtype=dtype,
             max_tokens=tokens, one_shot_max_tokens=tokens,
             post=post, norm=norm, timeout_s=1.0, sum_out=SumOut.WHOLE,

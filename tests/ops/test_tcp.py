@@ -18,7 +18,7 @@ from tests.ranks import collect, run_ranks
 from tests.tcp_ranks import become_host, check, make_call, partial_of, reserve
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import tcp, topology
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
+from weaveopt.reductions.buffers import memory_plan
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (3, 3), (6, 3)])

@@ -169,7 +169,7 @@ def test_sites_with_as_many_tokens_change_together() -> None:
 
 
 def test_disabled_rules_stay_disabled() -> None:
-    found = _found(512, 4, _context("h200x4", 4, disable=(RULE,)))
+    found = _found(512, 4, _context("h200x4", 4, disable=RULES.names))
     assert found.stretches == (Stretch(1, "leave"),)
     assert set(dict(found.constants).values()) == {"leave"}
 

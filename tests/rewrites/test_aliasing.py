@@ -18,14 +18,14 @@ from tests.calls import calls, sharded
 from tests.preview import fake_group, previewed
 from tests.reductions import RMS
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, NormKind, NormSpec
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site
+from weaveopt.reductions.call import NormKind, NormSpec, ReductionCall
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced
@@ -64,11 +64,13 @@ class Chain:
         fabric: Fabric = Fabric.PEER,
         quantizes: bool = False,
         plan: object = None,
+        takes: tuple[fx.Node, ...] = (),
     ) -> fx.Node:
-        """The rows that a site gives. `plan`: what a rule other than this one remembers of it."""
+        """The rows that a site gives. `plan`: what a rule other than this one remembers of it; `takes`: nodes in front
+        of it that its replacement takes in."""
         reduced = self.call(aten.abs.default, partial)
         output = self.call(aten.neg.default, reduced)
-        interior = frozenset([reduced, output])
+        interior = frozenset([reduced, output, *takes])
         norm = Norm(reduced, RMS, None, None, output, (output,), 1e-6) if has_norm else None
         walked = Reduced((reduced,), (), 1.0, (), None, None, (), reduced, norm, frozenset([reduced]))
         site = Site(output.name, KIND, ("0",), "", (reduced.name,))
@@ -95,6 +97,16 @@ def test_rows_that_products_read_before_the_next_site_alias() -> None:
     third = chain.site(chain.mm(second))
     head = chain.mm(third)
     assert chain.aliasing(head) == {first.name, second.name, third.name}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_product_that_a_later_site_takes_in_keeps_them_out(taken: bool) -> None:
+    """That site may write rows while its own product still reads these."""
+    chain = Chain()
+    first = chain.site(chain.mm(chain.x))
+    product = chain.mm(first)
+    chain.site(product, plan="another rule's", takes=(product,) if taken else ())
+    assert chain.aliasing(product) == (set() if taken else {first.name})
 
 
 def test_a_reader_that_may_run_behind_the_next_site_keeps_them_out() -> None:
@@ -250,7 +262,7 @@ def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
         return ((normed @ matrix) @ matrix) @ matrix + total
 
     with fake_group(2):
-        call = AllReduceNormCall(
+        call = ReductionCall(
             site="s", group=dist.group.WORLD.group_name, fabric=Fabric.PEER, world=2, hidden=64, dtype="float32",
             out_dtype="float32", max_tokens=64, post=None, norm=NormSpec(NormKind.RMS, 1e-6), timeout_s=1.0,
             table=(BULK,), normalized_aliases_arena=lands,

@@ -10,11 +10,11 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
-from weaveopt.ops.all_reduce_norm.variant import Algorithm
 from weaveopt.records.candidate import Estimate, Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
-from weaveopt.rewrites.all_reduce_rms_norm.table import one_shot_max_tokens
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.reductions.prices.table import one_shot_max_tokens
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
 
 HIDDEN = 8192
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
@@ -33,7 +33,7 @@ def _terms(estimate: Estimate) -> dict[str, float]:
 def test_tokenweave_table_1(tokens: int, printed_us: float) -> None:
     """The fused kernel's terms add up to the printed time on eight GPUs."""
     work = replace(_work(tokens, world=8), gemm=Gemm(tokens, 0, HIDDEN))
-    found = estimate_all_reduce_norm(MACHINES["h100x8"], work, Fabric.MULTIMEM, Algorithm.TWO_SHOT)
+    found = estimate_fused(MACHINES["h100x8"], work, Fabric.MULTIMEM, Algorithm.TWO_SHOT)
     assert found.us == pytest.approx(printed_us)
 
 
@@ -47,7 +47,7 @@ def test_positive_and_finite_everywhere(name: str) -> None:
             estimates = [estimate_unfused(machine, work)]
             for fabric in machine.fabrics:
                 for algorithm in ALGORITHMS:
-                    estimates.append(estimate_all_reduce_norm(machine, work, fabric, algorithm))
+                    estimates.append(estimate_fused(machine, work, fabric, algorithm))
             for estimate in estimates:
                 assert all(math.isfinite(term.us) and term.us > 0 for term in estimate.terms), (work, estimate)
                 assert 0 < estimate.relative_error <= machine.relative_error
@@ -55,14 +55,14 @@ def test_positive_and_finite_everywhere(name: str) -> None:
 
 def test_no_tokens_cost_nothing() -> None:
     assert estimate_unfused(MACHINES["h200x4"], _work(0)).us == 0
-    fused = estimate_all_reduce_norm(MACHINES["h200x4"], _work(0), Fabric.PEER, Algorithm.TWO_SHOT)
+    fused = estimate_fused(MACHINES["h200x4"], _work(0), Fabric.PEER, Algorithm.TWO_SHOT)
     assert fused.us == 0
 
 
 def test_a_gemm_writes_into_the_arena_or_is_copied() -> None:
     machine, work = MACHINES["h100x8"], _work(512)
-    direct = _terms(estimate_all_reduce_norm(machine, work, Fabric.MULTIMEM, Algorithm.TWO_SHOT))
-    copied = _terms(estimate_all_reduce_norm(machine, replace(work, gemm=None), Fabric.MULTIMEM, Algorithm.TWO_SHOT))
+    direct = _terms(estimate_fused(machine, work, Fabric.MULTIMEM, Algorithm.TWO_SHOT))
+    copied = _terms(estimate_fused(machine, replace(work, gemm=None), Fabric.MULTIMEM, Algorithm.TWO_SHOT))
     assert "copy" not in direct
     assert copied["copy"] == cost_model.memory_us(machine, 2 * work.message_bytes)
     assert "gemm" not in copied
@@ -72,7 +72,7 @@ def test_a_gemm_writes_into_the_arena_or_is_copied() -> None:
 def test_peer_copies_nothing_and_adds_with_a_kernel(gemm: Gemm | None) -> None:
     """Its kernel sends rows from wherever they are; two products are added by a kernel of the graph's own."""
     machine, work = MACHINES["h200x4"], replace(_work(512), gemm=gemm, num_partials=2)
-    terms = _terms(estimate_all_reduce_norm(machine, work, Fabric.PEER, Algorithm.TWO_SHOT))
+    terms = _terms(estimate_fused(machine, work, Fabric.PEER, Algorithm.TWO_SHOT))
     assert "copy" not in terms
     assert terms["add"] == cost_model.memory_us(machine, 3 * work.message_bytes)
 
@@ -82,9 +82,7 @@ def test_two_partials_reduce_once() -> None:
     unfused = _terms(estimate_unfused(machine, work))
     once_us = cost_model.all_reduce_us(machine, Fabric.LIBRARY, Algorithm.LIBRARY, work.message_bytes, 4)
     assert unfused["all_reduce"] == pytest.approx(2 * once_us)
-    one, two = (
-        _terms(estimate_all_reduce_norm(machine, each, Fabric.PEER, Algorithm.TWO_SHOT)) for each in (_work(4096), work)
-    )
+    one, two = (_terms(estimate_fused(machine, each, Fabric.PEER, Algorithm.TWO_SHOT)) for each in (_work(4096), work))
     assert two.pop("add") > 0
     assert two == one
 
@@ -97,14 +95,12 @@ def test_second_norm_is_a_kernel_more_only_unfused() -> None:
 
 def test_whole_sum_is_handed_out_too() -> None:
     machine, work = MACHINES["h200x4"], _work(4096)
-    sharded = estimate_all_reduce_norm(machine, work, Fabric.PEER, Algorithm.TWO_SHOT)
-    whole = estimate_all_reduce_norm(machine, work, Fabric.PEER, Algorithm.TWO_SHOT, sum_sharded=False)
+    sharded = estimate_fused(machine, work, Fabric.PEER, Algorithm.TWO_SHOT)
+    whole = estimate_fused(machine, work, Fabric.PEER, Algorithm.TWO_SHOT, sum_sharded=False)
     assert whole.us > sharded.us
     assert _terms(whole)["gather"] == pytest.approx(whole.us - sharded.us)
     unread = replace(work, sum_is_used=False)
-    assert "gather" not in _terms(
-        estimate_all_reduce_norm(machine, unread, Fabric.PEER, Algorithm.TWO_SHOT, sum_sharded=False)
-    )
+    assert "gather" not in _terms(estimate_fused(machine, unread, Fabric.PEER, Algorithm.TWO_SHOT, sum_sharded=False))
 
 
 def test_error_leaves_out_the_gemm() -> None:
@@ -126,7 +122,7 @@ def test_threshold_is_the_crossing(name: str, world: int) -> None:
 
         def wins(tokens: int, fabric: Fabric = fabric) -> bool:
             work = Workload(tokens, tokens, HIDDEN, "bfloat16", world)
-            one, two = (estimate_all_reduce_norm(machine, work, fabric, each).us for each in ALGORITHMS)
+            one, two = (estimate_fused(machine, work, fabric, each).us for each in ALGORITHMS)
             return one <= two
 
         assert threshold == 0 or wins(threshold)

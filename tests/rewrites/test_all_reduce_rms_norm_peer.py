@@ -17,14 +17,14 @@ from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology, traits
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer, variant_name
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, TableRow, Term
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
+from weaveopt.reductions.buffers import RowFormat
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer, variant_name
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Terms, candidates
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.sites.reduction import ReductionFacts
 
 H200 = cost_model.load("h200x4")
@@ -215,7 +215,7 @@ def test_the_candidate_at_the_hint_is_the_tables_row(tokens: int, chosen: object
     num_ctas = dict(row.values).get("num_ctas", 0)
     assert (dict(best.parameters)["num_ctas"], best.variant) == (num_ctas, row.variant)
     algorithm, form = row.variant.split()
-    kernel_us = estimate_all_reduce_norm(
+    kernel_us = estimate_fused(
         with_kernels(*KERNELS),
         Workload(tokens, tokens, 8192, "bfloat16", 4),
         Fabric.PEER,

@@ -34,10 +34,10 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
-from weaveopt.ops.all_reduce_norm.buffers import RowFormat
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, Quant
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
+from weaveopt.reductions.buffers import RowFormat
+from weaveopt.reductions.call import Quant, ReductionCall
 from weaveopt.rewrites import RULES
 from weaveopt.rule import Context
 
@@ -69,7 +69,7 @@ def on_gpus(
     return report
 
 
-def quant_calls(graph: fx.Graph) -> list[AllReduceNormCall]:
+def quant_calls(graph: fx.Graph) -> list[ReductionCall]:
     return [call for call in calls(graph) if call.quant is not Quant.NONE]
 
 
@@ -192,7 +192,7 @@ def test_multicast_takes_the_partial_result(graphs: list[fx.Graph]) -> None:
     assert "copy" not in {term.name for term in decision.chosen.estimate.terms}
 
 
-def executing_as_gpus(made: list[AllReduceNormCall]) -> Callable[..., object]:
+def executing_as_gpus(made: list[ReductionCall]) -> Callable[..., object]:
     """Rewrites as for four GPUs and runs the graph here: without peers, the library's all-reduce changes nothing."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
@@ -229,7 +229,7 @@ def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> Non
         total = residual + forms.all_reduce(x @ weights.product)
         return (*case.quantize(forms.rms(total, weights.norm)), total)
 
-    made: list[AllReduceNormCall] = []
+    made: list[ReductionCall] = []
     x, residual = inputs(torch.bfloat16, tokens=(3, 170))
     residual = residual * torch.logspace(-3, 2, 170).view(1, -1, 1).bfloat16()
     torch._dynamo.reset()
@@ -258,7 +258,7 @@ def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> Non
 
 def test_rows_of_zeros_give_zeros() -> None:
     """Without a lower bound the model divides 0 by 0."""
-    made: list[AllReduceNormCall] = []
+    made: list[ReductionCall] = []
     weights = forms.make_weights(torch.bfloat16)
 
     def fn(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:

@@ -9,12 +9,12 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine, Point
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer, parse_variant, variant_name
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.estimate import estimate_all_reduce_norm, estimate_unfused
-from weaveopt.rewrites.all_reduce_rms_norm.table import lowerings, one_shot_max_tokens
-from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
+from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.reductions.prices.kernels import kernel_variants
+from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer, parse_variant, variant_name
 
 HIDDEN, DTYPE, WORLD = 1024, "bfloat16", 4
 ROW_BYTES = HIDDEN * 2
@@ -79,9 +79,7 @@ def test_every_row_is_the_fastest_at_every_count() -> None:
             if each.last_bytes is None or work.message_bytes <= each.last_bytes:
                 kernel = parse_variant(each.variant)
                 algorithm, transfer, num_ctas = kernel
-                estimate = estimate_all_reduce_norm(
-                    found, work, Fabric.PEER, algorithm, transfer=transfer, num_ctas=num_ctas
-                )
+                estimate = estimate_fused(found, work, Fabric.PEER, algorithm, transfer=transfer, num_ctas=num_ctas)
                 times[kernel] = estimate.us
         assert times[row.algorithm, row.transfer, row.num_ctas] == min(times.values()), tokens
 
@@ -109,7 +107,7 @@ def test_it_ends_where_the_library_wins_for_good() -> None:
 
     def wins(tokens: int) -> bool:
         work = Workload(tokens, tokens, HIDDEN, DTYPE, WORLD)
-        fused = estimate_all_reduce_norm(found, work, Fabric.PEER, TWO)
+        fused = estimate_fused(found, work, Fabric.PEER, TWO)
         return fused.us <= estimate_unfused(found, work).us
 
     assert wins(end) and not wins(end + 1)

@@ -10,9 +10,9 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import TRANSFERS, Curve, Point
 from weaveopt.errors import ProfileError
-from weaveopt.ops.all_reduce_norm.variant import ALGORITHMS, Transfer, parse_variant, variant_name
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.all_reduce_rms_norm.variants import kernel_variants, usable_transfers
+from weaveopt.reductions.prices.kernels import kernel_variants, usable_transfers
+from weaveopt.reductions.variant import ALGORITHMS, Transfer, parse_variant, variant_name
 
 H200 = cost_model.load("h200x4")
 

@@ -10,13 +10,13 @@ import pytest
 import torch.fx as fx
 
 from tests.reductions import Reductions, reduction_of, total_of
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.memory import Lifetime
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.all_reduce_rms_norm.calls import memory_of
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered, Terms, candidates
 from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values, shared_sums
-from weaveopt.rewrites.all_reduce_rms_norm.workload import Workload
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from tests.capturing import captured, codes, gathered, gathers, scattered, scatters, sites_in
 from tests.preview import fake_group
+from tests.rewriting import check_rewritten
 from tests.site_values import check, run
 from weaveopt.rule import FoundSite
 
@@ -37,11 +38,12 @@ def group() -> Iterator[None]:
 
 
 def sites(fn: object, *inputs: Tensor, runs: bool = True) -> list[FoundSite]:
-    """Of the only graph; what they say they compute is computed again, on simulated ranks."""
+    """Of the only graph; what they say they compute is computed again on simulated ranks, rewritten too."""
     [graph] = captured(fn, *inputs)  # type: ignore[arg-type]
     found = sites_in(graph, WORLD)
     if runs:
         check(found, run(graph, WORLD), WORLD)
+        check_rewritten(graph, WORLD)
     return found
 
 
@@ -264,6 +266,7 @@ def test_forward_and_backward() -> None:
         assert (scatter.m, scatter.n, scatter.k, scatter.num_gemms) == (16, 32, 64, 1)
         structure = gathered(found[0])
         assert len(structure.kept) == 1 and structure.kept[0] is structure.gemms[0].a
+        assert check_rewritten(graph, WORLD).num_rewritten == 2
 
 
 def test_gathered_parameters_are_left() -> None:
@@ -293,6 +296,7 @@ def test_gathered_parameters_are_left() -> None:
     assert all(site.site.kind == "all_gather" for site in every)
     found = sites_in(backward, WORLD)
     assert check(found, run(backward, WORLD), WORLD) == len(found) == 2
+    assert check_rewritten(backward, WORLD).codes == ("dtype_changes",) * 2
     gradients = {(facts.dim, facts.m, facts.n, facts.dtype, facts.gemm_dtype) for facts in scatters(found)}
     assert gradients == {(0, 64, 32, "float32", "bfloat16"), (-1, 32, 64, "float32", "bfloat16")}
 

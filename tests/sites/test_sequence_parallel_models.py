@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.capturing import captured, codes, gathers, recording, scatters, sites_in
 from tests.preview import fake_group
+from tests.rewriting import check_rewritten
 from tests.site_values import check, run
 from weaveopt.graph.facts import collectives_in
 from weaveopt.rule import CapturedGraph
@@ -106,6 +107,7 @@ def test_inference(mesh: DeviceMesh, dim: int, outer: int, bias: bool) -> None:
         assert (each.dim, each.outer, each.m) == (dim, outer, outer * LENGTH)
         assert (each.dtype, each.has_bias) == ("bfloat16", bias)
     assert all(each.has_residual for each in (o, down))
+    assert check_rewritten(graph, WORLD).num_rewritten == 4
 
 
 def test_training(mesh: DeviceMesh) -> None:
@@ -132,6 +134,7 @@ def test_training(mesh: DeviceMesh) -> None:
         (2, 2, 2 * INNER // WORLD), (3, 3, 3 * HIDDEN // WORLD),
     ]  # fmt: skip
     assert all((each.dim, each.outer) == (1, BATCH) for each in (*gathers(back), *scatters(back)))
+    assert [check_rewritten(graph, WORLD).num_rewritten for graph in (forward, backward)] == [4, 4]
 
 
 def test_sizes_that_are_symbols(mesh: DeviceMesh) -> None:
@@ -145,6 +148,8 @@ def test_sizes_that_are_symbols(mesh: DeviceMesh) -> None:
         (1, BATCH, BATCH * LENGTH)
     ] * 2
     assert all((site.site.tokens.hint, site.site.tokens.is_static) == (BATCH * LENGTH, False) for site in found)
+    assert graphs[0].tokens == BATCH * LENGTH and graphs[0].symbolic_tokens is not None
+    assert check_rewritten(graphs[0], WORLD).num_rewritten == 2
 
 
 def test_uneven_shards_are_refused(mesh: DeviceMesh) -> None:

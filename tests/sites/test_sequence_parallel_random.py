@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tests.capturing import codes, gathers, scattered, scatters, sites_in
 from tests.collective_graphs import Mover, Ranks, aten
-from weaveopt.rule import FoundSite
+from tests.rewriting import Rewritten, check_rewritten
+from weaveopt.rule import CapturedGraph, FoundSite
 
 NUM_GRAPHS = 200
 """Of each of the two kinds of sites."""
@@ -66,6 +67,12 @@ def numbered(ranks: Ranks, source: fx.Node, numbers: Tensor, node: fx.Node) -> T
     found = of(node)
     assert isinstance(found, Tensor)
     return found
+
+
+def rewritten(ranks: Ranks) -> Rewritten:
+    """The graph, rewritten in place, computes what it did."""
+    inputs = [ranks.values[node] for node in ranks.graph.find_nodes(op="placeholder")]
+    return check_rewritten(CapturedGraph("graph", "inference", 0, ("0",), ranks.graph), ranks.world, inputs)
 
 
 def scatter_graph(seed: int) -> tuple[Ranks, fx.Node, Mover, list[FoundSite]] | None:
@@ -124,6 +131,8 @@ def test_scatters_are_recognized_exactly() -> None:
         for rank, shard in enumerate(ranks.tensors(scattered(site).shard)):
             assert torch.equal(block[rank], shard.float().flatten()), seed
         assert (facts.m, facts.n, facts.k) == (m, n, 3)
+        done = rewritten(ranks)
+        assert done.num_rewritten == (facts.dtype == facts.gemm_dtype), (seed, done)
     assert recognized >= 60 and refused >= 60, (recognized, refused)
 
 
@@ -183,6 +192,8 @@ def test_gathers_are_recognized_exactly() -> None:
             weight = ranks.tensors(gemm.args[1])[rank]  # type: ignore[arg-type]
             assert torch.equal(rows @ weight.float(), product.float()), seed
         assert (facts.m, facts.n) == (rows.shape[0], 3)
+        done = rewritten(ranks)
+        assert done.num_rewritten == (facts.dtype == facts.gemm_dtype), (seed, done)
     assert recognized >= 60 and refused >= 60, (recognized, refused)
 
 
@@ -199,6 +210,7 @@ def test_the_collective_itself_may_be_saved(op: str) -> None:
     [facts] = scatters([site])
     assert (facts.has_residual, facts.sum_is_read, facts.reduce_op) == (False, True, op)
     assert scattered(site).shard is wait
+    assert rewritten(ranks).num_rewritten == 1
 
 
 def test_a_shard_that_is_saved_is_not_summed_away() -> None:
@@ -212,3 +224,4 @@ def test_a_shard_that_is_saved_is_not_summed_away() -> None:
         assert [each.num_partials for each in scatters(found)] == ([1, 1] if saves else [2])
         # By itself the other one is the residual of neither: both end at their own shard.
         assert all(site.facts is not None for site in found)
+        assert rewritten(ranks).num_rewritten == len(found)

@@ -1,4 +1,4 @@
-"""What sequence-parallel sites change in a report: nothing while no rule knows them; with one they are as any site."""
+"""What sequence-parallel sites change in a report: left, they change nothing of the others; taken, they are as any."""
 
 from __future__ import annotations
 
@@ -44,17 +44,21 @@ def reported(rules: RuleSet) -> GraphReport:
     return report
 
 
-def test_reports_stay_as_they_are_without_a_rule() -> None:
-    """The day a rule proposes at these sites it moves the matchers into `MATCHERS`; no report names them before."""
+def without_their_rules() -> RuleSet:
+    kinds = {matcher.kind for matcher in SEQUENCE_PARALLEL}
+    return replace(RULES, site_rules=tuple(rule for rule in RULES.site_rules if not rule.kinds & kinds))
+
+
+def test_every_kind_has_a_matcher_and_a_rule() -> None:
     known = {kind for rule in RULES.site_rules for kind in rule.kinds}
-    quiet = {matcher.kind for matcher in SEQUENCE_PARALLEL} - known
-    assert not quiet & {matcher.kind for matcher in MATCHERS}
-    assert quiet == {"all_gather", "reduce_scatter"}, "a rule knows them: let them join MATCHERS"
+    assert {matcher.kind for matcher in MATCHERS} == known
 
 
-def test_a_report_with_them() -> None:
+def test_a_report_without_a_rule_for_them() -> None:
     """They are left, priced as they are; the decision of the site beside them, and the whole time, stay the same."""
-    plain, full = reported(RULES), reported(replace(RULES, matchers=(*MATCHERS, *SEQUENCE_PARALLEL)))
+    bare = without_their_rules()
+    full = reported(bare)
+    plain = reported(replace(bare, matchers=tuple(each for each in MATCHERS if each not in SEQUENCE_PARALLEL)))
     by_kind = {decision.site.kind: decision for decision in full.decisions}
     assert [decision.site.kind for decision in full.decisions] == ["all_gather", "reduce_scatter", "reduction"]
     [alone] = plain.decisions
@@ -71,3 +75,17 @@ def test_a_report_with_them() -> None:
         "m 64",
     ):
         assert words in shown, shown
+
+
+def test_a_report_with_their_rules() -> None:
+    """Chosen by the profile's curves: Gloo's collective and GEMM against the shared arena's."""
+    report = reported(RULES)
+    by_kind = {decision.site.kind: decision for decision in report.decisions}
+    for kind, rule in (("all_gather", "all_gather_gemm"), ("reduce_scatter", "gemm_reduce_scatter")):
+        decision = by_kind[kind]
+        assert (decision.chosen.choice, decision.chosen.fabric.value) == (rule, "shm"), kind
+        assert decision.baseline is not None and decision.chosen.estimate is not None
+        terms = {term.name for term in decision.chosen.estimate.terms}
+        assert {"gemm", "synchronize"} < terms and decision.chosen.estimate.us_with_margin < decision.baseline.us
+        others = {each.fabric.value: [reason.code for reason in each.rejections] for each in decision.alternatives}
+        assert "no_kernel" in others["peer"] and "fabric_needs_hosts" in others["tcp"], others

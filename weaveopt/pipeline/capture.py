@@ -14,6 +14,7 @@ from weaveopt.rule import CapturedGraph
 
 _c10d = torch.ops._c10d_functional
 _COPY = frozenset({torch.ops.aten.copy.default})
+_REDUCE_SCATTER = frozenset({_c10d.reduce_scatter_tensor.default})
 _WAIT = frozenset({_c10d.wait_tensor.default})
 
 
@@ -69,9 +70,10 @@ def _replace(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
 
 
 def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) -> tuple[str, int]:
-    """`decode` is one position a sequence; the token count is that of the widest all-reduce."""
+    """`decode` is one position a sequence; the token count is that of the widest all-reduce, or without any of the
+    widest collective, by its larger side."""
     reductions = [node for node in collectives if "all_reduce" in str(node.target)]
-    values = [v for node in reductions or collectives if (v := tensor_of(node)) is not None and v.ndim >= 2]
+    values = [v for node in reductions or collectives if (v := _larger_side(node)) is not None and v.ndim >= 2]
     tokens = max((count_tokens(value, 0)[0] for value in values), default=0)
     if is_backward:
         return "backward", tokens
@@ -85,14 +87,24 @@ def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) ->
 
 
 def _symbolic_tokens(collectives: list[fx.Node]) -> torch.SymInt | None:
-    """Of the token counts that are no numbers (but have one in this call) the one that most all-reduces have."""
+    """Of the token counts that are no numbers (but have one in this call) the one that most all-reduces have.
+
+    Without any: that most gathers and reduce-scatters have, by their larger side.
+    """
+    reductions = [node for node in collectives if "all_reduce" in str(node.target)]
     found: dict[object, list[torch.SymInt]] = {}
-    for node in collectives:
-        value = tensor_of(node) if "all_reduce" in str(node.target) else None
+    for node in reductions or collectives:
+        value = _larger_side(node)
         count = None if value is None else tokens_of(value)
         if isinstance(count, torch.SymInt) and count.node.has_hint():
             found.setdefault(count.node.expr, []).append(count)
     return max(found.values(), key=len)[0] if found else None
+
+
+def _larger_side(collective: fx.Node) -> torch.Tensor | None:
+    """What a reduce-scatter takes, what any other collective makes."""
+    source = collective.args[0] if is_call(collective, _REDUCE_SCATTER) else collective
+    return tensor_of(source) if isinstance(source, fx.Node) else None
 
 
 def _forms(collective: fx.Node) -> list[torch.Tensor]:

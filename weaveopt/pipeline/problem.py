@@ -273,6 +273,8 @@ class Frame:
         found = self.sites[index]
         found = replace(found, site=replace(found.site, tokens=first.found.site.tokens))
         own = self._proposals(found, found.site.tokens, context, usable_only=False)
+        if [each.candidate.rejections for each in own] != [each.candidate.rejections for each in first.proposals]:
+            return self._priced(index, found.site.tokens, context, usable_only=False)  # its nodes allow other rewrites
         pairs = zip(own, first.proposals, strict=True)
         proposals = tuple(replace(each, candidate=known.candidate) for each, known in pairs)
         return replace(first, found=found, proposals=proposals)

@@ -8,6 +8,6 @@ from weaveopt.sites.gather import GatherMatcher
 from weaveopt.sites.reduction import ReductionMatcher
 from weaveopt.sites.scatter import ScatterMatcher
 
-MATCHERS: tuple[Matcher, ...] = (ReductionMatcher(), AttentionMatcher())
 SEQUENCE_PARALLEL: tuple[Matcher, ...] = (GatherMatcher(), ScatterMatcher())
-"""They join `MATCHERS` with the first rule that proposes at their sites: until then reports stay as they are."""
+"""What cuts activations along their rows between the ranks."""
+MATCHERS: tuple[Matcher, ...] = (ReductionMatcher(), AttentionMatcher(), *SEQUENCE_PARALLEL)

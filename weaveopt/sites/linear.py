@@ -16,6 +16,7 @@ aten = torch.ops.aten
 ALL_GATHER = frozenset({torch.ops._c10d_functional.all_gather_into_tensor.default})
 MM, ADDMM, SCALED_MM = aten.mm.default, aten.addmm.default, aten._scaled_mm.default
 GEMMS = frozenset({MM, ADDMM, SCALED_MM})
+_TRANSPOSES = frozenset({aten.t.default, aten.permute.default, aten.transpose.int})
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class Gemm:
     @property
     def is_scaled(self) -> bool:
         return self.node.target is SCALED_MM
+
+    @property
+    def transposed_b(self) -> fx.Node | None:
+        """The [n, k] matrix whose transposed view b is, as linear layers keep their weights; None where b is none."""
+        node = self.b
+        source = node.args[0] if is_call(node, _TRANSPOSES) else None
+        value = tensor_of(source) if isinstance(source, fx.Node) else None
+        if value is None or value.ndim != 2 or not isinstance(source, fx.Node):
+            return None
+        if node.target is aten.t.default:
+            return source
+        dims = node.args[1] if node.target is aten.permute.default else node.args[1:3]
+        assert isinstance(dims, list | tuple), node.args
+        swaps = [int(dim) % 2 for dim in dims]
+        return source if swaps == [1, 0] or (node.target is aten.transpose.int and swaps == [0, 1]) else None
 
     @property
     def sizes(self) -> tuple[int, int, int]:

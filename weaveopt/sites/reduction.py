@@ -51,6 +51,8 @@ class ReductionFacts:
     """How e4m3 rows are made of the normalized ones: `none`, `static` or `per_token`."""
     gemm_depth: int = 0
     """`k` of the GEMM `[tokens, k] @ [k, hidden]` that makes the partial result; 0: there is none."""
+    gemm_has_bias: bool = False
+    """Whether that GEMM adds to its result (addmm)."""
     num_partials: int = 1
     """All-reduces that meet in one sum."""
     num_norms: int = 1
@@ -202,6 +204,7 @@ def _facts(structure: Reduction, absorbed: frozenset[fx.Node], context: Context)
         out_dtype=_out_dtype(reduced),
         quantization="none" if structure.quantized is None else structure.quantized.quant.value,
         gemm_depth=0 if a is None else int(a.shape[-1]),
+        gemm_has_bias=structure.gemm is not None and is_call(structure.gemm, frozenset({aten.addmm.default})),
         num_partials=len(reduced.collectives),
         num_norms=int(reduced.norm is not None) + int(reduced.post is not None),
         has_norm=reduced.norm is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weaveopt.measure.cases.all_gather_gemm import AllGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
@@ -11,6 +12,7 @@ from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copy_engine import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
+from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters
 from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
@@ -25,6 +27,8 @@ FAMILIES: tuple[type[Family], ...] = (
     Collectives,
     PeerKernels,
     ShmKernels,
+    ReduceScatters,
+    AllGathers,
     StreamContention,
     Copies,
 )

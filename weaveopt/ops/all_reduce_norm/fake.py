@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut, decode
-from weaveopt.ops.all_reduce_norm.operands import Argument, Operands, QuantResults, Results, split
-from weaveopt.ops.all_reduce_norm.reference import row_scale_shape
+from weaveopt.reductions.call import ReductionCall, SumOut, decode
+from weaveopt.reductions.operands import Argument, Operands, QuantResults, Results, split
+from weaveopt.reductions.reference import row_scale_shape
 
 Tensor = torch.Tensor
 
@@ -35,7 +35,7 @@ def _shape(shape: torch.Size | tuple[int, ...], operands: Operands) -> torch.Siz
     return shape if operands.residual is None else operands.residual.shape
 
 
-def _results(like: Tensor, shape: torch.Size | tuple[int, ...], operands: Operands, call: AllReduceNormCall) -> Results:
+def _results(like: Tensor, shape: torch.Size | tuple[int, ...], operands: Operands, call: ReductionCall) -> Results:
     if like.dtype is not getattr(torch, call.dtype):
         raise WeaveError(f"site {call.site}: planned for {call.dtype}, called with {like.dtype}")
     shape = _shape(shape, operands)

@@ -12,7 +12,7 @@
 Every argument but the first is optional. Shapes: `partial` and `residual` [..., hidden], `a` [tokens, k], `b` [k,
 hidden], `addend` [hidden] or [tokens, hidden], `scale` [], the other parameters [hidden]. Results are contiguous and
 have the shape of `residual` if given, else of `partial`. Activations are bf16, fp16 or fp32, parameters the same or
-fp32. `call` is an encoded `AllReduceNormCall`.
+fp32. `call` is an encoded `ReductionCall`.
 
 With call.normalized_aliases_arena, `normalized` may be a view of the arena that the group's next call, in whatever
 graph, overwrites.
@@ -40,13 +40,13 @@ import torch
 
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_reduce_norm import fake
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, decode
-from weaveopt.ops.all_reduce_norm.operands import Argument, Gemm, Operands, QuantResults, Results, split
-from weaveopt.ops.all_reduce_norm.peer import PeerSite
-from weaveopt.ops.all_reduce_norm.reference import through_library
-from weaveopt.ops.all_reduce_norm.shm import ShmSite
-from weaveopt.ops.all_reduce_norm.tcp import TcpSite
 from weaveopt.records.candidate import Fabric
+from weaveopt.reductions.call import ReductionCall, decode
+from weaveopt.reductions.operands import Argument, Gemm, Operands, QuantResults, Results, split
+from weaveopt.reductions.peer import PeerSite
+from weaveopt.reductions.reference import through_library
+from weaveopt.reductions.shm import ShmSite
+from weaveopt.reductions.tcp import TcpSite
 
 Tensor = torch.Tensor
 
@@ -65,7 +65,7 @@ class BoundSite(Protocol):
     """A call bound to the arena of its group."""
 
     @staticmethod
-    def bind(call: AllReduceNormCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
         """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
 
         Raises `ArenaError` if no arena was reserved or the call does not fit it.

@@ -11,11 +11,11 @@ from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.measure.clock import Clock, Launch
 from weaveopt.measure.ranks import Ranks
-from weaveopt.ops.all_reduce_norm.buffers import memory_plan
-from weaveopt.ops.all_reduce_norm.call import AllReduceNormCall, SumOut
-from weaveopt.ops.all_reduce_norm.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 DTYPE = torch.bfloat16
@@ -41,18 +41,18 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     from weaveopt import _native
-    from weaveopt.ops.all_reduce_norm.peer import native_kernel
+    from weaveopt.reductions.peer import native_kernel
 
     kernel, dtype = native_kernel(fused.row), _native.DType.bfloat16
     return not _native.unsupported(kernel, dtype, fused.hidden, world, False, device.index or 0)
 
 
-def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> AllReduceNormCall:
+def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> ReductionCall:
     """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank.
 
     Its rows may lie in the arena, as where only GEMMs read them; elsewhere they are taken out, which is not in it.
     """
-    return AllReduceNormCall(
+    return ReductionCall(
         site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",
         out_dtype="bfloat16", max_tokens=fused.tokens,
         post=None, norm=NormSpec(NormKind.RMS, EPS, cast_before_weight=True),
@@ -61,7 +61,7 @@ def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) ->
     )  # fmt: skip
 
 
-def reserve(ranks: Ranks, calls: list[AllReduceNormCall]) -> None:
+def reserve(ranks: Ranks, calls: list[ReductionCall]) -> None:
     """The arena for all of them, before any is captured: graphs hold its addresses."""
     known = topology.discover(ranks.name, TIMEOUT_S)
     plan = memory_plan(ranks.name, calls)
@@ -89,7 +89,7 @@ def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
     return clock.together(lambda index: target.copy_(source), 10.0, ranks.process_group).us
 
 
-def shm_call(ranks: Ranks, fused: Fused, max_tokens: int, sharded: bool = True) -> AllReduceNormCall:
+def shm_call(ranks: Ranks, fused: Fused, max_tokens: int, sharded: bool = True) -> ReductionCall:
     """The op on `shm`, for up to `max_tokens` tokens."""
     return replace(
         peer_call(_site(fused), ranks.name, ranks.world, fused, sharded),
@@ -107,7 +107,7 @@ def _site(fused: Fused) -> str:
     return f"calibrate.{fused.hidden}.{fused.tokens}.{fused.row}"
 
 
-def _repeated(ranks: Ranks, fused: Fused, call: AllReduceNormCall) -> Launch:
+def _repeated(ranks: Ranks, fused: Fused, call: ReductionCall) -> Launch:
     # The same on all ranks, as a residual is.
     numbers = torch.Generator(ranks.device).manual_seed(fused.tokens)
     size, device = (fused.tokens, fused.hidden), ranks.device

@@ -1,0 +1,93 @@
+"""A GEMM whose rows are exchanged in chunks: the exchange of one chunk beside the GEMM of the next.
+
+Algorithm 1 of FlashOverlap (section 4) for chunks that are GEMMs of their own: a chunk leaves when it is computed and
+the one before it has arrived. Computation and exchange slow each other down while both run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+from weaveopt.cost_model.gemm import Waves
+from weaveopt.cost_model.machine import ContentionRow, Machine
+from weaveopt.cost_model.schedule import Stream, Task, schedule_streams
+
+CHUNK_COUNTS = (2, 3, 4, 6, 8, 12, 16)
+"""Numbers of chunks that are compared. The best pipeline is flat around its best number."""
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Of one chunk, each alone."""
+
+    gemm_us: float
+    exchange_us: float
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Where the time of chunks goes; the parts add up to `us`."""
+
+    us: float
+    gemm_us: float
+    """All GEMMs, each alone."""
+    exchange_us: float
+    """All exchanges but the last one's, each alone."""
+    last_us: float
+    """The last exchange: no GEMM is left that could hide it."""
+
+    @property
+    def overlapped_us(self) -> float:
+        """What running them at once changes; below 0 where it hides work."""
+        return self.us - self.gemm_us - self.exchange_us - self.last_us
+
+
+def divided(rows: int, num_chunks: int, multiple: int = 1) -> tuple[int, ...]:
+    """`rows` in at most `num_chunks` chunks of equally many rows, a multiple of `multiple`; the last has the rest.
+
+    Fewer than `num_chunks` where so many would be smaller than `multiple`; `()` without rows.
+    """
+    each = -(-rows // (num_chunks * multiple)) * multiple
+    return tuple(min(each, rows - first) for first in range(0, rows, each)) if rows > 0 else ()
+
+
+def chunk_counts(rows: int, waves: Waves | None) -> tuple[int, ...]:
+    """Numbers of chunks that are worth a look: none has less than a wave of the GEMM's tiles.
+
+    Empty for a GEMM of one wave: chunks of it take a wave each, so they add what they could hide. `waves` None: the
+    machine has no waves, and any row may begin a chunk.
+    """
+    most = rows if waves is None else waves.num_waves
+    return tuple(count for count in CHUNK_COUNTS if count <= most)
+
+
+def one_by_one(chunks: Sequence[ChunkTimes]) -> Pipeline:
+    """Nothing runs beside anything else."""
+    gemm_us, exchange_us = sum(each.gemm_us for each in chunks), sum(each.exchange_us for each in chunks)
+    last_us = chunks[-1].exchange_us if chunks else 0.0
+    return Pipeline(gemm_us + exchange_us, gemm_us, exchange_us - last_us, last_us)
+
+
+def pipelined(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> Pipeline:
+    """The exchange of a chunk beside the GEMMs of those behind it; each is slower by its factor while both run."""
+    tasks: list[Task] = []
+    for each in chunks:
+        tasks.append(Task(each.gemm_us))
+        tasks.append(Task(each.exchange_us, Stream.COMMUNICATION, (len(tasks) - 1,)))
+    alone = one_by_one(chunks)
+    us = schedule_streams(tasks, gemm_factor, exchange_factor).us
+    return Pipeline(us, alone.gemm_us, alone.exchange_us, alone.last_us)
+
+
+def beside_gemm(machine: Machine, num_ctas: int) -> ContentionRow | None:
+    """What a GEMM and an exchange by `num_ctas` CTAs do to each other, from the nearest number measured, by ratio.
+
+    None where nobody knows: nothing was measured, or only with fewer CTAs, whose GEMM had more of the device; 0 CTAs
+    stand for as many as fit, which leave it none.
+    """
+    rows = () if machine.contention is None else machine.contention.rows
+    if not 0 < num_ctas <= max((row.ctas for row in rows), default=0):
+        return None
+    return min(rows, key=lambda row: (abs(log(row.ctas / num_ctas)), -row.ctas))

@@ -1,0 +1,35 @@
+#include "fabric/shm_rows.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace weave::fabric::shm {
+
+RowsCall::RowsCall(Group& group, const RowsSite& site, int64_t data_bytes) : group_(group), site_(site) {
+    const int64_t end = site.partial_offset + 2 * site.partial_bytes;
+    // A buffer outside the segment would be a wild store later.
+    if (site.partial_offset < 0 || site.partial_bytes < 0 || end > data_bytes) {
+        throw std::invalid_argument("buffers [" + std::to_string(site.partial_offset) + ", " + std::to_string(end) +
+                                    ") do not fit an arena of " + std::to_string(data_bytes) + " bytes");
+    }
+}
+
+Status RowsCall::enter(int64_t tokens) {
+    const Layout layout{site_.partial_offset, site_.partial_bytes, -1};
+    const Status status = group_.enter(layout, tag(site_.tag, tokens), site_.timeout_s);
+    const bool entered = status.code != Code::kBusy && status.code != Code::kForked;
+    if (!status.ok() && entered) group_.leave();
+    return status;
+}
+
+void RowsCall::signal(int64_t tokens) {
+    group_.signal_ready(tag(site_.tag, tokens));
+    group_.store_rows_relaxed();
+}
+
+Status RowsCall::wait(int32_t peer, int64_t tokens) {
+    const Status status = group_.wait_ready(peer, tag(site_.tag, tokens), site_.timeout_s);
+    return status.ok() ? status : group_.poison(status);
+}
+
+}  // namespace weave::fabric::shm

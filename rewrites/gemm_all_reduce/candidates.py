@@ -1,0 +1,215 @@
+"""The ways to run a GEMM beside the exchange of its rows on each fabric: estimates, and what speaks against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from weaveopt.cost_model import Machine
+from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.gemm_all_reduce.call import ChunkRow
+from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
+from weaveopt.records.site import TokenCounts
+from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.prices.kernels import kernel_variants
+from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
+from weaveopt.reductions.variant import Algorithm, KernelRow
+from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
+from weaveopt.sites.reduction import ReductionFacts
+
+RULE = "gemm_all_reduce"
+CHUNKS = "chunks"
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What the rule remembers of a candidate."""
+
+    workload: Workload
+    fabric: Fabric
+    variant: str
+    """The word of the operation's variant: `chunks`."""
+    chunks: tuple[ChunkRow, ...]
+    """Rows of a chunk, by the number of tokens of a call."""
+    rows: tuple[KernelRow, ...] = ()
+    """The run-time table of an exchange, where the fabric has one."""
+    one_shot_max_tokens: int = 0
+    norm_apart: bool = False
+    """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows that one exchange takes at most."""
+        return max(row.chunk_tokens for row in self.chunks)
+
+
+Found = tuple[Candidate, Lowered | None]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the operation can make of a site."""
+
+    workload: Workload
+    norm_apart: bool = False
+    """Only the whole sum: the norm stays in the graph."""
+
+    def named(self, variant: str) -> str:
+        """A variant as reports name it."""
+        return f"{variant}, norm apart" if self.norm_apart else variant
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What candidates depend on beside a site: equal for all sites of a group in one compile."""
+
+    topology: Topology
+    machine: Machine
+    norm_refused: bool = False
+    """The kernels do not take the site's norm: it can only stay in the graph."""
+
+
+@lru_cache(maxsize=4096)
+def candidates(
+    facts: ReductionFacts, tokens: TokenCounts, known: Terms, usable_only: bool = False
+) -> tuple[Found, ...]:
+    """Every variant on every fabric, allowed or rejected, with its estimate at the hint where one can be made.
+
+    With `usable_only` only those that may be chosen. Sites with equal facts get the same objects.
+    """
+    found: list[Found] = []
+    machine = known.machine
+    forms = tuple(_forms(facts, tokens, known))
+    for fabric, unreachable in known.topology.fabrics():
+        if fabric is Fabric.LIBRARY:
+            continue
+        reasons = [] if unreachable is None else [unreachable]
+        if fabric not in machine.fabrics:
+            values = (("machine", machine.name), ("fabric", fabric.value))
+            reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
+        if fabric not in VARIANTS:
+            message = "this version has no kernel of the rule for the fabric"
+            reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
+        if reasons:
+            found.append((Candidate(RULE, fabric, rejections=tuple(reasons)), None))
+            continue
+        found.extend(propose(form, machine) for propose in VARIANTS[fabric] for form in forms)
+    return tuple(each for each in found if each[0].allowed or not usable_only)
+
+
+def _forms(facts: ReductionFacts, tokens: TokenCounts, known: Terms) -> Iterator[Form]:
+    """What the operation can make of a site: all of it; and the whole sum alone, where every rank needs that."""
+    whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
+    if not known.norm_refused:
+        yield Form(whole)
+    if facts.has_norm and (known.norm_refused or facts.sum_is_read):
+        yield Form(with_norm_apart(whole), norm_apart=True)
+
+
+def _chunks_in_turn(form: Form, machine: Machine) -> Found:
+    """CPU ranks: chunks follow one another."""
+    ways = [Exchange(Fabric.SHM, algorithm) for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)]
+    best = best_chunks(machine, form.workload, ways)
+    if best is None:
+        return _indivisible(form, machine, Fabric.SHM)
+    algorithm = best.exchange.algorithm
+    lowered = Lowered(
+        form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), (), 0, form.norm_apart
+    )
+    if algorithm is Algorithm.ONE_SHOT:
+        lowered = replace(lowered, one_shot_max_tokens=lowered.max_tokens)
+    parameters: Values = (*_division(best), ("exchange", algorithm.value))
+    return _candidate(best, form, lowered, parameters), lowered
+
+
+def _chunks_beside(form: Form, machine: Machine) -> Found:
+    """GPUs: the exchange of a chunk runs on few CTAs beside the GEMM of the next."""
+    fabric, workload = Fabric.PEER, form.workload
+    reasons = shape_rejections(workload, TRAITS[fabric].max_world)
+    variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
+    exchanges = [exchange_of(kernel, fabric, machine) for kernel in variants]
+    beside = [each for each in exchanges if each.beside is not None]
+    if not beside:
+        message = "how a GEMM and the fabric's kernels slow each other down was not measured"
+        reasons.append(Rejection("contention_not_measured", message, (("machine", machine.name),)))
+    best = best_chunks(machine, form.workload, beside)
+    if best is None:
+        refused, _ = _indivisible(form, machine, fabric)
+        return replace(refused, rejections=(*reasons, *(refused.rejections if beside else ()))), None
+    kernel = best.exchange.kernel
+    assert kernel is not None, "an exchange on GPUs has a kernel"
+    parameters: Values = (
+        *_division(best),
+        ("exchange", f"{kernel.algorithm.value} {kernel.transfer.value}"),
+        ("num_ctas", kernel.num_ctas),
+        ("measured", kernel.measured),
+    )
+    lowered = Lowered(workload, fabric, CHUNKS, chunk_table(machine, workload, best), norm_apart=form.norm_apart)
+    row = KernelRow(lowered.max_tokens, kernel.algorithm, kernel.transfer, kernel.num_ctas)
+    candidate = replace(_candidate(best, form, lowered, parameters), rejections=tuple(reasons))
+    return candidate, replace(lowered, rows=(row,))
+
+
+VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = MappingProxyType({
+    Fabric.SHM: (_chunks_in_turn,),
+    Fabric.PEER: (_chunks_beside,),
+})  # fmt: skip
+"""What the rule proposes on its fabrics."""
+
+
+def chunk_table(machine: Machine, workload: Workload, best: Chunked) -> tuple[ChunkRow, ...]:
+    """Rows of a chunk for every count that the compiled graph may see, by the exchange that serves the hint.
+
+    Where a call has too few rows to divide, a chunk is all of them. Counts double from row to row, and the hint's is
+    its own: what is predicted at the hint is what runs there.
+    """
+    if workload.is_static:
+        return (ChunkRow(workload.tokens, best.rows[0]),)
+    counts = {workload.tokens, workload.max_tokens}
+    count = max(workload.min_tokens, 1)
+    while count < workload.max_tokens:
+        counts.add(count)
+        count *= 2
+    rows: list[ChunkRow] = []
+    for count in sorted(counts):
+        found = best if count == workload.tokens else best_chunks(machine, at_tokens(workload, count), [best.exchange])
+        row = ChunkRow(count, count if found is None else found.rows[0])
+        if rows and rows[-1].chunk_tokens == row.chunk_tokens:
+            rows.pop()
+        rows.append(row)
+    return tuple(rows)
+
+
+def _division(best: Chunked) -> Values:
+    return ("num_chunks", len(best.rows)), ("chunk_tokens", best.rows[0])
+
+
+def _candidate(best: Chunked, form: Form, lowered: Lowered, parameters: Values) -> Candidate:
+    named = form.named(CHUNKS)
+    table = tuple(TableRow(row.max_tokens, f"chunks of {row.chunk_tokens}") for row in lowered.chunks)
+    return Candidate(RULE, lowered.fabric, named, parameters, best.estimate, table=table, notes=_notes(best, form))
+
+
+def _notes(best: Chunked, form: Form) -> tuple[str, ...]:
+    workload, way = form.workload, "beside" if best.exchange.beside is not None else "before"
+    notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {way} the GEMM of the next"]
+    if form.norm_apart:
+        notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
+    elif workload.has_norm and workload.sum_is_used and best.exchange.algorithm is Algorithm.TWO_SHOT:
+        notes.append("gather: chunks are divided among ranks one by one, so the whole sum is handed out too")
+    return tuple(notes)
+
+
+def _indivisible(form: Form, machine: Machine, fabric: Fabric) -> Found:
+    """Why there are no chunks."""
+    known = waves(machine, form.workload)
+    values: Values = (("tokens", form.workload.tokens),)
+    why = Rejection("too_few_rows", "there is no chunk that is not the whole", values)
+    if known is not None:
+        values = (*values, ("waves", known.num_waves), ("tile_m", known.tile_m))
+        message = "the GEMM's tiles run in so few waves that chunks of it would hide nothing"
+        why = Rejection("one_wave", message, values)
+    return Candidate(RULE, fabric, form.named(CHUNKS), rejections=(why,)), None

@@ -1,0 +1,132 @@
+"""Predicted time of a site whose rows are exchanged in chunks while its GEMM goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from weaveopt.cost_model import host_us
+from weaveopt.cost_model.chunks import ChunkTimes, Pipeline, beside_gemm, chunk_counts, divided, one_by_one, pipelined
+from weaveopt.cost_model.gemm import Waves, waves_of
+from weaveopt.cost_model.machine import ContentionRow, Machine
+from weaveopt.records.candidate import Estimate, Fabric, Term
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.kernels import KernelVariant
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What exchanges every chunk's rows."""
+
+    fabric: Fabric
+    algorithm: Algorithm
+    kernel: KernelVariant | None = None
+    """The kernel on fabrics with a table; None: the fabric's only one."""
+    beside: ContentionRow | None = None
+    """What it and a GEMM do to each other; None: one waits for the other."""
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """One way to divide a site's rows."""
+
+    exchange: Exchange
+    rows: tuple[int, ...]
+    """Of every chunk."""
+    pipeline: Pipeline
+    estimate: Estimate
+
+
+def at_tokens(workload: Workload, tokens: int) -> Workload:
+    """The same with so many tokens, and no others."""
+    assert workload.gemm is not None, "a site without a GEMM has no chunks"
+    gemm = replace(workload.gemm, m=tokens)
+    return replace(workload, tokens=tokens, max_tokens=tokens, min_tokens=0, gemm=gemm)
+
+
+def waves(machine: Machine, workload: Workload) -> Waves | None:
+    """Waves of the site's GEMM; None where the machine has none."""
+    assert workload.gemm is not None, "a site without a GEMM has no chunks"
+    return waves_of(machine, workload.gemm, workload.dtype)
+
+
+def divisions(machine: Machine, workload: Workload) -> Iterator[tuple[int, ...]]:
+    """Chunks of whole tiles that are worth a look, fewest first; none for a GEMM of one wave."""
+    known = waves(machine, workload)
+    multiple = 1 if known is None else known.tile_m
+    seen: set[tuple[int, ...]] = set()
+    for count in chunk_counts(workload.tokens, known):
+        rows = divided(workload.tokens, count, multiple)
+        if len(rows) > 1 and rows not in seen:
+            seen.add(rows)
+            yield rows
+
+
+def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, rows: Sequence[int]) -> Chunked:
+    """The site in chunks of `rows`.
+
+    Terms: `gemm`, all chunks' GEMMs; `exchange`, of every chunk but the last; `last chunk`, the last one's, which
+    nothing hides; `overlapped`, what running both at once changes; `host`. The model's own error is charged for all
+    of it: the GEMMs of chunks are not the graph's, so that what is wrong with its price need not be with theirs.
+    """
+    times = {each: _chunk_times(machine, workload, exchange, each) for each in set(rows)}
+    chunks = [times[each] for each in rows]
+    beside = exchange.beside
+    pipeline = one_by_one(chunks) if beside is None else pipelined(chunks, beside.gemm, beside.communication)
+    slowdown = machine.oversubscription(workload.world, workload.hosts)
+    waited_us = len(rows) * host_us(machine) * slowdown
+    terms = (
+        Term("gemm", pipeline.gemm_us),
+        Term("exchange", pipeline.exchange_us),
+        Term("overlapped", pipeline.overlapped_us),
+        Term("last chunk", pipeline.last_us),
+        Term("host", waited_us),
+    )
+    kept = tuple(term for term in terms if term.us != 0.0)
+    return Chunked(exchange, tuple(rows), pipeline, Estimate(kept, machine.relative_error))
+
+
+def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]) -> Chunked | None:
+    """The division and exchange predicted fastest, of equally fast ones the first; None where there is no division."""
+    found = [
+        estimate_chunks(machine, workload, exchange, rows)
+        for rows in divisions(machine, workload)
+        for exchange in _fastest(machine, workload, exchanges, rows[0])
+    ]
+    return min(found, key=lambda each: each.estimate.us, default=None)
+
+
+def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exchange:
+    """With what is known of it beside a GEMM."""
+    return Exchange(fabric, kernel.algorithm, kernel, beside_gemm(machine, kernel.num_ctas))
+
+
+def _fastest(machine: Machine, workload: Workload, exchanges: Sequence[Exchange], rows: int) -> list[Exchange]:
+    """Of exchanges that disturb a GEMM alike, the fastest for chunks of `rows`."""
+    message_bytes = workload.message_bytes // max(workload.tokens, 1) * rows
+    best: dict[ContentionRow | None, tuple[float, Exchange]] = {}
+    for exchange in exchanges:
+        if exchange.kernel is not None and not exchange.kernel.covers(message_bytes):
+            continue
+        us = _chunk_times(machine, workload, exchange, rows).exchange_us
+        if exchange.beside not in best or us < best[exchange.beside][0]:
+            best[exchange.beside] = us, exchange
+    return [exchange for _, exchange in best.values()]
+
+
+def _chunk_times(machine: Machine, workload: Workload, exchange: Exchange, rows: int) -> ChunkTimes:
+    return _times(machine, at_tokens(workload, rows), exchange)
+
+
+@lru_cache(maxsize=16384)
+def _times(machine: Machine, chunk: Workload, exchange: Exchange) -> ChunkTimes:
+    """The sum, where it is read, is handed out whole: every chunk is divided among ranks by itself."""
+    kernel = exchange.kernel
+    transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
+    estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
+    multiplied_us = sum(term.us for term in estimate.terms if term.name == "gemm")
+    handed_over_us = 0.0 if exchange.beside is None or machine.launch is None else machine.launch.graph_us
+    return ChunkTimes(multiplied_us, estimate.us - multiplied_us + handed_over_us)

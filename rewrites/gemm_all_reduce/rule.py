@@ -1,0 +1,131 @@
+"""GEMM -> all-reduce -> (+ residual) -> norm in one operation that exchanges rows while the GEMM makes others.
+
+Unfused, on every rank of a group::
+
+    partial = x @ weight.t()               # or x @ weight
+    total = all_reduce(partial)            # then optionally + bias, * scale
+    total = post_norm(total)               # post-norm families only
+    total = residual + total               # absent after the embedding
+    normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
+
+Fused: `weave::gemm_all_reduce_norm`. Rows go in chunks: while one is exchanged, the GEMM of the next runs
+(FlashOverlap, section 4). Only a GEMM that nothing else reads is taken, without a bias of its own. Rows are divided
+among ranks chunk by chunk, so the sum is handed out whole where anything reads it, and the residual comes in whole:
+neighbours that would share a sharded one keep theirs whole on this side. Where FP8 linears read the normalized rows,
+the quantization stays in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace as with_fields
+
+import torch
+import torch.fx as fx
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.graph.pattern import describe, skip_shapes
+from weaveopt.graph.splice import call_after, current, erase_dead, last_of
+from weaveopt.ops.gemm_all_reduce.call import WeightLayout
+from weaveopt.records.candidate import Candidate, Rejection
+from weaveopt.records.site import TokenCounts
+from weaveopt.reductions.eligible import norms_refused, refused_anywhere
+from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results
+from weaveopt.rewrites.gemm_all_reduce.calls import call_of, memory_of
+from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates
+from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
+from weaveopt.sites.linear import Gemm, gemm_at
+from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
+
+
+class GemmAllReduce:
+    """The rule; see the module's docstring."""
+
+    name = RULE
+    kinds = frozenset({KIND})
+
+    def propose(
+        self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
+    ) -> Sequence[Proposal]:
+        facts, structure = found.facts, found.structure
+        assert isinstance(facts, ReductionFacts) and isinstance(structure, Reduction), f"{found.site.id}: no reduction"
+        refused = (*refused_anywhere(facts, structure), *_gemm_refused(facts, structure))
+        norm_refused = norms_refused(structure.reduced)
+        if refused or (norm_refused and structure.reduced.post is not None):
+            reasons = (*refused, *norm_refused)
+            return () if usable_only else (Proposal(Candidate(RULE, rejections=reasons)),)
+        known = Terms(context.topologies[facts.group], context.machine, bool(norm_refused))
+        taken_in = (Proposal(Candidate(RULE, rejections=norm_refused)),) if norm_refused and not usable_only else ()
+        return (
+            *taken_in,
+            *(
+                Proposal(candidate, _consumed(structure, lowered), lowered)
+                for candidate, lowered in candidates(facts, tokens, known, usable_only)
+            ),
+        )
+
+    def memory(self, chosen: Chosen, context: Context) -> Memory | None:
+        return memory_of(_lowered(chosen))
+
+    def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
+        structure, lowered = chosen.found.structure, _lowered(chosen)
+        assert isinstance(structure, Reduction), f"{chosen.found.site.id}: no reduction"
+        gemm = gemm_at(structure.gemm)
+        assert gemm is not None, f"{chosen.found.site.id}: {structure.gemm} is no GEMM"
+        reduced = with_fields(structure.reduced, norm=None) if lowered.norm_apart else structure.reduced
+        sum_used = structure.sum_is_read or reduced.norm is None
+        call = call_of(chosen, lowered, reduced, placement, sum_used, context)
+        weight, layout = _stored(gemm)
+        leading = (current(gemm.a), current(weight), layout.value)
+        operands = tuple(current(each) for each in operand_nodes(graph, reduced))
+        args = (*leading, *operands)
+        position = last_of(graph, [each for each in args if isinstance(each, fx.Node)])
+        target = torch.ops.weave.gemm_all_reduce_norm.default
+        fused = call_after(graph, position, target, (*args, call.encode()), like=reduced.collectives[0])
+        splice_results(graph, reduced, None, fused, sum_used)
+        views = frozenset() if weight is gemm.b else frozenset({gemm.b})
+        erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes | views)
+        return rounding(RULE, reduced, None)
+
+
+def _lowered(chosen: Chosen) -> Lowered:
+    assert isinstance(chosen.proposal.plan, Lowered), f"{chosen.found.site.id} was lowered by another rule"
+    return chosen.proposal.plan
+
+
+def _consumed(structure: Reduction, lowered: Lowered | None) -> frozenset[fx.Node]:
+    """What disappears from the graph with a candidate."""
+    if lowered is None:
+        return frozenset()
+    rows = structure.reduced.passed if lowered.norm_apart else structure.interior
+    return rows | frozenset(made_by(structure))
+
+
+def _stored(gemm: Gemm) -> tuple[fx.Node, WeightLayout]:
+    """The weight as it is stored, of which the GEMM's right operand may be the transposed view."""
+    weight = gemm.transposed_b
+    return (gemm.b, WeightLayout.KN) if weight is None else (weight, WeightLayout.NK)
+
+
+def _gemm_refused(facts: ReductionFacts, structure: Reduction) -> tuple[Rejection, ...]:
+    """Why the site's GEMM cannot be taken in; facts decide, so that sites of one kind agree."""
+    partials = structure.reduced.partials
+    if facts.num_partials > 1:
+        message = "all-reduces that meet in one sum have no single GEMM"
+        return (Rejection("several_partials", message, (("num_partials", facts.num_partials),)),)
+    if facts.gemm_depth == 0:
+        source = skip_shapes(partials[0])
+        gemm = gemm_at(source)
+        if gemm is None:
+            message = "no plain GEMM makes the partial result"
+            return (Rejection("no_gemm", message, (("made_by", describe(source)),)),)
+        if gemm.is_scaled:
+            return (Rejection("gemm_is_quantized", "the GEMM's operands have scales", (("gemm", source.name),)),)
+        if gemm.has_factors:
+            return (Rejection("gemm_is_scaled", "alpha or beta of the GEMM are not 1", (("gemm", source.name),)),)
+        values = (("gemm", source.name),)
+        return (Rejection("read_by_others", "the partial result is needed beside its sum", values),)
+    if facts.gemm_has_bias:
+        message = "the GEMM adds a bias before the reduction, which the operation does not take"
+        return (Rejection("bias_not_supported", message),)
+    return ()

@@ -1,0 +1,95 @@
+"""Which forms of a site the operation computes, and why it does not compute the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from weaveopt.graph.arrangement import Size
+from weaveopt.graph.pattern import tensor_of
+from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
+from weaveopt.records.candidate import Rejection
+from weaveopt.sites.linear import Gemm
+from weaveopt.sites.partial import Partial
+from weaveopt.sites.reduced import WAIT
+from weaveopt.sites.rows import Rows, scattered_rows
+from weaveopt.sites.scatter import ScatterFacts
+from weaveopt.sites.scattered import Scattered
+
+
+@dataclass(frozen=True)
+class Form:
+    """What of a site the operation takes in."""
+
+    gemms: tuple[Gemm, ...]
+    addends: tuple[fx.Node, ...]
+    """Vectors [n] and values of [m, n] elements."""
+    scale: float
+    outer: int | SizeAt
+    result: fx.Node
+    """The node that the operation's result replaces: the wait, or the sum of several."""
+    shape: tuple[int | SizeAt, ...]
+    """Of `result`."""
+    residuals: tuple[fx.Node, ...]
+    """What is added to the operation's result, where it replaces the sum of several collectives."""
+    consumes: frozenset[fx.Node]
+
+
+def form_of(facts: ScatterFacts, structure: Scattered) -> Form | tuple[Rejection, ...]:
+    """Reasons that no fabric or parameter changes; all that hold are listed."""
+    partials = structure.partials
+    result, consumes, residuals = _replaced(structure)
+    gemms = tuple(gemm for partial in partials for gemm in partial.gemms)
+    sources = [*inputs_of(result.graph), *(node for gemm in gemms for node in (gemm.a, gemm.b))]
+    outer = find_size(_outer(facts, partials[0], gemms[0]), sources)
+    shape = find_shape(result, sources)
+    reasons = tuple(_against(facts, structure))
+    if outer is None or shape is None:
+        message = "sizes of the shard are symbols that no input of the graph holds"
+        reasons = (*reasons, Rejection("size_not_known", message, (("node", result.name),)))
+    if reasons:
+        return reasons
+    assert outer is not None and shape is not None
+    addends = tuple(node for partial in partials for node in (*partial.biases, *partial.addends))
+    scale = partials[0].scale / (facts.world if facts.reduce_op == "avg" else 1)
+    return Form(gemms, addends, scale, outer, result, shape, residuals, consumes)
+
+
+def _replaced(structure: Scattered) -> tuple[fx.Node, frozenset[fx.Node], tuple[fx.Node, ...]]:
+    """The node whose place the result takes, what disappears with it, and what has to be added to the result."""
+    exchanged = {*structure.collectives}
+    for partial in structure.partials:
+        exchanged |= partial.nodes
+    [wait] = [user for user in structure.collectives[0].users if user.target in WAIT]
+    after = structure.after
+    if len(structure.partials) == 1 or after is None:
+        return wait, frozenset({*exchanged, wait}), ()
+    return after.total, frozenset({*exchanged, *after.passed}), after.residuals
+
+
+def _outer(facts: ScatterFacts, partial: Partial, gemm: Gemm) -> Size:
+    if facts.dim == -1:
+        return 1
+    value = tensor_of(gemm.node)
+    assert value is not None, f"{gemm.node.name} makes no tensor"
+    rows = scattered_rows(partial.arrangement, facts.world, value.shape)
+    assert isinstance(rows, Rows), f"{gemm.node.name}: {rows}"
+    return rows.outer
+
+
+def _against(facts: ScatterFacts, structure: Scattered) -> Iterator[Rejection]:
+    if facts.is_scaled:
+        yield Rejection("gemm_not_supported", "the operation multiplies no FP8 operands with scales of their own")
+    if facts.dtype != facts.gemm_dtype:
+        values = (("gemm", facts.gemm_dtype), ("travels", facts.dtype))
+        yield Rejection("dtype_changes", "what travels is cast behind the GEMM, which writes where peers read", values)
+    if facts.has_addend and any(partial.scale != 1.0 for partial in structure.partials):
+        yield Rejection("addend_not_scaled", "what is added behind the scale would be scaled by the operation too")
+    if facts.num_partials == 1:
+        return
+    behind = (("bias", facts.has_bias_after), ("scale", facts.has_scale_after), ("norm", facts.has_post_norm))
+    if any(found for _, found in behind):
+        message = "between the sum of several collectives and the residual stands what the operation does not compute"
+        yield Rejection("sum_not_plain", message, behind)

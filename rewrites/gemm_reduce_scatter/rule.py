@@ -1,0 +1,139 @@
+"""GEMM -> reduce-scatter, in one operation on symmetric memory (the GEMM + reduce-scatter of FlashOverlap, 2.3.2).
+
+Unfused, on every rank of a group::
+
+    partial = a @ b                                    # several, where gradients of q, k and v are added
+    shard = reduce_scatter(partial, scatter_dim, op)   # of rows, of each sequence's rows, or of columns
+
+Fused: `weave::gemm_reduce_scatter` lets the GEMM write into the arena, where the rows lie in the GEMM's order whatever
+the dimension that is cut: no copy is made for the collective. A mean, and a scale in front of the collective, are part
+of it. What follows the shard (a scale, a cast, the residual, the norm) stays in the graph, where it is one kernel
+anyway. Reduce-scatters whose results are added become one: their GEMMs are summed before anything travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.graph.pattern import tensor_of
+from weaveopt.graph.sizes import argument_of, find_shape, inputs_of, viewed_as
+from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.op import SITES
+from weaveopt.records.candidate import Candidate
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, Lowered, candidates, work_of
+from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of
+from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
+from weaveopt.sites.scatter import KIND, ScatterFacts
+from weaveopt.sites.scattered import Scattered
+
+aten = torch.ops.aten
+
+
+class GemmReduceScatter:
+    """The rule; see the module's docstring."""
+
+    name = RULE
+    kinds = frozenset({KIND})
+
+    def propose(
+        self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
+    ) -> Sequence[Proposal]:
+        facts, structure = _site(found)
+        form = form_of(facts, structure)
+        if not isinstance(form, Form):
+            return () if usable_only else (Proposal(Candidate(RULE, rejections=form)),)
+        whole = sum(1 for node in form.addends if (value := tensor_of(node)) is not None and value.ndim > 1)
+        work = work_of(facts, [gemm.sizes[2] for gemm in form.gemms], tokens, whole, len(form.residuals))
+        topology = context.topologies[facts.group]
+        return tuple(
+            Proposal(candidate, form.consumes, lowered)
+            for candidate, lowered in candidates(work, tokens, topology, context.machine, usable_only)
+        )
+
+    def memory(self, chosen: Chosen, context: Context) -> Memory | None:
+        call = _call(chosen, context)
+        return Memory(tuple(BufferRequest(buffer) for buffer in SITES[call.fabric].buffers(call)))
+
+    def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
+        facts, structure = _site(chosen.found)
+        form = form_of(facts, structure)
+        assert isinstance(form, Form), f"{chosen.found.site.id}: {form}"
+        call = _call(chosen, context, placement.channel)
+        first = structure.collectives[0]
+        a = [_node(gemm.a) for gemm in form.gemms]
+        b = [_node(gemm.b) for gemm in form.gemms]
+        addends = [_rows(graph, _node(node), form) for node in form.addends]
+        outer = argument_of(graph, form.outer)
+        operands = [*a, *b, *addends, *((outer,) if isinstance(outer, fx.Node) else ())]
+        target = torch.ops.weave.gemm_reduce_scatter.default
+        position = last_of(graph, operands)
+        fused = call_after(graph, position, target, (a, b, addends, outer, call.encode()), like=first)
+        result = viewed_as(graph, fused, form.shape, like=form.result)
+        for residual in map(_node, form.residuals):
+            result = _added(graph, result, residual, form)
+        replace_uses(graph, form.result, result)
+        if any(user.op == "output" for user in first.users):  # a backward pass reads it, as it is before the wait
+            replace_uses(graph, first, result)
+        erase_dead(graph, chosen.proposal.consumes)
+        return _rounding(facts)
+
+
+def _site(found: FoundSite) -> tuple[ScatterFacts, Scattered]:
+    facts, structure = found.facts, found.structure
+    assert isinstance(facts, ScatterFacts) and isinstance(structure, Scattered), f"{found.site.id}: no reduce-scatter"
+    return facts, structure
+
+
+def _call(chosen: Chosen, context: Context, channel: int = 0) -> GemmReduceScatterCall:
+    """The constants of the site's call, equal on all ranks."""
+    facts, structure = _site(chosen.found)
+    lowered, form = chosen.proposal.plan, form_of(facts, structure)
+    assert isinstance(lowered, Lowered) and isinstance(form, Form), f"{chosen.found.site.id}: {lowered}, {form}"
+    return GemmReduceScatterCall(
+        site=chosen.found.site.id,
+        group=facts.group,
+        fabric=lowered.fabric,
+        world=facts.world,
+        hidden=facts.n,
+        dtype=facts.dtype,
+        max_tokens=lowered.max_tokens,
+        timeout_s=context.config.timeout_s,
+        channel=channel,
+        scale=form.scale,
+        columns=facts.dim == -1,
+    )
+
+
+def _node(node: fx.Node) -> fx.Node:
+    found = current(node)
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _rows(graph: fx.Graph, addend: fx.Node, form: Form) -> fx.Node:
+    """A vector as it is, anything else in the shape of what the GEMM makes."""
+    value, gemm = tensor_of(addend), form.gemms[0].node
+    assert value is not None, f"{addend.name} makes no tensor"
+    if value.ndim == 1 or value.shape[0] == 1:
+        return addend
+    shape = find_shape(gemm, [*inputs_of(graph), form.gemms[0].a, form.gemms[0].b])
+    assert shape is not None, f"sizes of {gemm.name} are nowhere in the graph"
+    return viewed_as(graph, addend, shape, like=gemm)
+
+
+def _added(graph: fx.Graph, result: fx.Node, residual: fx.Node, form: Form) -> fx.Node:
+    other = viewed_as(graph, residual, form.shape, like=form.result)
+    return call_after(graph, max(result, other), aten.add.Tensor, (result, other), like=form.result)
+
+
+def _rounding(facts: ScatterFacts) -> tuple[str, ...]:
+    lines = [f"{RULE}: partial results are summed over the ranks in fp32, in their order, and rounded once"]
+    if facts.num_gemms > 1:
+        lines.append(f"{RULE}: GEMMs whose results are added are summed on each rank before the reduce-scatter")
+    return tuple(lines)

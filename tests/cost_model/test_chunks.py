@@ -1,0 +1,117 @@
+"""Chunks of a GEMM beside their exchanges: by hand, against Algorithm 1 of FlashOverlap, and what bounds them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from weaveopt import cost_model
+from weaveopt.cost_model.chunks import (
+    CHUNK_COUNTS,
+    ChunkTimes,
+    beside_gemm,
+    chunk_counts,
+    divided,
+    one_by_one,
+    pipelined,
+)
+from weaveopt.cost_model.gemm import Gemm, Waves, waves_of
+from weaveopt.cost_model.machine import Contention, ContentionRow
+from weaveopt.cost_model.planned.wave_groups import SendingGemm, pipeline_us
+
+
+def test_three_chunks_by_hand() -> None:
+    """Computed at 10, 20, 30; exchanged from 10 to 16, 20 to 26, 30 to 36."""
+    found = pipelined([ChunkTimes(10.0, 6.0)] * 3, 1.0, 1.0)
+    assert found.us == pytest.approx(36.0)
+    assert (found.gemm_us, found.exchange_us, found.last_us) == pytest.approx((30.0, 12.0, 6.0))
+    assert found.overlapped_us == pytest.approx(-12.0)
+
+
+def test_contention_by_hand() -> None:
+    """The first GEMM alone until 10. Beside it: 6 of exchange take 12, in which 6 of the GEMM's 10 are done at half
+    speed; 4 more follow until 26, and the last exchange until 32."""
+    found = pipelined([ChunkTimes(10.0, 6.0)] * 2, 2.0, 2.0)
+    assert found.us == pytest.approx(10.0 + 12.0 + 4.0 + 6.0)
+    assert found.overlapped_us == pytest.approx(0.0)
+
+
+def test_a_slow_exchange_hides_the_gemms_instead() -> None:
+    found = pipelined([ChunkTimes(10.0, 50.0)] * 3, 1.0, 1.0)
+    assert found.us == pytest.approx(10.0 + 150.0)
+
+
+def test_without_contention_it_is_algorithm_1() -> None:
+    """Chunks of one wave each are wave groups of one."""
+    generator = random.Random(5)
+    for _ in range(20):
+        waves, wave_us, sent_us = generator.randint(1, 9), generator.uniform(1, 9), generator.uniform(1, 9)
+        gemm = SendingGemm(waves * wave_us, waves, 1, 0, float(waves), lambda size, us=sent_us: size * us)  # type: ignore[misc]
+        found = pipelined([ChunkTimes(wave_us, sent_us)] * waves, 1.0, 1.0)
+        assert found.us == pytest.approx(pipeline_us((1,) * waves, gemm))
+
+
+def test_parts_add_up_and_bounds_hold() -> None:
+    generator = random.Random(3)
+    for _ in range(50):
+        chunks = [
+            ChunkTimes(generator.uniform(1, 50), generator.uniform(1, 50)) for _ in range(generator.randint(1, 8))
+        ]
+        found = pipelined(chunks, 1.0, 1.0)
+        alone = one_by_one(chunks)
+        assert found.gemm_us + found.exchange_us + found.last_us + found.overlapped_us == pytest.approx(found.us)
+        gemms, exchanges = sum(c.gemm_us for c in chunks), sum(c.exchange_us for c in chunks)
+        assert max(gemms + chunks[-1].exchange_us, chunks[0].gemm_us + exchanges) <= found.us + 1e-9
+        assert found.us <= alone.us + 1e-9 and alone.overlapped_us == pytest.approx(0.0)
+        assert pipelined(chunks, 1.5, 1.2).us >= found.us - 1e-9
+
+
+def test_nothing_takes_no_time() -> None:
+    assert one_by_one(()).us == 0.0 and pipelined((), 1.0, 1.0).us == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "multiple", "found"),
+    [
+        (4096, 4, 128, (1024, 1024, 1024, 1024)),
+        (4097, 4, 128, (1152, 1152, 1152, 641)),
+        (13, 2, 1, (7, 6)),
+        (3, 8, 1, (1, 1, 1)),
+        (200, 4, 128, (128, 72)),
+        (100, 4, 128, (100,)),
+        (0, 4, 128, ()),
+    ],
+)
+def test_rows_are_divided_in_whole_tiles(rows: int, count: int, multiple: int, found: tuple[int, ...]) -> None:
+    assert divided(rows, count, multiple) == found
+    assert sum(found) == rows
+
+
+def test_no_chunk_has_less_than_a_wave() -> None:
+    assert chunk_counts(64, Waves(1, 64)) == ()
+    assert chunk_counts(1024, Waves(2, 128)) == (2,)
+    assert chunk_counts(4096, Waves(8, 128)) == (2, 3, 4, 6, 8)
+    assert chunk_counts(1, None) == ()
+    assert chunk_counts(1000, None) == CHUNK_COUNTS
+
+
+def test_waves_of_a_gemm() -> None:
+    """Tiles of 128 x 256 of 4096 x 8192 are 1024, which 132 SMs take in 8 waves."""
+    machine = cost_model.load("h200x4")
+    assert waves_of(machine, Gemm(4096, 2048, 8192), "bfloat16") == Waves(8, 128)
+    one = waves_of(machine, Gemm(64, 2048, 8192), "bfloat16")
+    assert one is not None and one.num_waves == 1
+    assert waves_of(cost_model.load("cpu"), Gemm(4096, 2048, 8192), "float32") is None
+
+
+def test_contention_is_that_of_the_nearest_number_of_ctas() -> None:
+    rows = (ContentionRow(8, 1.5, 1.3), ContentionRow(32, 2.0, 1.1))
+    machine = replace(cost_model.load("h200x4"), contention=Contention("contention", rows))
+    assert beside_gemm(machine, 8) == rows[0]
+    assert beside_gemm(machine, 12) == rows[0]
+    assert beside_gemm(machine, 16) == rows[1], "of two as near the one with more CTAs"
+    assert beside_gemm(machine, 33) is None, "no GEMM was measured beside so many"
+    assert beside_gemm(machine, 0) is None, "as many CTAs as fit leave a GEMM none"
+    assert beside_gemm(replace(machine, contention=None), 8) is None

@@ -1,0 +1,34 @@
+"""Which fabrics could serve a rule's kernels between the ranks of a group, and what speaks against each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from weaveopt.cost_model import Machine
+from weaveopt.fabrics.topology import Topology
+from weaveopt.records.candidate import Fabric, Rejection
+
+
+def reaching(
+    topology: Topology, machine: Machine, kernels: Collection[Fabric]
+) -> Iterator[tuple[Fabric, tuple[Rejection, ...]]]:
+    """Every fabric but the library's; `kernels` are those that the rule has kernels for."""
+    for fabric, unreachable in topology.fabrics():
+        if fabric is Fabric.LIBRARY:
+            continue
+        reasons = [] if unreachable is None else [unreachable]
+        if fabric not in machine.fabrics:
+            values = (("machine", machine.name), ("fabric", fabric.value))
+            reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
+        if fabric not in kernels:
+            message = "this version has no kernel of the rule for the fabric"
+            reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
+        yield fabric, tuple(reasons)
+
+
+def not_measured(machine: Machine, fabric: Fabric, op: str) -> Rejection:
+    """Why a kernel is not used of whose time a profile says nothing."""
+    values = (("machine", machine.name), ("fabric", fabric.value), ("op", op))
+    return Rejection(
+        "not_measured", "the profile has no time of this exchange: `weaveopt calibrate` measures it", values
+    )

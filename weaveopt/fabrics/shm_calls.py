@@ -1,0 +1,73 @@
+"""What all calls in shared memory have in common: the tag that peers compare, and the errors that codes stand for."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.fabrics.topology import Group
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: no call is bound then
+    _native = None  # type: ignore[assignment]
+
+_names: dict[int, str] = {}
+"""Tag -> site, for messages."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What messages say of a call."""
+
+    op: str
+    site: str
+    group: Group
+    timeout_s: float
+
+    @property
+    def where(self) -> str:
+        ranks = self.group.ranks
+        return f"weave::{self.op} at site {self.site}, group {self.group.name!r}, rank {ranks[self.group.rank]}"
+
+
+def tag_of(site: str, text: str) -> int:
+    """Of the whole call, encoded as `text`: ranks whose plans differ in anything notice it as they synchronize."""
+    tag = zlib.crc32(text.encode())
+    _names[tag] = site
+    return tag
+
+
+def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
+    """What `code` stands for; `status` is the first failure of the arena."""
+    where, codes = caller.where, _native.Code
+    if code == int(codes.BUSY):
+        return WeaveError(f"{where}: another thread runs an operation of the same group; run them one by one")
+    if code == int(codes.FORKED):
+        return WeaveError(
+            f"{where}: this process was forked from the one that is that rank: run the model there, or start "
+            "processes that run it by spawn"
+        )
+    peer = caller.group.ranks[status.peer]
+    expected = f"slot {status.slot}, expected epoch {status.expected}, seen {status.seen}"
+    if status.code == codes.SITE_MISMATCH:
+        error: WeaveError = AgreementError(
+            f"{where}: runs {_describe(status.own_tag)}, but rank {peer} runs {_describe(status.peer_tag)} "
+            f"({expected}): ranks of a group must make the same calls in the same order"
+        )
+    else:
+        why = {
+            codes.TIMEOUT: f"did not signal within {caller.timeout_s:g} s",
+            codes.PEER_EXITED: "exited",
+            codes.PEER_FAILED: "gave up waiting itself",
+        }[status.code]
+        error = PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected})")
+    if code == int(codes.POISONED):
+        error = type(error)(f"{where}: the arena is unusable since an earlier call failed. {error}")
+    return error
+
+
+def _describe(tag: int) -> str:
+    site, tokens = tag >> 32, tag & 0xFFFFFFFF
+    return f"site {_names.get(site, f'unknown here (tag {site:08x})')} with {tokens} tokens"

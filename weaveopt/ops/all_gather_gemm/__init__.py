@@ -1,0 +1,1 @@
+"""All-gather -> GEMMs as one operation."""

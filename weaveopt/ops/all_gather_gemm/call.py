@@ -1,0 +1,35 @@
+"""What is constant over the calls of an `all_gather_gemm` site, and its GEMMs as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weaveopt.fabrics.rows_call import RowsCall
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class AllGatherGemmCall(RowsCall):
+    """`hidden` are the columns of a gathered row, `max_tokens` the gathered rows."""
+
+    hands_out_rows: bool = False
+    """Whether anything beside the GEMMs reads the gathered rows."""
+
+
+class Weights(NamedTuple):
+    """What the gathered rows are multiplied by: [hidden, n], one n for each GEMM."""
+
+    b: Sequence[Tensor]
+    addends: Sequence[Tensor | None]
+    """[n], [tokens, n] or None, one for each GEMM."""
+
+    def multiply(self, rows: Tensor) -> list[Tensor]:
+        return [
+            torch.mm(rows, b) if addend is None else torch.addmm(addend, rows, b)
+            for b, addend in zip(self.b, self.addends, strict=True)
+        ]

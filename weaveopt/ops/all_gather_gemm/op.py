@@ -1,0 +1,95 @@
+"""`weave::all_gather_gemm`: the rows of all ranks, multiplied by every weight that reads them.
+
+    whole = all_gather_tensor(shard.view(outer, inner, hidden), 1)     # rows [outer, world, inner]
+    rows = whole.view(-1, hidden)
+    return [rows, rows @ b[0] + addends[0], rows @ b[1] + addends[1], ...]
+
+`shard` holds this rank's [outer, inner] rows of `hidden` elements, `b` are [hidden, n] with an n for each GEMM, and an
+addend is [n], [tokens, n] or None. All are bf16, fp16 or fp32. `outer` is 1 where whole activations are gathered along
+their rows, the batch where each sequence is. The first result is empty [0] where call.hands_out_rows is not set, else
+[tokens, hidden]; the others are [tokens, n]. `call` is an encoded `AllGatherGemmCall`.
+
+On `shm` a rank copies its shard into its segment and signals; the others copy it to its place as soon as they see that,
+in the order of the GEMM's rows. Above `call.max_tokens` rows, or with fabric `library`, the library's all-gather runs.
+The rows are the same bits on every way.
+
+Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
+count, `ArenaError` where no arena was reserved. After one of the first two the group's arena stays unusable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from weaveopt.fabrics.rows_call import BoundCalls, decode
+from weaveopt.ops.all_gather_gemm import fake
+from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
+from weaveopt.ops.all_gather_gemm.reference import through_library
+from weaveopt.ops.all_gather_gemm.shm import ShmSite
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer
+
+Tensor = torch.Tensor
+NAME = "all_gather_gemm"
+
+
+class BoundSite(Protocol):
+    """A call bound to the arena of its group."""
+
+    @staticmethod
+    def buffers(call: AllGatherGemmCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena."""
+        ...
+
+    @staticmethod
+    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+        """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
+
+        Raises `ArenaError` if no arena was reserved or the call does not fit it.
+        """
+        ...
+
+    def run(self, shard: Tensor, weights: Weights, outer: int) -> tuple[Tensor, list[Tensor]] | None:
+        """The gathered rows and the results of the GEMMs; None where the library has to run."""
+        ...
+
+
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+"""What runs a call on its fabric; the library's is not bound to anything."""
+
+
+def _bind(call: AllGatherGemmCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+    kind = SITES.get(call.fabric)
+    return None if kind is None else kind.bind(call, text, NAME, forget)
+
+
+_bound: BoundCalls[AllGatherGemmCall, BoundSite] = BoundCalls(AllGatherGemmCall, _bind)
+
+
+def _run(
+    device: str, shard: Tensor, b: list[Tensor], addends: list[Tensor | None], outer: int, call: str
+) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        site, decoded, weights = _bound.of(device, call), decode(AllGatherGemmCall, call), Weights(b, addends)
+        results = None if site is None else site.run(shard, weights, outer)
+        if results is None:
+            rows = through_library(shard, outer, decoded)
+            results = rows, weights.multiply(rows)
+        rows, products = results
+        return [rows if decoded.hands_out_rows else rows.new_empty(0), *products]
+
+
+_library = torch.library.Library("weave", "FRAGMENT")
+# Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
+_library.define(
+    f"{NAME}(Tensor shard, Tensor[] b, Tensor?[] addends, SymInt outer, str call) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+for _device in ("cpu", "cuda"):
+    _library.impl(NAME, functools.partial(_run, _device), _device.upper())
+torch.library.register_fake(f"weave::{NAME}", fake.all_gather_gemm, lib=_library)

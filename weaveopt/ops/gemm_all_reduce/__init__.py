@@ -1,0 +1,1 @@
+"""`weave::gemm_all_reduce_norm`."""

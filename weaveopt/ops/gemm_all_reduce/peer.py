@@ -1,0 +1,113 @@
+"""`gemm_all_reduce_norm` on GPUs of one host: chunks of rows, the GEMM of one beside the exchange of the one before.
+
+The GEMM of every chunk runs on the current stream, as one call of the library. Behind it an event; the fused kernel of
+that chunk waits for the event on a second stream, of which every device has one, of high priority: its few CTAs get
+their SMs as soon as CTAs of the next chunk's GEMM, which may be waiting already, leave them. The current stream waits
+for the last kernel of the second one before the call returns.
+
+What orders memory:
+
+    rows of the product
+      stored  the chunk's GEMM, on the current stream
+      flag    the event behind it
+      wait    the second stream, before the chunk's kernel, which reads them, or has peers read them
+    residual, parameters
+      stored  whatever ran before, on the current stream
+      flag    the first chunk's event
+      wait    the second stream, before the first kernel
+    normalized rows, sum
+      stored  the chunks' kernels
+      flag    the event behind the last one
+      wait    the current stream, before whatever follows the call
+    memory of product and results, when others get it
+      flag    that event too: the allocator hands memory on in the order of the current stream
+
+So for the group the kernels of a call are calls that follow one another, and follow what the group ran before: whatever
+was launched on the current stream before is through when the first event is, and nothing behind the call begins before
+the last kernel has ended. They share one channel and its buffers with the group's other calls for that reason: a buffer
+belongs to the calls of one channel, and a second channel would need mailboxes and staging of its own.
+
+Nothing here synchronizes with the host or allocates but the product and the results: a call can be captured in a CUDA
+graph, into which the second stream is drawn by the first event and from which it returns with the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from weaveopt.errors import WeaveError
+from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
+from weaveopt.ops.gemm_all_reduce.operands import rows_of
+from weaveopt.reductions.operands import Gemm, Operands, Results
+from weaveopt.reductions.peer import PeerSite
+
+HIGH_PRIORITY = -1
+
+
+class PeerChunks:
+    """One site, ready to run."""
+
+    __slots__ = ("_call", "_hidden", "_site")
+
+    def __init__(self, call: GemmReductionCall, site: PeerSite) -> None:
+        self._call, self._site, self._hidden = call, site, call.reduction.hidden
+
+    def run(self, gemm: Gemm, operands: Operands) -> Results | None:
+        """normalized and sum; None where the library has to run."""
+        site, tokens = self._site, gemm.num_tokens
+        chunks = site.begin(tokens, self._call.chunk_tokens(tokens))
+        if not chunks:
+            return None
+        product = gemm.a.new_empty(tokens, self._hidden)
+        prepared = site.prepare(product, operands, chunks, tokens)
+        if prepared is None or tokens == 0:
+            return None if prepared is None else prepared.results[:2]
+        device = gemm.a.get_device()
+        previous = torch.cuda._exchange_device(device)
+        try:
+            current = torch.cuda.current_stream(device)
+            if len(chunks) == 1:
+                gemm.compute(product)
+                site.launch_piece(prepared, chunks[0], current.cuda_stream)
+                return prepared.results[:2]
+            side = second_stream(device)
+            try:
+                for chunk in chunks:
+                    rows_of(gemm, chunk.first, chunk.num_tokens).compute(
+                        product[chunk.first : chunk.first + chunk.num_tokens]
+                    )
+                    side.wait_stream(current)
+                    site.launch_piece(prepared, chunk, side.cuda_stream)
+            finally:
+                # Also where a launch failed: a capture has to find every stream that it drew in.
+                current.wait_stream(side)
+        finally:
+            torch.cuda._maybe_exchange_device(previous)
+        return prepared.results[:2]
+
+
+@cache
+def second_stream(device: int) -> torch.cuda.Stream:
+    """On which a device exchanges chunks; made before any capture, when the first site is bound."""
+    return torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+
+
+VARIANTS: Mapping[str, type[PeerChunks]] = MappingProxyType({"chunks": PeerChunks})
+"""What runs a call, by the word of its variant."""
+
+
+def bind(call: GemmReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerChunks:
+    """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
+
+    Raises `ArenaError` if there is no arena or a chunk does not fit it, `WeaveError` if no variant is so called.
+    """
+    variant = VARIANTS.get(call.variant)
+    if variant is None:
+        raise WeaveError(f"site {call.reduction.site}: GPUs have no variant {call.variant!r}, but {sorted(VARIANTS)}")
+    site = PeerSite.bind(call.reduction, text, op, forget)
+    second_stream(torch.cuda.current_device())
+    return variant(call, site)

@@ -1,0 +1,1 @@
+"""GEMM -> reduce-scatter as one operation."""

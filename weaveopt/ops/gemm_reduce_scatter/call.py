@@ -1,0 +1,71 @@
+"""What is constant over the calls of a `gemm_reduce_scatter` site, and its tensor arguments as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics.rows_call import RowsCall
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class GemmReduceScatterCall(RowsCall):
+    """`hidden` are the columns of the GEMMs, `max_tokens` their rows."""
+
+    scale: float = 1.0
+    """What the sum over ranks is multiplied by before it is rounded."""
+    columns: bool = False
+    """Whether each rank gets its columns of all rows, else its rows."""
+
+
+class Part(NamedTuple):
+    """A partial result is [outer, world, inner, row], and a rank's part [outer, inner, row] of its own number."""
+
+    outer: int
+    inner: int
+    row: int
+
+    def shape(self, call: GemmReduceScatterCall) -> tuple[int, int]:
+        """Of the result: rows of all columns, or all rows of some columns."""
+        return (self.outer, self.row) if call.columns else (self.outer * self.inner, self.row)
+
+
+def part_of(call: GemmReduceScatterCall, tokens: int, outer: int) -> Part:
+    """Of a partial result of `tokens` rows. Raises `WeaveError` where it does not divide by the ranks."""
+    if not call.columns:
+        return Part(outer, call.rows_of_rank(tokens, outer), call.hidden)
+    if call.hidden % call.world:
+        raise WeaveError(f"site {call.site}: {call.hidden} columns do not divide by {call.world} ranks")
+    return Part(tokens, 1, call.hidden // call.world)
+
+
+class Products(NamedTuple):
+    """`partial = sum of a @ b, + addends`, not computed yet: [tokens, k] @ [k, hidden], one k for each pair."""
+
+    a: Sequence[Tensor]
+    b: Sequence[Tensor]
+    addends: Sequence[Tensor] = ()
+    """[hidden], or [tokens, hidden]."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.a[0].shape[0]
+
+    def compute(self, out: Tensor | None = None) -> Tensor:
+        """The partial result [tokens, hidden], written to `out` where given; rounded after each GEMM."""
+        first = self.addends[0] if self.addends else None
+        if first is None:
+            total = torch.mm(self.a[0], self.b[0], out=out)
+        else:
+            total = torch.addmm(first, self.a[0], self.b[0], out=out)
+        for a, b in zip(self.a[1:], self.b[1:], strict=True):
+            torch.addmm(total, a, b, out=total)
+        for addend in self.addends[1:]:
+            total.add_(addend)
+        return total

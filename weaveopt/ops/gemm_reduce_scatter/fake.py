@@ -1,0 +1,25 @@
+"""Shape and dtype of the op's result, for tracing: no memory, no peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics.rows_call import decode
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+
+Tensor = torch.Tensor
+
+
+def gemm_reduce_scatter(
+    a: Sequence[Tensor], b: Sequence[Tensor], addends: Sequence[Tensor], outer: int, call: str
+) -> Tensor:
+    site = decode(GemmReduceScatterCall, call)
+    if a[0].dtype is not getattr(torch, site.dtype):
+        raise WeaveError(f"site {site.site}: planned for {site.dtype}, called with {a[0].dtype}")
+    tokens, hidden = a[0].shape[0], b[0].shape[1]
+    if site.columns:
+        return a[0].new_empty(tokens, hidden // site.world)
+    return a[0].new_empty(tokens // site.world, hidden)

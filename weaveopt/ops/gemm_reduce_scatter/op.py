@@ -1,0 +1,92 @@
+"""`weave::gemm_reduce_scatter`: this rank's part of the sum over ranks of what GEMMs make.
+
+    partial = a[0] @ b[0] + a[1] @ b[1] + ... + addends    # [tokens, hidden], rounded after each GEMM
+    rows = partial.view(outer, world, inner, hidden)[:, r]  # of rank r; of all its columns where call.columns
+    return (scale * reduce_scatter_tensor(rows, "sum")).view(-1, hidden)
+
+`a` are [tokens, k] and `b` [k, hidden], with a k for each pair; `addends` [hidden] or [tokens, hidden]. The result is
+[tokens / world, hidden], with call.columns [tokens, hidden / world]. All are bf16, fp16 or fp32. `outer` is 1 where
+whole activations are cut along their rows, the batch where each sequence is. `call` is an encoded
+`GemmReduceScatterCall`.
+
+On `shm` the GEMM writes into the arena, and the owner of a part sums it in fp32 in the order of the ranks and rounds
+once: bitwise the same from run to run. Above `call.max_tokens` rows, or with fabric `library`, the library's
+reduce-scatter runs, summing in `dtype`.
+
+Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
+count, `ArenaError` where no arena was reserved, `WeaveError` for rows that do not divide by the ranks. After one of the
+first two the group's arena stays unusable. The form is the GEMM + reduce-scatter of FlashOverlap (section 2.3.2),
+without its waves: on CPU ranks nothing is sent while the GEMM computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from weaveopt.fabrics.rows_call import BoundCalls, decode
+from weaveopt.ops.gemm_reduce_scatter import fake
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_reduce_scatter.reference import through_library
+from weaveopt.ops.gemm_reduce_scatter.shm import ShmSite
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer
+
+Tensor = torch.Tensor
+NAME = "gemm_reduce_scatter"
+
+
+class BoundSite(Protocol):
+    """A call bound to the arena of its group."""
+
+    @staticmethod
+    def buffers(call: GemmReduceScatterCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena."""
+        ...
+
+    @staticmethod
+    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+        """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
+
+        Raises `ArenaError` if no arena was reserved or the call does not fit it.
+        """
+        ...
+
+    def run(self, products: Products, outer: int) -> Tensor | None:
+        """This rank's part; None where the library has to run."""
+        ...
+
+
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+"""What runs a call on its fabric; the library's is not bound to anything."""
+
+
+def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+    kind = SITES.get(call.fabric)
+    return None if kind is None else kind.bind(call, text, NAME, forget)
+
+
+_bound: BoundCalls[GemmReduceScatterCall, BoundSite] = BoundCalls(GemmReduceScatterCall, _bind)
+
+
+def _run(device: str, a: list[Tensor], b: list[Tensor], addends: list[Tensor], outer: int, call: str) -> Tensor:
+    # Below autograd: the GEMM goes into an `out=`, which autograd refuses for inputs that require gradients.
+    with torch._C._AutoDispatchBelowAutograd():
+        products, site = Products(a, b, addends), _bound.of(device, call)
+        result = None if site is None else site.run(products, outer)
+        return through_library(products, outer, decode(GemmReduceScatterCall, call)) if result is None else result
+
+
+_library = torch.library.Library("weave", "FRAGMENT")
+# Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
+_library.define(
+    f"{NAME}(Tensor[] a, Tensor[] b, Tensor[] addends, SymInt outer, str call) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+for _device in ("cpu", "cuda"):
+    _library.impl(NAME, functools.partial(_run, _device), _device.upper())
+torch.library.register_fake(f"weave::{NAME}", fake.gemm_reduce_scatter, lib=_library)

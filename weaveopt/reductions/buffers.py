@@ -1,0 +1,139 @@
+"""Named buffers of symmetric memory that calls of this family need, from the formulas of the native kernels.
+
+| fabric | buffer | lifetime | who writes it when, and why it may |
+|---|---|---|---|
+| shm | `partial` (two, by parity of the epoch) | arena | its owner: peers read the other one in the call before |
+| shm | `output` | call | its owner, once every peer's data of this call is there; peers read it within the call |
+| GPUs | `mailboxes` (two, in turn) | arena | peers; the owner empties what it reads, and the one it emptied is next |
+| GPUs | `staging` | arena | peers, each its own slots, once the owner is through the call before |
+| GPUs | `output` | arena | peers, finished rows; normalized rows may stay there until the next call of the group |
+| GPUs | `partial` | call | its owner: peers read it within the call (transfer `direct`) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.topology import Group
+from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
+from weaveopt.reductions.call import FEATURES, ReductionCall
+from weaveopt.reductions.native import layout_name, out_kind
+from weaveopt.reductions.variant import KernelRow
+from weaveopt.solver.placement import Request, arena_bytes, place
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: buffers_of() says so
+    _native = None  # type: ignore[assignment]
+
+PARTIAL, OUTPUT, MAILBOXES, STAGING = "partial", "output", "mailboxes", "staging"
+NUM_PARTIALS = 2
+"""Of `partial` on shm: one for calls of even epochs, one for odd."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Rows that a site reduces and hands out, and over how many ranks."""
+
+    hidden: int
+    dtype: str
+    out_dtype: str
+    """Of normalized rows."""
+    world: int
+    """Ranks that share memory: those of one host."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of an arena, from the first one behind its header on."""
+
+    offset: int
+    num_bytes: int
+
+
+def buffers_of(fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence[KernelRow] = ()) -> tuple[Buffer, ...]:
+    """What calls of up to `max_tokens` tokens need on `fabric`, in every rank's arena, by any kernel of `table`.
+
+    The sum may be handed out whole, and normalized rows may have scales of their own. Raises `WeaveError` without the
+    native module, whose formulas these are.
+    """
+    if _native is None:
+        raise WeaveError("weaveopt was installed without its native part, which knows what its kernels need: build it")
+    largest: dict[str, Buffer] = {}
+    for need in _needs(fabric, rows, max_tokens, table):
+        lifetime = Lifetime.ARENA if need.per_arena else Lifetime.CALL
+        buffer = Buffer(need.name, need.num_bytes, lifetime, need.fill, TRAITS[fabric].buffer_alignment)
+        known = largest.get(need.name, buffer)
+        largest[need.name] = known if known.num_bytes > buffer.num_bytes else buffer
+    return tuple(largest[name] for name in sorted(largest))
+
+
+def _needs(
+    fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence[KernelRow]
+) -> Sequence[_native.BufferNeed]:
+    dtype = getattr(_native.DType, rows.dtype)
+    if not FEATURES[fabric].tabled:
+        return _native.shm_buffers(max_tokens, rows.hidden, dtype, getattr(_native.DType, rows.out_dtype), rows.world)
+    kind = out_kind(rows.dtype, rows.out_dtype)
+    return [
+        need
+        for row in table
+        for need in _native.gpu_buffers(
+            getattr(_native.GpuKernel, layout_name(row)), row.max_tokens, rows.hidden, dtype, kind, rows.world
+        )
+    ]
+
+
+def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:
+    """What the call needs in every rank's arena; nothing where the library runs."""
+    if call.fabric not in FEATURES:
+        return ()
+    rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world // call.hosts)
+    return buffers_of(call.fabric, rows, call.max_tokens, call.table)
+
+
+def placed_call(call: ReductionCall, placed: Mapping[str, PlacedBuffer]) -> ReductionCall:
+    """`call` with the places that its plan gives its transient buffers, by name."""
+    at = {name: b.offset_in_zone for name, b in placed.items() if b.lifetime is not Lifetime.ARENA}
+    return replace(call, partial_offset=at.get(PARTIAL, 0), output_offset=at.get(OUTPUT, 0))
+
+
+def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
+    """The plan of calls that follow one another in `group`, for use without a graph: transient buffers lie at 0."""
+    requests = [
+        Request(call.site, buffer, index, index) for index, call in enumerate(calls) for buffer in buffers_of_call(call)
+    ]
+    placed = place(requests)
+    fabric = arena_fabric(call.fabric for call in calls if call.fabric in FEATURES)
+    return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(placed), placed)
+
+
+def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
+    """Where in an arena of `layout` the call's buffers lie, by name. Raises `ArenaError` if one does not fit."""
+    transient = {PARTIAL: call.partial_offset, OUTPUT: call.output_offset}
+    found = {}
+    for need in buffers_of_call(call):
+        if need.lifetime is Lifetime.ARENA:
+            buffer = layout.buffer(need.name)
+            at = Range(buffer.offset, buffer.num_bytes)
+        else:
+            offset = layout.transient_begin + transient[need.name]
+            at = Range(offset, layout.num_bytes - offset)
+        if at.num_bytes < need.num_bytes:
+            raise ArenaError(
+                f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "
+                f"{call.group!r}, which has {at.num_bytes} bytes for it"
+            )
+        found[need.name] = at
+    return found
+
+
+def expect_world(call: ReductionCall, group: Group) -> None:
+    """Raises `ArenaError` if `call` was planned for another number of ranks."""
+    if len(group.ranks) != call.world:
+        raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")

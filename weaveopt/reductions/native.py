@@ -1,0 +1,52 @@
+"""Enumerations and records of this family as native code takes them, on every fabric."""
+
+from __future__ import annotations
+
+from weaveopt.errors import WeaveError
+from weaveopt.records.norm import NormSpec
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: no site is bound then
+    _native = None  # type: ignore[assignment]
+
+_KERNELS = {
+    (Transfer.LL_PACKET, Algorithm.ONE_SHOT): "ll_packet_one_shot",
+    (Transfer.LL_PACKET, Algorithm.TWO_SHOT): "ll_packet_two_shot",
+    (Transfer.BULK, Algorithm.TWO_SHOT): "bulk",
+    (Transfer.DIRECT, Algorithm.TWO_SHOT): "direct",
+}
+"""The GPU kernels by their names in `_native.GpuKernel`."""
+_LAYOUTS = {**_KERNELS, (Transfer.DIRECT, Algorithm.ONE_SHOT): "direct"}
+"""What says where their rows lie. Profiles know a one-shot by multicast too, which has no kernel yet."""
+
+
+def native_norm(spec: NormSpec | None) -> _native.NormSpec:
+    """`spec`, or the one of no norm."""
+    out = _native.NormSpec()
+    if spec is not None:
+        out.kind = getattr(_native.NormKind, spec.kind.value)
+        out.eps = spec.eps
+        out.weight_offset = spec.weight_offset
+        out.cast_before_weight = spec.cast_before_weight
+    return out
+
+
+def kernel_name(row: KernelRow) -> str:
+    """The GPU kernel that runs a row of the table. Raises `WeaveError` where there is none."""
+    name = _KERNELS.get((row.transfer, row.algorithm))
+    if name is None:
+        raise WeaveError(f"no GPU kernel for {row.algorithm.value} with transfer {row.transfer.value}")
+    return name
+
+
+def layout_name(row: KernelRow) -> str:
+    """The GPU kernel with whose buffers a row of the table is planned. Raises `WeaveError` where there is none."""
+    return _LAYOUTS.get((row.transfer, row.algorithm)) or kernel_name(row)
+
+
+def out_kind(dtype: str, out_dtype: str) -> _native.OutKind:
+    """How GPU kernels hand out normalized rows of `out_dtype`, where activations are of `dtype`."""
+    kind: _native.OutKind = getattr(_native.OutKind, "same" if out_dtype == dtype else out_dtype)
+    return kind
