@@ -95,14 +95,13 @@ class GpuAllReduceNorm {
     }
 
     // The same, of the product `a` [tokens, k] times `matrix` [hidden, k]^T in place of partial rows.
-    int run_product(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t stream, uintptr_t a,
-                    int64_t a_stride, uintptr_t matrix, int64_t matrix_stride, int64_t k,
+    int run_product(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t stream,
+                    uintptr_t a, int64_t a_stride, uintptr_t matrix, int64_t matrix_stride, int64_t k,
                     uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias,
                     uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
                     uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
-        const gpu::Call call =
-            call_of(tokens, 0, 0, residual, reduced_bias, post_weight, post_bias, weight, bias, scale_value,
-                    quant_scale, fp32_parameters, normalized, sum, row_scale);
+        const gpu::Call call = call_of(tokens, 0, 0, residual, reduced_bias, post_weight, post_bias, weight, bias,
+                                       scale_value, quant_scale, fp32_parameters, normalized, sum, row_scale);
         const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(matrix), k, a_stride,
                                    matrix_stride};
         const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas};

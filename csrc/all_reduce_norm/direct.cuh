@@ -97,9 +97,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
             if (call.residual != nullptr)
                 residual[j] = fabric::load(static_cast<const char*>(call.residual) + row_at + lanes.at(j) * 16);
         }
-        finish_and_hand_out<T>(x, residual, call, layout, lanes, row, team, [&](int64_t at, const auto& piece) {
-            Fabric::broadcast_store(call, at, piece);
-        });
+        finish_and_hand_out<T>(x, residual, call, layout, lanes, row, team,
+                               [&](int64_t at, const auto& piece) { Fabric::broadcast_store(call, at, piece); });
     }
     Fabric::order_addresses();
     __syncthreads();

@@ -1,8 +1,8 @@
 // The kernel of pushed_tiles.h (sm_90a): one persistent grid computes the product, sends its tiles, sums and finishes
 // the rows that this rank owns, and hands them out (FlashOverlap, sections 3 and 4, without its second kernel).
 //
-// The storing thread of gemm/mainloop.cuh pushes every tile into the staging buffer of the owner of its rows, which has a
-// slot for each source, this rank included. The last few CTAs compute no tiles: their consumers finish rows as panels
+// The storing thread of gemm/mainloop.cuh pushes every tile into the staging buffer of the owner of its rows, which has
+// a slot for each source, this rank included. The last few CTAs compute no tiles: their consumers finish rows as panels
 // are complete, and so do those of every other CTA that has no more tiles. A thread of the CTA fetches the rows
 // (row_ring.cuh). Rows are claimed in the order of their panels, the order in which tiles are computed.
 //
@@ -156,8 +156,8 @@ __device__ __forceinline__ void load_parameters(const Parameter& parameter, cons
     }
 }
 
-// A row of the sum as it is rounded, in the order of all kernels: sources by rank, bias, scale, residual. `slot` is what
-// was fetched of it. Stores it where it is wanted and returns the sum of its squares over this thread's elements.
+// A row of the sum as it is rounded, in the order of all kernels: sources by rank, bias, scale, residual. `slot` is
+// what was fetched of it. Stores it where it is wanted and returns the sum of its squares over this thread's elements.
 template <typename T>
 __device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& lanes, int32_t own_row,
                                          const uint8_t* slot, Vec16 (&sum)[kTeamVecs]) {
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) push_tiles(const __grid_con
         RowTeam team{parts[consumer], consumer};
         const int32_t thread = team.thread();
         finish_rows<T, gemm::Shared<kColumns>::kBytesOfC / kMostRowBytes>(given, epoch, team, place, ring,
-                                                                         shared.c[consumer]);
+                                                                          shared.c[consumer]);
         const bool copies = copies_out(call);
         if ((copies || (blockIdx.x == 0 && consumer == 0)) && thread < call.group.world) {
             const int32_t rows = call.begin[thread + 1] - call.begin[thread];

@@ -1,5 +1,6 @@
 // all_reduce_norm of a product that is computed in the same kernel: tiles go to the owners of their rows as they are
-// finished, and rows to everyone as their tiles are complete. Meaning and arguments: weaveopt/ops/gemm_all_reduce/op.py.
+// finished, and rows to everyone as their tiles are complete. Meaning and arguments:
+// weaveopt/ops/gemm_all_reduce/op.py.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@ struct Product {
 
 // How it is cut.
 struct Cut {
-    int32_t tile_columns;  // 128 or 256
-    int32_t group_pairs;   // pairs of panels in a wave group
+    int32_t tile_columns;   // 128 or 256
+    int32_t group_pairs;    // pairs of panels in a wave group
     int32_t finisher_ctas;  // that compute no tiles: an even number
 };
 

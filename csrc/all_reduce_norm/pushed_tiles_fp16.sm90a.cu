@@ -3,10 +3,8 @@
 namespace weave::gpu {
 
 int enqueue_pushed_tiles_fp16(const PushedTiles& given, int32_t tile_columns, int32_t num_ctas, void* stream) {
-    if (tile_columns == 256)
-        return gemm::enqueue<256>(push_tiles<__half, 256>, given, num_ctas, stream);
-    if (tile_columns == 128)
-        return gemm::enqueue<128>(push_tiles<__half, 128>, given, num_ctas, stream);
+    if (tile_columns == 256) return gemm::enqueue<256>(push_tiles<__half, 256>, given, num_ctas, stream);
+    if (tile_columns == 128) return gemm::enqueue<128>(push_tiles<__half, 128>, given, num_ctas, stream);
     return cudaErrorInvalidValue;
 }
 

@@ -49,8 +49,8 @@ __device__ __forceinline__ void init_ring(RowRing& ring) {
     gemm::publish_barriers();
 }
 
-// Claims rows of those that this rank owns: the number of the first, which is beyond the last if none are left. Words of
-// an epoch before are smaller: open_claims() comes before a thread's first claim.
+// Claims rows of those that this rank owns: the number of the first, which is beyond the last if none are left. Words
+// of an epoch before are smaller: open_claims() comes before a thread's first claim.
 __device__ __forceinline__ void open_claims(uint64_t* word, uint64_t epoch) {
     atomicMax(reinterpret_cast<unsigned long long*>(word),
               static_cast<unsigned long long>(fabric::signal_word(epoch, 0)));
@@ -61,7 +61,8 @@ __device__ __forceinline__ int32_t claim_rows(uint64_t* word, uint64_t epoch, in
     return static_cast<int32_t>(before - fabric::signal_word(epoch, 0));
 }
 
-// One thread. `complete` is what every source's word of a panel comes to; `slot_bytes` of a source in the staging buffer.
+// One thread. `complete` is what every source's word of a panel comes to; `slot_bytes` of a source in the staging
+// buffer.
 __device__ __forceinline__ void fetch_rows(const Call& call, const Watch& watch, uint64_t epoch, uint64_t complete,
                                            int64_t slot_bytes, const RingPlace& place, RowRing& ring,
                                            int32_t rows_a_claim) {

@@ -1,6 +1,7 @@
 // The Python face of the GEMM by itself. Plain C++: everything that needs CUDA's headers is behind gemm.h.
 #ifdef WEAVE_WITH_CUDA
 #include "base/bindings.h"
+
 #include "gemm/gemm.h"
 
 namespace py = pybind11;

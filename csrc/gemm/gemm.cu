@@ -1,10 +1,9 @@
-#include "gemm/gemm.h"
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "gemm/gemm.cuh"
+#include "gemm/gemm.h"
 #include "gemm/tensor_map.h"
 
 namespace weave::gemm {

@@ -1,6 +1,6 @@
-// The GEMM of a persistent grid (sm_90a): tiles of 128 x kColumns, two consumer warp groups of 64 rows each, a warp that
-// loads, and a warp for each consumer that stores. Clusters of two CTAs compute two panels of rows with the same columns:
-// each loads half of the weight's tile for both.
+// The GEMM of a persistent grid (sm_90a): tiles of 128 x kColumns, two consumer warp groups of 64 rows each, a warp
+// that loads, and a warp for each consumer that stores. Clusters of two CTAs compute two panels of rows with the same
+// columns: each loads half of the weight's tile for both.
 //
 // A CTA's first 12 warps:
 //   0         loads (one thread)
@@ -62,8 +62,8 @@ struct Shared {
     uint64_t stored[kConsumers], copied[kConsumers];
 };
 
-// What a grid computes. Maps: A in boxes of 128 rows, B of kColumns / 2 rows, C in boxes of 64 rows of 64 columns; one C
-// for each owner, beginning with its first row.
+// What a grid computes. Maps: A in boxes of 128 rows, B of kColumns / 2 rows, C in boxes of 64 rows of 64 columns; one
+// C for each owner, beginning with its first row.
 struct Work {
     CUtensorMap a;
     CUtensorMap b;

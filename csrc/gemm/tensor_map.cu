@@ -1,7 +1,7 @@
-#include "gemm/tensor_map.h"
-
-#include <cuda_runtime.h>
 #include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include "gemm/tensor_map.h"
 
 namespace weave::gemm {
 namespace {
