@@ -80,7 +80,7 @@ def test_the_halves_of_cpu_ranks_are_curves() -> None:
     }
     assert all(parts is not None for parts in found.values())
     total = {key: sum(parts) for key, parts in found.items() if parts is not None}
-    assert total["reduce_scatter", 2] == pytest.approx(20.0 + (1 << 18) / 2e5)
+    assert total["reduce_scatter", 2] == pytest.approx(20.0 + (1 << 18) / 2e5, abs=1e-3)  # whole nanoseconds
     assert total["reduce_scatter", 4] > total["reduce_scatter", 2] < total["all_gather", 2]
     assert cost_model.measured_parts_us(machine, Fabric.SHM, "all_to_all", 1 << 18, 2) is None
     assert cost_model.measured_parts_us(machine, Fabric.PEER, "all_gather", 1 << 18, 2) is None
