@@ -31,7 +31,8 @@ ROOT = Path(__file__).parent
 # the first of its major version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the
 # PTX of the last.
 ALL_ARCHS = ("80", "90", "100")
-# Sources of kernels that need Hopper's own instructions (wgmma, setmaxnreg), which no other chip has.
+# Sources that need Hopper's own instructions (wgmma, setmaxnreg), which no other chip has: compiled for it, whatever the
+# architectures are, as their headers compile for nothing else.
 HOPPER_SOURCE = ".sm90a.cu"
 HOPPER_CODE = "-gencode=arch=compute_90a,code=sm_90a"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
@@ -163,8 +164,6 @@ class CudaCompiler:
         self.archs = ";".join(archs) + ("+PTX" if with_ptx else "")
         self.flags = ["-std=c++17", "-O3", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         self.codes = codes
-        # Sources for one chip alone hold nothing for others: without that chip their kernels are empty.
-        self.chip_codes = [HOPPER_CODE] if "90" in archs or "90a" in archs else codes
         self.threads = f"--threads={len(archs)}"
         version = subprocess.check_output([nvcc, "--version"], text=True)
         self.surroundings = [version, *self.flags, *codes]
@@ -179,7 +178,7 @@ class CudaCompiler:
         target = OBJECTS / f"{hashlib.sha256(text.encode()).hexdigest()}.o"
         if not target.exists():
             unfinished = target.with_suffix(f".{os.getpid()}.o")
-            codes = self.chip_codes if path.endswith(HOPPER_SOURCE) else self.codes
+            codes = [HOPPER_CODE] if path.endswith(HOPPER_SOURCE) else self.codes
             command = [self.nvcc, "-c", path, "-o", str(unfinished), *self.flags, *codes, self.threads]
             print(" ".join(command), flush=True)
             subprocess.check_call(command, cwd=ROOT)
