@@ -31,8 +31,8 @@ ROOT = Path(__file__).parent
 # the first of its major version (86 and 89 the code of 80, 103 that of 100), and one of a later version (110, 120) the
 # PTX of the last.
 ALL_ARCHS = ("80", "90", "100")
-# Sources that need Hopper's own instructions (wgmma, setmaxnreg), which no other chip has: compiled for it alone, whatever
-# the architectures are, as their headers compile for nothing else.
+# Sources that need Hopper's own instructions (wgmma, setmaxnreg), which no other chip has: compiled for it alone,
+# whatever the architectures are, as their headers compile for nothing else.
 HOPPER_SOURCE = ".sm90a.cu"
 HOPPER_CODE = "-gencode=arch=compute_90a,code=sm_90a"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
