@@ -16,6 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -171,7 +172,7 @@ class Bench:
             "gemm": lambda: self.gemm(inputs, product),
             "sequence": lambda: self.library(inputs),
             **{f"strong_sequence_{ctas}": sequence(ctas) for ctas in EXCHANGE_CTAS},
-            **{cut.name: (lambda cut=cut: self.tiles(inputs, cut)) for cut in cuts},
+            **{cut.name: partial(self.tiles, inputs, cut) for cut in cuts},
         }
         us = self._times(steps, 2e-6 * tokens * self.hidden * k / TFLOPS)
         strong = min(us.pop(f"strong_sequence_{ctas}") for ctas in EXCHANGE_CTAS)

@@ -286,6 +286,7 @@ class GpuAllReduceNorm:
         tokens: int,
         tile_columns: int,
         group_pairs: int,
+        finisher_ctas: int,
         stream: int,
         a: int,
         a_stride: int,

@@ -55,7 +55,8 @@ class Site:
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         code = self.native.run_product(
             tokens, *cut, torch.cuda.current_stream().cuda_stream, a.data_ptr(), a.stride(0), weight.data_ptr(),
-            weight.stride(0), a.shape[1], residual, *pointers, 0, fp32,
+            weight.stride(0), a.shape[1], residual,
+            pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5], 0, fp32,
             0 if call.norm is None else normalized.data_ptr(),
             0 if call.sum_out is SumOut.NONE else total.data_ptr(), 0,
         )  # fmt: skip
