@@ -1,4 +1,4 @@
-"""One rank of `test_gemm_all_reduce`: chunks on GPUs against the reference, and a compiled block. Started by torchrun.
+"""One rank of `test_gemm_chunks`: chunks on GPUs against the reference, and a compiled block. Started by torchrun.
 
 Uninitialized memory is filled with NaN while chunks are compared with the reference: a row that nobody wrote, or that
 was sent before it was made, shows.
