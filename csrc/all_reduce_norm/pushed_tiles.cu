@@ -8,7 +8,7 @@
 namespace weave::gpu {
 namespace {
 
-constexpr int64_t kMostHidden = kTeamVecs * kTeamThreads * 8;
+static_assert(kMostProductHidden == kTeamVecs * kTeamThreads * 8, "what a team holds of a row");
 
 int64_t slot_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
     return share_of(tokens, world) * hidden * size_of(dtype);
@@ -40,22 +40,14 @@ int make_maps(PushedTiles& given, const Product& product, const Cut& cut, DType 
 
 const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int32_t world, int32_t device) {
     if (world < 2 || world > fabric::kMaxWorld) return "the kernels join 2 to 8 ranks";
-    if (hidden > kMostHidden) return "rows are too long for the kernel that computes the product";
+    if (hidden > kMostProductHidden) return "rows are too long for the kernel that computes the product";
     return gemm::unsupported(dtype, hidden, k, device);
-}
-
-int64_t pushed_tiles_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
-    return world * slot_bytes(tokens, hidden, dtype, world);
-}
-
-int64_t pushed_tiles_most_tokens(int32_t world) {
-    return int64_t{fabric::kMaxCtas} * gemm::kPanelRows * world;
 }
 
 int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, DType dtype, void* stream) {
     if (asked.tokens == 0) return cudaSuccess;
     const int32_t world = asked.group.world;
-    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostHidden || product.k < 1)
+    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostProductHidden || product.k < 1)
         return cudaErrorInvalidValue;
     if (!takes(asked)) return cudaErrorInvalidValue;
     PushedTiles given{};

@@ -1,10 +1,13 @@
 // all_reduce_norm of a product that is computed in the same kernel: tiles go to the owners of their rows as they are
-// finished, and rows to everyone as their tiles are complete. Meaning and arguments: weaveopt/ops/gemm_all_reduce/op.py.
+// finished, and rows to everyone as their tiles are complete. Meaning and arguments:
+// weaveopt/ops/gemm_all_reduce/op.py.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "all_reduce_norm/gpu.h"
+#include "fabric/buffer_need.h"
 
 namespace weave::gpu {
 
@@ -26,8 +29,15 @@ struct Cut {
 // Whether `device` can run it: a line that says why not, or an empty one.
 const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int32_t world, int32_t device);
 
+// Elements of the longest row.
+constexpr int64_t kMostProductHidden = 8192;
+
 // Bytes of the staging buffer: partial rows of all ranks, this one included, for the rows that a rank owns.
 int64_t pushed_tiles_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world);
+
+// What calls of up to `tokens` tokens need of an arena: the staging buffer, and an output buffer as that of bulk
+// copies.
+std::vector<fabric::BufferNeed> pushed_tiles_needs(int64_t tokens, int64_t hidden, DType dtype, int32_t world);
 
 // The most tokens of a call: an owner has at most kMaxCtas panels.
 int64_t pushed_tiles_most_tokens(int32_t world);

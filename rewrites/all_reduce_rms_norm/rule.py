@@ -27,10 +27,11 @@ from weaveopt.graph.splice import call_after, current, erase_dead, last_of
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
+from weaveopt.reductions.aliasing import aliasing_of_groups
 from weaveopt.reductions.eligible import norms_refused, refused_anywhere
+from weaveopt.reductions.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results, summed
 from weaveopt.reductions.variant import Algorithm
-from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.calls import call_of, memory_of
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import (
     FP8_ROW_ALIGNMENT,
@@ -39,7 +40,6 @@ from weaveopt.rewrites.all_reduce_rms_norm.candidates import (
     Terms,
     candidates,
 )
-from weaveopt.rewrites.all_reduce_rms_norm.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.quantization import stored_scale
 from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
@@ -80,10 +80,7 @@ class AllReduceRMSNorm:
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
         """Which residuals and sums are sharded, and which normalized rows are read in the arena."""
-        sharded = sharded_values(chosen)
-        aliasing: set[fx.Node] = set()
-        for group in dict.fromkeys(each.found.site.groups for each in chosen):
-            aliasing |= aliasing_values([each for each in chosen if each.found.site.groups == group])
+        sharded, aliasing = sharded_values(chosen), aliasing_of_groups(chosen)
         settled = {}
         for each in chosen:
             lowered, structure = each.proposal.plan, each.found.structure

@@ -25,6 +25,7 @@ def call_of(
 ) -> GemmReductionCall:
     """The constants of the site's call, equal on all ranks."""
     workload = lowered.workload
+    handed_out = SumOut.SHARDED if lowered.sum_sharded else SumOut.WHOLE
     reduction = ReductionCall(
         site=chosen.found.site.id,
         group=chosen.found.site.groups[0],
@@ -39,10 +40,12 @@ def call_of(
         scale=reduced.scale,
         post=reduced.post.form if reduced.post else None,
         norm=reduced.norm.form if reduced.norm else None,
-        sum_out=SumOut.WHOLE if sum_used else SumOut.NONE,
+        residual_sharded=lowered.residual_sharded,
+        sum_out=handed_out if sum_used else SumOut.NONE,
+        normalized_aliases_arena=lowered.aliases_arena,
         timeout_s=context.config.timeout_s,
         table=lowered.rows,
-        in_pieces=FEATURES[lowered.fabric].tabled,
+        in_pieces=FEATURES[lowered.fabric].tabled and bool(lowered.chunks),
         channel=placement.channel,
     )
-    return GemmReductionCall(placed_call(reduction, placement.buffers), lowered.variant, lowered.chunks)
+    return GemmReductionCall(placed_call(reduction, placement.buffers), lowered.variant, lowered.chunks, lowered.cut)

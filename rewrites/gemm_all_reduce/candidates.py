@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -10,14 +10,16 @@ from types import MappingProxyType
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.gemm_all_reduce.call import ChunkRow
+from weaveopt.ops.gemm_all_reduce.call import CHUNKS, TILES, ChunkRow, Cut
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.plan import two_shot_division
 from weaveopt.reductions.prices.kernels import kernel_variants
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
-from weaveopt.reductions.variant import Algorithm, KernelRow
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
+from weaveopt.rewrites.gemm_all_reduce.tiles import estimate_tiles, size_rejections, tail_curves
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "gemm_all_reduce"
@@ -31,19 +33,33 @@ class Lowered:
     workload: Workload
     fabric: Fabric
     variant: str
-    """The word of the operation's variant: `chunks`."""
+    """The word of the operation's variant."""
     chunks: tuple[ChunkRow, ...]
-    """Rows of a chunk, by the number of tokens of a call."""
+    """Rows of a chunk, by the number of tokens of a call; none where nothing goes in chunks."""
     rows: tuple[KernelRow, ...] = ()
     """The run-time table of an exchange, where the fabric has one."""
     one_shot_max_tokens: int = 0
     norm_apart: bool = False
     """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+    cut: Cut | None = None
+    """Of variant `tiles`."""
+    division: tuple[Hashable, ...] | None = None
+    """See `ReductionPlan`: chunks are divided among ranks one by one, so what they make is handed out whole."""
+    gather_us: float = 0.0
+    """What handing out the rows of the sum to every rank costs, where it may stay sharded."""
+    residual_sharded: bool = False
+    sum_sharded: bool = False
+    aliases_arena: bool = False
+    """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
+
+    @property
+    def may_alias_arena(self) -> bool:
+        return self.variant == TILES and self.workload.has_norm
 
     @property
     def max_tokens(self) -> int:
         """Rows that one exchange takes at most."""
-        return max(row.chunk_tokens for row in self.chunks)
+        return max((row.chunk_tokens for row in self.chunks), default=self.workload.max_tokens)
 
 
 Found = tuple[Candidate, Lowered | None]
@@ -54,8 +70,11 @@ class Form:
     """What the operation can make of a site."""
 
     workload: Workload
+    group: str
     norm_apart: bool = False
     """Only the whole sum: the norm stays in the graph."""
+    tiles_refused: tuple[Rejection, ...] = ()
+    """Why the kernel that computes the product too does not make this, whatever the sizes."""
 
     def named(self, variant: str) -> str:
         """A variant as reports name it."""
@@ -70,6 +89,10 @@ class Terms:
     machine: Machine
     norm_refused: bool = False
     """The kernels do not take the site's norm: it can only stay in the graph."""
+    tiles_refused: tuple[Rejection, ...] = ()
+    """Why the kernel that computes the product too does not make all of the site, whatever the sizes."""
+    apart_refused: tuple[Rejection, ...] = ()
+    """The same where the norm stays in the graph."""
 
 
 @lru_cache(maxsize=4096)
@@ -104,9 +127,9 @@ def _forms(facts: ReductionFacts, tokens: TokenCounts, known: Terms) -> Iterator
     """What the operation can make of a site: all of it; and the whole sum alone, where every rank needs that."""
     whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
     if not known.norm_refused:
-        yield Form(whole)
+        yield Form(whole, facts.group, tiles_refused=known.tiles_refused)
     if facts.has_norm and (known.norm_refused or facts.sum_is_read):
-        yield Form(with_norm_apart(whole), norm_apart=True)
+        yield Form(with_norm_apart(whole), facts.group, norm_apart=True, tiles_refused=known.apart_refused)
 
 
 def _chunks_in_turn(form: Form, machine: Machine) -> Found:
@@ -153,9 +176,40 @@ def _chunks_beside(form: Form, machine: Machine) -> Found:
     return candidate, replace(lowered, rows=(row,))
 
 
+def _tiles(form: Form, machine: Machine) -> Found:
+    """GPUs: one kernel computes the product, and sends its tiles as they are finished."""
+    fabric, workload = Fabric.PEER, form.workload
+    reasons = [*form.tiles_refused, *shape_rejections(workload, TRAITS[fabric].max_world), *size_rejections(workload)]
+    curves = tail_curves(machine, fabric, workload.world, workload.hidden)
+    covering = {cut: curve for cut, curve in curves.items() if curve.covers(workload.message_bytes)}
+    if not curves:
+        values: Values = (("machine", machine.name), ("world", workload.world))
+        message = "what the kernel takes beyond its GEMM was not measured on the machine with so many ranks"
+        reasons.append(Rejection("not_measured", message, values))
+    elif not covering:
+        message = "the kernel was not measured at this size, and is not used there"
+        reasons.append(Rejection("beyond_measured", message, (("bytes", workload.message_bytes),)))
+    if not covering:
+        return Candidate(RULE, fabric, form.named(TILES), rejections=tuple(reasons)), None
+    priced = [(estimate_tiles(machine, workload, fabric, curve), cut) for cut, curve in covering.items()]
+    (estimate, gather_us), cut = min(priced, key=lambda each: each[0][0].us)
+    parameters: Values = (("tile_columns", cut.tile_columns), ("group_pairs", cut.group_pairs), ("measured", True))
+    notes = ("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph",)
+    candidate = Candidate(
+        RULE, fabric, form.named(TILES), parameters, estimate, tuple(reasons), notes=notes if form.norm_apart else ()
+    )
+    if reasons:
+        return candidate, None
+    row = KernelRow(workload.max_tokens, Algorithm.TWO_SHOT, Transfer.TILES)
+    division = two_shot_division(form.group, fabric, workload)
+    return candidate, Lowered(
+        workload, fabric, TILES, (), (row,), 0, form.norm_apart, cut, division, 0.0 if form.norm_apart else gather_us
+    )
+
+
 VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = MappingProxyType({
     Fabric.SHM: (_chunks_in_turn,),
-    Fabric.PEER: (_chunks_beside,),
+    Fabric.PEER: (_chunks_beside, _tiles),
 })  # fmt: skip
 """What the rule proposes on its fabrics."""
 

@@ -13,16 +13,16 @@ from tests.reductions import Reductions, reduction_of, total_of
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.memory import Lifetime
 from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.sharding import sharded_values, shared_sums
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.all_reduce_rms_norm.calls import memory_of
 from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered, Terms, candidates
-from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values, shared_sums
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)
 EMPTY_WORD = 0x80000000
 """What no packet holds."""
-LOWERED = Lowered(WORKLOAD, Fabric.SHM, ("0", Fabric.SHM), gather_us=7.0)
+LOWERED = Lowered(WORKLOAD, Fabric.SHM, "0", ("0", Fabric.SHM), gather_us=7.0)
 
 
 def chosen(found: FoundSite, lowered: object = LOWERED) -> Chosen:

@@ -202,11 +202,14 @@ class Frame:
         self.kinds = tuple(
             firsts.setdefault(index if index in apart else self._kind(index), index) for index in range(len(self.sites))
         )
+        # Rules whose candidates hand values to each other may tell of the same interaction.
         self.interactions = tuple(
-            interaction
-            for rule in rules.site_rules
-            if isinstance(rule, RelatesSites)
-            for interaction in rule.interactions(self.sites)
+            dict.fromkeys(
+                interaction
+                for rule in rules.site_rules
+                if isinstance(rule, RelatesSites)
+                for interaction in rule.interactions(self.sites)
+            )
         )
         self._steps = steps_of(len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping])
 

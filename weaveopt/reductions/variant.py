@@ -37,6 +37,8 @@ class Transfer(StrEnum):
     """Bulk copies (TMA) through a staging buffer with a signal behind each: few CTAs fill the link."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
+    TILES = "tiles"
+    """Tiles of a product that the same kernel computes, pushed as they are finished: no kernel of this operation."""
 
 
 @dataclass(frozen=True)
