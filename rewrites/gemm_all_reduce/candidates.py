@@ -23,7 +23,6 @@ from weaveopt.rewrites.gemm_all_reduce.tiles import estimate_tiles, size_rejecti
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "gemm_all_reduce"
-CHUNKS = "chunks"
 
 
 @dataclass(frozen=True)

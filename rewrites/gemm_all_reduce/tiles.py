@@ -14,6 +14,7 @@ from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.curve import at_row, interpolate_us
 from weaveopt.cost_model.machine import Curve
 from weaveopt.errors import ProfileError
+from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_all_reduce.call import TILE_COLUMNS, TILE_DTYPES, TILES, Cut, WeightLayout
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.norm import NormKind
@@ -78,7 +79,7 @@ def _norm_rejections(norm: Norm) -> list[Rejection]:
 
 def size_rejections(workload: Workload) -> list[Rejection]:
     """Token counts, rows and types that the kernel does not take."""
-    if _native is None:
+    if not is_built(NativePart.HOST):
         return [Rejection("native_part_missing", "weaveopt was installed without its native part")]
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
     reasons: list[Rejection] = []

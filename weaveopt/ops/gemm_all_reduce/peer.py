@@ -1,6 +1,6 @@
 """`gemm_all_reduce_norm` on GPUs of one host: in chunks of rows, or tile by tile in one kernel.
 
-Tiles: one kernel, on the current stream; csrc/all_reduce_norm/pushed_tiles.cuh says what orders its memory.
+Tiles: one kernel, on the current stream. Its source, pushed_tiles.cuh, says what orders memory between ranks.
 
 Chunks: the GEMM of one runs beside the exchange of the one before. The GEMM of every chunk runs on the current stream,
 as one call of the library. Behind it an event; the fused kernel of that chunk waits for the event on a second stream,
