@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from weaveopt.errors import ArenaError
+from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics.topology import process_group
 
 
@@ -46,7 +47,10 @@ class Arenas(Generic[A]):
 
     def of(self, group_name: str) -> A:
         """The one in use, or `ArenaError`."""
-        found = self.current(group_name) if group_name in self._entries else None
+        found = None
+        if group_name in self._entries:
+            with suppress(WeaveError):  # its process group is gone, and the arenas with it
+                found = self.current(group_name)
         if found is None:
             raise ArenaError(
                 f"no {self._what} was reserved for group {group_name!r}: reserve() comes before the first call"
