@@ -6,9 +6,6 @@
 // are complete, and so do those of every other CTA that has no more tiles. A thread of the CTA fetches the rows
 // (row_ring.cuh). Rows are claimed in the order of their panels, the order in which tiles are computed.
 //
-// (Measured otherwise: two more warps of every CTA that finish rows beside its GEMM take 18 us a row, as they share its
-// issue slots and its way to memory, and slow the GEMM down by 5 to 9 %.)
-//
 // Memory order, by what is shared:
 //
 //   partial rows in the owner's staging buffer, slot [source]
@@ -95,7 +92,7 @@ __device__ __forceinline__ void signal_rows(const fabric::GroupView& group, int3
 // Some vectors of a row as they are in memory, all loads at once; zeros beyond the row.
 //
 // In what follows arithmetic is done for vectors beyond the row too: a branch for each would keep the compiler from
-// working on several at once, and a warp alone then takes 8 cycles an instruction.
+// working on several at once.
 template <int kCount>
 __device__ __forceinline__ void load_vectors(const char* row, const Lanes& lanes, int first, Vec16 (&raw)[kCount]) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // The GEMM of a persistent grid (sm_90a): tiles of 128 x kColumns, two consumer warp groups of 64 rows each, a warp
-// that loads, and a warp for each consumer that stores. Clusters of two CTAs compute two panels of rows with the same
+// that loads, and a warp that stores. Clusters of two CTAs compute two panels of rows with the same
 // columns: each loads half of the weight's tile for both.
 //
-// A CTA's first 12 warps:
+// A CTA's 12 warps:
 //   0         loads (one thread)
 //   1         stores (one thread)
 //   2, 3      free for what else a kernel does
@@ -83,7 +83,7 @@ __device__ __forceinline__ Shared<kColumns>& shared_memory() {
     return *reinterpret_cast<Shared<kColumns>*>(memory + (kSharedAlignment - beyond) % kSharedAlignment);
 }
 
-// Of every thread of a warp group, by all its warps, whichever way that is from what the launch gave them.
+// Of every thread of a warp group, by all its warps: more than the launch gave them, or fewer.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
