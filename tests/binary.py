@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -53,6 +54,16 @@ def architectures() -> tuple[str, ...]:
     return tuple(sorted(set(re.findall(r"\.(sm_\d+[a-z]?)\.cubin", dump("--list-elf")))))
 
 
+def named_architectures() -> list[str]:
+    """Those that the build was asked for: `90`, ..."""
+    return _native.CUDA_ARCHS.partition("+")[0].split(";")
+
+
+def for_all_chips() -> tuple[str, ...]:
+    """Architectures that every kernel but those for Hopper alone was compiled for."""
+    return tuple(each for each in architectures() if each.removeprefix("sm_") in named_architectures())
+
+
 def number(architecture: str) -> int:
     """`sm_100a` → 100, as cudaFuncGetAttributes says it."""
     return int("".join(filter(str.isdigit, architecture)))
@@ -61,13 +72,21 @@ def number(architecture: str) -> int:
 @cache
 def kernels(architecture: str) -> tuple[str, ...]:
     """The mangled names of all kernels."""
-    return tuple(re.findall(r"Function (\w+):", dump("--dump-resource-usage", "-arch", architecture)))
+    return tuple(name for found, name, _ in _functions("--dump-resource-usage") if found == architecture)
 
 
 def instructions(architecture: str, names: list[str]) -> dict[str, str]:
     """Mangled name -> text of the kernels named."""
-    text = dump("--dump-sass", "-arch", architecture, "-fun", ",".join(names))
-    _, *parts = re.split(r"Function : (\w+)", text)
-    found = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert set(found) == set(names)
-    return found
+    every = _functions("--dump-sass", "-fun", ",".join(names))
+    texts = {name: text for found, name, text in every if found == architecture}
+    assert set(texts) == set(names)
+    return texts
+
+
+def _functions(*arguments: str) -> Iterator[tuple[str, str, str]]:
+    """Architecture, mangled name and text. `-arch sm_90` shows sm_90a too: all are asked for and told apart."""
+    _, *parts = re.split(r"^arch = (\w+)$", dump(*arguments), flags=re.MULTILINE)
+    for architecture, listed in zip(parts[::2], parts[1::2], strict=True):
+        _, *functions = re.split(r"Function *: *(\w+)|Function (\w+):", listed)
+        for one, other, text in zip(functions[::3], functions[1::3], functions[2::3], strict=True):
+            yield architecture, one or other, text

@@ -37,7 +37,7 @@ def test_a_kernel_has_what_it_was_compiled_for(binary_version: int, ptx_version:
 
 @binary.needs_cuda_part
 def test_the_extension_holds_the_architectures_that_it_names() -> None:
-    archs, ptx = named_architectures(), "+" in _native.CUDA_ARCHS
+    archs, ptx = binary.named_architectures(), "+" in _native.CUDA_ARCHS
     expected = {f"sm_{arch}" for arch in archs} | ({HOPPER} if "90" in archs else set())
     assert expected == set(binary.architectures())
     held = set(re.findall(r"\.sm_(\d+[a-z]?)\.ptx", binary.dump("--list-ptx")))
@@ -55,22 +55,13 @@ def test_kernels_for_hopper_alone_are_compiled_for_nothing_else() -> None:
         assert found == (set(HOPPER_KERNELS) if architecture == HOPPER else set()), architecture
 
 
-def for_all_chips() -> tuple[str, ...]:
-    """Architectures that every kernel but those for Hopper alone was compiled for."""
-    return tuple(each for each in binary.architectures() if each.removeprefix("sm_") in named_architectures())
-
-
-def named_architectures() -> list[str]:
-    return _native.CUDA_ARCHS.partition("+")[0].split(";")
-
-
 def ordered(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if any(part in name for part in ORDERED)]
 
 
 @binary.needs_cuda_part
 def test_machine_code_waits_for_the_kernel_ahead_where_the_host_launches_it_early() -> None:
-    for architecture in for_all_chips():
+    for architecture in binary.for_all_chips():
         names = ordered(binary.kernels(architecture))
         # One of each kernel: a whole architecture is a hundred.
         some = [next(name for name in names if part in name) for part in ORDERED]
@@ -89,6 +80,6 @@ def test_ptx_waits_for_the_kernel_ahead_where_the_host_launches_it_early() -> No
     launched_early = _native.has_sm90_code(200, version)
     _, *parts = re.split(r"^(?:\.visible )?\.entry (\w+)", text, flags=re.MULTILINE)
     entries = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert set(ordered(tuple(entries))) >= set(ordered(binary.kernels(for_all_chips()[-1])))
+    assert set(ordered(tuple(entries))) >= set(ordered(binary.kernels(binary.for_all_chips()[-1])))
     for name in ordered(tuple(entries)):
         assert ("griddepcontrol.wait" in entries[name]) is launched_early, name

@@ -50,7 +50,7 @@ def element_type(function: str) -> str:
 
 
 def test_multicast_kernels_reduce_and_broadcast_in_the_switch() -> None:
-    found = [*filter(has_multicast, binary.architectures())]
+    found = [*filter(has_multicast, binary.for_all_chips())]
     if not found:
         pytest.skip(f"built for {_native.CUDA_ARCHS} alone, which has no multicast")
     for architecture in found:
@@ -65,7 +65,7 @@ def test_multicast_kernels_reduce_and_broadcast_in_the_switch() -> None:
 
 
 def test_peer_kernels_have_no_multicast() -> None:
-    for architecture in binary.architectures():
+    for architecture in binary.for_all_chips():
         kernels = instructions(architecture, PEER)
         assert {element_type(name) for name in kernels} == set(REDUCING_LOAD), f"{architecture}: a type is missing"
         for name, text in kernels.items():
@@ -75,7 +75,7 @@ def test_peer_kernels_have_no_multicast() -> None:
 
 def test_older_architectures_have_no_multicast() -> None:
     """There the kernels are empty shells, and the launch refuses."""
-    for architecture in binary.architectures():
+    for architecture in binary.for_all_chips():
         if not has_multicast(architecture):
             for name, text in instructions(architecture, MULTICAST).items():
                 assert not re.search(f"{ANY_REDUCING_LOAD}|{BROADCAST_STORE}", text), f"{architecture}: {name}"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops import test_all_gather_gemm as gathers
-from tests.ops import test_gemm_reduce_scatter as scatters
+from tests.ops import test_all_gather_gemm_call as gathers
+from tests.ops import test_gemm_reduce_scatter_call as scatters
 from tests.ranks import collect, run_ranks
 from tests.shm_ranks import check, make_call
 from tests.tolerances import KERNEL, assert_close

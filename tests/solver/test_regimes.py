@@ -169,14 +169,19 @@ class Exhaustive(Problem):
 
     def best(self) -> Choices:
         unchanged = tuple(len(site.choices) for site in self.sites)
-        must = [index for index, site in enumerate(self.sites) if site.forced and site.choices]
+        # Choices of rules that are forced, at the sites that have one.
+        must = {}
+        for index, site in enumerate(self.sites):
+            names = [site.proposals[at].candidate.choice for at in site.choices]
+            if any(name in site.forced for name in names):
+                must[index] = {choice for choice, name in enumerate(names) if name in site.forced}
         terms = [*(each.with_margin(self.sites) for each in self.interactions), *self.exclusions]
 
         def key(choices: Choices) -> tuple[int, Fraction, int, Choices]:
             together = [each.us(choices) for each in terms]
             own = [row[choice] for row, choice in zip(self.costs_us, choices, strict=True)]
             changed = sum(a != b for a, b in zip(choices, unchanged, strict=True))
-            left = sum(choices[index] == unchanged[index] for index in must)
+            left = sum(choices[index] not in wanted for index, wanted in must.items())
             return left, sum(map(Fraction, own + together), Fraction()), changed, choices
 
         every = itertools.product(*(range(count + 1) for count in unchanged))
@@ -257,7 +262,7 @@ def test_sums_of_equal_kinds_may_be_covered_by_others() -> None:
         made.site(total, sharing=[total_of(reader)] if covers_both else ())
     captured = made.captured()
     context = context_of(captured, cost_model.load("cpu"))
-    frame, apart = (Frame(captured, made.sites, RULES, context) for _ in range(2))
+    frame, apart = (Frame(captured, made.sites, toys.rules(RULE), context) for _ in range(2))
     apart.kinds = tuple(range(len(made.sites)))
     quick, plain = frame.problem(usable_only=True), apart.problem()
     assert (quick.interactions, quick.exclusions) == (plain.interactions, plain.exclusions)
