@@ -281,10 +281,18 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
         load_vectors(static_cast<const char*>(call.norm.weight.data), lanes, 0, weight);
     uint32_t num_finished = 0;
     for (int32_t index = team.consumer;; index += gemm::kConsumers) {
-        const int32_t slot = index % place.num_slots;
-        fabric::await_phase(&ring.full[slot], index / place.num_slots & 1);
+        const int32_t slot = index % place.num_slots, use = index / place.num_slots;
+        // Of an odd number of slots each is the other team's every second time. A wait by parity tells a phase from the
+        // one before it only: while the other team's row is still on its way, it would return at once.
+        if (use != 0) fabric::await_phase(&ring.empty[slot], (use - 1) & 1);
+        fabric::await_phase(&ring.full[slot], use & 1);
         const int32_t row = *const_cast<volatile int32_t*>(&ring.row[slot]);
-        if (row == kNoRow) break;
+        if (row == kNoRow) {
+            // Of a single slot the other team's end comes behind this one.
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) fabric::arrive(&ring.empty[slot]);
+            break;
+        }
         Vec16 sum[kTeamVecs];
         const float squares = sum_row<T>(given, lanes, row, place.slot(slot), sum);
         __syncwarp();
@@ -305,6 +313,8 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
                                      given.layout.out_bytes);
                 fabric::commit_copies();
             }
+        } else {
+            team.await_all();  // no warp waits for a slot that another one of its team has yet to read
         }
         ++num_finished;
     }

@@ -5,7 +5,7 @@
 //
 //   store   the copies of the fetching thread, and the number of the row
 //   flag    full[slot], which counts their bytes
-//   wait    the 128 threads of the team whose turn it is
+//   wait    the 128 threads of the team whose turn it is, once the use before, which may be the other team's, is over
 //   again   empty[slot]: the 4 warps of the team have read it into registers
 #pragma once
 

@@ -134,7 +134,8 @@ class Deadline {
         if ((++num_polls_ & 0x3ff) != 0) return false;
         const uint64_t now = nanoseconds();
         if (begin_ == 0) begin_ = now;
-        if (now - begin_ > watch.group.timeout_ns) {
+        // Signed: nobody promises that the clock of another SM is not a little behind.
+        if (static_cast<int64_t>(now - begin_) > static_cast<int64_t>(watch.group.timeout_ns)) {
             code_ = Code::kTimeout;
             return true;
         }
