@@ -18,6 +18,7 @@ from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.operands import Operands
 from weaveopt.reductions.reference import reference
+from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
 
 HIDDEN = 64
 MAX_TOKENS = 40
@@ -29,16 +30,26 @@ def become_host(rank: int, world: int, hosts: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
 
 
-def make_call(world: int, hosts: int, one_shot: bool, dtype: str = "float32", timeout_s: float = 30.0) -> ReductionCall:
+def make_call(
+    world: int,
+    hosts: int,
+    algorithm: Algorithm = Algorithm.TWO_SHOT,
+    dtype: str = "float32",
+    timeout_s: float = 30.0,
+    chunk_bytes: int = 0,
+) -> ReductionCall:
     return ReductionCall(
-        site=f"site {one_shot} {dtype}", group="0", fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN,
-        dtype=dtype, out_dtype=dtype, max_tokens=MAX_TOKENS, one_shot_max_tokens=MAX_TOKENS if one_shot else 0,
+        site=f"site {algorithm} {dtype} {chunk_bytes}", group="0", fabric=Fabric.TCP, world=world, hosts=hosts,
+        hidden=HIDDEN, dtype=dtype, out_dtype=dtype, max_tokens=MAX_TOKENS,
+        table=(KernelRow(MAX_TOKENS, algorithm, Transfer.MESSAGE),), chunk_bytes=chunk_bytes,
         post=None, norm=NormSpec(NormKind.RMS, 1e-5), timeout_s=timeout_s,
     )  # fmt: skip
 
 
-def reserve(world: int, hosts: int, timeout_s: float = 30.0) -> TcpArena:
-    plan = memory_plan("0", [make_call(world, hosts, one_shot=False)])
+def reserve(world: int, hosts: int, timeout_s: float = 30.0, *algorithms: Algorithm) -> TcpArena:
+    """For all algorithms, unless some are named."""
+    asked = algorithms or ALGORITHMS[Transfer.MESSAGE]
+    plan = memory_plan("0", [make_call(world, hosts, each) for each in asked])
     return tcp.reserve(topology.discover("0", timeout_s), plan, 0, timeout_s)
 
 
@@ -57,14 +68,13 @@ def check(rank: int, world: int, hosts: int, as_launched: bool = False) -> list[
     ):
         residual = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(step)).to(dtype)
         weight = torch.linspace(0.5, 1.5, HIDDEN).to(dtype)
-        for one_shot in (True, False):
+        ways = [(algorithm, 0) for algorithm in ALGORITHMS[Transfer.MESSAGE]]
+        for algorithm, chunk_bytes in (*ways, (Algorithm.DOUBLING, 3 * 4 * HIDDEN)):
+            made = make_call(world, hosts, algorithm, str(dtype)[6:], chunk_bytes=chunk_bytes)
             for call, operands in (
-                (make_call(world, hosts, one_shot, str(dtype)[6:]), Operands(residual=residual, weight=weight)),
-                (
-                    replace(make_call(world, hosts, one_shot, str(dtype)[6:]), sum_out=SumOut.NONE),
-                    Operands(weight=weight),
-                ),
-                (replace(make_call(world, hosts, one_shot, str(dtype)[6:]), norm=None), Operands(residual=residual)),
+                (made, Operands(residual=residual, weight=weight)),
+                (replace(made, sum_out=SumOut.NONE), Operands(weight=weight)),
+                (replace(made, norm=None), Operands(residual=residual)),
             ):
                 want = reference([partial_of(r, tokens, step, dtype) for r in range(world)], operands, call)
                 got = torch.ops.weave.all_reduce_norm(

@@ -92,6 +92,7 @@ class Connections:
     """One TCP connection to each rank of other hosts."""
 
     def __init__(self, sockets: list[int], rank: int, num_processes: int, first_epoch: int) -> None: ...
+    def add(self, index: int, socket: int) -> None: ...
     @property
     def epoch(self) -> int: ...
     @property
@@ -140,18 +141,7 @@ class AllReduceNormSite:
     timeout_s: float
 
 class AllReduceNorm:
-    @overload
     def __init__(self, group: Group, site: AllReduceNormSite, max_threads: int, isa: str = ...) -> None: ...
-    @overload
-    def __init__(
-        self,
-        group: Group,
-        wire: Connections,
-        host: int,
-        ranks: list[list[int]],
-        site: AllReduceNormSite,
-        max_threads: int,
-    ) -> None: ...
     @property
     def status(self) -> Status: ...
     def enter(self, tokens: int, /) -> int: ...
@@ -192,6 +182,33 @@ class AllReduceNorm:
     ) -> int: ...
     @property
     def next_parity(self) -> int: ...
+
+class HostExchange(Enum):
+    one_shot = 0
+    two_shot = 1
+    doubling = 2
+    halving = 3
+
+class AllReduceNormOfHosts(AllReduceNorm):
+    """A site among the CPU ranks of several hosts."""
+
+    def __init__(
+        self,
+        group: Group,
+        wire: Connections,
+        host: int,
+        ranks: list[list[int]],
+        table: list[tuple[int, HostExchange]],
+        chunk_bytes: int,
+        site: AllReduceNormSite,
+        max_threads: int,
+    ) -> None: ...
+    @property
+    def message_bytes(self) -> int: ...
+
+def host_peers(exchange: HostExchange, host: int, hosts: int) -> list[int]: ...
+def host_schedule(exchange: HostExchange, host: int, hosts: int) -> list[tuple[int, bool, int, int, int, int]]: ...
+def host_parts(exchange: HostExchange, hosts: int) -> int: ...
 
 def isas() -> list[str]: ...
 

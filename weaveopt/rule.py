@@ -123,6 +123,8 @@ class Memory:
     buffers: tuple[BufferRequest, ...] = ()
     channel: str = "main"
     """Sites whose calls follow one another on one stream share a channel."""
+    wiring: tuple[str, ...] = ()
+    """Exchanges between hosts that the site's calls make, by name."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "all_reduce_norm/hosts.h"
+#include "all_reduce_norm/handle.h"
 #include "all_reduce_norm/layout.h"
-#include "all_reduce_norm/shm.h"
 
 namespace py = pybind11;
 
@@ -20,89 +19,6 @@ namespace weave {
 void bind_all_reduce_norm(py::module_& m);
 
 namespace {
-
-using fabric::shm::Group;
-
-struct AllReduceNormHandle {
-    std::shared_ptr<GroupHandle> owner;
-    std::shared_ptr<fabric::tcp::Group> wire;  // between hosts; nullptr: there is one host
-    std::unique_ptr<AllReduceNorm> op;
-
-    AllReduceNormHandle(std::shared_ptr<GroupHandle> group, const AllReduceNormSite& site, int32_t max_threads,
-                        const std::string& isa)
-        : owner(std::move(group)),
-          op(std::make_unique<AllReduceNorm>(check(*owner, site), site, max_threads, rows(isa))) {}
-
-    AllReduceNormHandle(std::shared_ptr<GroupHandle> group, std::shared_ptr<fabric::tcp::Group> connections,
-                        int32_t host, std::vector<std::vector<int32_t>> ranks, const AllReduceNormSite& site,
-                        int32_t max_threads)
-        : owner(std::move(group)),
-          wire(std::move(connections)),
-          op(std::make_unique<AllReduceNormOfHosts>(check(*owner, site), *wire, HostMap{host, std::move(ranks)}, site,
-                                                    max_threads)) {}
-
-    Status status() const {
-        return wire ? static_cast<const AllReduceNormOfHosts&>(*op).status() : owner->group.status();
-    }
-
-    static const RowFunctions& rows(const std::string& isa) {
-        if (isa.empty()) return choose_rows();
-        for (const RowFunctions* functions : usable_rows()) {
-            if (isa == functions->isa) return *functions;
-        }
-        throw std::invalid_argument("this processor does not run " + isa);
-    }
-
-    // A buffer outside the segment would be a wild store later.
-    static Group& check(GroupHandle& handle, const AllReduceNormSite& site) {
-        const auto data_bytes = static_cast<int64_t>(handle.segments.at(0)->data_bytes());
-        const fabric::shm::Layout& at = site.layout;
-        const int64_t partial_end = at.partial_offset + 2 * at.partial_bytes;
-        const int64_t output_end = at.output_offset + AllReduceNorm::output_bytes(site, handle.group.world());
-        if (at.partial_offset < 0 || at.output_offset < 0 || partial_end > data_bytes || output_end > data_bytes ||
-            site.max_tokens * site.hidden * size_of(site.dtype) > at.partial_bytes) {
-            throw std::invalid_argument("buffers [" + std::to_string(at.partial_offset) + ", " +
-                                        std::to_string(partial_end) + ") and [" + std::to_string(at.output_offset) +
-                                        ", " + std::to_string(output_end) + ") for " + std::to_string(site.max_tokens) +
-                                        " tokens do not fit an arena of " + std::to_string(data_bytes) + " bytes");
-        }
-        return handle.group;
-    }
-
-    int enter(int64_t tokens) {
-        py::gil_scoped_release release;
-        return static_cast<int>(op->enter(tokens).code);
-    }
-
-    // Plain numbers, not a struct: building one from Python would cost more than the call.
-    int run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual, uintptr_t reduced_bias,
-            uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normalized,
-            uintptr_t sum, uint32_t fp32_parameters, float scale) {
-        auto in = [](uintptr_t pointer) { return reinterpret_cast<const void*>(pointer); };
-        const AllReduceNormArrays arrays = {in(partial),
-                                            in(residual),
-                                            in(reduced_bias),
-                                            in(post_weight),
-                                            in(post_bias),
-                                            in(weight),
-                                            in(bias),
-                                            reinterpret_cast<void*>(normalized),
-                                            reinterpret_cast<void*>(sum),
-                                            fp32_parameters,
-                                            scale};
-        py::gil_scoped_release release;
-        return static_cast<int>(op->run(tokens, arrays, num_threads).code);
-    }
-
-    int enter_and_run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,
-                      uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
-                      uintptr_t bias, uintptr_t normalized, uintptr_t sum, uint32_t fp32_parameters, float scale) {
-        const int code = enter(tokens);
-        if (code != 0) return code;
-        return run(tokens, num_threads, partial, residual, reduced_bias, post_weight, post_bias, weight, bias,
-                   normalized, sum, fp32_parameters, scale);
-    }
-};
 
 void bind_shm(py::module_& m) {
     py::enum_<NormKind>(m, "NormKind")
@@ -140,10 +56,6 @@ void bind_shm(py::module_& m) {
     py::class_<AllReduceNormHandle>(m, "AllReduceNorm")
         .def(py::init<std::shared_ptr<GroupHandle>, const AllReduceNormSite&, int32_t, const std::string&>(),
              py::arg("group"), py::arg("site"), py::arg("max_threads"), py::arg("isa") = "")
-        .def(py::init<std::shared_ptr<GroupHandle>, std::shared_ptr<fabric::tcp::Group>, int32_t,
-                      std::vector<std::vector<int32_t>>, const AllReduceNormSite&, int32_t>(),
-             py::arg("group"), py::arg("wire"), py::arg("host"), py::arg("ranks"), py::arg("site"),
-             py::arg("max_threads"))
         .def_property_readonly("status", &AllReduceNormHandle::status)
         .def("enter", &AllReduceNormHandle::enter)
         .def("run", &AllReduceNormHandle::run)

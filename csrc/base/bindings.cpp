@@ -126,6 +126,14 @@ void bind_fabric(py::module_& m) {
     py::class_<Connections, std::shared_ptr<Connections>>(m, "Connections")
         .def(py::init<std::vector<int>, int32_t, int32_t, uint32_t>(), py::arg("sockets"), py::arg("rank"),
              py::arg("num_processes"), py::arg("first_epoch"))
+        .def(
+            "add",
+            [](Connections& group, int32_t index, int socket) {
+                if (index < 0 || index >= group.world() || index == group.rank())
+                    throw std::invalid_argument("no peer " + std::to_string(index));
+                group.add(index, socket);
+            },
+            py::arg("index"), py::arg("socket"), "One connection more; the socket is taken over.")
         .def_property_readonly("epoch", &Connections::epoch)
         .def_property_readonly("status", &Connections::status)
         .def(

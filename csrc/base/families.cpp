@@ -6,11 +6,13 @@ namespace weave {
 void bind_all_gather_gemm(pybind11::module_& m);
 void bind_all_reduce_norm(pybind11::module_& m);
 void bind_gemm_reduce_scatter(pybind11::module_& m);
+void bind_hierarchical_all_reduce(pybind11::module_& m);
 
 void bind_families(pybind11::module_& m) {
     bind_all_gather_gemm(m);
     bind_all_reduce_norm(m);
     bind_gemm_reduce_scatter(m);
+    bind_hierarchical_all_reduce(m);
 }
 
 #ifdef WEAVE_WITH_CUDA

@@ -39,13 +39,8 @@ bool would_block(int error) {
 
 Group::Group(std::vector<int> sockets, int32_t rank, int32_t num_processes, uint32_t first_epoch)
     : peers_(sockets.size()), rank_(rank), epoch_(first_epoch) {
-    for (std::size_t index = 0; index < sockets.size(); ++index) {
-        const int socket = peers_[index].socket = sockets[index];
-        if (socket < 0) continue;
-        const int on = 1;
-        fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
-        setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    }
+    for (std::size_t index = 0; index < sockets.size(); ++index)
+        add(static_cast<int32_t>(index), sockets[index]);
     cpu_set_t cores;
     CPU_ZERO(&cores);
     const int num_cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
@@ -56,6 +51,14 @@ Group::~Group() {
     for (Peer& peer : peers_) {
         if (peer.socket >= 0) close(peer.socket);
     }
+}
+
+void Group::add(int32_t index, int socket) {
+    peers_[index].socket = socket;
+    if (socket < 0) return;
+    const int on = 1;
+    fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);
+    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
 Status Group::begin(uint64_t tag, double timeout_s) {

@@ -60,6 +60,8 @@ class Group {
     uint32_t epoch() const { return epoch_; }
     const Status& status() const { return status_; }
 
+    // Takes `socket`, which is connected to rank `index`, over. Between calls.
+    void add(int32_t index, int socket);
     // Takes the group for the call `tag` (equal on all ranks), whose progress() may be without any for `timeout_s`.
     Status begin(uint64_t tag, double timeout_s);
     // Between begin() and leave(), also from `arrived`.

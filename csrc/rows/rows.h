@@ -31,6 +31,7 @@ struct Rows {
     DType dtype;                  // of partials, residual and sum
     DType out_dtype;              // of normalized
     const void* const* partials;  // by rank, summed in this order
+    const float* total;           // their sums, where they were summed elsewhere; nullptr: partials are summed
     const float* reduced_bias;    // nullptr: none
     float scale;
     Norm post;
@@ -45,10 +46,14 @@ using ReduceRows = void (*)(const Rows& rows, int64_t begin, int64_t end, float*
 // out[i] = in[i] + offset in fp32.
 using WidenRow = void (*)(DType dtype, const void* in, float offset, float* out, int64_t count);
 
+// out[i] = a[i] + b[i] in fp32; `out` may be `a` or `b`, where that is fp32.
+using AddRow = void (*)(DType a_dtype, const void* a, DType b_dtype, const void* b, float* out, int64_t count);
+
 struct RowFunctions {
     const char* isa;
     ReduceRows reduce;
     WidenRow widen;
+    AddRow add;
 };
 
 // Rows of scratch are padded to whole vectors of the widest instruction set.

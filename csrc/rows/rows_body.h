@@ -243,6 +243,7 @@ struct Partials {
     const void* const* rows;
     int64_t offset_bytes;
     int32_t world;
+    const float* total;
     const float* bias;
     float scale;
 
@@ -250,6 +251,7 @@ struct Partials {
         : rows(call.partials),
           offset_bytes(row * row_bytes),
           world(call.world),
+          total(call.total == nullptr ? nullptr : call.total + row * call.hidden),
           bias(call.reduced_bias),
           scale(call.scale) {}
     const char* of(int32_t rank) const { return static_cast<const char*>(rows[rank]) + offset_bytes; }
@@ -258,7 +260,8 @@ struct Partials {
 // Sum over ranks in order, bias and scale of one vector. The first two ranks' rows are known outside of the loop.
 template <typename T, bool kTail>
 inline Floats reduced(const Partials& partials, const char* first, const char* second, int64_t i, int64_t count) {
-    Floats x = load_at<T, kTail>(first, i, count);
+    Floats x =
+        first == nullptr ? load_at<Float32, kTail>(partials.total, i, count) : load_at<T, kTail>(first, i, count);
     if (second != nullptr) x += load_at<T, kTail>(second, i, count);
     for (int32_t rank = 2; rank < partials.world; ++rank)
         x += load_at<T, kTail>(partials.of(rank), i, count);
@@ -341,7 +344,7 @@ void reduce_rows(const Rows& rows, int64_t begin, int64_t end, float* scratch) {
     const bool has_post = post.spec.kind != NormKind::kNone;
     for (int64_t row = begin; row < end; ++row) {
         const Partials partials(rows, row, row_bytes);
-        const char* first = partials.of(0);
+        const char* first = rows.total == nullptr ? partials.of(0) : nullptr;
         const char* second = partials.world > 1 ? partials.of(1) : nullptr;
         const char* residual =
             rows.residual == nullptr ? nullptr : static_cast<const char*>(rows.residual) + row * row_bytes;
@@ -402,8 +405,39 @@ void widen(DType dtype, const void* in, float offset, float* out, int64_t count)
     }
 }
 
+template <typename A, typename B>
+void add_rows(const void* a, const void* b, float* out, int64_t count) {
+    for_vectors(count, [&](auto part, int64_t i, int64_t left) __attribute__((always_inline)) {
+        constexpr bool kTail = decltype(part)::kTail;
+        store_at<Float32, kTail>(out, load_at<A, kTail>(a, i, left) + load_at<B, kTail>(b, i, left), i, left);
+    });
+}
+
+template <typename A>
+void add_to(const void* a, DType b_dtype, const void* b, float* out, int64_t count) {
+    switch (b_dtype) {
+        case DType::kFloat32:
+            return add_rows<A, Float32>(a, b, out, count);
+        case DType::kBFloat16:
+            return add_rows<A, BFloat16>(a, b, out, count);
+        case DType::kFloat16:
+            return add_rows<A, Float16>(a, b, out, count);
+    }
+}
+
+void add(DType a_dtype, const void* a, DType b_dtype, const void* b, float* out, int64_t count) {
+    switch (a_dtype) {
+        case DType::kFloat32:
+            return add_to<Float32>(a, b_dtype, b, out, count);
+        case DType::kBFloat16:
+            return add_to<BFloat16>(a, b_dtype, b, out, count);
+        case DType::kFloat16:
+            return add_to<Float16>(a, b_dtype, b, out, count);
+    }
+}
+
 }  // namespace
 
-const RowFunctions WEAVE_ROWS = {WEAVE_ISA, reduce, widen};
+const RowFunctions WEAVE_ROWS = {WEAVE_ISA, reduce, widen, add};
 
 }  // namespace weave

@@ -19,12 +19,16 @@ from tests.tcp_ranks import become_host, check, make_call, partial_of, reserve
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import tcp, topology
 from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.variant import Algorithm
+
+NUM_RESULTS = 12 * 5 * 3 * 2
+"""Counts and dtypes, ways, forms, tensors."""
 
 
-@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (3, 3), (6, 3)])
+@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (3, 3), (6, 3), (4, 4), (7, 7)])
 def test_results_are_the_references_and_equal_bit_for_bit(world: int, hosts: int) -> None:
     first, *others = run_ranks(check, world, world, hosts)
-    assert len(first) == 144 and all(other == first for other in others)
+    assert len(first) == NUM_RESULTS and all(other == first for other in others)
 
 
 def _run(call: object, rank: int, tokens: int = 5) -> None:
@@ -32,10 +36,10 @@ def _run(call: object, rank: int, tokens: int = 5) -> None:
     torch.ops.weave.all_reduce_norm(partial, None, None, None, None, None, None, None, call.encode())  # type: ignore[attr-defined]
 
 
-def _fails(rank: int, world: int, hosts: int, how: str) -> tuple[str, str, float]:
+def _fails(rank: int, world: int, hosts: int, how: str, algorithm: Algorithm) -> tuple[str, str, float]:
     become_host(rank, world, hosts)
     reserve(world, hosts)
-    call = make_call(world, hosts, one_shot=False, timeout_s=2.0)
+    call = make_call(world, hosts, algorithm, timeout_s=2.0)
     _run(call, rank)
     if rank == world - 1:
         if how == "killed":
@@ -58,9 +62,12 @@ def _fails(rank: int, world: int, hosts: int, how: str) -> tuple[str, str, float
 
 @pytest.mark.parametrize(("how", "names"), [("killed", {"PeerTimeoutError"}), ("late", {"PeerTimeoutError"}),
                                             ("tokens", {"AgreementError", "PeerTimeoutError"})])  # fmt: skip
-@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2)])
-def test_a_failure_is_an_error_on_every_rank_in_time(world: int, hosts: int, how: str, names: set[str]) -> None:
-    found = collect(_fails, world, world, hosts, how)
+@pytest.mark.parametrize(("world", "hosts", "algorithm"), [(2, 2, Algorithm.TWO_SHOT), (4, 2, Algorithm.ONE_SHOT),
+                                                           (4, 4, Algorithm.DOUBLING), (3, 3, Algorithm.HALVING)])  # fmt: skip
+def test_a_failure_is_an_error_on_every_rank_in_time(
+    world: int, hosts: int, algorithm: Algorithm, how: str, names: set[str]
+) -> None:
+    found = collect(_fails, world, world, hosts, how, algorithm)
     alive = [outcome for outcome in found if outcome.rank != world - 1 or how == "tokens"]
     for outcome in alive:
         assert not outcome.error, outcome.error
@@ -83,7 +90,7 @@ def test_hosts_of_unequal_numbers_of_ranks_are_refused() -> None:
 
 def _grows(rank: int) -> bool:
     become_host(rank, 4, 2)
-    call = make_call(4, 2, one_shot=False)
+    call = make_call(4, 2)
     small = reserve(4, 2)
     _run(call, rank)
     larger = tcp.reserve(topology.discover("0", 30.0), memory_plan("0", [replace(call, max_tokens=400)]), 0, 30.0)
@@ -103,7 +110,7 @@ def _another_plan(rank: int) -> str:
     become_host(rank, 2, 2)
     reserve(2, 2)
     with pytest.raises(ArenaError) as error:
-        _run(replace(make_call(2, 2, one_shot=True), hosts=1), rank)
+        _run(replace(make_call(2, 2), hosts=1), rank)
     return str(error.value)
 
 
@@ -142,4 +149,25 @@ def test_hosts_with_networks_of_their_own() -> None:
     with emulated_hosts.hosts(3, emulated_hosts.Link()) as made:
         found = emulated_hosts.finish(emulated_hosts.start(made, 1, "tests.tcp_ranks"), 100.0)
     assert [status for status, _ in found] == [0, 0, 0], found
-    assert all("144 results" in out for _, out in found)
+    assert all(f"{NUM_RESULTS} results" in out for _, out in found)
+
+
+def _sparse(rank: int) -> tuple[list[int], int, list[int], str, bool]:
+    become_host(rank, 6, 6)
+    small = reserve(6, 6, 30.0, Algorithm.DOUBLING)
+    doubled = sorted(small.hosts.peers(small.wiring))
+    _run(make_call(6, 6, Algorithm.DOUBLING), rank)
+    with pytest.raises(ArenaError) as error:
+        _run(make_call(6, 6, Algorithm.TWO_SHOT), rank)
+    larger = reserve(6, 6)
+    _run(make_call(6, 6, Algorithm.TWO_SHOT), rank)
+    _run(make_call(6, 6, Algorithm.DOUBLING), rank)
+    return doubled, len(larger.hosts.peers(larger.wiring)), sorted(larger.wiring), str(error.value), larger is small
+
+
+def test_hosts_are_connected_as_exchanges_need_it() -> None:
+    found = run_ranks(_sparse, 6)
+    assert [peers for peers, *_ in found] == [[1, 2, 4], [0, 3, 5], [0, 3], [1, 2], [0], [1]]
+    for _, num_peers, wiring, text, is_same in found:
+        assert num_peers == 5 and is_same and wiring == ["doubling", "halving", "one_shot", "two_shot"]
+        assert "has no connection to hosts" in text

@@ -1,13 +1,14 @@
 """The transport of fabric `tcp`: CPU ranks of several hosts, shared memory within each, one connection a pair between.
 
-Rank l of a host is connected to rank l of every other host; within a host ranks share segments as on fabric `shm`. All
-hosts have equally many ranks of the group. See `weaveopt.fabrics.connections` for how connections are made.
+Rank l of a host is connected to rank l of those hosts that a plan's exchanges send to: all of them, or as many as have
+a number that differs in one bit. Within a host ranks share segments as on fabric `shm`. All hosts have equally many
+ranks of the group. See `weaveopt.fabrics.connections` for how connections are made.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +50,25 @@ class Hosts:
     def local_rank(self, rank: int) -> int:
         return self.ranks[self.own].index(rank)
 
+    def peers(self, exchanges: Iterable[str]) -> frozenset[int]:
+        """The hosts that this one exchanges messages with."""
+        found: set[int] = set()
+        for name in exchanges:
+            found.update(_native.host_peers(getattr(_native.HostExchange, name), self.own, len(self.ranks)))
+        return frozenset(found)
+
 
 class TcpArena:
     """This rank's segment, shared on its host, and its connections to the other hosts."""
 
     def __init__(
-        self, group: Group, hosts: Hosts, local: ShmArena, channel: Exchange, wire: _native.Connections
+        self,
+        group: Group,
+        hosts: Hosts,
+        local: ShmArena,
+        channel: Exchange,
+        wire: _native.Connections,
+        wiring: frozenset[str],
     ) -> None:
         self.group = group
         self.hosts = hosts
@@ -62,6 +76,8 @@ class TcpArena:
         self.channel = channel
         """Among the ranks of this host."""
         self._wire: _native.Connections | None = wire
+        self.wiring = wiring
+        """Exchanges whose hosts are connected; the same on all ranks."""
 
     @property
     def wire(self) -> _native.Connections:
@@ -86,6 +102,12 @@ class TcpArena:
     def transient_begin(self) -> int:
         return self.local.transient_begin
 
+    def expect_wiring(self, site: str, exchanges: Iterable[str]) -> None:
+        """Raises `ArenaError` where `exchanges` send to hosts that no plan asked a connection to."""
+        missing = self.hosts.peers(exchanges) - self.hosts.peers(self.wiring)
+        if missing:
+            raise ArenaError(f"site {site}: group {self.group.name!r} has no connection to hosts {sorted(missing)}")
+
     def buffer(self, name: str) -> PlacedBuffer:
         return self.local.buffer(name)
 
@@ -107,22 +129,24 @@ release_all = atexit.register(_arenas.release_all)
 
 
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> TcpArena:
-    """As `weaveopt.fabrics.shm.reserve`, on each host; the first time ranks connect to those of the other hosts."""
+    """As `weaveopt.fabrics.shm.reserve`, on each host; ranks connect to those of hosts that `plan` sends to first."""
     name, group = topology.group.name, topology.group
     if topology.fake:
         raise ArenaError(f"group {name!r}: no connections without peers")
     channel = topologies.exchange(name, timeout_s)
     known = _arenas.current(name)
-    if known is not None and known.layout.holds(Layout.of(plan, floor_bytes)):
+    hosts = Hosts.of(topology) if known is None else known.hosts
+    wiring = frozenset(plan.wiring) | (frozenset() if known is None else known.wiring)
+    holds = known is not None and known.layout.holds(Layout.of(plan, floor_bytes))
+    if known is not None and holds and wiring == known.wiring:
         return known
-    hosts = Hosts.of(topology)
     locals_ = hosts.ranks[hosts.own]
     own = Group(f"{name}/host{hosts.own}", tuple(group.ranks[r] for r in locals_), hosts.local_rank(group.rank))
     local_channel = known.channel if known is not None else Exchange(own)
     error, local = "", None
     current = known.local if known is not None else None
     try:
-        local = shm.grown(current, own, plan, floor_bytes, local_channel, timeout_s)
+        local = current if holds else shm.grown(current, own, plan, floor_bytes, local_channel, timeout_s)
     except ArenaError as failure:  # the other hosts must hear of it
         error = str(failure)
     told = channel.gather({"error": error}, "memory of every host", timeout_s)
@@ -130,21 +154,34 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     try:
         if failed or local is None:
             raise ArenaError(failed[0])
-        wire = known.wire if known is not None else _connected(hosts, channel, timeout_s)
+        wire = _connected(hosts, channel, wiring, known, timeout_s)
     except BaseException:
         # What there was before stays, on all hosts.
         if local is not None and local is not current:
             local.close()
         raise
-    arena = TcpArena(group, hosts, local, local_channel, wire)
+    if known is not None and holds:
+        known.wiring = wiring
+        return known
+    arena = TcpArena(group, hosts, local, local_channel, wire, wiring)
     # Its connections and its channel go on in the larger one.
     _arenas.put(name, arena, TcpArena.close)
     return arena
 
 
-def _connected(hosts: Hosts, channel: Exchange, timeout_s: float) -> _native.Connections:
+def _connected(
+    hosts: Hosts, channel: Exchange, wiring: frozenset[str], known: TcpArena | None, timeout_s: float
+) -> _native.Connections:
+    """To the hosts that exchanges of `wiring` send to; connections that `known` has go on."""
     own = hosts.local_rank(channel.group.rank)
     alike = [ranks[own] for ranks in hosts.ranks]
-    found = connections.connect(channel, [rank for rank in alike if rank != channel.group.rank], timeout_s)
+    before = frozenset() if known is None else known.wiring
+    new = sorted(hosts.peers(wiring) - hosts.peers(before))
+    # Everybody connects or nobody does: some ranks may have all that they need already.
+    found = connections.connect(channel, [alike[host] for host in new], timeout_s) if wiring != before else {}
+    if known is not None:
+        for host in new:
+            known.wire.add(host, found[alike[host]].detach())
+        return known.wire
     sockets = [found[rank].detach() if rank in found else -1 for rank in alike]
     return _native.Connections(sockets, hosts.own, shm.num_local_processes(), FIRST_EPOCH)

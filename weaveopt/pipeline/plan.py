@@ -68,7 +68,8 @@ def _plan_group(group: str, rows: Sequence[tuple[Chosen, Memory]]) -> MemoryPlan
     buffers = place(requests)
     names = dict.fromkeys(memory.channel for _, memory in rows)
     channels = tuple(Channel(name, index) for index, name in enumerate(names))
-    return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(buffers), buffers, channels)
+    wiring = tuple(sorted({name for _, memory in rows for name in memory.wiring}))
+    return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(buffers), buffers, channels, wiring)
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:

@@ -73,6 +73,8 @@ class MemoryPlan:
     """Of a rank's arena, header included."""
     buffers: tuple[PlacedBuffer, ...] = ()
     channels: tuple[Channel, ...] = ()
+    wiring: tuple[str, ...] = ()
+    """Exchanges between hosts, by name: they say which ranks need a connection."""
 
     def of_site(self, site: str) -> dict[str, PlacedBuffer]:
         """The buffers of one site by name."""

@@ -77,7 +77,7 @@ def _needs(
     fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence[KernelRow]
 ) -> Sequence[_native.BufferNeed]:
     dtype = getattr(_native.DType, rows.dtype)
-    if not FEATURES[fabric].tabled:
+    if TRAITS[fabric].device == "cpu":
         return _native.shm_buffers(max_tokens, rows.hidden, dtype, getattr(_native.DType, rows.out_dtype), rows.world)
     kind = out_kind(rows.dtype, rows.out_dtype)
     return [
@@ -97,6 +97,11 @@ def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:
     return buffers_of(call.fabric, rows, call.max_tokens, call.table)
 
 
+def wiring_of(fabric: Fabric, table: Sequence[KernelRow]) -> tuple[str, ...]:
+    """The exchanges that say which hosts have to be connected; none on fabrics within one host."""
+    return tuple(sorted({row.algorithm.value for row in table})) if TRAITS[fabric].crosses_hosts else ()
+
+
 def placed_call(call: ReductionCall, placed: Mapping[str, PlacedBuffer]) -> ReductionCall:
     """`call` with the places that its plan gives its transient buffers, by name."""
     at = {name: b.offset_in_zone for name, b in placed.items() if b.lifetime is not Lifetime.ARENA}
@@ -110,7 +115,8 @@ def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
     ]
     placed = place(requests)
     fabric = arena_fabric(call.fabric for call in calls if call.fabric in FEATURES)
-    return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(placed), placed)
+    wiring = sorted({name for call in calls for name in wiring_of(call.fabric, call.table)})
+    return MemoryPlan(group, fabric, header_bytes(fabric) + arena_bytes(placed), placed, wiring=tuple(wiring))
 
 
 def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:

@@ -30,7 +30,7 @@ class Features:
 
 FEATURES: Mapping[Fabric, Features] = MappingProxyType({
     Fabric.SHM: Features(tabled=False, quantizes=False, aliases_arena=False),
-    Fabric.TCP: Features(tabled=False, quantizes=False, aliases_arena=False, shards_sum=False),
+    Fabric.TCP: Features(tabled=True, quantizes=False, aliases_arena=False, shards_sum=False),
     Fabric.PEER: Features(tabled=True, quantizes=True, aliases_arena=True),
     Fabric.MULTIMEM: Features(tabled=True, quantizes=True, aliases_arena=True),
 })  # fmt: skip
@@ -86,6 +86,8 @@ class ReductionCall:
     """Of the buffers of these names in the arena's transient zone, where the fabric has them there."""
     hosts: int = 1
     """That the ranks are spread over, evenly; more than one on fabrics that cross hosts alone."""
+    chunk_bytes: int = 0
+    """Between hosts: rows of a doubling go in pieces of about so many bytes; 0: in one."""
     channel: int = 0
     """Calls on one channel follow one another."""
 

@@ -37,10 +37,13 @@ class TcpSite(ShmSite):
         buffers = locate(call, memory.layout)
         site = native_site(call, text, buffers)
         ranks = [list(each) for each in hosts.ranks]
+        table = [(row.max_tokens, getattr(_native.HostExchange, row.algorithm.value)) for row in call.table]
+        memory.expect_wiring(call.site, [row.algorithm.value for row in call.table])
         try:
-            native = _native.AllReduceNorm(
-                memory.local.native, memory.wire, hosts.own, ranks, site, torch.get_num_threads()
-            )
+            native = _native.AllReduceNormOfHosts(
+                memory.local.native, memory.wire, hosts.own, ranks, table, call.chunk_bytes, site,
+                torch.get_num_threads(),
+            )  # fmt: skip
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
         memory.at_close(forget)

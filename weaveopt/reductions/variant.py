@@ -24,6 +24,10 @@ class Algorithm(StrEnum):
     """Every rank reads all partial results and computes every token: one synchronization."""
     TWO_SHOT = "two_shot"
     """Every rank computes its share of the tokens and hands the rows out: two synchronizations."""
+    DOUBLING = "doubling"
+    """Between hosts: sums of all rows go to one host a step, in log2 steps (recursive doubling)."""
+    HALVING = "halving"
+    """Between hosts: sums of half as many rows a step, then the finished ones back (recursive halving and doubling)."""
 
 
 class Transfer(StrEnum):
@@ -35,6 +39,8 @@ class Transfer(StrEnum):
     """Words that carry their own arrival (LL protocol), pushed into peers' mailboxes: no barrier, no flag."""
     BULK = "bulk"
     """Bulk copies (TMA) through a staging buffer with a signal behind each: few CTAs fill the link."""
+    MESSAGE = "message"
+    """Messages between hosts, one connection a pair of ranks."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
 
@@ -59,6 +65,7 @@ ALGORITHMS: dict[Transfer, tuple[Algorithm, ...]] = {
     Transfer.SEGMENT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
     Transfer.LL_PACKET: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
     Transfer.BULK: (Algorithm.TWO_SHOT,),
+    Transfer.MESSAGE: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DOUBLING, Algorithm.HALVING),
     Transfer.DIRECT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
 }
 """Algorithms that there are kernels of, by transfer."""

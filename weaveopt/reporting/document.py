@@ -73,6 +73,7 @@ def _graph(graph: GraphReport) -> Json:
                     "fabric": plan.fabric.value,
                     "bytes": plan.num_bytes,
                     "channels": [asdict(channel) for channel in plan.channels],
+                    "wiring": list(plan.wiring),
                 }
                 for plan in graph.plans
             ],

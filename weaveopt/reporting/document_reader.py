@@ -82,6 +82,7 @@ def _read_graph(graph: Reader) -> GraphReport:
                     _read_buffer(slot) for slot in arena["slots"] if slot["group"].text() == group["group"].text()
                 ),
                 channels=tuple(Channel(each["name"].text(), each["index"].integer()) for each in group["channels"]),
+                wiring=group["wiring"].texts(),
             )
             for group in arena["groups"]
         ),

@@ -23,7 +23,7 @@ from weaveopt.reductions.variant import (
 
 USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),
-    Fabric.TCP: (Transfer.SEGMENT,),
+    Fabric.TCP: (Transfer.MESSAGE,),
     Fabric.PEER: (Transfer.LL_PACKET, Transfer.BULK),
     Fabric.MULTIMEM: (Transfer.DIRECT,),
     Fabric.NVSHMEM: (Transfer.DIRECT,),
