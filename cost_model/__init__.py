@@ -23,6 +23,8 @@ from weaveopt.cost_model.choice import Choice, Gpu, choose
 from weaveopt.cost_model.collectives import all_reduce_us, collective_us, measured_parts_us
 from weaveopt.cost_model.gemm import Gemm, gemm_us, num_waves
 from weaveopt.cost_model.host import host_us
+from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, HostAlgorithm, Problem, Traffic, hosts_choice
+from weaveopt.cost_model.host_schedules import host_schedule
 from weaveopt.cost_model.kernels import kernel_us, memory_us, norm_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.profile import dumps, load, names
@@ -30,17 +32,21 @@ from weaveopt.cost_model.schedule import Interval, Schedule, Stream, Task, sched
 from weaveopt.cost_model.token_grid import token_grid
 
 __all__ = [
+    "HOST_ALGORITHMS",
     "Attention",
     "Choice",
     "Cost",
     "Gemm",
     "Gpu",
+    "HostAlgorithm",
     "Interval",
     "Machine",
+    "Problem",
     "Schedule",
     "Steps",
     "Stream",
     "Task",
+    "Traffic",
     "all_gather",
     "all_reduce_us",
     "attention_us",
@@ -52,7 +58,9 @@ __all__ = [
     "grouped_gemm_us",
     "hierarchical_cost",
     "hierarchical_sent_cost",
+    "host_schedule",
     "host_us",
+    "hosts_choice",
     "kernel_us",
     "load",
     "measured_parts_us",

@@ -45,7 +45,7 @@ class Steps:
         """`num_steps α + traffic M / β`; 0 for no bytes."""
         if message_bytes <= 0:
             return NOTHING
-        return Cost(self.num_steps * link.latency_us, link.us(self.traffic * message_bytes))
+        return Cost(self.num_steps * link.step_us, link.us(self.traffic * message_bytes))
 
     def us(self, message_bytes: float, link: Link) -> float:
         """`cost`, in all."""

@@ -1,6 +1,8 @@
 """All-reduce among several hosts: the models of the NVRAR paper, §2.2 and §4.3, by the numbers of its equations.
 
-`M` message bytes, `N` hosts, `G` ranks a host; `α`, `β` latency and bytes per second within a host and between.
+`M` message bytes, `N` hosts, `G` ranks a host; `α`, `β` latency and bytes per second within a host and between. Here
+every rank has a link of its own to the other hosts, as a GPU has its NIC; `host_algorithms` has what ranks that share a
+host's link do.
 """
 
 from __future__ import annotations
@@ -27,29 +29,11 @@ def tree_cost(message_bytes: float, ranks_per_host: int, hosts: int, local: Link
     """
     if message_bytes <= 0:
         return NOTHING
-    chain_us = 2 * (ranks_per_host - 1) * local.latency_us
+    chain_us = 2 * (ranks_per_host - 1) * local.step_us
     if hosts <= 1:
         return Cost(chain_us, ring(ranks_per_host).cost(message_bytes, local).transfer_us)
     transfer_us = inter.us(2 * (hosts - 1) / hosts * message_bytes)
-    return Cost(chain_us + 2 * log2(hosts) * inter.latency_us, transfer_us)
-
-
-def direct_cost(
-    message_bytes: float, ranks_per_host: int, hosts: int, local: Link, inter: Link, one_shot: bool
-) -> Cost:
-    """Every host sends to every other one, over the one link that its ranks share; partial results as they are.
-
-    One-shot: `α + G (N - 1) M / β`. Two-shot: each host computes `M / N` and hands the sums out,
-    `2 α + (G + 1) (N - 1) / N · M / β`. Then ranks of a host hand their shares to each other.
-    """
-    if message_bytes <= 0:
-        return NOTHING
-    if one_shot:
-        between = Cost(inter.latency_us, inter.us(ranks_per_host * (hosts - 1) * message_bytes))
-    else:
-        sent = (ranks_per_host + 1) * (hosts - 1) / hosts * message_bytes
-        between = Cost(2 * inter.latency_us, inter.us(sent))
-    return between + all_gather(ranks_per_host).cost(message_bytes, local)
+    return Cost(chain_us + 2 * log2(hosts) * inter.step_us, transfer_us)
 
 
 def doubling_cost(share_bytes: float, hosts: int, inter: Link, eta: float = FLAGGED_PAYLOAD) -> Cost:
@@ -61,7 +45,7 @@ def doubling_cost(share_bytes: float, hosts: int, inter: Link, eta: float = FLAG
     """
     if share_bytes <= 0:
         return NOTHING
-    steps_us = recursive_doubling(hosts).num_steps * inter.latency_us
+    steps_us = recursive_doubling(hosts).num_steps * inter.step_us
     return Cost(steps_us, inter.us((hosts - 1) / hosts * eta * share_bytes))
 
 

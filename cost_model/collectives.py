@@ -16,8 +16,9 @@ from weaveopt.cost_model.alpha_beta import (
     one_shot,
     two_shot,
 )
-from weaveopt.cost_model.between_hosts import direct_cost, hierarchical_sent_cost, ring_cost, tree_cost
+from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us, nearest_curve
+from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
@@ -70,7 +71,7 @@ def between_hosts_cost(
         flat, tree = ring_cost(message_bytes, world, inter), tree_cost(message_bytes, local, hosts, link, inter)
         return min(flat, tree, key=lambda cost: cost.us)
     if fabric is Fabric.TCP:
-        return direct_cost(message_bytes, local, hosts, link, inter, one_shot=variant == ONE_SHOT)
+        return host_algorithm(variant).cost(Problem(message_bytes, local, hosts), link, inter)
     # Every byte that Algorithm 1 sends, which is more than eq. 4 of the paper counts: a rewrite must not be slower.
     return hierarchical_sent_cost(message_bytes, local, hosts, link, inter)
 

@@ -104,6 +104,13 @@ class Link:
     origin: str
     latency_us: float
     bytes_per_s: float
+    overhead_us: float = 0.0
+    """What a message takes of the processor (or NIC) of its sender, and again of its receiver's. Between hosts only."""
+
+    @property
+    def step_us(self) -> float:
+        """From the call that sends an empty message to the one that has it: `α + 2 o`."""
+        return self.latency_us + 2 * self.overhead_us
 
     def us(self, num_bytes: float) -> float:
         """Time of `num_bytes` on the wire, without the latency."""

@@ -1,0 +1,256 @@
+"""What an all-reduce among hosts takes, by algorithm: messages, bytes, memory and time, in closed form.
+
+`N` hosts of `G` ranks; a message of `M` bytes in elements of `e` bytes. Rank `l` of each host works on share `l`, of
+`M / G` bytes, and all ranks of a host at once. Sums travel in `max(4, e)` bytes an element, `w` for short the factor
+`max(4, e) / e`. Between hosts a step takes `α` and a message `o` of each of its two ends (`Link.overhead_us`); a link
+between hosts, `β` bytes per second and direction, is shared by `ranks_per_link` ranks of a host.
+
+`host_schedules` has the messages themselves, `host_simulation` runs them on a clock; the tests hold the three together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from weaveopt.cost_model.alpha_beta import NOTHING, Cost, two_shot
+from weaveopt.cost_model.host_schedules import DOUBLING, HALVING, ONE_SHOT, RING, TWO_SHOT, doublings
+from weaveopt.cost_model.machine import Link
+
+SUM_BYTES = 4
+"""Of an element of a sum on its way: fp32, or the message's dtype if that is wider."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An all-reduce of `message_bytes` among `hosts` hosts of `ranks_per_host` ranks."""
+
+    message_bytes: float
+    ranks_per_host: int
+    hosts: int
+    element_bytes: int = 2
+
+    @property
+    def share_bytes(self) -> float:
+        """Of one rank's share, in the message's dtype."""
+        return self.message_bytes / self.ranks_per_host
+
+    @property
+    def sum_bytes(self) -> float:
+        """Of one rank's share in sums."""
+        return self.share_bytes * max(SUM_BYTES, self.element_bytes) / self.element_bytes
+
+    @property
+    def first_bytes(self) -> float:
+        """Of a share before anything arrived: the partial result itself where a host has one rank, else its sum."""
+        return self.share_bytes if self.ranks_per_host == 1 else self.sum_bytes
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`rounds` equal rounds of the busiest rank: messages of `num_bytes` each that do not wait for one another."""
+
+    rounds: int
+    sends: int
+    receives: int
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the busiest rank sends, and what it needs for that."""
+
+    steps: int
+    """Rounds that wait for one another, of the whole algorithm."""
+    messages: int
+    """That it sends."""
+    sent_bytes: float
+    received_bytes: float
+    peers: int
+    """Hosts that it exchanges messages with: its connections."""
+    memory_bytes: float
+    """A place for each message received in a call, so that a peer may be ahead; and the sum where one travels."""
+
+
+@dataclass(frozen=True)
+class HostAlgorithm:
+    """One row of the table below. `phases` and `peers` take two hosts or more."""
+
+    name: str
+    phases: Callable[[Problem], tuple[Phase, ...]]
+    peers: Callable[[int], int]
+    sums_on_the_way: bool
+    """Whether sums of some hosts travel: a sum of its own then needs memory."""
+
+    def traffic(self, problem: Problem) -> Traffic:
+        """Of the busiest rank."""
+        if problem.hosts <= 1 or problem.message_bytes <= 0:
+            return Traffic(0, 0, 0.0, 0.0, 0, 0.0)
+        phases = self.phases(problem)
+        received = sum(phase.rounds * phase.receives * phase.num_bytes for phase in phases)
+        return Traffic(
+            steps=sum(phase.rounds for phase in phases),
+            messages=sum(phase.rounds * phase.sends for phase in phases),
+            sent_bytes=sum(phase.rounds * phase.sends * phase.num_bytes for phase in phases),
+            received_bytes=received,
+            peers=self.peers(problem.hosts),
+            memory_bytes=received + (problem.sum_bytes if self.sums_on_the_way else 0.0),
+        )
+
+    def between_cost(self, problem: Problem, inter: Link, ranks_per_link: int) -> Cost:
+        """Between hosts alone, all shares at once."""
+        if problem.hosts <= 1 or problem.message_bytes <= 0:
+            return NOTHING
+        phases = self.phases(problem)
+        latency_us = _between_us(phases, inter, ranks_per_link, counts_bytes=False)
+        return Cost(latency_us, _between_us(phases, inter, ranks_per_link) - latency_us)
+
+    def cost(self, problem: Problem, local: Link, inter: Link, ranks_per_link: int | None = None) -> Cost:
+        """The whole all-reduce: the host's ranks share out, hosts exchange, ranks hand their shares to each other.
+
+        `ranks_per_link` None: all ranks of a host share one link. Within a host every rank reaches every other one
+        at once, `2 α_local + 2 (G - 1) / G · M / β_local`.
+        """
+        shared = problem.ranks_per_host if ranks_per_link is None else ranks_per_link
+        within = two_shot(problem.ranks_per_host).cost(problem.message_bytes, local)
+        return within + self.between_cost(problem, inter, shared)
+
+
+def _between_us(phases: tuple[Phase, ...], inter: Link, ranks_per_link: int, counts_bytes: bool = True) -> float:
+    """Rounds one after the other, while ranks that share a link take turns on it.
+
+    A rank's own round may wait while the link is busy with the others' messages; so a round takes what the link takes
+    for all of them, or what it takes alone, whichever is longer, and the last one both.
+    """
+    total_us, last_us, last_cycle_us = 0.0, 0.0, 0.0
+    for phase in phases:
+        num_bytes = phase.num_bytes if counts_bytes else 0.0
+        messages = max(phase.sends, phase.receives)
+        one_us = inter.us(num_bytes)
+        busy_us = ranks_per_link * messages * one_us
+        last_cycle_us = max(busy_us, _round_us(messages, one_us, 1, inter))
+        last_us = _round_us(messages, one_us, ranks_per_link, inter)
+        total_us += phase.rounds * last_cycle_us
+    return total_us - last_cycle_us + last_us
+
+
+def _round_us(messages: int, one_us: float, ranks_per_link: int, inter: Link) -> float:
+    """One round of `messages` out and in, each `one_us` on the wire: bound by the link, by the last message, by `o`."""
+    alpha_us, overhead_us = inter.latency_us, inter.overhead_us
+    wire_us = 2 * overhead_us + alpha_us + ranks_per_link * messages * one_us
+    last_us = (messages + 1) * overhead_us + alpha_us + ranks_per_link * one_us
+    return max(wire_us, last_us, 2 * messages * overhead_us)
+
+
+def _present(*phases: Phase) -> tuple[Phase, ...]:
+    return tuple(phase for phase in phases if phase.rounds)
+
+
+def _one_shot(problem: Problem) -> tuple[Phase, ...]:
+    """`M (N - 1)`: a share of each of the host's partial results, to every host."""
+    others = problem.hosts - 1
+    return (Phase(1, others, others, problem.message_bytes),)
+
+
+def _two_shot(problem: Problem) -> tuple[Phase, ...]:
+    """`(M + M / G) (N - 1) / N`: partial results of each host's part, then its sums."""
+    others, hosts = problem.hosts - 1, problem.hosts
+    return (
+        Phase(1, others, others, problem.message_bytes / hosts),
+        Phase(1, others, others, problem.share_bytes / hosts),
+    )
+
+
+def _folded(problem: Problem, core: Callable[[float], Iterator[Phase]]) -> tuple[Phase, ...]:
+    """`core`, given the bytes of its first share; beyond a power of two of hosts one round before and one behind."""
+    if problem.hosts == 1 << doublings(problem.hosts):
+        return _present(*core(problem.first_bytes))
+    before, behind = Phase(1, 0, 1, problem.first_bytes), Phase(1, 1, 0, problem.share_bytes)
+    return _present(before, *core(problem.sum_bytes), behind)
+
+
+def _doubling(problem: Problem) -> tuple[Phase, ...]:
+    """`M / G (1 or w) + w M / G (log2(N) - 1)`: the whole share in every round."""
+
+    def core(first_bytes: float) -> Iterator[Phase]:
+        yield Phase(1, 1, 1, first_bytes)
+        yield Phase(doublings(problem.hosts) - 1, 1, 1, problem.sum_bytes)
+
+    return _folded(problem, core)
+
+
+def _halving(problem: Problem) -> tuple[Phase, ...]:
+    """Half the share, a quarter, ... in sums; and back in totals: `2 log2(N)` rounds, `(1 + w) (N - 1) / N · M / G`."""
+    rounds = doublings(problem.hosts)
+
+    def core(first_bytes: float) -> Iterator[Phase]:
+        for index in range(1, rounds + 1):
+            yield Phase(1, 1, 1, (first_bytes if index == 1 else problem.sum_bytes) / (1 << index))
+        for index in reversed(range(1, rounds + 1)):
+            yield Phase(1, 1, 1, problem.share_bytes / (1 << index))
+
+    return _folded(problem, core)
+
+
+def _ring(problem: Problem) -> tuple[Phase, ...]:
+    """A part of `1 / N` in each of `2 (N - 1)` rounds: `(1 + w) (N - 1) / N · M / G`."""
+    hosts = problem.hosts
+    return _present(
+        Phase(1, 1, 1, problem.first_bytes / hosts),
+        Phase(hosts - 2, 1, 1, problem.sum_bytes / hosts),
+        Phase(hosts - 1, 1, 1, problem.share_bytes / hosts),
+    )
+
+
+def _others(hosts: int) -> int:
+    return hosts - 1
+
+
+def _doubling_peers(hosts: int) -> int:
+    """`log2(N)`; a host that stands in for another one has that one too."""
+    return doublings(hosts) + (hosts != 1 << doublings(hosts))
+
+
+def _neighbours(hosts: int) -> int:
+    return min(2, hosts - 1)
+
+
+HOST_ALGORITHMS: tuple[HostAlgorithm, ...] = (
+    HostAlgorithm(ONE_SHOT, _one_shot, _others, sums_on_the_way=False),
+    HostAlgorithm(TWO_SHOT, _two_shot, _others, sums_on_the_way=False),
+    HostAlgorithm(DOUBLING, _doubling, _doubling_peers, sums_on_the_way=True),
+    HostAlgorithm(HALVING, _halving, _doubling_peers, sums_on_the_way=True),
+    HostAlgorithm(RING, _ring, _neighbours, sums_on_the_way=True),
+)
+"""Every algorithm among hosts that `host_schedules` has messages of."""
+
+
+def host_algorithm(name: str) -> HostAlgorithm:
+    """The row of that name; `KeyError` where there is none."""
+    return {algorithm.name: algorithm for algorithm in HOST_ALGORITHMS}[name]
+
+
+@cache
+def hosts_choice(
+    message_bytes: float,
+    ranks_per_host: int,
+    hosts: int,
+    local: Link,
+    inter: Link,
+    element_bytes: int = 2,
+    names: tuple[str, ...] | None = None,
+    ranks_per_link: int | None = None,
+) -> tuple[tuple[str, Cost], ...]:
+    """(name, cost) of every algorithm, or of those in `names`, the cheapest first; equal ones by name.
+
+    `local` and `inter` are the links within a host and between hosts; `ranks_per_link`: how many of a host's ranks
+    share one link to the other hosts (None: all of them).
+    """
+    problem = Problem(message_bytes, ranks_per_host, hosts, element_bytes)
+    priced = [
+        (algorithm.name, algorithm.cost(problem, local, inter, ranks_per_link))
+        for algorithm in HOST_ALGORITHMS
+        if names is None or algorithm.name in names
+    ]
+    return tuple(sorted(priced, key=lambda pair: (pair[1].us, pair[0])))
