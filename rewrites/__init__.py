@@ -7,11 +7,13 @@ from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
 from weaveopt.rewrites.causal_attention import CausalAttention
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
+from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
 SITE_RULES: tuple[SiteRule, ...] = (
     AllReduceRMSNorm(),
+    HierarchicalAllReduce(),
     GemmAllReduce(),
     CausalAttention(),
     GemmReduceScatter(),

@@ -1,5 +1,4 @@
 from enum import Enum
-from typing import overload
 
 from typing_extensions import Buffer
 
@@ -209,7 +208,6 @@ class AllReduceNormOfHosts(AllReduceNorm):
 def host_peers(exchange: HostExchange, host: int, hosts: int) -> list[int]: ...
 def host_schedule(exchange: HostExchange, host: int, hosts: int) -> list[tuple[int, bool, int, int, int, int]]: ...
 def host_parts(exchange: HostExchange, hosts: int) -> int: ...
-
 def isas() -> list[str]: ...
 
 class GpuKernel(Enum):

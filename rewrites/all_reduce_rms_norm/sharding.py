@@ -14,7 +14,7 @@ from itertools import product
 
 import torch.fx as fx
 
-from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
+from weaveopt.reductions.candidates import Lowered
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 from weaveopt.sites.reduction import Reduction
 

@@ -31,11 +31,12 @@ FAMILIES = {
     "all_reduce_rms_norm": re.compile(r"all_?reduce_?rms_?norm", re.IGNORECASE),
     "gemm_all_reduce": re.compile(r"gemm_?all_?reduce", re.IGNORECASE),
     "all_gather_gemm": re.compile(r"all_?gather_?gemm", re.IGNORECASE),
+    "hierarchical_all_reduce": re.compile(r"hierarchical_?all_?reduce", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
-"""Each rule, and every name of it and of its operations; last, the kernels of reductions, which two rules run."""
+"""Each rule, and every name of it and of its operations; last, the kernels of reductions, which three rules run."""
 ROOMS = {
     "all_reduce_rms_norm": ("rewrites/all_reduce_rms_norm/",),
     "gemm_all_reduce": (
@@ -48,6 +49,10 @@ ROOMS = {
         "weaveopt/ops/all_gather_gemm/",
         "weaveopt/measure/cases/all_gather_gemm.py",
         "csrc/all_gather_gemm/",
+    ),
+    "hierarchical_all_reduce": (
+        "rewrites/hierarchical_all_reduce/",
+        "csrc/hierarchical_all_reduce/",
     ),
     "causal_attention": (
         "rewrites/causal_attention/",
@@ -63,6 +68,8 @@ ROOMS = {
     ),
     "all_reduce_norm": (
         "rewrites/all_reduce_rms_norm/",
+        "rewrites/hierarchical_all_reduce/",
+        "csrc/hierarchical_all_reduce/",
         "weaveopt/ops/all_reduce_norm/",
         "weaveopt/reductions/",
         "weaveopt/measure/cases/all_reduce_norm/",

@@ -62,8 +62,10 @@ def _fails(rank: int, world: int, hosts: int, how: str, algorithm: Algorithm) ->
 
 @pytest.mark.parametrize(("how", "names"), [("killed", {"PeerTimeoutError"}), ("late", {"PeerTimeoutError"}),
                                             ("tokens", {"AgreementError", "PeerTimeoutError"})])  # fmt: skip
-@pytest.mark.parametrize(("world", "hosts", "algorithm"), [(2, 2, Algorithm.TWO_SHOT), (4, 2, Algorithm.ONE_SHOT),
-                                                           (4, 4, Algorithm.DOUBLING), (3, 3, Algorithm.HALVING)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "hosts", "algorithm"),
+    [(2, 2, Algorithm.TWO_SHOT), (4, 2, Algorithm.ONE_SHOT), (4, 4, Algorithm.DOUBLING), (3, 3, Algorithm.HALVING)],
+)
 def test_a_failure_is_an_error_on_every_rank_in_time(
     world: int, hosts: int, algorithm: Algorithm, how: str, names: set[str]
 ) -> None:

@@ -21,11 +21,11 @@ from weaveopt.inductor import seams as inductor
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site
 from weaveopt.reductions.call import NormKind, NormSpec, ReductionCall
+from weaveopt.reductions.candidates import Lowered
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
-from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced

@@ -21,10 +21,10 @@ from weaveopt.records.candidate import Candidate, Estimate, Fabric, TableRow, Te
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.buffers import RowFormat
+from weaveopt.reductions.candidates import Terms, candidates
 from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer, variant_name
-from weaveopt.rewrites.all_reduce_rms_norm.candidates import Terms, candidates
 from weaveopt.sites.reduction import ReductionFacts
 
 H200 = cost_model.load("h200x4")
@@ -176,7 +176,9 @@ def offered(
     known: topology.Topology | None = None,
     usable_only: bool = False,
 ) -> Offered:
-    terms = Terms(known or topology.fake(world, device="cuda"), machine, against_library=not force)
+    terms = Terms(
+        "all_reduce_rms_norm", False, known or topology.fake(world, device="cuda"), machine, against_library=not force
+    )
     hosts = terms.topology.num_hosts
     counts = TokenCounts(tokens, most=max_tokens)
     found = candidates(facts_of(hidden, world, hosts), counts, terms, usable_only)

@@ -12,10 +12,10 @@ import torch.fx as fx
 from tests.reductions import Reductions, reduction_of, total_of
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.memory import Lifetime
+from weaveopt.reductions.candidates import Lowered, Terms, candidates
+from weaveopt.reductions.lowering import memory_of
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
-from weaveopt.rewrites.all_reduce_rms_norm.calls import memory_of
-from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered, Terms, candidates
 from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values, shared_sums
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
@@ -108,7 +108,9 @@ def test_the_rules_candidates_divide_alike_where_all_that_counts_is_equal() -> N
     from weaveopt.records.site import TokenCounts
     from weaveopt.sites.reduction import ReductionFacts
 
-    terms = Terms(topology.fake(4, device="cuda"), cost_model.load("h200x4"), against_library=False)
+    terms = Terms(
+        "all_reduce_rms_norm", False, topology.fake(4, device="cuda"), cost_model.load("h200x4"), against_library=False
+    )
     facts = ReductionFacts("0", 4, 1, 8192, "bfloat16", gemm_depth=2048)
 
     def divisions(known: ReductionFacts, tokens: TokenCounts) -> list[tuple[object, ...]]:

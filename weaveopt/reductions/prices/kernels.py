@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import inf, log
+from math import ceil, inf, log
 
 from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_steps, curve_parts_us, fabric_costs
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
@@ -65,10 +65,14 @@ def kernel_variants(
     """Every kernel that may serve rows of `hidden`; the earlier one is taken where two are equally fast.
 
     On `peer`, what was measured excludes what was not; without any measurement, and on the other fabrics, a kernel
-    that was not measured is modelled. Empty between hosts (all these fabrics but `nvshmem` stay within one).
+    that was not measured is modelled. Between hosts all are; without messages of ours (`nvshmem`) there are none.
     """
-    if hosts > 1 or world < 2 or fabric not in machine.fabrics:
+    if world < 2 or fabric not in machine.fabrics:
         return ()
+    sends_messages = Transfer.MESSAGE in USUAL_TRANSFERS[fabric]
+    if hosts > 1 or sends_messages:
+        names = ALGORITHMS[Transfer.MESSAGE] if hosts > 1 and sends_messages else ()
+        return tuple(KernelVariant(name, Transfer.MESSAGE, 0, None, measured=False) for name in names)
     costs = fabric_costs(machine, fabric)
     known = fabric is Fabric.PEER and bool(costs.curves_of(OP))
     usable = usable_transfers(costs)
@@ -172,7 +176,8 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     # exchange: normalized rows, or the sum where there are none.
     norms_before = workload.num_norms - workload.has_norm
     passes = workload.has_residual + norms_before + (workload.has_norm and workload.sum_is_used)
-    rows = 1.0 if one_shot else 1.0 / world
+    # Between hosts every host makes the normalized rows of all.
+    rows = workload.hosts / world if workload.hosts > 1 else 1.0 if one_shot else 1.0 / world
     norm_us = traffic_us(machine, passes * message * rows) * machine.oversubscription(world, workload.hosts)
     if variant.curve is not None:
         steps = partial(all_reduce_steps, fabric, variant.algorithm)
@@ -202,7 +207,20 @@ def _unmeasured_parts_us(
         curve = nearest_curve(same, world)
         if curve is not None:
             return curve_parts_us(machine, curve, message, world, partial(all_reduce_steps, fabric, algorithm))
-    return all_reduce_parts_us(machine, fabric, algorithm, message, world, workload.hosts)
+    return all_reduce_parts_us(
+        machine, fabric, algorithm, message * _unevenness(workload, algorithm), world, workload.hosts
+    )
+
+
+def _unevenness(workload: Workload, algorithm: Algorithm) -> float:
+    """What the busiest host has to do with rows, against an even share: where hosts divide rows, they divide whole ones.
+
+    A share of one row among 8 hosts is one host's alone, which gets 8 times what it would of many.
+    """
+    if workload.hosts <= 1 or algorithm not in (Algorithm.TWO_SHOT, Algorithm.HALVING) or not workload.tokens:
+        return 1.0
+    rows = ceil(workload.tokens * workload.hosts / workload.world)
+    return ceil(rows / workload.hosts) * workload.hosts / rows
 
 
 def exchange_us(machine: Machine, workload: Workload, fabric: Fabric, variant: KernelVariant) -> float:

@@ -49,7 +49,7 @@ def lowerings(
     known = kernel_variants(machine, fabric, hidden, world, hosts)
     if not known or max_tokens < 1:
         return ()
-    race = _Race(machine, fabric, hidden, dtype, world, known, min_tokens if against_library else None)
+    race = _Race(machine, fabric, hidden, dtype, world, hosts, known, min_tokens if against_library else None)
     grid = grid_of(race.corners(), max_tokens, min_tokens)
     unbroken = _until(grid, lambda tokens: not race.lost(tokens))
     won = [tokens for tokens in unbroken if race.won(tokens)]
@@ -80,18 +80,19 @@ class _Race:
         hidden: int,
         dtype: str,
         world: int,
+        hosts: int,
         known: tuple[KernelVariant, ...],
         compared_from: int | None,
     ) -> None:
         self._machine, self._fabric, self._known = machine, fabric, known
-        self._hidden, self._dtype, self._world = hidden, dtype, world
+        self._hidden, self._dtype, self._world, self._hosts = hidden, dtype, world, hosts
         self._compared_from = compared_from
         self._seen: dict[int, tuple[KernelVariant | None, float, float]] = {}
 
     def _at(self, tokens: int) -> tuple[KernelVariant | None, float, float]:
         """The fastest kernel, if any is known at that size; its time; the library's."""
         if tokens not in self._seen:
-            workload = Workload(tokens, tokens, self._hidden, self._dtype, self._world)
+            workload = Workload(tokens, tokens, self._hidden, self._dtype, self._world, self._hosts)
             able = [variant for variant in self._known if variant.covers(workload.message_bytes)]
             times = [(exchange_us(self._machine, workload, self._fabric, variant), variant) for variant in able]
             us, best = min(times, key=lambda pair: pair[0], default=(float("inf"), None))

@@ -24,7 +24,6 @@ from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workl
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.sites.reduction import ReductionFacts
 
-RULE = "all_reduce_rms_norm"
 FP8_ROW_ALIGNMENT = 16
 """Elements of a row in e4m3: bulk copies move 16 bytes, and any transfer may stand in the run-time table."""
 GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.TCP, Fabric.MULTIMEM})
@@ -81,6 +80,9 @@ Found = tuple[Candidate, Lowered]
 class Terms:
     """What candidates depend on beside a site: equal for all sites of a group in one compile."""
 
+    rule: str
+    between_hosts: bool
+    """Whether candidates are on fabrics that join ranks of several hosts; else on those that stay within one."""
     topology: Topology
     machine: Machine
     against_library: bool
@@ -100,7 +102,7 @@ def candidates(
     found: list[Found] = []
     machine = known.machine
     for fabric, unreachable in known.topology.fabrics():
-        if fabric is Fabric.LIBRARY:
+        if fabric is Fabric.LIBRARY or TRAITS[fabric].crosses_hosts is not known.between_hosts:
             continue
         reasons = [] if unreachable is None else [unreachable]
         if fabric not in machine.fabrics:
@@ -122,13 +124,13 @@ def candidates(
         base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
-        if tabled:
+        if tabled and TRAITS[fabric].device == "cuda":
             reasons.extend(shape_rejections(workload, TRAITS[fabric].max_world))
         for form in _forms(base, facts, known):
             if tabled:
                 here = _from_table(form, variants, reasons, known, usable_only)
             else:
-                here = _by_threshold(form, reasons, machine, usable_only)
+                here = _by_threshold(form, reasons, known, usable_only)
             if form.norm_apart and not known.norm_refused:
                 here = [each for each in here if _may_pay(*each, reasons)]
             found.extend(here)
@@ -184,15 +186,11 @@ def _from_table(
                 (_estimates(workload, base.fabric, algorithm, known.machine, kernel), kernel) for kernel in able
             ]
             (estimate, gather_us), best = min(estimates, key=lambda pair: pair[0][0].us - pair[0][1])
-            parameters = (
-                ("form", transfer.value),
-                ("num_ctas", best.num_ctas),
-                ("max_tokens", end),
-                ("measured", best.measured),
-            )
+            ctas: Values = (("num_ctas", best.num_ctas),) if TRAITS[base.fabric].device == "cuda" else ()
+            parameters = (("form", transfer.value), *ctas, ("max_tokens", end), ("measured", best.measured))
         rows = tuple(_table_row(each) for each in table)
         named = _named(algorithm, transfer, base)
-        candidate = Candidate(RULE, base.fabric, named, parameters, estimate, tuple(why), rows)
+        candidate = Candidate(known.rule, base.fabric, named, parameters, estimate, tuple(why), rows)
         lowered = replace(
             base,
             algorithm=algorithm,
@@ -268,9 +266,9 @@ def _estimates(
     return estimate, gather_us if workload.sum_may_shard else 0.0
 
 
-def _by_threshold(base: Lowered, reasons: list[Rejection], machine: Machine, usable_only: bool) -> list[Found]:
+def _by_threshold(base: Lowered, reasons: list[Rejection], terms: Terms, usable_only: bool) -> list[Found]:
     """One-shot up to a token count, two-shot above: `shm`, and fabrics without kernels of ours."""
-    workload, fabric = base.workload, base.fabric
+    workload, fabric, machine = base.workload, base.fabric, terms.machine
     known = fabric in machine.fabrics
     threshold = 0
     if known:
@@ -288,7 +286,7 @@ def _by_threshold(base: Lowered, reasons: list[Rejection], machine: Machine, usa
             continue
         estimate, gather_us = _estimates(workload, fabric, algorithm, machine) if known else (None, 0.0)
         parameters = (("one_shot_max_tokens", threshold), ("max_tokens", workload.max_tokens))
-        candidate = Candidate(RULE, fabric, _named(algorithm, None, base), parameters, estimate, tuple(why))
+        candidate = Candidate(terms.rule, fabric, _named(algorithm, None, base), parameters, estimate, tuple(why))
         division = _division(base, algorithm, parameters, ())
         lowered = replace(
             base, algorithm=algorithm, division=division, one_shot_max_tokens=threshold, gather_us=gather_us

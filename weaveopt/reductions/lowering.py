@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.reductions import call as op
-from weaveopt.reductions.buffers import RowFormat, buffers_of, placed_call
-from weaveopt.rewrites.all_reduce_rms_norm.candidates import Lowered
+from weaveopt.reductions.buffers import RowFormat, buffers_of, placed_call, wiring_of
+from weaveopt.reductions.candidates import Lowered
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
 from weaveopt.sites.quantization import Quantized
 from weaveopt.sites.reduced import Reduced
@@ -13,11 +14,13 @@ from weaveopt.sites.reduced import Reduced
 def memory_of(lowered: Lowered) -> Memory:
     """The buffers of the operation's kernels; see `weaveopt.reductions.buffers`."""
     workload = lowered.workload
-    # On fabrics without a table normalized rows may be wider than the activations (fp32 weights): for the widest.
-    out_dtype = (workload.out_dtype or workload.dtype) if op.FEATURES[lowered.fabric].tabled else "float32"
+    # Among CPU ranks normalized rows may be wider than the activations (fp32 weights): for the widest.
+    on_gpus = TRAITS[lowered.fabric].device == "cuda"
+    out_dtype = (workload.out_dtype or workload.dtype) if on_gpus else "float32"
     rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world // workload.hosts)
     buffers = buffers_of(lowered.fabric, rows, workload.max_tokens, lowered.rows)
-    return Memory(tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes))
+    requests = tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes)
+    return Memory(requests, wiring=wiring_of(lowered.fabric, lowered.rows))
 
 
 def call_of(
@@ -52,7 +55,7 @@ def call_of(
         normalized_aliases_arena=lowered.aliases_arena,
         quant=op.Quant.NONE if quantized is None else quantized.quant,
         table=lowered.rows,
-        in_pieces=op.FEATURES[lowered.fabric].tabled and lowered.max_tokens >= workload.max_tokens,
+        in_pieces=TRAITS[lowered.fabric].device == "cuda" and lowered.max_tokens >= workload.max_tokens,
         channel=placement.channel,
     )
     return placed_call(call, placement.buffers)

@@ -1,0 +1,93 @@
+"""What rules that fuse all-reduce, addition and norm have in common: candidates at a site, and the operation's place.
+
+A rule says which fabrics it is for. The operations are `weave::mm_all_reduce_norm`, which lets the GEMM write into the
+arena, `weave::all_reduce_norm`, and where FP8 linears alone read the rows `weave::all_reduce_norm_quant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace as with_fields
+
+import torch
+import torch.fx as fx
+
+from weaveopt.graph.splice import call_after, current, erase_dead, last_of
+from weaveopt.records.candidate import Candidate
+from weaveopt.records.site import TokenCounts
+from weaveopt.reductions.candidates import Lowered, Terms, candidates
+from weaveopt.reductions.eligible import norms_refused, refused_anywhere
+from weaveopt.reductions.lowering import call_of
+from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results, summed
+from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
+from weaveopt.sites.quantization import stored_scale
+from weaveopt.sites.reduction import Reduction, ReductionFacts
+
+
+def propose(
+    rule: str, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool, *, between_hosts: bool
+) -> Sequence[Proposal]:
+    """Candidates of `rule` on the fabrics that join ranks of several hosts, or on those that stay within one."""
+    facts, structure = found.facts, found.structure
+    assert isinstance(facts, ReductionFacts) and isinstance(structure, Reduction), f"{found.site.id}: no reduction"
+    refused = refused_anywhere(facts, structure)
+    norm_refused = norms_refused(structure.reduced)
+    if refused or (norm_refused and structure.reduced.post is not None):
+        reasons = (*refused, *norm_refused)
+        return () if usable_only else (Proposal(Candidate(rule, rejections=reasons)),)
+    against_library = rule not in context.config.force
+    topology = context.topologies[facts.group]
+    known = Terms(rule, between_hosts, topology, context.machine, against_library, bool(norm_refused))
+    taken_in = (Proposal(Candidate(rule, rejections=norm_refused)),) if norm_refused and not usable_only else ()
+    return (
+        *taken_in,
+        *(
+            Proposal(candidate, _consumed(structure, lowered), lowered)
+            for candidate, lowered in candidates(facts, tokens, known, usable_only)
+        ),
+    )
+
+
+def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
+    """Puts the operation in place of the site; what changes rounding, a line each."""
+    structure, lowered = chosen.found.structure, lowered_of(chosen)
+    assert isinstance(structure, Reduction), f"{chosen.found.site.id}: no reduction"
+    reduced = with_fields(structure.reduced, norm=None) if lowered.norm_apart else structure.reduced
+    sum_used = structure.sum_is_read or reduced.norm is None
+    quantized = structure.quantized if lowered.quantizes else None
+    call = call_of(chosen, lowered, reduced, placement, quantized, sum_used, context)
+    first = reduced.collectives[0]
+    operands = operand_nodes(graph, reduced)
+    if lowered.takes_gemm and structure.gemm is not None:
+        *bias, a, b = structure.gemm.args
+        addend = structure.addend if structure.addend is not None else (bias[0] if bias else None)
+        target: object = torch.ops.weave.mm_all_reduce_norm.default
+        leading: tuple[object, ...] = (a, b, addend)
+    else:
+        target = torch.ops.weave.all_reduce_norm.default
+        leading = (summed(graph, reduced.partials),)
+        if quantized is not None:
+            target = torch.ops.weave.all_reduce_norm_quant.default
+            operands = (*operands, stored_scale(graph, quantized))
+    args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
+    position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
+    fused = call_after(graph, position, target, (*args, call.encode()), like=first)
+    splice_results(graph, reduced, quantized, fused, sum_used)
+    erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
+    return rounding(rule, reduced, quantized)
+
+
+def lowered_of(chosen: Chosen) -> Lowered:
+    """What the chosen candidate of such a rule remembers."""
+    assert isinstance(chosen.proposal.plan, Lowered), f"{chosen.found.site.id} was lowered by another rule"
+    return chosen.proposal.plan
+
+
+def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
+    """What disappears from the graph with a candidate."""
+    consumed = structure.reduced.passed if lowered.norm_apart else structure.interior
+    if lowered.quantizes and structure.quantized is not None:
+        consumed |= structure.quantized.nodes
+    if lowered.takes_gemm and structure.gemm is not None:
+        consumed |= frozenset(made_by(structure))
+    return consumed
