@@ -51,8 +51,8 @@ def rows_of(machine: Machine, links: int, sizes: list[int]) -> list[record.Row]:
                     "simulated": True,
                     "messages_a_rank": ours.messages,
                     "peers_a_rank": ours.peers,
-                    "sent_bytes_a_rank": ours.sent_bytes,
-                    "memory_bytes_a_rank": ours.memory_bytes,
+                    "sent_bytes_a_rank": round(ours.sent_bytes),
+                    "memory_bytes_a_rank": round(ours.memory_bytes),
                 },
             )
             rows.append(row)
