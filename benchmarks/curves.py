@@ -26,6 +26,8 @@ FILLED = Axis(
     lambda row: int(row.case["batch"]) * int(row.case["filled"]) * int(row.case["key_heads"]),
 )
 
+HOSTS = Axis("hosts", lambda row: int(row.case["hosts"]))
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -51,6 +53,8 @@ class Panel:
 def axis_of(row: Row) -> Axis | None:
     """None for other suites, and for cases that stand for themselves (positions that the caller gave)."""
     case = row.case
+    if "links" in case:
+        return HOSTS
     if not ("model" in case or "head_size" in case) or "positions" in case:
         return None
     if case.get("phase") == "decode" and "filled" in case:
@@ -64,6 +68,8 @@ def axis_of(row: Row) -> Axis | None:
 
 def panel_of(row: Row) -> str:
     """The part of a case that stays the same along the axis."""
+    if "links" in row.case:
+        return f"{row.case['kib']:5d} KiB, {row.case['ranks_per_host']} ranks and {row.case['links']} NICs a host"
     kept = [str(row.case[key]) for key in ("model", "phase", "choice") if key in row.case]
     masks = {True: ["with a mask"], False: ["causal"]}
     return ", ".join(kept + masks.get(bool(row.case["mask"]), []) if "mask" in row.case else kept)

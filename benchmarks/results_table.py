@@ -38,6 +38,10 @@ EXTRAS = {
     "replay_us": "replay*",
     "step_over_replay": "step/replay",
     "replay_over_bytes": "replay/bytes",
+    "messages_a_rank": "messages*",
+    "peers_a_rank": "peers*",
+    "sent_bytes_a_rank": "sent bytes*",
+    "memory_bytes_a_rank": "memory bytes*",
     "earlier_run": "earlier run*",
 }
 """Parameters that get a column, with its title."""
@@ -49,6 +53,9 @@ NOTES = {
     "keys and values that a step reads, at 4.1 TB/s, which is the bound.",
     "weave_sm_mhz": "*MHz*: mean clock of the SMs while the variant repeats, of the ranks the lowest. Products that "
     "keep a GPU at its power limit run slower the less there is to wait for between them.",
+    "simulated": "Simulated, not measured: `cost_model/host_simulation.py` with the links of the machine's profile. "
+    "*weave* is recursive doubling, *predicted* its closed form; *messages*, *peers* (connections), *sent bytes* and "
+    "*memory bytes* are of the busiest rank, in one call.",
     "over_best": "*over best*: the time with so many CTAs over that with the best number.",
 }
 

@@ -10,7 +10,7 @@ between hosts, `β` bytes per second and direction, is shared by `ranks_per_link
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -55,6 +55,8 @@ class Phase:
     sends: int
     receives: int
     num_bytes: float
+    waits: bool = True
+    """Whether its `α` adds up; else it passes while messages of another round are under way."""
 
 
 @dataclass(frozen=True)
@@ -118,25 +120,34 @@ class HostAlgorithm:
 
 
 def _between_us(phases: tuple[Phase, ...], inter: Link, ranks_per_link: int, counts_bytes: bool = True) -> float:
-    """Rounds one after the other, while ranks that share a link take turns on it.
+    """Rounds one after the other. Ranks that share a link take turns on it, and one waits while another sends.
 
-    A rank's own round may wait while the link is busy with the others' messages; so a round takes what the link takes
-    for all of them, or what it takes alone, whichever is longer, and the last one both.
+    The longest of three: a rank's own rounds, with the other ranks' messages ahead of its own in the longest one; the
+    link's work, which never pauses but for one `α`, and for what goes through its other direction before and behind;
+    and round by round whichever of both is longer, where all messages go both ways.
     """
-    total_us, last_us, last_cycle_us = 0.0, 0.0, 0.0
+    own_us = longest_us = wire_us = out_us = in_us = rounds_us = tail_us = 0.0
+    others = ranks_per_link - 1
     for phase in phases:
-        num_bytes = phase.num_bytes if counts_bytes else 0.0
+        one_us = inter.us(phase.num_bytes) if counts_bytes else 0.0
         messages = max(phase.sends, phase.receives)
-        one_us = inter.us(num_bytes)
-        busy_us = ranks_per_link * messages * one_us
-        last_cycle_us = max(busy_us, _round_us(messages, one_us, 1, inter))
-        last_us = _round_us(messages, one_us, ranks_per_link, inter)
-        total_us += phase.rounds * last_cycle_us
-    return total_us - last_cycle_us + last_us
+        alone_us = _round_us(messages, one_us, 1, inter) - (0.0 if phase.waits else inter.latency_us)
+        own_us += phase.rounds * alone_us
+        queued_us = _round_us(messages, one_us, ranks_per_link, inter) - _round_us(messages, one_us, 1, inter)
+        longest_us = max(longest_us, queued_us)
+        wire_us += phase.rounds * messages * one_us
+        out_us += phase.rounds * phase.sends * one_us
+        in_us += phase.rounds * phase.receives * one_us
+        both_ways = phase.sends and phase.receives
+        cycle_us = max(alone_us, ranks_per_link * messages * one_us if both_ways else 0.0)
+        rounds_us += phase.rounds * cycle_us
+        if both_ways:
+            tail_us = _round_us(messages, one_us, ranks_per_link, inter) - cycle_us
+    return max(own_us + longest_us, wire_us + others * max(out_us, in_us) + inter.step_us, rounds_us + tail_us)
 
 
 def _round_us(messages: int, one_us: float, ranks_per_link: int, inter: Link) -> float:
-    """One round of `messages` out and in, each `one_us` on the wire: bound by the link, by the last message, by `o`."""
+    """`messages` out and in, each `one_us` on the wire: bound by the link, by the last message, or by `o` alone."""
     alpha_us, overhead_us = inter.latency_us, inter.overhead_us
     wire_us = 2 * overhead_us + alpha_us + ranks_per_link * messages * one_us
     last_us = (messages + 1) * overhead_us + alpha_us + ranks_per_link * one_us
@@ -162,35 +173,39 @@ def _two_shot(problem: Problem) -> tuple[Phase, ...]:
     )
 
 
-def _folded(problem: Problem, core: Callable[[float], Iterator[Phase]]) -> tuple[Phase, ...]:
-    """`core`, given the bytes of its first share; beyond a power of two of hosts one round before and one behind."""
-    if problem.hosts == 1 << doublings(problem.hosts):
-        return _present(*core(problem.first_bytes))
-    before, behind = Phase(1, 0, 1, problem.first_bytes), Phase(1, 1, 0, problem.share_bytes)
-    return _present(before, *core(problem.sum_bytes), behind)
+def _folded(problem: Problem, core: tuple[Phase, ...], waits_at_end: bool) -> tuple[Phase, ...]:
+    """`core` among a power of two of hosts, and one round before it and one behind for the others."""
+    before = Phase(1, 0, 1, problem.first_bytes)
+    return (before, *core, Phase(1, 1, 0, problem.share_bytes, waits=waits_at_end))
+
+
+def _power(hosts: int) -> int:
+    """The largest power of two that is not above `hosts`."""
+    return 1 << doublings(hosts)
 
 
 def _doubling(problem: Problem) -> tuple[Phase, ...]:
     """`M / G (1 or w) + w M / G (log2(N) - 1)`: the whole share in every round."""
-
-    def core(first_bytes: float) -> Iterator[Phase]:
-        yield Phase(1, 1, 1, first_bytes)
-        yield Phase(doublings(problem.hosts) - 1, 1, 1, problem.sum_bytes)
-
-    return _folded(problem, core)
+    rounds, hosts = doublings(problem.hosts), problem.hosts
+    if hosts == _power(hosts):
+        return _present(Phase(1, 1, 1, problem.first_bytes), Phase(rounds - 1, 1, 1, problem.sum_bytes))
+    extra = hosts - _power(hosts)
+    # No host is as many rounds away from one that stands in for another as there are rounds, unless more than half do.
+    core = (Phase(rounds, 1, 1, problem.sum_bytes),)
+    return _folded(problem, core, waits_at_end=2 * extra > _power(hosts))
 
 
 def _halving(problem: Problem) -> tuple[Phase, ...]:
     """Half the share, a quarter, ... in sums; and back in totals: `2 log2(N)` rounds, `(1 + w) (N - 1) / N · M / G`."""
     rounds = doublings(problem.hosts)
-
-    def core(first_bytes: float) -> Iterator[Phase]:
-        for index in range(1, rounds + 1):
-            yield Phase(1, 1, 1, (first_bytes if index == 1 else problem.sum_bytes) / (1 << index))
-        for index in reversed(range(1, rounds + 1)):
-            yield Phase(1, 1, 1, problem.share_bytes / (1 << index))
-
-    return _folded(problem, core)
+    is_power = problem.hosts == _power(problem.hosts)
+    inwards = [
+        Phase(1, 1, 1, (problem.first_bytes if index == 1 and is_power else problem.sum_bytes) / (1 << index))
+        for index in range(1, rounds + 1)
+    ]
+    outwards = [Phase(1, 1, 1, problem.share_bytes / (1 << index)) for index in reversed(range(1, rounds + 1))]
+    core = (*inwards, *outwards)
+    return core if is_power else _folded(problem, core, waits_at_end=True)
 
 
 def _ring(problem: Problem) -> tuple[Phase, ...]:
@@ -209,7 +224,7 @@ def _others(hosts: int) -> int:
 
 def _doubling_peers(hosts: int) -> int:
     """`log2(N)`; a host that stands in for another one has that one too."""
-    return doublings(hosts) + (hosts != 1 << doublings(hosts))
+    return doublings(hosts) + (hosts != _power(hosts))
 
 
 def _neighbours(hosts: int) -> int:
