@@ -120,7 +120,7 @@ def _kernel_has_netem() -> bool:
 
 
 def _is_bridged(link: Link, changing: bool) -> bool:
-    if changing or link.truncate_percent or link.reorder_percent:
+    if changing or link.truncate_percent or link.reorder_percent or link.retry_ms:
         return False
     return link.is_plain or _kernel_has_netem()
 

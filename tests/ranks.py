@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from tests.emulated_hosts import Network
 
 R = TypeVar("R")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_starting = threading.Lock()
+"""Held by a thread that starts ranks: it changes the environment."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def collect(
     context.set_forkserver_preload(["tests.preload"])
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
-    with _no_gpus():
+    with _starting, _no_gpus():
         job = (fn, world, port, args, threads, results, dict(os.environ), network)
         processes = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
         for process in processes:

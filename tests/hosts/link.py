@@ -31,6 +31,8 @@ class Link:
     """Of packets that carry data: they lose half of it."""
     reorder_percent: float = 0.0
     """Of packets: they come `delay_us` later than they would, 100 at least, and others overtake them."""
+    retry_ms: int = 0
+    """What TCP waits at least before it sends again. 0: as long as the kernel does, 200 ms."""
     seed: int = 0
     mtu: int = 65000
     """Bytes of a packet at most. As large as possible: each costs a relay about as much, whatever it carries."""

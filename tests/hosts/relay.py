@@ -129,6 +129,8 @@ class Hosts:
         fcntl.ioctl(tunnel, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI))
         _run("ip", "link", "set", INTERFACE, "mtu", str(link.mtu), "txqueuelen", "4000", "up")
         _run("ip", "addr", "add", f"{address_of(index)}/24", "dev", INTERFACE)
+        if link.retry_ms:
+            _run("ip", "route", "replace", f"{NETWORK}.0/24", "dev", INTERFACE, "rto_min", f"{link.retry_ms}ms")
         return tunnel
 
     def kill(self, indices: Iterable[int]) -> int:
@@ -222,8 +224,7 @@ class Relay:
 def main() -> None:
     asked = json.loads(sys.argv[1])
     link = Link(**asked["link"])
-    ended = lambda *_: sys.exit(1)  # noqa: E731
-    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked for the hosts ends them
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     try:

@@ -17,9 +17,9 @@ from tests.tcp_ranks import check
 
 LINKS = {
     "late": Link(delay_us=50, gbit_per_s=10),
-    "lossy": Link(delay_us=20, loss_percent=5),
+    "lossy": Link(delay_us=20, loss_percent=5, retry_ms=10),
     "doubled": Link(delay_us=20, duplicate_percent=20),
-    "cut": Link(delay_us=20, truncate_percent=5),
+    "cut": Link(delay_us=20, truncate_percent=5, retry_ms=10),
     "overtaken": Link(delay_us=20, reorder_percent=10),
 }
 COUNTED = {"lossy": "lost", "doubled": "duplicated", "cut": "truncated", "overtaken": "reordered"}

@@ -85,7 +85,7 @@ def _drain(host: Host, peer: Host, tell: Connection) -> None:
                     count, end = count + moved, now
                 elif now > warm_at:
                     begin = end = now
-    tell.send(count * 8e-9 / (end - begin) if begin and end > begin else 0.0)
+    tell.send([count * 8e-9 / (end - begin) if begin and end > begin else 0.0])
 
 
 def _pour(host: Host, peer: Host, tell: Connection) -> None:
@@ -100,10 +100,10 @@ def _pour(host: Host, peer: Host, tell: Connection) -> None:
 Part = Callable[[Host, Host, Connection], None]
 
 
-def _measured(listening: Part, calling: Part, pairs: list[tuple[Host, Host]]) -> list[list[object]]:
-    """What the ends of every pair told, in the order of the pairs: `listening` on the second host of each."""
+def _measured(listening: Part, calling: Part, pairs: list[tuple[Host, Host]]) -> list[list[float]]:
+    """What the ends of every pair told: all that listen, on the second host of each, then those that call."""
     fork = multiprocessing.get_context("fork")
-    found: list[list[object]] = []
+    found: list[list[float]] = []
     with ExitStack() as ends:
         pipes, processes = [], []
         for part, turn in ((listening, 1), (calling, 0)):
@@ -120,7 +120,7 @@ def _measured(listening: Part, calling: Part, pairs: list[tuple[Host, Host]]) ->
                     assert ours.recv() == "listens"
         for pipe in pipes:
             try:
-                found.append([pipe.recv()])
+                found.append(pipe.recv())
             except EOFError:
                 found.append([])
     return found
@@ -128,13 +128,12 @@ def _measured(listening: Part, calling: Part, pairs: list[tuple[Host, Host]]) ->
 
 def measure(made: list[Host]) -> Truth:
     """Of hosts that have nothing else to do."""
-    _, (times,) = _measured(_echo, _ping, [(made[0], made[1])])
-    ordered = sorted(times)  # type: ignore[call-overload]
-    ((rate,), _) = _measured(_drain, _pour, [(made[0], made[1])])
+    _, times = _measured(_echo, _ping, [(made[0], made[1])])
+    ordered = sorted(times)
+    (rate,), _ = _measured(_drain, _pour, [(made[0], made[1])])
     ring = list(zip(made, [*made[1:], made[0]], strict=True))
-    told = _measured(_drain, _pour, ring)
-    total = sum(float(each[0]) for each in told[: len(ring)])  # type: ignore[arg-type]
-    return Truth(statistics.median(ordered), ordered[len(ordered) * 99 // 100], float(rate), total)  # type: ignore[arg-type]
+    total = sum(each for told in _measured(_drain, _pour, ring) for each in told)
+    return Truth(statistics.median(ordered), ordered[len(ordered) * 99 // 100], rate, total)
 
 
 def main() -> int:
