@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--hosts", nargs="*", type=int, default=[2, 3, 4, 6, 8])
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2], help="on each host")
     parser.add_argument("--gbit", nargs="*", type=float, default=[10.0, 25.0])
-    parser.add_argument("--delay-us", type=float, default=0.0, help="one way; needs netem")
+    parser.add_argument("--delay-us", type=float, default=0.0, help="one way")
     parser.add_argument("--kib", nargs="*", type=int, default=[16, 64, 128, 512, 2048])
     parser.add_argument("--machine", default="cpu")
     parser.add_argument("--no-write", action="store_true")

@@ -1,6 +1,7 @@
 """Runs a function on spawned ranks with a real gloo process group, and always comes back.
 
-The function and its arguments must pickle (a module-level function). A rank that fails ends the others.
+The function and its arguments must pickle (a module-level function). A rank that fails ends the others. Ranks may run
+on emulated hosts (`network`): evenly, the first of them on the first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,8 +20,12 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
+from tests.emulated_hosts import Network
+
 R = TypeVar("R")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_starting = threading.Lock()
+"""Held by a thread that starts ranks: it changes the environment."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ def free_port() -> int:
 
 def _main(
     rank: int, fn: Callable[..., object], world: int, port: int, args: tuple[object, ...], threads: int,
-    results: multiprocessing.Queue[Outcome], environment: dict[str, str],
+    results: multiprocessing.Queue[Outcome], environment: dict[str, str], network: Network | None,
 ) -> None:  # fmt: skip
     # The server that ranks are forked from has the environment of its own start.
     os.environ.clear()
@@ -52,6 +58,10 @@ def _main(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     try:
+        if network is not None:
+            host = network[rank * len(network) // world]
+            host.enter()
+            os.environ.update(host.environment(network[0]))
         import torch
         import torch.distributed as dist
 
@@ -83,14 +93,15 @@ def collect(
     *args: object,
     timeout_s: float = 120.0,
     threads: int = 1,
+    network: Network | None = None,
 ) -> list[Outcome]:
     """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
-    with _no_gpus():
-        job = (fn, world, port, args, threads, results, dict(os.environ))
+    with _starting, _no_gpus():
+        job = (fn, world, port, args, threads, results, dict(os.environ), network)
         processes = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
         for process in processes:
             process.start()
@@ -108,9 +119,10 @@ def run_ranks(
     *args: object,
     timeout_s: float = 120.0,
     threads: int = 1,
+    network: Network | None = None,
 ) -> list[R]:
     """What `fn(rank, *args)` returned on each rank. Raises `RankError` if one failed, died or took too long."""
-    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads)
+    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads, network=network)
     failed = [f"--- rank {outcome.rank} of {world}\n{outcome.error}" for outcome in outcomes if outcome.error]
     if failed:
         raise RankError("\n".join(failed))
