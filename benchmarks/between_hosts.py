@@ -1,9 +1,11 @@
 """All-reduce + addition + RMSNorm among CPU ranks of emulated hosts: weave over TCP against Gloo on the same links.
 
-    python -m benchmarks.between_hosts [--hosts 2 4 8] [--ranks 1] [--gbit 10 25] [--delay-us 0] [--kib 16 64 512 2048]
+    python -m benchmarks.between_hosts [--hosts 2 4 8] [--ranks 1] [--gbit 10 25] [--delay-us 50] [--kib 16 64 512 2048]
 
 Hosts are network namespaces of one machine (tests/emulated_hosts.py). Gloo's all-reduce is followed by Inductor's
-addition and norm. Calls take turns; a time is the median, of the ranks the slowest.
+addition and norm. Every exchange between hosts is timed; `weave` is the one that the price chooses, by the links asked
+for and the rest of `--profile`. Calls take turns; a time is the median, of the ranks the slowest. `bound`: twice log2
+of the hosts times the delay, and the bytes that each host has to send by the link.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil, log2
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +41,7 @@ def rank_main(sizes: list[int]) -> None:
     from weaveopt.records.norm import NormKind, NormSpec
     from weaveopt.reductions.buffers import memory_plan
     from weaveopt.reductions.call import ReductionCall
+    from weaveopt.reductions.variant import ALGORITHMS, KernelRow, Transfer
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -50,12 +56,13 @@ def rank_main(sizes: list[int]) -> None:
 
     compiled = torch.compile(add_norm, dynamic=True)
     calls = {
-        name: ReductionCall(
-            site=name, group="0", fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN, dtype="bfloat16",
-            out_dtype="bfloat16", max_tokens=max(sizes), one_shot_max_tokens=max(sizes) if name == "one_shot" else 0,
-            post=None, norm=NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True), timeout_s=60.0,
+        algorithm.value: ReductionCall(
+            site=algorithm.value, group="0", fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN,
+            dtype="bfloat16", out_dtype="bfloat16", max_tokens=max(sizes), post=None,
+            table=(KernelRow(max(sizes), algorithm, Transfer.MESSAGE),),
+            norm=NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True), timeout_s=60.0,
         )
-        for name in ("one_shot", "two_shot")
+        for algorithm in ALGORITHMS[Transfer.MESSAGE]
     }  # fmt: skip
     tcp.reserve(topology.discover("0", 60.0), memory_plan("0", list(calls.values())), 0, 60.0)
     with torch.no_grad():
@@ -91,14 +98,53 @@ def rank_main(sizes: list[int]) -> None:
     os._exit(0)
 
 
+def predictions(profile: str, tokens: int, hosts: int, ranks: int, gbit: float, delay_us: float) -> dict[str, float]:
+    """Microseconds of every exchange, by its name, and of the library's as `gloo`."""
+    from weaveopt import cost_model
+    from weaveopt.records.candidate import Fabric
+    from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
+    from weaveopt.reductions.prices.workload import Workload
+    from weaveopt.reductions.variant import ALGORITHMS, Transfer
+
+    machine = cost_model.load(profile)
+    link = replace(machine.inter_host, bytes_per_s=gbit * 1e9 / 8)
+    machine = replace(machine, inter_host=replace(link, latency_us=delay_us + link.latency_us))
+    workload = Workload(tokens, tokens, HIDDEN, "bfloat16", hosts * ranks, hosts)
+    found = {
+        algorithm.value: estimate_fused(machine, workload, Fabric.TCP, algorithm).us + cost_model.host_us(machine)
+        for algorithm in ALGORITHMS[Transfer.MESSAGE]
+    }
+    return found | {"gloo": estimate_unfused(machine, workload).us}
+
+
+def bound_us(kib: int, hosts: int, gbit: float, delay_us: float) -> float:
+    moved_bytes = 2 * (hosts - 1) / hosts * kib * 1024
+    return 2 * ceil(log2(hosts)) * delay_us + moved_bytes * 8 / (gbit * 1e9) * 1e6
+
+
+def measured(hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int]) -> list[dict[str, float]]:
+    """A record a size, by token count."""
+    from tests import emulated_hosts
+
+    with emulated_hosts.hosts(hosts, emulated_hosts.Link(delay_us, gbit)) as made:
+        processes = emulated_hosts.start(made, ranks, "benchmarks.between_hosts", "--rank", *map(str, sizes))
+        found = emulated_hosts.finish(processes, 600.0)
+    bad = [out for status, out in found if status]
+    if bad:
+        print(f"{hosts} hosts x {ranks}: failed\n{bad[0][-1500:]}", flush=True)
+    lines = [line for line in found[0][1].splitlines() if line.startswith("TIMES ")]
+    return [json.loads(line.removeprefix("TIMES ")) for line in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", nargs="*", type=int, default=[2, 3, 4, 6, 8])
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2], help="on each host")
     parser.add_argument("--gbit", nargs="*", type=float, default=[10.0, 25.0])
-    parser.add_argument("--delay-us", type=float, default=0.0, help="one way")
+    parser.add_argument("--delay-us", type=float, default=50.0, help="one way")
     parser.add_argument("--kib", nargs="*", type=int, default=[16, 64, 128, 512, 2048])
     parser.add_argument("--machine", default="cpu")
+    parser.add_argument("--profile", type=Path, default=Path("cpu"), help="a machine's name or file")
     parser.add_argument("--no-write", action="store_true")
     asked = parser.parse_args()
     from tests import emulated_hosts
@@ -112,32 +158,24 @@ def main() -> None:
     for gbit in asked.gbit:
         for count in asked.hosts:
             for ranks in asked.ranks:
-                link = emulated_hosts.Link(asked.delay_us, gbit)
-                with emulated_hosts.hosts(count, link) as made:
-                    words = ["--rank", *map(str, sizes)]
-                    processes = emulated_hosts.start(made, ranks, "benchmarks.between_hosts", *words)
-                    found = emulated_hosts.finish(processes, 300.0)
-                bad = [out for status, out in found if status]
-                if bad:
-                    print(f"{count} hosts x {ranks}: failed\n{bad[0][-1500:]}", flush=True)
-                for line in found[0][1].splitlines():
-                    if line.startswith("TIMES "):
-                        us = json.loads(line.removeprefix("TIMES "))
-                        tokens = us.pop("tokens")
-                        gloo = us.pop("gloo")
-                        best = min(us, key=us.__getitem__)
-                        kib = tokens * 2 * HIDDEN // 1024
-                        others = ", ".join(f"{name} {value:.0f}" for name, value in us.items())
-                        print(f"{gbit:g} Gbit/s, {count} hosts x {ranks}, {kib:5d} KiB: gloo {gloo:.0f}, {others} us; "
-                              f"{gloo / us[best]:.2f}x", flush=True)  # fmt: skip
-                        case = {
-                            "hosts": count, "ranks_per_host": ranks, "kib": kib, "gbit": gbit,
-                            "delay_us": asked.delay_us,
-                        }  # fmt: skip
-                        both = {f"{name}_us": round(value, 1) for name, value in us.items()}
-                        parameters = {"algorithm": best, **both}
-                        row = record.row(case=case, weave_us=us[best], baselines={"gloo": gloo}, parameters=parameters)
-                        rows.append(row)
+                for us in measured(count, ranks, gbit, asked.delay_us, sizes):
+                    tokens = int(us.pop("tokens"))
+                    predicted = predictions(str(asked.profile), tokens, count, ranks, gbit, asked.delay_us)
+                    kib, gloo = tokens * 2 * HIDDEN // 1024, us.pop("gloo")
+                    chosen = min((name for name in predicted if name in us), key=predicted.__getitem__)
+                    case = {"hosts": count, "ranks_per_host": ranks, "kib": kib, "gbit": gbit,
+                            "delay_us": asked.delay_us}  # fmt: skip
+                    each_us = {f"{name}_us": round(value, 1) for name, value in us.items()}
+                    each_predicted = {f"{name}_predicted_us": round(value, 1) for name, value in predicted.items()}
+                    row = record.row(
+                        case=case, weave_us=us[chosen], baselines={"gloo": gloo}, predicted_us=predicted[chosen],
+                        bound_us=bound_us(kib, count, gbit, asked.delay_us),
+                        parameters={"algorithm": chosen, **each_us, **each_predicted},
+                    )  # fmt: skip
+                    rows.append(row)
+                    others = ", ".join(f"{name} {value:.0f} ({predicted[name]:.0f})" for name, value in us.items())
+                    print(f"{gbit:g} Gbit/s, {count} hosts x {ranks}, {kib:5d} KiB: gloo {gloo:.0f}, {others} us; "
+                          f"{chosen} {row.ratio:.2f}x, best {gloo / min(us.values()):.2f}x", flush=True)  # fmt: skip
     if rows and not asked.no_write:
         print(record.write(SUITE, asked.machine, rows))
 

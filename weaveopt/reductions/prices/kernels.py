@@ -213,7 +213,7 @@ def _unmeasured_parts_us(
 
 
 def _unevenness(workload: Workload, algorithm: Algorithm) -> float:
-    """What the busiest host has to do with rows, against an even share: where hosts divide rows, they divide whole ones.
+    """What the busiest host has to do, against an even share of the rows: hosts divide whole rows among each other.
 
     A share of one row among 8 hosts is one host's alone, which gets 8 times what it would of many.
     """
