@@ -20,7 +20,7 @@ from weaveopt.cost_model.attention import Attention, attention_us
 from weaveopt.cost_model.batched import batched_gemm_us, grouped_gemm_us
 from weaveopt.cost_model.between_hosts import hierarchical_cost, hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.choice import Choice, Gpu, choose
-from weaveopt.cost_model.collectives import all_reduce_us, collective_us, measured_parts_us
+from weaveopt.cost_model.collectives import all_reduce_us, collective_us, library_algorithm, measured_parts_us
 from weaveopt.cost_model.gemm import Gemm, gemm_us, num_waves
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.host_algorithms import HOST_ALGORITHMS, HostAlgorithm, Problem, Traffic, hosts_choice
@@ -62,6 +62,7 @@ __all__ = [
     "host_us",
     "hosts_choice",
     "kernel_us",
+    "library_algorithm",
     "load",
     "measured_parts_us",
     "memory_us",

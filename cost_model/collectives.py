@@ -19,12 +19,15 @@ from weaveopt.cost_model.alpha_beta import (
 from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us, nearest_curve
 from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
-from weaveopt.cost_model.machine import Curve, FabricCosts, Machine
+from weaveopt.cost_model.host_schedules import RING
+from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Machine
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
 
 LIBRARY, ONE_SHOT, TWO_SHOT = "library", "one_shot", "two_shot"
 """Variants of `all_reduce`: NCCL or Gloo decides; every rank reads all messages; every rank reduces its share."""
+TREE = "tree"
+"""With `RING`, what the library's all-reduce between hosts may be."""
 _STEPS: dict[str, Callable[[int], Steps]] = {LIBRARY: library, ONE_SHOT: one_shot, TWO_SHOT: two_shot}
 _MULTICAST_STEPS = {**_STEPS, ONE_SHOT: multicast_one_shot, TWO_SHOT: multicast_two_shot}
 
@@ -62,18 +65,44 @@ def curve_parts_us(
     return floor_us, rest_us
 
 
+def inter_link(machine: Machine, fabric: Fabric) -> Link:
+    """The link between hosts, as the fabric uses it."""
+    return fabric_costs(machine, fabric).inter_host or machine.inter_host
+
+
+def library_cost(machine: Machine, message_bytes: float, world: int, hosts: int) -> tuple[str, Cost]:
+    """(`ring` or `tree`, its cost): the library's all-reduce over several hosts, by the better of the two."""
+    link, inter = fabric_costs(machine, Fabric.LIBRARY).link, inter_link(machine, Fabric.LIBRARY)
+    flat = ring_cost(message_bytes, world, inter)
+    tree = tree_cost(message_bytes, ceil(world / hosts), hosts, link, inter)
+    return min(((RING, flat), (TREE, tree)), key=lambda pair: pair[1].us)
+
+
+def hierarchical_us(
+    machine: Machine, message_bytes: float, world: int, hosts: int, back_to_back: bool = False
+) -> float:
+    """The whole NVRAR all-reduce on `nvshmem`, its launches included: with all bytes that Algorithm 1 sends.
+
+    Three kernels, where a host has several ranks; one, where there is nothing to do within a host. `back_to_back`: no
+    computation since the call before, so a rank first waits for its peers to be through with that (NVRAR §4.2.3).
+    """
+    cost = between_hosts_cost(machine, Fabric.NVSHMEM, TWO_SHOT, message_bytes, world, hosts)
+    waits_us = inter_link(machine, Fabric.NVSHMEM).step_us if back_to_back else 0.0
+    return machine.memory.floor_us + cost.us + waits_us
+
+
 def between_hosts_cost(
     machine: Machine, fabric: Fabric, variant: str, message_bytes: float, world: int, hosts: int
 ) -> Cost:
-    """An all-reduce over several hosts: the library's better of ring and tree, else the hierarchical one."""
-    link, inter, local = fabric_costs(machine, fabric).link, machine.inter_host, ceil(world / hosts)
+    """An all-reduce over several hosts, without its first launch."""
+    link, inter, local = fabric_costs(machine, fabric).link, inter_link(machine, fabric), ceil(world / hosts)
     if variant == LIBRARY:
-        flat, tree = ring_cost(message_bytes, world, inter), tree_cost(message_bytes, local, hosts, link, inter)
-        return min(flat, tree, key=lambda cost: cost.us)
+        return library_cost(machine, message_bytes, world, hosts)[1]
     if fabric is Fabric.TCP:
         return host_algorithm(variant).cost(Problem(message_bytes, local, hosts), link, inter)
     # Every byte that Algorithm 1 sends, which is more than eq. 4 of the paper counts: a rewrite must not be slower.
-    return hierarchical_sent_cost(message_bytes, local, hosts, link, inter)
+    launches = Cost(2 * machine.memory.floor_us if local > 1 else 0.0, 0.0)
+    return launches + hierarchical_sent_cost(message_bytes, local, hosts, link, inter)
 
 
 def modelled_parts_us(
@@ -126,7 +155,7 @@ def collective_us(machine: Machine, op: str, num_bytes: float, world: int, hosts
     costs = fabric_costs(machine, Fabric.LIBRARY)
     curve = nearest_curve(costs.curves_of(op, LIBRARY), world) if hosts == 1 else None
     if curve is None:
-        link = costs.link if hosts == 1 else machine.inter_host
+        link = costs.link if hosts == 1 else inter_link(machine, Fabric.LIBRARY)
         cost = all_gather(world).cost(num_bytes, link)
         return (machine.memory.floor_us + cost.us) * machine.oversubscription(world, hosts)
     return sum(curve_parts_us(machine, curve, num_bytes, world, all_gather))
@@ -145,3 +174,10 @@ def measured_parts_us(
     if curve is None:
         return None
     return curve_parts_us(machine, curve, num_bytes, world, all_gather) if num_bytes > 0 else (curve.points[0].us, 0.0)
+
+
+def library_algorithm(machine: Machine, op: str, num_bytes: float, world: int, hosts: int) -> str:
+    """Which algorithm of the library `collective_us` is the price of between hosts; empty where it was measured."""
+    if world <= 1 or num_bytes <= 0 or hosts <= 1:
+        return ""
+    return library_cost(machine, num_bytes, world, hosts)[0] if op == "all_reduce" else RING

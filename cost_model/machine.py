@@ -125,6 +125,8 @@ class FabricCosts:
     link: Link
     curves: tuple[Curve, ...] = ()
     """A message is what each rank begins with; of an all-gather, what each ends with."""
+    inter_host: Link | None = None
+    """What becomes of the link between hosts under this fabric; None: the machine's `inter_host` as it is."""
     transfers: tuple[str, ...] = ()
     """Of `TRANSFERS`, those that the devices can run, where the profile tells; empty: what the fabric usually has."""
 
@@ -356,6 +358,8 @@ class Machine:
         for costs in self.fabric_costs:
             prefix = f"fabrics.{costs.fabric.value}"
             used.append((f"{prefix}.link", costs.link.origin))
+            if hosts != 1 and costs.inter_host is not None:
+                used.append((f"{prefix}.inter_host", costs.inter_host.origin))
             for curve in costs.curves:
                 name = kernel_name(curve.variant).replace(" ", ".")
                 used.append((f"{prefix}.{curve.op}.{name}.world{curve.world}", curve.origin))

@@ -134,8 +134,14 @@ class CollectiveCall:
     grows: bool = False
 
     def us(self, machine: Machine, ratio: float) -> float:
-        num_bytes = self.num_bytes * ratio if self.grows else self.num_bytes
-        return cost_model.collective_us(machine, self.name, num_bytes, self.world, self.hosts)
+        return cost_model.collective_us(machine, self.name, self._bytes(ratio), self.world, self.hosts)
+
+    def algorithm(self, machine: Machine, ratio: float) -> str:
+        """The library's between hosts, of which `us` is the price; empty on one host."""
+        return cost_model.library_algorithm(machine, self.name, self._bytes(ratio), self.world, self.hosts)
+
+    def _bytes(self, ratio: float) -> float:
+        return self.num_bytes * ratio if self.grows else self.num_bytes
 
 
 @dataclass(frozen=True)

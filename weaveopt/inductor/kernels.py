@@ -15,7 +15,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import module_of
-from weaveopt.inductor.calls import COLLECTIVE, MEMORY, Call, call_of, kind_of
+from weaveopt.inductor.calls import COLLECTIVE, MEMORY, Call, CollectiveCall, call_of, kind_of
 from weaveopt.inductor.fused import fuse, traffic_of
 from weaveopt.inductor.lowered import Lowering
 from weaveopt.records.candidate import Estimate, Term
@@ -80,7 +80,13 @@ class Surroundings:
 
     def estimate(self, kernels: Sequence[Kernel], ratio: float = 1.0) -> Estimate:
         """The kernels one after the other: a term for each name, in the order of the graph."""
-        return Estimate(()).plus(Estimate(tuple(Term(kernel.name, self.us(kernel, ratio)) for kernel in kernels)))
+        terms = (Term(self.name_of(kernel, ratio), self.us(kernel, ratio)) for kernel in kernels)
+        return Estimate(()).plus(Estimate(tuple(terms)))
+
+    def name_of(self, kernel: Kernel, ratio: float = 1.0) -> str:
+        """The kernel's name; of a collective between hosts with the algorithm that is priced: `all_reduce tree`."""
+        algorithm = kernel.work.algorithm(self.machine, ratio) if isinstance(kernel.work, CollectiveCall) else ""
+        return f"{kernel.name} {algorithm}".rstrip()
 
 
 def outside(

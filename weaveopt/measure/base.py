@@ -148,7 +148,8 @@ def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], ke
     # A list of transfers that leaves out what was measured today is out of date.
     measured_today = {word for curve in ours.curves for word in curve.variant.split()} & TRANSFERS
     transfers = ours.transfers or (theirs.transfers if measured_today <= set(theirs.transfers) else ())
-    return FabricCosts(ours.fabric, link, tuple(sorted(curves, key=curve_order)), transfers)
+    between = ours.inter_host or theirs.inter_host
+    return FabricCosts(ours.fabric, link, tuple(sorted(curves, key=curve_order)), between, transfers)
 
 
 def _most_ranks(costs: FabricCosts) -> int:

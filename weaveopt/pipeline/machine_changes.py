@@ -37,7 +37,8 @@ def _changed(machine: Machine, dtype: str, hosts: int) -> Iterator[tuple[str, fl
     if hosts > 1:
         for kind, bandwidth, latency in _FACTORS:
             link = _link(machine.inter_host, bandwidth, latency)
-            yield f"inter_host {kind}", bandwidth * latency, replace(machine, inter_host=link)
+            changed = replace(machine, inter_host=link, fabric_costs=_between(machine.fabric_costs, bandwidth, latency))
+            yield f"inter_host {kind}", bandwidth * latency, changed
     for factor in (SLOWER, FASTER):
         memory = machine.memory
         points = _points(memory.points, factor, 1.0)
@@ -73,6 +74,14 @@ def _fabric(costs: FabricCosts, bandwidth: float, latency: float) -> FabricCosts
         costs,
         link=_link(costs.link, bandwidth, latency),
         curves=tuple(_curve(curve, bandwidth, latency) for curve in costs.curves),
+    )
+
+
+def _between(fabrics: tuple[FabricCosts, ...], bandwidth: float, latency: float) -> tuple[FabricCosts, ...]:
+    """What fabrics make of the link between hosts changes with the link."""
+    return tuple(
+        costs if costs.inter_host is None else replace(costs, inter_host=_link(costs.inter_host, bandwidth, latency))
+        for costs in fabrics
     )
 
 

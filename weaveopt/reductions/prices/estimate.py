@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from weaveopt.cost_model.collectives import LIBRARY, all_reduce_steps, all_reduce_us, fabric_costs
+from weaveopt.cost_model.collectives import (
+    LIBRARY,
+    all_reduce_steps,
+    all_reduce_us,
+    fabric_costs,
+    library_algorithm,
+)
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
@@ -41,7 +47,8 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
     slowdown = machine.oversubscription(workload.world, workload.hosts)
     reduce_us = all_reduce_us(machine, Fabric.LIBRARY, LIBRARY, message, workload.world, workload.hosts)
     reads = workload.num_partials + workload.has_residual
-    terms = [Term("all_reduce", workload.num_partials * reduce_us)]
+    algorithm = library_algorithm(machine, "all_reduce", message, workload.world, workload.hosts)
+    terms = [Term(f"all_reduce {algorithm}".rstrip(), workload.num_partials * reduce_us)]
     if workload.num_norms == 0:
         if reads > 1:
             terms.append(Term("add", memory_us(machine, (reads + 1) * message) * slowdown))
