@@ -2,11 +2,12 @@
 # make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
 # make lint    what CI checks besides the tests
 # make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
+# make hosts-demo    the examples on emulated hosts, by the README's commands for several hosts; needs root
 # make gpu-test, make gpu-sanitize, make gpu-bench    on a GPU host that has torch already: its own Python, no network
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := run
-.PHONY: run test lint bench gpu-test gpu-sanitize gpu-bench clean FORCE
+.PHONY: run test lint bench hosts-demo gpu-test gpu-sanitize gpu-bench clean FORCE
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -25,6 +26,7 @@ PYTEST_ARGS ?=
 # That share the tests of make test
 PROCESSES ?= 2
 GENERATE_ARGS ?=
+HOSTS_DEMO_ARGS ?=
 
 # Exported so that ranks of one host share their cores instead of each taking all of them.
 OMP_NUM_THREADS ?= 1
@@ -58,6 +60,9 @@ bench: $(BUILT)
 	$(BIN)/python -m benchmarks.all_reduce_rms_norm
 	$(BIN)/python -m benchmarks.llama_layers
 	$(BIN)/python -m benchmarks.results_table
+
+hosts-demo: $(BUILT)
+	$(BIN)/python -m tests.hosts.demo $(HOSTS_DEMO_ARGS)
 
 gpu-test:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -81,7 +82,10 @@ def save(directory: str, llama: LlamaConfig, dtype: torch.dtype) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 1.0 if "embed" in name else 2.0 * parameter.shape[1] ** -0.5)
-    model.save_pretrained(directory)
+    # The model's own `save_pretrained` writes on rank 0 alone, whose files other hosts do not have.
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    save_file(model.state_dict(), os.path.join(directory, "model.safetensors"), {"format": "pt"})
 
 
 def load(directory: str, dtype: torch.dtype, world: int) -> PreTrainedModel:

@@ -9,7 +9,9 @@ gradient differs beyond rounding.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -35,11 +37,25 @@ def step(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[float, dict[str,
     return loss.item(), grads
 
 
+def step_ms(model: PreTrainedModel, tokens: torch.Tensor, num_rounds: int) -> float:
+    """Milliseconds of a step, the median; of the ranks the slowest."""
+    times = []
+    for _ in range(num_rounds):
+        dist.barrier()
+        begin = time.perf_counter()
+        step(model, tokens)
+        times.append((time.perf_counter() - begin) * 1e3)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=tokens.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--backend", default="weave")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps; 0 leaves the timing out")
     args = parser.parse_args()
 
     with tiny_llama.ranks() as here:
@@ -47,6 +63,7 @@ def main() -> int:
         torch.manual_seed(1)
         tokens = torch.randint(1, model.config.vocab_size, (2, 64)).to(here.device)
         loss, grads = step(model, tokens)
+        eager_ms = step_ms(model, tokens, args.rounds) if args.rounds else 0.0
         model.compile(backend=args.backend)
         compiled_loss, compiled_grads = step(model, tokens)
 
@@ -62,6 +79,8 @@ def main() -> int:
         dist.all_gather_object(lines, line)
         here.say("\n".join(str(found) for found in lines))
         here.say(str(weaveopt.report(model)))
+        if args.rounds:
+            here.say(f"a step: eager {eager_ms:.1f} ms, {args.backend} {step_ms(model, tokens, args.rounds):.1f} ms")
         return 0 if worst <= TOLERANCE else 1
 
 

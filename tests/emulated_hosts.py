@@ -69,6 +69,8 @@ class Network(Sequence[Host]):
     hosts: tuple[Host, ...]
     relay_pid: int
     is_relayed: bool
+    own_us: float
+    """What the relay takes itself for a packet, at least. It is part of the delay, as far as that reaches."""
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -176,7 +178,7 @@ def hosts(count: int, link: Link, changing: bool = False) -> Iterator[Network]:
             raise RuntimeError(f"no hosts: {answer['error']}")
         places = [f"/proc/{relay.pid}/fd/{descriptor}" for descriptor in answer["namespaces"]]  # type: ignore[attr-defined]
         made = tuple(Host(f"host{index}", address_of(index), place) for index, place in enumerate(places))
-        yield Network(made, relay.pid, not is_bridged)
+        yield Network(made, relay.pid, not is_bridged, float(answer["own_us"]))  # type: ignore[arg-type]
     finally:
         _end(relay)
 

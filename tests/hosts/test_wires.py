@@ -42,6 +42,14 @@ def test_a_packet_takes_its_delay_and_its_bytes() -> None:
     assert _arrivals(wires) == [(1000060.0, 1, 12500)]
 
 
+def test_what_the_carrier_needs_itself_is_part_of_the_delay() -> None:
+    for own_us, arrives in ((30.0, 20.0), (80.0, 0.0)):
+        wires = Wires(2, Link(delay_us=50))
+        wires.own_us = own_us
+        wires.carry(_packet(1), 0, 1, 0.0)
+        assert _arrivals(wires) == [(arrives, 1, 41)]
+
+
 def test_packets_wait_for_the_cable_of_their_host_and_of_their_target() -> None:
     wires = Wires(3, Link(gbit_per_s=10))
     for source, target in ((0, 1), (0, 2), (1, 2), (2, 0)):

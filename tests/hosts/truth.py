@@ -151,7 +151,7 @@ def main() -> int:
         return 1
     with hosts(asked.hosts, link, changing=asked.relay) as made:
         found = measure(list(made))
-        way = "a relay" if made.is_relayed else "the kernel"
+        way = f"a relay that takes {made.own_us:.0f} us itself" if made.is_relayed else "the kernel"
         rate = f"{asked.gbit:g} Gbit/s" if asked.gbit else "any rate"
         print(f"{len(made)} hosts by {way}, {asked.delay_us:g} us one way, {rate}, {asked.loss:g}% loss: measured")
         print(f"  round trip of a byte {found.round_trip_us:.0f} us ({2 * asked.delay_us:g} asked for), "
