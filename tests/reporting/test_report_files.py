@@ -95,7 +95,7 @@ def test_json_names_each_buffer_of_the_arena(report: Report) -> None:
     assert [(slot["offset"], slot["bytes"]) for slot in slots] == [(0, 2 << 20), (2 << 20, 2 << 20)]
     assert [slot["owners"] for slot in slots] == [list(buffer.owners) for buffer in plan.buffers]
     assert arena["groups"] == [
-        {"group": "0", "fabric": "shm", "bytes": 4 << 20, "channels": [{"name": "main", "index": 0}]}
+        {"group": "0", "fabric": "shm", "bytes": 4 << 20, "channels": [{"name": "main", "index": 0}], "wiring": []}
     ]
 
 
