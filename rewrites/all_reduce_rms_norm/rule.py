@@ -26,13 +26,12 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions import fused
-from weaveopt.reductions.candidates import FP8_ROW_ALIGNMENT, Lowered
+from weaveopt.reductions.candidates import Lowered
 from weaveopt.reductions.lowering import memory_of
-from weaveopt.reductions.variant import Algorithm
 from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rewrites.all_reduce_rms_norm.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
-from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
+from weaveopt.sites.reduction import KIND, Reduction
 
 
 class AllReduceRMSNorm:
@@ -59,7 +58,8 @@ class AllReduceRMSNorm:
         settled = {}
         for each in chosen:
             lowered, structure = each.proposal.plan, each.found.structure
-            if isinstance(lowered, Lowered) and isinstance(structure, Reduction):
+            own = each.proposal.candidate.choice == self.name
+            if own and isinstance(lowered, Lowered) and isinstance(structure, Reduction):
                 norm = structure.reduced.norm
                 plan = with_fields(
                     lowered,
@@ -67,7 +67,7 @@ class AllReduceRMSNorm:
                     sum_sharded=total_of(each.found) in sharded,
                     aliases_arena=norm is not None and norm.output in aliasing,
                 )
-                candidate = with_fields(each.proposal.candidate, notes=_notes(plan, each.found.facts))
+                candidate = with_fields(each.proposal.candidate, notes=fused.notes_of(plan, each.found.facts))
                 settled[each.found.site.id] = with_fields(each.proposal, candidate=candidate, plan=plan)
         return settled
 
@@ -80,26 +80,3 @@ class AllReduceRMSNorm:
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         return fused.replace(self.name, graph, chosen, placement, context)
-
-
-def _notes(lowered: Lowered, facts: object) -> tuple[str, ...]:
-    notes = []
-    if isinstance(facts, ReductionFacts) and facts.quantization != "none" and not lowered.quantizes:
-        why = f"{lowered.fabric.value} has no kernel that does"
-        features = op.FEATURES.get(lowered.fabric)
-        if features is not None and features.quantizes:
-            why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
-        notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
-    if lowered.norm_apart:
-        notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
-    elif _gathers(lowered):
-        notes.append("gather: two-shot hands out the whole sum too, which others read")
-    if lowered.aliases_arena:
-        notes.append("no copy: normalized rows that come in bulk are read in the arena, where peers write them")
-    return tuple(notes)
-
-
-def _gathers(lowered: Lowered) -> bool:
-    """Whether rows of the sum are handed out beside normalized ones."""
-    both = lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded
-    return both and lowered.algorithm is Algorithm.TWO_SHOT

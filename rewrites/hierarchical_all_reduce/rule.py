@@ -16,13 +16,15 @@ doubling, or recursive halving and doubling. All-reduces without a norm behind t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import fused
+from weaveopt.reductions.candidates import Lowered
 from weaveopt.reductions.lowering import memory_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.reduction import KIND
@@ -38,6 +40,18 @@ class HierarchicalAllReduce:
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
         return fused.propose(self.name, found, tokens, context, usable_only, between_hosts=True)
+
+    def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
+        """Sums are handed out whole; what else there is to say of a choice."""
+        settled = {}
+        for each in chosen:
+            lowered = each.proposal.plan
+            if each.proposal.candidate.choice == self.name and isinstance(lowered, Lowered):
+                notes = fused.notes_of(lowered, each.found.facts)
+                settled[each.found.site.id] = replace(
+                    each.proposal, candidate=replace(each.proposal.candidate, notes=notes)
+                )
+        return settled
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         return memory_of(fused.lowered_of(chosen))

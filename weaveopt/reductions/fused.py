@@ -15,10 +15,12 @@ import torch.fx as fx
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.candidates import Lowered, Terms, candidates
+from weaveopt.reductions import call as op
+from weaveopt.reductions.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
 from weaveopt.reductions.eligible import norms_refused, refused_anywhere
 from weaveopt.reductions.lowering import call_of
 from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results, summed
+from weaveopt.reductions.variant import Algorithm
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.quantization import stored_scale
 from weaveopt.sites.reduction import Reduction, ReductionFacts
@@ -91,3 +93,27 @@ def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
     if lowered.takes_gemm and structure.gemm is not None:
         consumed |= frozenset(made_by(structure))
     return consumed
+
+
+def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
+    """What reports say of a candidate beside its price."""
+    notes = []
+    if isinstance(facts, ReductionFacts) and facts.quantization != "none" and not lowered.quantizes:
+        why = f"{lowered.fabric.value} has no kernel that does"
+        features = op.FEATURES.get(lowered.fabric)
+        if features is not None and features.quantizes:
+            why = f"the kernels take rows of a multiple of {FP8_ROW_ALIGNMENT} elements (hidden {facts.hidden})"
+        notes.append(f"e4m3 rows are made of the normalized ones in the graph: {why}")
+    if lowered.norm_apart:
+        notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
+    elif _gathers(lowered):
+        notes.append("gather: two-shot hands out the whole sum too, which others read")
+    if lowered.aliases_arena:
+        notes.append("no copy: normalized rows that come in bulk are read in the arena, where peers write them")
+    return tuple(notes)
+
+
+def _gathers(lowered: Lowered) -> bool:
+    """Whether rows of the sum are handed out beside normalized ones."""
+    both = lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded
+    return both and lowered.algorithm is Algorithm.TWO_SHOT
