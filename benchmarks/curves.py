@@ -69,7 +69,10 @@ def axis_of(row: Row) -> Axis | None:
 def panel_of(row: Row) -> str:
     """The part of a case that stays the same along the axis."""
     if "links" in row.case:
-        return f"{row.case['kib']:5d} KiB, {row.case['ranks_per_host']} ranks and {row.case['links']} NICs a host"
+        costly = f", {row.case['overhead_us']:g} us a message" if row.case["overhead_us"] else ""
+        return (
+            f"{row.case['kib']:5d} KiB, {row.case['ranks_per_host']} ranks and {row.case['links']} NICs a host{costly}"
+        )
     kept = [str(row.case[key]) for key in ("model", "phase", "choice") if key in row.case]
     masks = {True: ["with a mask"], False: ["causal"]}
     return ", ".join(kept + masks.get(bool(row.case["mask"]), []) if "mask" in row.case else kept)

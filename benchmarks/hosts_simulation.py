@@ -9,6 +9,7 @@ profile. `predicted_us` is the closed form that decisions use. Direct algorithms
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from benchmarks import record
 from weaveopt import cost_model
@@ -27,22 +28,28 @@ MOST_HOSTS = {algorithm.name: 1024 if algorithm.name in (DOUBLING, HALVING) else
 """The others send as many messages as there are pairs of hosts."""
 
 
-def rows_of(machine: Machine, links: int, sizes: list[int]) -> list[record.Row]:
+COSTLY_US = 1.0
+"""What a message costs each of its ends in rows that ask what follows from that; the profiles know of none."""
+COSTLY_KIB = 64
+
+
+def rows_of(machine: Machine, links: int, sizes: list[int], overhead_us: float = 0.0) -> list[record.Row]:
     """One row a size and number of hosts; `links` NICs a host, each shared by its ranks."""
     ranks, link = machine.ranks_per_host, fabric_costs(machine, Fabric.NVSHMEM).link
+    inter = replace(machine.inter_host, overhead_us=overhead_us)
     rows = []
     for kib in sizes:
         for hosts in HOSTS:
             problem = Problem(kib * 1024, ranks, hosts)
             seen = {
-                name: simulate(name, problem, link, machine.inter_host, ranks // links)
+                name: simulate(name, problem, link, inter, ranks // links)
                 for name, most in MOST_HOSTS.items()
                 if hosts <= most
             }
             ours = seen.pop(DOUBLING)
-            closed = host_algorithm(DOUBLING).cost(problem, link, machine.inter_host, ranks // links)
+            closed = host_algorithm(DOUBLING).cost(problem, link, inter, ranks // links)
             row = record.row(
-                case={"hosts": hosts, "ranks_per_host": ranks, "links": links, "kib": kib},
+                case={"hosts": hosts, "ranks_per_host": ranks, "links": links, "kib": kib, "overhead_us": overhead_us},
                 weave_us=ours.us,
                 baselines={name: each.us for name, each in seen.items()},
                 predicted_us=closed.us,
@@ -71,6 +78,7 @@ def main() -> None:
         rows = []
         for links in sorted({1, machine.ranks_per_host}):
             rows += rows_of(machine, links, asked.kib)
+        rows += rows_of(machine, machine.ranks_per_host, [COSTLY_KIB], COSTLY_US)
         if not asked.no_write:
             print(record.write(SUITE, name, rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
+from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
 from weaveopt.reductions.prices.workload import Workload
@@ -120,6 +122,61 @@ def test_bases_that_cannot_be_renewed_here_are_refused(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
     assert not (tmp_path / "new.json").exists()
+
+
+def _as_hosts(tmp_path: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """Two ranks, each of which takes itself for a host of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--device", "cpu", *arguments]
+    processes = []
+    for rank in (0, 1):
+        variables = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1", "WEAVE_HOST": f"host{rank}", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+                env={**os.environ, **variables},
+            )
+        )  # fmt: skip
+    try:
+        told = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(command, process.returncode, *each)
+        for process, each in zip(processes, told, strict=True)
+    ]
+
+
+def test_ranks_of_two_hosts_measure_the_link_between_them(tmp_path: Path) -> None:
+    before = cost_model.load("cpu")
+    assert before.wiring is not None
+    here = replace(before, wiring=replace(before.wiring, processors=len(os.sched_getaffinity(0))))
+    (tmp_path / "one.json").write_text(cost_model.dumps(here))
+    done = _as_hosts(tmp_path, "--base", "one.json", "--output", "two.json")
+    for each in done:
+        assert each.returncode == 0, each.stderr[-3000:]
+    assert (
+        "2 ranks measured" in done[0].stdout
+        and "the link between 2 hosts, all else kept from one.json" in done[0].stdout
+    )
+    machine = cost_model.load(str(tmp_path / "two.json"))
+    origins = dict(machine.origins)
+    link, library = machine.inter_host, fabric_costs(machine, Fabric.LIBRARY).inter_host
+    assert library is not None and origins[link.origin].kind == origins[library.origin].kind == "measured"
+    # Of the loopback of a machine that does other things too: no more than that it is one.
+    assert 0.1 < link.latency_us < 5e3 and 0.1 < link.overhead_us < 1e3 and 1e6 < link.bytes_per_s < 1e12
+    assert machine.gemms == here.gemms and machine.memory == here.memory
+
+
+def test_ranks_of_two_hosts_need_the_profile_of_one(tmp_path: Path) -> None:
+    for each in _as_hosts(tmp_path, "--output", "two.json"):
+        assert each.returncode == 2 and "calibrate on one host first, then here with --base FILE" in each.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_process_is_refused(

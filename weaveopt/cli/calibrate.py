@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weaveopt.errors import OptionError, ProfileError, WeaveError
+from weaveopt.errors import OptionError, ProfileError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,8 @@ class Question:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures GEMMs, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
-        "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ..."
+        "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ... On CPU "
+        "ranks of several hosts: the link between them, for the profile of one host that --base names."
     )
     parser.add_argument(
         "--output", type=Path, default=Path(DEFAULT_OUTPUT), metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
@@ -121,20 +122,28 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
     import torch.distributed as dist
 
     from weaveopt import cost_model
+    from weaveopt.fabrics import topology
     from weaveopt.measure.base import renew
     from weaveopt.measure.session import Session
-    from weaveopt.measure.suite import measure
+    from weaveopt.measure.suite import measure, measure_between_hosts
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
-        raise WeaveError(f"calibrate measures one host: {world} ranks, of which {os.environ['LOCAL_WORLD_SIZE']} here")
+    where = topology.discover(str(dist.distributed_c10d._get_default_group().group_name), GROUP_TIMEOUT_S)
+    if where.num_hosts > 1:
+        _refuse_hosts(asked, device, base, where.num_hosts)
     started = time.monotonic()
     name = asked.name or asked.output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
     with _progress(rank == 0) as tell:
-        machine = measure(Session(device, tell, asked.quick), name, before)
+        session = Session(device, tell, asked.quick)
+        if base is not None and where.num_hosts > 1:
+            machine = measure_between_hosts(session, where, name, base)
+        else:
+            machine = measure(session, name, before)
     said = ""
-    if base is not None:
+    if where.num_hosts > 1:
+        said = f"; the link between {where.num_hosts} hosts, all else kept from {asked.base}"
+    elif base is not None:
         renewed = renew(machine, base)
         machine, said = renewed.machine, f"; kept from {asked.base}: {', '.join(renewed.kept) or 'nothing'}"
     if rank == 0:
@@ -148,6 +157,19 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
         finally:
             unfinished.unlink(missing_ok=True)
         sys.stdout.write(f"{asked.output}: {world} ranks measured in {time.monotonic() - started:.0f} s{said}\n")
+
+
+def _refuse_hosts(asked: Question, device: torch.device, base: Machine | None, num_hosts: int) -> None:
+    """What cannot be measured on ranks of several hosts."""
+    if device.type != "cpu":
+        raise OptionError(
+            f"these ranks are on {num_hosts} hosts, between which only CPU ranks are measured: measure GPUs on one host"
+        )
+    if base is None:
+        raise OptionError(
+            f"these ranks are on {num_hosts} hosts: what is measured is the link between them, for a profile of one "
+            "host: calibrate on one host first, then here with --base FILE"
+        )
 
 
 def _device(asked: str) -> torch.device:

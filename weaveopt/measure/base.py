@@ -20,6 +20,7 @@ from weaveopt.cost_model.machine import (
     CopyEngine,
     FabricCosts,
     Launch,
+    Link,
     Machine,
     Origin,
     Wiring,
@@ -122,6 +123,19 @@ def renew(today: Machine, base: Machine) -> Renewed:
     merged = replace(merged, relative_error=relative_error(merged), origins=origins)
     check(f"{today.name} (renewed from {base.name})", merged)
     return Renewed(merged, tuple(kept))
+
+
+def with_link(base: Machine, name: str, link: Link, library: Link, origins: Mapping[str, Origin]) -> Machine:
+    """`base` under `name`, with the link between hosts and what the library makes of it; all else as it was."""
+    base = _with_names_apart(base, origins)
+    fabrics = tuple(
+        replace(costs, inter_host=library) if costs.fabric is Fabric.LIBRARY else costs for costs in base.fabric_costs
+    )
+    merged = replace(base, name=name, inter_host=link, fabric_costs=fabrics)
+    known = dict(base.origins) | dict(origins)
+    merged = replace(merged, origins=tuple((each, known[each]) for each in sorted(_named(merged))))
+    check(f"{name} (the link between hosts renewed)", merged)
+    return merged
 
 
 def _whole(theirs: FabricCosts, kept: list[str]) -> FabricCosts:

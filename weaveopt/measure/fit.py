@@ -65,11 +65,34 @@ def between_error(curves: Iterable[Sequence[Point]]) -> float:
 
 def line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(a, b) of `a + b x` with the least squares of relative errors; both at least a little above zero."""
+    mean_x, mean_y, slope = _regression(rows)
+    slope = max(slope, 1e-9)
+    return max(mean_y - slope * mean_x, 1e-3), slope
+
+
+def relative_line(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(a, b) of `a + b x` with the least squares of relative errors, whatever their signs."""
+    mean_x, mean_y, slope = _regression(rows)
+    return mean_y - slope * mean_x, slope
+
+
+def relative_plane(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """(a, b) of `z = a x + b y` with the least squares of relative errors, from rows (x, y, z)."""
+    scaled = [(x / z, y / z) for x, y, z in rows]
+    xx, xy, yy = sum(u * u for u, _ in scaled), sum(u * v for u, v in scaled), sum(v * v for _, v in scaled)
+    x, y = sum(u for u, _ in scaled), sum(v for _, v in scaled)
+    determinant = xx * yy - xy * xy
+    if not determinant:
+        return 0.0, 0.0
+    return (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+
+
+def _regression(rows: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """(mean x, mean y, slope), every row weighted by `1 / y²`."""
     weights = [1 / y**2 for _, y in rows]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, rows, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, rows, strict=True)) / total
     covariance = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, rows, strict=True))
     variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, rows, strict=True))
-    slope = max(covariance / variance if variance else 0.0, 1e-9)
-    return max(mean_y - slope * mean_x, 1e-3), slope
+    return mean_x, mean_y, covariance / variance if variance else 0.0
