@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import record
+from weaveopt import cost_model
+from weaveopt.cost_model.host_algorithms import piece_bytes
+from weaveopt.cost_model.machine import Machine
 
 SUITE = "between_hosts"
 HIDDEN = 4096
@@ -33,7 +36,7 @@ ROUNDS = 15
 CALLS = 4
 
 
-def rank_main(sizes: list[int]) -> None:
+def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
@@ -64,6 +67,7 @@ def rank_main(sizes: list[int]) -> None:
         )
         for algorithm in ALGORITHMS[Transfer.MESSAGE]
     }  # fmt: skip
+    calls["doubling"] = replace(calls["doubling"], chunk_bytes=chunk_bytes)
     tcp.reserve(topology.discover("0", 60.0), memory_plan("0", list(calls.values())), 0, 60.0)
     with torch.no_grad():
         for tokens in sizes:
@@ -98,17 +102,22 @@ def rank_main(sizes: list[int]) -> None:
     os._exit(0)
 
 
+def with_link(profile: str, gbit: float, delay_us: float) -> Machine:
+    """The profile, with this link between its hosts; what messages cost, and what their way through a system adds."""
+    machine = cost_model.load(profile)
+    link = machine.inter_host
+    own_us = link.latency_us if profile != "cpu" else 0.0
+    return replace(machine, inter_host=replace(link, bytes_per_s=gbit * 1e9 / 8, latency_us=own_us + delay_us))
+
+
 def predictions(profile: str, tokens: int, hosts: int, ranks: int, gbit: float, delay_us: float) -> dict[str, float]:
     """Microseconds of every exchange, by its name, and of the library's as `gloo`."""
-    from weaveopt import cost_model
     from weaveopt.records.candidate import Fabric
     from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
     from weaveopt.reductions.prices.workload import Workload
     from weaveopt.reductions.variant import ALGORITHMS, Transfer
 
-    machine = cost_model.load(profile)
-    link = replace(machine.inter_host, bytes_per_s=gbit * 1e9 / 8)
-    machine = replace(machine, inter_host=replace(link, latency_us=delay_us + link.latency_us))
+    machine = with_link(profile, gbit, delay_us)
     workload = Workload(tokens, tokens, HIDDEN, "bfloat16", hosts * ranks, hosts)
     found = {
         algorithm.value: estimate_fused(machine, workload, Fabric.TCP, algorithm).us + cost_model.host_us(machine)
@@ -122,12 +131,16 @@ def bound_us(kib: int, hosts: int, gbit: float, delay_us: float) -> float:
     return 2 * ceil(log2(hosts)) * delay_us + moved_bytes * 8 / (gbit * 1e9) * 1e6
 
 
-def measured(hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int]) -> list[dict[str, float]]:
+def measured(
+    hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int], chunk_bytes: int
+) -> list[dict[str, float]]:
     """A record a size, by token count."""
     from tests import emulated_hosts
 
     with emulated_hosts.hosts(hosts, emulated_hosts.Link(delay_us, gbit)) as made:
-        processes = emulated_hosts.start(made, ranks, "benchmarks.between_hosts", "--rank", *map(str, sizes))
+        processes = emulated_hosts.start(
+            made, ranks, "benchmarks.between_hosts", "--rank", *map(str, (chunk_bytes, *sizes))
+        )
         found = emulated_hosts.finish(processes, 600.0)
     bad = [out for status, out in found if status]
     if bad:
@@ -156,9 +169,10 @@ def main() -> None:
     sizes = [kib * 1024 // (2 * HIDDEN) for kib in asked.kib]
     rows = []
     for gbit in asked.gbit:
+        chunk_bytes = piece_bytes(with_link(str(asked.profile), gbit, asked.delay_us).inter_host)
         for count in asked.hosts:
             for ranks in asked.ranks:
-                for us in measured(count, ranks, gbit, asked.delay_us, sizes):
+                for us in measured(count, ranks, gbit, asked.delay_us, sizes, chunk_bytes):
                     tokens = int(us.pop("tokens"))
                     predicted = predictions(str(asked.profile), tokens, count, ranks, gbit, asked.delay_us)
                     kib, gloo = tokens * 2 * HIDDEN // 1024, us.pop("gloo")
@@ -182,6 +196,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main([int(word) for word in sys.argv[2:]])
+        rank_main(int(sys.argv[2]), [int(word) for word in sys.argv[3:]])
     else:
         main()

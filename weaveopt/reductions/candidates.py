@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
+from weaveopt.cost_model.host_algorithms import piece_bytes
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
@@ -44,6 +45,8 @@ class Lowered:
     rows: tuple[KernelRow, ...] = ()
     """The run-time table."""
     one_shot_max_tokens: int = 0
+    chunk_bytes: int = 0
+    """Between hosts: pieces of rows that go by doubling."""
     gather_us: float = 0.0
     """What handing out the rows of the sum to every rank costs."""
     takes_gemm: bool = False
@@ -121,7 +124,10 @@ def candidates(
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         if features is not None and not features.shards_sum:
             workload = replace(workload, sum_may_shard=False)
-        base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
+        chunk_bytes = piece_bytes(machine.inter_host) if TRAITS[fabric].crosses_hosts else 0
+        base = Lowered(
+            workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes, chunk_bytes=chunk_bytes
+        )
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if tabled and TRAITS[fabric].device == "cuda":
@@ -186,8 +192,10 @@ def _from_table(
                 (_estimates(workload, base.fabric, algorithm, known.machine, kernel), kernel) for kernel in able
             ]
             (estimate, gather_us), best = min(estimates, key=lambda pair: pair[0][0].us - pair[0][1])
-            ctas: Values = (("num_ctas", best.num_ctas),) if TRAITS[base.fabric].device == "cuda" else ()
-            parameters = (("form", transfer.value), *ctas, ("max_tokens", end), ("measured", best.measured))
+            own: Values = (("num_ctas", best.num_ctas),)
+            if transfer is Transfer.MESSAGE:
+                own = (("chunk_bytes", base.chunk_bytes),)
+            parameters = (("form", transfer.value), *own, ("max_tokens", end), ("measured", best.measured))
         rows = tuple(_table_row(each) for each in table)
         named = _named(algorithm, transfer, base)
         candidate = Candidate(known.rule, base.fabric, named, parameters, estimate, tuple(why), rows)
