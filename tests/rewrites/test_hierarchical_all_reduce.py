@@ -12,15 +12,18 @@ import torch.distributed as dist
 import weaveopt
 from tests.models import Family, load, save
 from tests.ranks import run_ranks
-from tests.tcp_ranks import become_host
+from tests.tcp_ranks import become_host, make_call
 from weaveopt import cost_model
 from weaveopt.cost_model.host_schedules import Then, host_schedule
 from weaveopt.cost_model.machine import Link, Machine
 from weaveopt.fabrics import topology
+from weaveopt.fabrics.layout import Layout
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import TokenCounts
+from weaveopt.reductions.buffers import locate, memory_plan
 from weaveopt.reductions.candidates import Lowered, Terms, candidates
 from weaveopt.reductions.lowering import memory_of
+from weaveopt.reductions.shm import native_site
 from weaveopt.reductions.variant import ALGORITHMS, Algorithm, Transfer
 from weaveopt.sites.reduction import ReductionFacts
 
@@ -31,6 +34,7 @@ except ImportError:
 
 RULE = "hierarchical_all_reduce"
 HIDDEN = 4096
+CALL = make_call(2, 2, Algorithm.DOUBLING, "bfloat16")
 
 
 def machine_with(alpha_us: float, bytes_per_s: float, overhead_us: float = 0.0) -> Machine:
@@ -124,6 +128,28 @@ def test_connections_and_memory_grow_with_the_logarithm_of_the_hosts(hosts: int)
         peers = _native.host_peers(getattr(_native.HostExchange, name), 0, hosts)
         assert len(peers) <= hosts.bit_length()
     assert len(_native.host_peers(_native.HostExchange.one_shot, 0, hosts)) == hosts - 1
+
+
+def message_bytes(exchange: str, hosts: int, tokens: int = 4) -> int:
+    """What native code keeps for the messages of host 0."""
+    plan = memory_plan("0", [CALL])
+    segment = _native.Segment.create(plan.num_bytes, 1, 0)
+    wire = _native.Connections([-1] * hosts, 0, 1, 0)
+    site = native_site(CALL, CALL.encode(), locate(CALL, Layout.of(plan, 0)))
+    site.max_tokens = tokens
+    table = [(tokens, getattr(_native.HostExchange, exchange))]
+    ranks = [[host] for host in range(hosts)]
+    group = _native.Group([segment], 0, 1, 0)
+    return _native.AllReduceNormOfHosts(group, wire, 0, ranks, table, 0, site, 1).message_bytes
+
+
+def test_memory_of_messages_grows_with_the_logarithm_of_the_hosts() -> None:
+    rows = 4 * CALL.hidden
+    for rounds in (1, 2, 6, 10):
+        # Of each round a sum in fp32, and of the first one the partial results as they are.
+        assert message_bytes("doubling", 1 << rounds) == rows * (4 * rounds + 2 * min(rounds, 2))
+        assert message_bytes("halving", 1 << rounds) <= rows * (4 * rounds + 4)
+        assert message_bytes("one_shot", 1 << rounds) == rows * 2 * ((1 << rounds) - 1)
 
 
 def _model(rank: int, folder: str, world: int) -> tuple[float, list[tuple[str, str, str]]]:
