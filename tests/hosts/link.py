@@ -125,6 +125,10 @@ class Wires:
         self._received_until[target] = end
         return end + max(self.link.delay_us - (self.own_us or 0.0), 0.0) * 1e-6
 
+    def __len__(self) -> int:
+        """Packets that are under way."""
+        return len(self._under_way)
+
     def next_at(self) -> float | None:
         """When the next packet arrives."""
         return self._under_way[0][0] if self._under_way else None
