@@ -73,8 +73,8 @@ class Wires:
         self.count, self.link, self.counts = count, link, Counts()
         self.down: set[int] = set()
         self.loss_percent = link.loss_percent
-        self.own_us: float | None = None
-        """What whoever carries the packets needs himself, one way; not known yet where it is None."""
+        self.own_us = 0.0
+        """What whoever carries the packets needs himself, one way."""
         self.to_duplicate = self.to_truncate = 0
         """So many of the next packets that carry data."""
         self._sent_until, self._received_until = [0.0] * count, [0.0] * count
@@ -123,7 +123,11 @@ class Wires:
         self._sent_until[source] = begin + seconds
         end = max(begin, self._received_until[target]) + seconds
         self._received_until[target] = end
-        return end + max(self.link.delay_us - (self.own_us or 0.0), 0.0) * 1e-6
+        return end + max(self.link.delay_us - self.own_us, 0.0) * 1e-6
+
+    def __len__(self) -> int:
+        """Packets that are under way."""
+        return len(self._under_way)
 
     def next_at(self) -> float | None:
         """When the next packet arrives."""

@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -33,9 +34,10 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 INTERFACE = "eth0"
 NETWORK = "10.77.0"
 """Nothing else is in these namespaces, so it may be the same for all hosts that were ever made."""
-_CALIBRATION_PORT, _CALIBRATION_ROUNDS, _CALIBRATION_S = 29300, 200, 1.0
-_BURST = 16
-"""Packets read of one host before the others have their turn."""
+_CALIBRATION_PORT, _CALIBRATION_TURNS, _CALIBRATION_ROUNDS, _CALIBRATION_S = 29300, 3, 80, 2.0
+_AWAKE_S = 60e-6
+_BURST, _SMALL_BYTES = 16, 1500
+"""Packets read of one host before the others have their turn. Behind a small one there is seldom another."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -157,12 +159,19 @@ def _namespace_of(pid: int) -> int:
         return 0
 
 
+def hurry() -> None:
+    """Real-time priority for this process, where the system gives it: nothing that merely computes keeps it waiting."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+
+
 def _forked(part: Callable[[float], None], hosts: Hosts, delay_us: float) -> int:
     """A child that does its part on a host of its own."""
     child = os.fork()
     if child:
         return child
     try:
+        hurry()
         enter(hosts.namespaces[0 if part is _pings else 1])
         part(delay_us)
     finally:
@@ -177,21 +186,25 @@ def _echoes(_: float) -> None:
 
 
 def _pings(delay_us: float) -> None:
-    """Tells the relay what a packet needs beyond the delay, one way."""
+    """Tells the relay what a packet needs beyond the delay, one way; then again, with what it was told taken off."""
+    own_us = 0.0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.settimeout(0.05)
-        times = []
-        for _ in range(_CALIBRATION_ROUNDS):
-            begin = time.perf_counter()
-            with suppress(OSError):  # lost, or nobody is there yet
-                end.sendto(b"x", (address_of(1), _CALIBRATION_PORT))
-                end.recvfrom(64)
-                times.append((time.perf_counter() - begin) * 1e6)
-    found = sorted(times)[len(times) // 50] / 2 - delay_us if times else 0.0
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
-        control.connect(control_name(os.getppid()))
-        control.sendall(json.dumps({"own_us": max(found, 0.0)}).encode())
-        control.recv(4096)
+        for turn in range(_CALIBRATION_TURNS):
+            times = []
+            for _ in range(_CALIBRATION_ROUNDS):
+                begin = time.perf_counter()
+                with suppress(OSError):  # lost, or nobody is there yet
+                    end.sendto(b"x", (address_of(1), _CALIBRATION_PORT))
+                    end.recvfrom(64)
+                    times.append((time.perf_counter() - begin) * 1e6)
+            if times and own_us < delay_us:
+                own_us = max(own_us + statistics.median(times) / 2 - delay_us, 0.0)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
+                control.connect(control_name(os.getppid()))
+                last = turn == _CALIBRATION_TURNS - 1
+                control.sendall(json.dumps({"own_us": own_us, "is_calibrated": float(last)}).encode())
+                control.recv(4096)
 
 
 class Relay:
@@ -201,6 +214,7 @@ class Relay:
         self.hosts, self.wires = hosts, Wires(len(hosts.namespaces), link)
         self._source_of = {tunnel: index for index, tunnel in enumerate(hosts.tunnels)}
         self._controls = {each.fileno(): each for each in hosts.controls}
+        self._is_calibrated = False
         self._news = [0, *self._controls, *hosts.tunnels]
 
     def run(self) -> None:
@@ -211,7 +225,12 @@ class Relay:
         """Waits for the next thing to do, and does it. False when standard input has ended."""
         wires, now = self.wires, time.monotonic
         next_at = wires.next_at()
-        ready, _, _ = select.select(self._news, [], [], None if next_at is None else max(next_at - now(), 0))
+        left_s = None if next_at is None else max(next_at - now(), 0)
+        # A timer's interrupt takes as long as many a delay: the last bit of it is waited for awake, if it is for a
+        # single packet. Of several the link's rate tells when they arrive, and this process must not hold a core.
+        if left_s is not None and len(wires) == 1:
+            left_s = max(left_s - _AWAKE_S, 0)
+        ready, _, _ = select.select(self._news, [], [], left_s)
         for each in ready:
             if each in self._source_of:
                 self._take(each)
@@ -227,12 +246,12 @@ class Relay:
     def calibrate(self) -> None:
         """Takes what this process needs itself off the delay, as far as that goes: packets are late by what was asked.
 
-        Measured by datagrams between the first two hosts. Of their round trips one of the fastest counts, so that a
-        machine with other things to do is not taken for a slow relay.
+        Measured by datagrams between the first two hosts, whose median counts; both ends are as urgent as the relay, so
+        that a machine with other things to do is not taken for a slow relay.
         """
         children = [_forked(part, self.hosts, self.wires.link.delay_us) for part in (_echoes, _pings)]
         until = time.monotonic() + _CALIBRATION_S
-        while self.wires.own_us is None and time.monotonic() < until and self._turn():
+        while not self._is_calibrated and time.monotonic() < until and self._turn():
             pass
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -247,6 +266,8 @@ class Relay:
             target = packet[19] - 1
             if packet[0] >> 4 == 4 and packet[16:19] == b"\x0a\x4d\x00" and 0 <= target < self.wires.count:
                 self.wires.carry(packet, self._source_of[tunnel], target, time.monotonic())
+            if len(packet) < _SMALL_BYTES:
+                return
 
     def _listen(self, listener: socket.socket) -> None:
         """One change, and what was counted so far as the answer."""
@@ -273,6 +294,8 @@ class Relay:
                 wires.to_duplicate += int(value)
             elif what == "own_us":
                 wires.own_us = value
+            elif what == "is_calibrated":
+                self._is_calibrated = bool(value)
             elif what == "kill":
                 return self.hosts.kill([int(value)])
             else:
@@ -294,13 +317,12 @@ def main() -> None:
     try:
         # Packets are late by no more than it takes to wake up: as urgent as an interrupt, and with timers to the point.
         _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+        hurry()
         gc.disable()
         relay = Relay(hosts, link)
         if hosts.tunnels and len(hosts.tunnels) > 1 and link.delay_us:
             relay.calibrate()
-        print(json.dumps({"namespaces": hosts.namespaces, "own_us": relay.wires.own_us or 0.0}), flush=True)
+        print(json.dumps({"namespaces": hosts.namespaces, "own_us": relay.wires.own_us}), flush=True)
         relay.run()
     finally:
         hosts.kill(range(len(hosts.namespaces)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -70,12 +71,13 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True
     ).stdout
-    note = (
+    note = textwrap.fill(
         f"Measured on commit {commit.strip()}, {len(found)} cases one after the other, {os.cpu_count()} cores; "
         f"timeouts of {SHORT_S:g} s (`timeout_s`) and {MEETING_S:g} s (of reserving and connecting) where somebody has "
-        "to wait for them.\n\n"
+        "to wait for them.",
+        width=120,
     )
-    PAGE.write_text(f"{before}{BEGIN}\n{note}{rows(found)}{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{BEGIN}\n{note}\n\n{rows(found)}{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ def test_generate_on_two_hosts_agrees_with_eager() -> None:
     arguments = ("--hidden", "128", "--layers", "1", "--new-tokens", "8", "--rounds", "0")
     found = ended(Run(2, 1, "accelerate", replace(GENERATE, arguments=arguments)))
     assert found.agrees, found.output
-    assert found.collectives and " 0 rewritten" not in f" {found.collectives}", found.output
+    assert found.rewritten == 3 and found.left == 0, found.output
 
 
-def test_every_program_is_started_by_every_launcher_on_every_number_of_hosts() -> None:
-    made = list(runs([2, 3, 4], [1, 2], []))
+def test_every_program_is_started_by_every_launcher() -> None:
+    made = list(runs([2, 3, 4], [1, 2], everything=True))
+    assert len(made) == len(set(made)) == 24
+    made = list(runs([2, 3, 4], [1, 2], everything=False))
     assert {(run.hosts, run.ranks) for run in made} == {(count, ranks) for count in (2, 3, 4) for ranks in (1, 2)}
-    for count in (2, 3, 4):
-        of_count = {(run.launcher, run.program.name) for run in made if run.hosts == count}
-        assert of_count == {(launcher, name) for launcher in LAUNCHERS for name in ("generate.py", "train_step.py")}
+    every = {(launcher, name) for launcher in LAUNCHERS for name in ("generate.py", "train_step.py")}
+    assert {(run.launcher, run.program.name) for run in made} == every
+    assert len(made) == 10
