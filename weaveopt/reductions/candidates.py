@@ -275,7 +275,10 @@ def _estimates(
 
 
 def _by_threshold(base: Lowered, reasons: list[Rejection], terms: Terms, usable_only: bool) -> list[Found]:
-    """One-shot up to a token count, two-shot above: `shm`, and fabrics without kernels of ours."""
+    """One-shot up to a token count, two-shot above: `shm`, and fabrics without kernels of ours.
+
+    Those between hosts are priced as the paper's recursive doubling.
+    """
     workload, fabric, machine = base.workload, base.fabric, terms.machine
     known = fabric in machine.fabrics
     threshold = 0
@@ -283,9 +286,12 @@ def _by_threshold(base: Lowered, reasons: list[Rejection], terms: Terms, usable_
         threshold = one_shot_max_tokens(
             machine, fabric, workload.hidden, workload.dtype, workload.world, workload.hosts
         )
+    algorithms: tuple[Algorithm, ...] = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
     chosen = Algorithm.ONE_SHOT if workload.tokens <= threshold else Algorithm.TWO_SHOT
+    if workload.hosts > 1 and TRAITS[fabric].crosses_hosts:
+        algorithms, chosen = (Algorithm.DOUBLING,), Algorithm.DOUBLING
     found: list[Found] = []
-    for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+    for algorithm in algorithms:
         why = list(reasons)
         if known and algorithm is not chosen:
             values = (("tokens", workload.tokens), ("one_shot_max_tokens", threshold))
