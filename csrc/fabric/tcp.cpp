@@ -207,6 +207,14 @@ Status Group::lost(int32_t index, Code code) const {
     return status;
 }
 
+// Whoever waits for a rank that does nothing has sent more of this call than that one.
+int32_t Group::most_awaited() const {
+    const auto pending = [](const Peer& peer) { return std::make_pair(peer.num_awaited(), peer.outgoing.size()); };
+    const auto most = std::max_element(peers_.begin(), peers_.end(),
+                                       [&](const Peer& a, const Peer& b) { return pending(a) < pending(b); });
+    return static_cast<int32_t>(most - peers_.begin());
+}
+
 bool Group::is_done() const {
     return std::all_of(peers_.begin(), peers_.end(),
                        [](const Peer& peer) { return peer.outgoing.empty() && !peer.is_awaited(); });
@@ -215,21 +223,18 @@ bool Group::is_done() const {
 // Until a connection has room or news. Nobody has waited for longer than `timeout_s` then.
 Status Group::sleep(double timeout_s) const {
     std::vector<pollfd> waits;
-    std::vector<int32_t> indices;
-    for (int32_t index = 0; index < world(); ++index) {
-        const Peer& peer = peers_[index];
+    for (const Peer& peer : peers_) {
         if (peer.socket < 0) continue;
         const short events =
             static_cast<short>((peer.is_awaited() ? POLLIN : 0) | (peer.outgoing.empty() ? 0 : POLLOUT));
         if (events == 0) continue;
         waits.push_back({peer.socket, events, 0});
-        indices.push_back(index);
     }
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
     for (;;) {
         const int ready = poll(waits.data(), waits.size(), kPollSliceMs);
         if (ready > 0) return {};
-        if (Clock::now() >= deadline) return lost(indices.empty() ? rank_ : indices.front(), Code::kTimeout);
+        if (Clock::now() >= deadline) return lost(most_awaited(), Code::kTimeout);
     }
 }
 

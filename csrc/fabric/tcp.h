@@ -94,7 +94,8 @@ class Group {
         bool is_a_call_ahead = false;
 
         // Whether something of this call has yet to come from it.
-        bool is_awaited() const { return !expected.empty() || incoming.part > 0; }
+        bool is_awaited() const { return num_awaited() > 0; }
+        std::size_t num_awaited() const { return expected.size() + (incoming.part > 0 ? 1 : 0); }
     };
 
     Status write_some(int32_t index, bool* moved);
@@ -103,6 +104,7 @@ class Group {
     Status match(int32_t index);
     Status lost(int32_t index, Code code) const;
     bool is_done() const;
+    int32_t most_awaited() const;
     Status sleep(double timeout_s) const;
     static int gather(Message& message, Header& header, iovec* out, int count);
     static void advance(Message& message, int64_t num_bytes);
