@@ -196,7 +196,7 @@ def main() -> None:
                     print(f"{gbit:g} Gbit/s, {count} hosts x {ranks}, {kib:5d} KiB: gloo {gloo:.0f}, {others} us; "
                           f"{chosen} {row.ratio:.2f}x, best {gloo / min(us.values()):.2f}x", flush=True)  # fmt: skip
     if rows and not asked.no_write:
-        print(record.write(SUITE, asked.machine, rows))
+        print(record.write(SUITE, asked.machine, rows, beside=True))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from math import ceil, inf, log
 
 from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_steps, curve_parts_us, fabric_costs
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
+from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
 from weaveopt.records.candidate import Fabric, Term
@@ -187,10 +188,19 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     else:
         latency_us, moved_us = _unmeasured_parts_us(machine, workload, fabric, variant.algorithm)
     terms = [Term("synchronize", latency_us)]
+    if variant.algorithm in (Algorithm.DOUBLING, Algorithm.HALVING):
+        terms.append(Term("add", _added_us(machine, workload, variant.algorithm)))
     if one_shot:
         return [*terms, Term("reduce", moved_us), Term("norm", norm_us)]
     # Bringing the peers' shares of this rank's rows and handing the finished rows out move equally much.
     return [*terms, Term("reduce", moved_us / 2), Term("norm", norm_us), Term("distribute", moved_us / 2)]
+
+
+def _added_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> float:
+    """Sums of some hosts are made in memory: what arrived and what was there are read, and as much is written."""
+    problem = Problem(workload.message_bytes, workload.world // workload.hosts, workload.hosts)
+    moved = 2 * host_algorithm(algorithm.value).traffic(problem).received_bytes
+    return traffic_us(machine, moved) * machine.oversubscription(workload.world, workload.hosts)
 
 
 def _unmeasured_parts_us(
