@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from benchmarks import record
 from weaveopt import cost_model
-from weaveopt.cost_model.host_algorithms import piece_bytes
 from weaveopt.cost_model.machine import Machine
 
 SUITE = "between_hosts"
@@ -156,6 +155,7 @@ def main() -> None:
     parser.add_argument("--gbit", nargs="*", type=float, default=[10.0, 25.0])
     parser.add_argument("--delay-us", type=float, default=50.0, help="one way")
     parser.add_argument("--kib", nargs="*", type=int, default=[16, 64, 128, 512, 2048])
+    parser.add_argument("--chunk-kib", type=int, default=0, help="pieces of rows that go by doubling; 0: in one")
     parser.add_argument("--machine", default="cpu")
     parser.add_argument(
         "--profile",
@@ -174,10 +174,9 @@ def main() -> None:
     sizes = [kib * 1024 // (2 * HIDDEN) for kib in asked.kib]
     rows = []
     for gbit in asked.gbit:
-        chunk_bytes = piece_bytes(with_link(str(asked.profile), gbit, asked.delay_us).inter_host)
         for count in asked.hosts:
             for ranks in asked.ranks:
-                for us in measured(count, ranks, gbit, asked.delay_us, sizes, chunk_bytes):
+                for us in measured(count, ranks, gbit, asked.delay_us, sizes, asked.chunk_kib * 1024):
                     tokens = int(us.pop("tokens"))
                     predicted = predictions(str(asked.profile), tokens, count, ranks, gbit, asked.delay_us)
                     kib, gloo = tokens * 2 * HIDDEN // 1024, us.pop("gloo")

@@ -241,18 +241,6 @@ HOST_ALGORITHMS: tuple[HostAlgorithm, ...] = (
 """Every algorithm among hosts that `host_schedules` has messages of."""
 
 
-_OVERHEAD_SHARE = 0.1
-"""Of a piece's time: what its own message may cost its two ends."""
-
-
-def piece_bytes(inter: Link) -> int:
-    """Of a long message that travels in pieces, so that one is added while the next ones come.
-
-    What the link carries in one latency, so that it is never idle; more where messages cost their ends much.
-    """
-    return int(max(inter.latency_us, 2 * inter.overhead_us / _OVERHEAD_SHARE) * inter.bytes_per_s / 1e6)
-
-
 def host_algorithm(name: str) -> HostAlgorithm:
     """The row of that name; `KeyError` where there is none."""
     return {algorithm.name: algorithm for algorithm in HOST_ALGORITHMS}[name]

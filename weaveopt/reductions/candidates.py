@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
-from weaveopt.cost_model.host_algorithms import piece_bytes
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
@@ -45,8 +44,6 @@ class Lowered:
     rows: tuple[KernelRow, ...] = ()
     """The run-time table."""
     one_shot_max_tokens: int = 0
-    chunk_bytes: int = 0
-    """Between hosts: pieces of rows that go by doubling."""
     gather_us: float = 0.0
     """What handing out the rows of the sum to every rank costs."""
     takes_gemm: bool = False
@@ -124,10 +121,7 @@ def candidates(
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         if features is not None and not features.shards_sum:
             workload = replace(workload, sum_may_shard=False)
-        chunk_bytes = piece_bytes(machine.inter_host) if TRAITS[fabric].crosses_hosts else 0
-        base = Lowered(
-            workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes, chunk_bytes=chunk_bytes
-        )
+        base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if tabled and TRAITS[fabric].device == "cuda":
@@ -192,9 +186,7 @@ def _from_table(
                 (_estimates(workload, base.fabric, algorithm, known.machine, kernel), kernel) for kernel in able
             ]
             (estimate, gather_us), best = min(estimates, key=lambda pair: pair[0][0].us - pair[0][1])
-            own: Values = (("num_ctas", best.num_ctas),)
-            if transfer is Transfer.MESSAGE:
-                own = (("chunk_bytes", base.chunk_bytes),)
+            own: Values = () if transfer is Transfer.MESSAGE else (("num_ctas", best.num_ctas),)
             parameters = (("form", transfer.value), *own, ("max_tokens", end), ("measured", best.measured))
         rows = tuple(_table_row(each) for each in table)
         named = _named(algorithm, transfer, base)

@@ -55,7 +55,6 @@ def call_of(
         normalized_aliases_arena=lowered.aliases_arena,
         quant=op.Quant.NONE if quantized is None else quantized.quant,
         table=lowered.rows,
-        chunk_bytes=lowered.chunk_bytes,
         in_pieces=TRAITS[lowered.fabric].device == "cuda" and lowered.max_tokens >= workload.max_tokens,
         channel=placement.channel,
     )
