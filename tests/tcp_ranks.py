@@ -22,6 +22,8 @@ from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transf
 
 HIDDEN = 64
 MAX_TOKENS = 40
+NUM_RESULTS = 12 * 5 * 3 * 2
+"""Of `check`: counts and dtypes, ways, forms, tensors."""
 
 
 def become_host(rank: int, world: int, hosts: int) -> None:

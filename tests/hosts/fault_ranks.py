@@ -89,8 +89,10 @@ class _Rank:
         self.slept_s += self.fault.pauses_s
 
     def call(self) -> ReductionCall:
-        call = make_call(self.case.world, self.case.hosts, one_shot=False, timeout_s=self.fault.call_timeout_s)
-        return replace(call, hidden=WIDE, max_tokens=LONG) if self.fault.moment is Moment.TRANSFER else call
+        call = make_call(self.case.world, self.case.hosts, timeout_s=self.fault.call_timeout_s)
+        if self.fault.moment is not Moment.TRANSFER:
+            return call
+        return replace(call, hidden=WIDE, max_tokens=LONG, table=(replace(call.table[0], max_tokens=LONG),))
 
     def partials(self, step: int) -> list[torch.Tensor]:
         if self.fault.moment is Moment.TRANSFER:

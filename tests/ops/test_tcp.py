@@ -15,14 +15,11 @@ import weaveopt
 from tests import emulated_hosts
 from tests.models import FAMILIES, load, save
 from tests.ranks import collect, run_ranks
-from tests.tcp_ranks import become_host, check, make_call, partial_of, reserve
+from tests.tcp_ranks import NUM_RESULTS, become_host, check, make_call, partial_of, reserve
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import tcp, topology
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.variant import Algorithm
-
-NUM_RESULTS = 12 * 5 * 3 * 2
-"""Counts and dtypes, ways, forms, tensors."""
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (3, 3), (6, 3), (4, 4), (7, 7)])
