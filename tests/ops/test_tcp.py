@@ -22,7 +22,7 @@ from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.variant import Algorithm
 
 
-@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (3, 3), (6, 3), (4, 4), (7, 7)])
+@pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (6, 3), (7, 7)])
 def test_results_are_the_references_and_equal_bit_for_bit(world: int, hosts: int) -> None:
     first, *others = run_ranks(check, world, world, hosts)
     assert len(first) == NUM_RESULTS and all(other == first for other in others)
