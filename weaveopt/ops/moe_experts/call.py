@@ -1,0 +1,69 @@
+"""What is constant over the calls of a mixture's experts, and its encoding as the op's string argument."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cache
+
+from weaveopt.errors import WeaveError, closest
+
+
+class Activation(StrEnum):
+    """What stands between the two GEMMs of an expert."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    """By the error function."""
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    CLAMPED_SWISH = "clamped_swish"
+    """Of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`, after gate is cut at `limit` from above and
+    up at both `-limit` and `limit`."""
+
+
+@dataclass(frozen=True)
+class ExpertsCall:
+    """One site's constants. `encode()` goes into the graph."""
+
+    activation: str
+    """A word of `Activation`."""
+    gated: bool
+    """Whether the first GEMM makes gate and up, so that the second one's input is `activation(gate) * up`."""
+    interleaved: bool = False
+    """Its rows are gate 0, up 0, gate 1, up 1, ...; else those of all gates come first, then those of all ups."""
+    alpha: float = 0.0
+    """Of `clamped_swish`."""
+    limit: float = 0.0
+    """Of `clamped_swish`."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
+
+
+@cache
+def decode(text: str) -> ExpertsCall:
+    """The call that `encode()` made `text` from. Raises `WeaveError` if it is none or its fields contradict."""
+    try:
+        record = json.loads(text)
+        call = ExpertsCall(
+            str(record["activation"]), bool(record["gated"]), bool(record["interleaved"]),
+            float(record["alpha"]), float(record["limit"]),
+        )  # fmt: skip
+    except (ValueError, TypeError, KeyError) as error:
+        raise WeaveError(f"not an encoded moe_experts call: {text!r}: {error}") from None
+    known = tuple(activation.value for activation in Activation)
+    if call.activation not in known:
+        raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
+    if call.interleaved and not call.gated:
+        raise WeaveError("moe_experts: interleaved rows are of gate and up, and the call is not gated")
+    if call.activation == Activation.CLAMPED_SWISH and not (
+        call.gated and math.isfinite(call.alpha) and call.limit > 0
+    ):
+        raise WeaveError(
+            f"moe_experts: clamped_swish takes gate and up, a finite alpha and a limit above 0, found gated "
+            f"{call.gated}, alpha {call.alpha} and limit {call.limit}"
+        )
+    return call

@@ -1,0 +1,82 @@
+"""The op on CPUs: tokens sorted by expert, then the library's GEMMs, two an expert that has tokens.
+
+Experts that no token chose are not read. Rows are rounded to x's dtype after each GEMM and by the activation, as torch
+does it in models.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from weaveopt.ops.moe_experts.activations import activate
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
+
+Tensor = torch.Tensor
+
+WIDEN_ROWS = 4
+"""From more rows on, a half-precision GEMM that this CPU has no instructions for runs in fp32 instead."""
+WIDEN_BLOCK_ELEMENTS = 1 << 19
+"""Of a weight, widened at a time: 2 MiB, which the next GEMM finds in the cache."""
+
+
+def on_cpu(operands: Operands, call: ExpertsCall) -> Tensor:
+    """`weave::moe_experts` on a CPU."""
+    shape = checked_shape(operands, call)
+    x, gate_up_bias, down_bias = operands.x, operands.gate_up_bias, operands.down_bias
+    chosen = operands.experts.reshape(-1)
+    own = (chosen >= 0) & (chosen < shape.experts)
+    by_expert, order = torch.where(own, chosen, shape.experts).sort(stable=True)
+    counts = torch.bincount(by_expert, minlength=shape.experts + 1).tolist()
+    # In the order of [token][choice]: foreign choices stay zero.
+    rows = x.new_empty if counts[-1] == 0 else x.new_zeros
+    results = rows((shape.rows, shape.hidden))
+    tokens = order // shape.choices
+    end = 0
+    for expert, count in enumerate(counts[:-1]):
+        first, end = end, end + count
+        if not count:
+            continue
+        picked = x.index_select(0, tokens[first:end])
+        inner = linear(picked, operands.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        inner = activate(inner, call)
+        product = linear(inner, operands.down[expert], None if down_bias is None else down_bias[expert])
+        results.index_copy_(0, order[first:end], product)
+    return combine(results, operands, own)
+
+
+def combine(results: Tensor, operands: Operands, own: Tensor) -> Tensor:
+    """The weighted sum over each token's choices, in their order, in fp32."""
+    tokens, choices = operands.experts.shape
+    results = results.view(tokens, choices, results.shape[1])
+    # Zero times zero: a foreign choice's weight may be anything.
+    weights = operands.weights.float().masked_fill(~own.view(tokens, choices), 0.0)
+    y = results[:, 0].float() * weights[:, :1]
+    for choice in range(1, choices):
+        y.addcmul_(results[:, choice].float(), weights[:, choice : choice + 1])
+    return y.to(operands.x.dtype)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`rows @ weight.T + bias` in the dtype of `rows`, summed in fp32."""
+    if rows.dtype is torch.float32 or len(rows) <= WIDEN_ROWS or has_gemm(rows.dtype):
+        return torch.mm(rows, weight.T) if bias is None else torch.addmm(bias, rows, weight.T)
+    wide, columns = rows.float(), weight.shape[0]
+    product = wide.new_empty((len(rows), columns))
+    block = max(1, WIDEN_BLOCK_ELEMENTS // weight.shape[1])
+    for first in range(0, columns, block):
+        end = min(first + block, columns)
+        torch.mm(wide, weight[first:end].float().T, out=product[:, first:end])
+    if bias is not None:
+        product += bias
+    return product.to(rows.dtype)
+
+
+@cache
+def has_gemm(dtype: torch.dtype) -> bool:
+    """Whether the library multiplies this dtype on this CPU itself; else torch has loops that use one core's FMAs."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,0 +1,61 @@
+"""`weave::moe_experts`: the experts of a mixture.
+
+    def moe_experts(x, experts, weights, gate_up, gate_up_bias, down, down_bias, call):
+        y = zeros(T, H, dtype=float32)
+        for t in range(T):
+            for j in range(k):                                # in this order
+                e = experts[t, j]
+                if 0 <= e < E:                                # others are another rank's
+                    inner = act(x[t] @ gate_up[e].T + gate_up_bias[e]).to(x.dtype)
+                    row = (inner @ down[e].T + down_bias[e]).to(x.dtype)
+                    y[t] += weights[t, j].float() * row.float()
+        return y.to(x.dtype)
+
+Shapes: `x` [T, H] bf16, fp16 or fp32; `experts` [T, k] int64; `weights` [T, k] in x's dtype or fp32; `gate_up`
+[E, N1, H] and `down` [E, H, I] in x's dtype, with any strides; `gate_up_bias` [E, N1] and `down_bias` [E, H] in x's
+dtype, or None; the result [T, H], contiguous. N1 is 2 * I where the call is gated, else I. `call` is an encoded
+`ExpertsCall`: the activation, and where gate and up are. Sums are in fp32.
+
+A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
+
+Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
+tokens (`cpu.py`).
+
+Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is none.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weaveopt.ops.moe_experts import fake
+from weaveopt.ops.moe_experts.call import decode
+from weaveopt.ops.moe_experts.cpu import on_cpu
+from weaveopt.ops.moe_experts.shapes import Operands
+
+Tensor = torch.Tensor
+
+
+def _on_cpu(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return on_cpu(Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias), decode(call))
+
+
+_library = torch.library.Library("weave", "FRAGMENT")
+_library.define(
+    "moe_experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+    "Tensor? down_bias, str call) -> Tensor",
+    # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
+_library.impl("moe_experts", _on_cpu, "CPU")
+torch.library.register_fake("weave::moe_experts", fake.moe_experts, lib=_library)
