@@ -8,6 +8,7 @@ from weaveopt.rewrites.causal_attention import CausalAttention
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
+from weaveopt.rewrites.moe_fused import MoeFused
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
@@ -16,6 +17,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     HierarchicalAllReduce(),
     GemmAllReduce(),
     CausalAttention(),
+    MoeFused(),
     GemmReduceScatter(),
     AllGatherGemm(),
 )

@@ -19,7 +19,9 @@ from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
 from weaveopt.rule import RuleSet
 
-FORCED = Config(force=("all_reduce_rms_norm", "causal_attention"), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
+FORCED = Config(
+    force=("all_reduce_rms_norm", "causal_attention", "moe_fused"), strict=True, timeout_s=30.0, compile_timeout_s=60.0
+)
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""
 
 

@@ -1,0 +1,100 @@
+"""Time of the experts of a mixture as one operation: gather, two GEMMs by expert, an activation, a weighted sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from weaveopt.cost_model.batched import grouped_gemm_us, num_active_experts
+from weaveopt.cost_model.gemm import Gemm
+from weaveopt.cost_model.host import host_us
+from weaveopt.cost_model.kernel_curve import kernel_curve_us
+from weaveopt.cost_model.kernels import memory_us
+from weaveopt.cost_model.machine import KernelCurve, Machine
+from weaveopt.records.site import DTYPE_BYTES
+
+OPERATION = "experts"
+"""Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP."""
+LIBRARY_CALLS = 6
+"""Of the library for an expert's rows on a CPU: gather, two GEMMs, activation, product with up, scatter."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Experts `[width or 2 * width, hidden]` and `[hidden, width]`, of which each token takes some, on one rank."""
+
+    tokens: int
+    choices: float
+    """Of a token, on average, that are experts of this rank."""
+    experts: int
+    """That tokens choose from on this rank, uniformly."""
+    hidden: int
+    width: int
+    gated: bool
+    dtype: str
+
+    @property
+    def rows(self) -> int:
+        """Choices that this rank computes."""
+        return max(round(self.tokens * self.choices), 1) if self.tokens else 0
+
+    @property
+    def wide(self) -> int:
+        """Results of an expert's first GEMM."""
+        return self.width * (2 if self.gated else 1)
+
+    @property
+    def active(self) -> int:
+        """Experts with any rows."""
+        return num_active_experts(self.experts, self.rows) if self.rows else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of the experts with any rows."""
+        return self.active * (self.wide + self.width) * self.hidden * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * (self.wide + self.width) * self.hidden
+
+
+def kernels_us(machine: Machine, mixture: Mixture) -> float | None:
+    """Microseconds of the kernels on a GPU, by their measured curves; None where the profile has none.
+
+    The longer of reading the weights of the experts with rows, and of the arithmetic.
+    """
+    curves = _curves(machine, mixture.dtype)
+    if len(curves) < 2:
+        return None
+    return max(kernel_curve_us(curves["weights"], mixture.weight_bytes), kernel_curve_us(curves["rows"], mixture.flops))
+
+
+@cache
+def _curves(machine: Machine, dtype: str) -> dict[str, KernelCurve]:
+    named = {f"{dtype} {counted}": counted for counted in ("weights", "rows")}
+    return {named[each.variant]: each for each in machine.kernels if each.op == OPERATION and each.variant in named}
+
+
+@dataclass(frozen=True)
+class CpuParts:
+    """What the operation takes on a CPU, in microseconds."""
+
+    gemm_us: float
+    memory_us: float
+
+
+def cpu_parts(machine: Machine, mixture: Mixture) -> CpuParts:
+    """Microseconds on a CPU: the library's GEMMs expert by expert, and what lies between them.
+
+    Rows are gathered and scattered once, activations read twice and written twice, and the sum reads every row.
+    """
+    if not mixture.rows:
+        return CpuParts(0.0, host_us(machine))
+    up = Gemm(mixture.rows, mixture.hidden, mixture.wide)
+    down = Gemm(mixture.rows, mixture.width, mixture.hidden)
+    gemms = sum(grouped_gemm_us(machine, mixture.experts, gemm, mixture.dtype) for gemm in (up, down))
+    size = DTYPE_BYTES[mixture.dtype]
+    passes = (4 * mixture.hidden + 2 * mixture.wide + 2 * mixture.width) * mixture.rows * size
+    summed = (mixture.rows * 2 + mixture.tokens) * mixture.hidden * size
+    calls = LIBRARY_CALLS * mixture.active * machine.memory.floor_us
+    return CpuParts(gemms, memory_us(machine, passes) + memory_us(machine, summed) + calls)

@@ -1,0 +1,3 @@
+from weaveopt.rewrites.moe_fused.rule import MoeFused
+
+__all__ = ["MoeFused"]

@@ -1,0 +1,127 @@
+"""The experts of a mixture as one operation (FlashDMoE's operator on one rank, without its padding and capacity).
+
+Unfused, on every rank, with tokens that all ranks have::
+
+    ids, order = sort(experts.view(-1)); offsets = cumsum(histc(ids))
+    y = grouped_mm(act(grouped_mm(x[order // k], gate_up^T, offsets)), down^T, offsets)
+    out = (y * weights.view(-1)[order][:, None])[inverse(order)].view(T, k, H).sum(1)
+
+or, as `generate` decodes, with `gate_up[experts]` and `down[experts]` gathered for every choice. Both become
+`weave::moe_experts`, which reads the weights of every expert that was chosen once, and no others; choices of other
+ranks' experts are not computed. The router stays, and so does the all-reduce behind, which is a site of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.fx as fx
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.graph.pattern import tensor_of
+from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
+from weaveopt.inductor.kernels import Surroundings
+from weaveopt.ops.moe_experts.call import Activation as Known
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.records.candidate import Candidate, Rejection
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.moe_fused.candidates import RULE, candidates
+from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
+from weaveopt.sites.mixture import KIND, MixtureFacts
+from weaveopt.sites.mixtures.activation import SCALED_SWISH, Activation
+from weaveopt.sites.mixtures.forms import Experts, Linear
+
+aten = torch.ops.aten
+
+
+class MoeFused:
+    """The rule; see the module's docstring."""
+
+    name = RULE
+    kinds = frozenset({KIND})
+
+    def propose(
+        self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
+    ) -> Sequence[Proposal]:
+        facts, experts = _site(found)
+        if call_of(facts.activation) is None:
+            message = "the kernels know no such activation"
+            why = Rejection("activation_not_supported", message, (("activation", str(facts.activation)),))
+            return () if usable_only else (Proposal(Candidate(RULE, rejections=(why,))),)
+        surroundings = Surroundings.of(context.machine, context.topologies.values())
+        return tuple(
+            Proposal(candidate, experts.nodes)
+            for candidate in candidates(facts, tokens, surroundings, has_triton(), usable_only)
+        )
+
+    def memory(self, chosen: Chosen, context: Context) -> Memory | None:
+        return None
+
+    def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
+        facts, experts = _site(chosen.found)
+        call = call_of(facts.activation)
+        assert call is not None, f"{chosen.found.site.id}: {facts.activation}"
+        x = _node(experts.x)
+        operands = [
+            x,
+            _by_token(graph, _node(experts.experts), experts.num_choices),
+            _by_token(graph, _node(experts.weights), experts.num_choices),
+            _weight(graph, experts.up),
+            None if experts.up.bias is None else _node(experts.up.bias),
+            _weight(graph, experts.down),
+            None if experts.down.bias is None else _node(experts.down.bias),
+        ]
+        target = torch.ops.weave.moe_experts.default
+        position = last_of(graph, [each for each in operands if each is not None])
+        made = call_after(graph, position, target, (*operands, call.encode()), like=experts.output)
+        replace_uses(graph, experts.output, made)
+        erase_dead(graph, chosen.proposal.consumes)
+        return (f"{RULE}: choices are weighted and summed in fp32, in their order, and rounded once",)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is there, which compiles the kernels for GPUs."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def call_of(activation: Activation) -> ExpertsCall | None:
+    """The operation's constants; None where it does not know the activation."""
+    gated, interleaved = activation.gated, activation.interleaved
+    if activation.name == SCALED_SWISH and activation.limit:
+        return ExpertsCall(Known.CLAMPED_SWISH, gated, interleaved, activation.alpha, activation.limit)
+    if activation.limit or activation.name not in tuple(Known):
+        return None
+    return ExpertsCall(activation.name, gated, interleaved)
+
+
+def _site(found: FoundSite) -> tuple[MixtureFacts, Experts]:
+    facts, experts = found.facts, found.structure
+    assert isinstance(facts, MixtureFacts) and isinstance(experts, Experts), f"{found.site.id}: no mixture"
+    return facts, experts
+
+
+def _node(node: fx.Node) -> fx.Node:
+    found = current(node)
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _by_token(graph: fx.Graph, node: fx.Node, choices: int) -> fx.Node:
+    """[tokens, choices] of what may be [tokens * choices]."""
+    value = tensor_of(node)
+    assert value is not None, f"{node.name} makes no tensor"
+    if value.ndim == 2:
+        return node
+    return call_after(graph, last_of(graph, [node]), aten.view.default, (node, [-1, choices]), like=node)
+
+
+def _weight(graph: fx.Graph, linear: Linear) -> fx.Node:
+    """[experts, out, in], a view where the model keeps it transposed."""
+    weight = _node(linear.weight)
+    if not linear.transposed:
+        return weight
+    return call_after(graph, last_of(graph, [weight]), aten.permute.default, (weight, [0, 2, 1]), like=weight)

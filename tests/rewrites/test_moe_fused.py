@@ -1,0 +1,202 @@
+"""The rule `moe_fused` on CPU ranks: results as eager's in every form, prices, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.executing import executing
+from tests.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, Family, experts_of, routed
+from tests.tolerances import KERNEL, assert_close
+from weaveopt import cost_model
+from weaveopt.config import Config
+from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
+from weaveopt.cost_model.mixture import Mixture, kernels_us
+from weaveopt.inductor.kernels import Surroundings
+from weaveopt.records.candidate import LEAVE
+from weaveopt.records.report import Decision, GraphReport
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.moe_fused.candidates import KERNELS, RULE, candidates
+from weaveopt.sites.mixture import MixtureFacts
+from weaveopt.sites.mixtures.activation import Activation
+
+FORCED = Config(force=(RULE,), strict=True)
+BF16, FP32 = torch.bfloat16, torch.float32
+MIXTRAL = FAMILIES[0]
+FACTS = MixtureFacts(
+    experts=8,
+    experts_in_all=8,
+    choices=2,
+    hidden=6144,
+    width=8192,
+    dtype="bfloat16",
+    weights_dtype="float32",
+    form="grouped_mm",
+    activation=Activation("silu"),
+    has_biases=False,
+    has_foreign=False,
+    scores="softmax",
+    groups=0,
+)
+
+
+def ran(
+    fn: Callable[..., object], inputs: list[Tensor], config: Config = FORCED, dynamic: bool = False
+) -> tuple[Tensor, list[Decision]]:
+    """The result under the backend, and what was decided at mixtures."""
+    torch._dynamo.reset()
+    reports: list[GraphReport] = []
+    with torch.no_grad():
+        got = torch.compile(fn, backend=executing(config, reports), fullgraph=True, dynamic=dynamic)(*inputs)
+    assert isinstance(got, Tensor) and not any(report.fallbacks for report in reports)
+    return got, [each for report in reports for each in report.decisions if each.site.kind == "mixture"]
+
+
+def reasons(decision: Decision) -> list[str]:
+    return [reason.code for candidate in decision.alternatives for reason in candidate.rejections]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_family_computes_as_eager(family: Family, form: str) -> None:
+    for dtype, weights_dtype in ((FP32, FP32), (BF16, BF16), (BF16, FP32)):
+        experts, inputs = experts_of(family, form, dtype), routed(7, 2, dtype, weights_dtype, foreign=False)
+        got, (decision,) = ran(experts, inputs)
+        assert decision.chosen.choice == RULE and decision.chosen.variant == "by_expert"
+        assert_close(got, experts(*inputs), KERNEL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_choices_of_other_ranks_add_nothing(name: str, form: str) -> None:
+    family = next(each for each in FAMILIES if each.name == name)
+    experts, inputs = experts_of(family, form, FP32, foreign=True), routed(9, 2, FP32, FP32, foreign=True)
+    got, (decision,) = ran(experts, inputs)
+    assert decision.rewritten
+    assert_close(got, experts(*inputs), KERNEL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 3), (6, 1), (5, 4)])
+def test_sizes(form: str, tokens: int, choices: int) -> None:
+    experts, inputs = experts_of(MIXTRAL, form, FP32), routed(tokens, choices, FP32, FP32, foreign=False)
+    got, (decision,) = ran(experts, inputs)
+    assert decision.rewritten
+    assert_close(got, experts(*inputs), KERNEL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_symbolic_token_count(form: str) -> None:
+    """One graph for several token counts."""
+    experts, router = experts_of(MIXTRAL, form, FP32), torch.randn(EXPERTS, HIDDEN)
+
+    def block(x: Tensor) -> Tensor:
+        weights, chosen = F.linear(x, router).softmax(-1).topk(2)
+        return experts(x, chosen, weights)
+
+    torch._dynamo.reset()
+    reports: list[GraphReport] = []
+    compiled = torch.compile(block, backend=executing(FORCED, reports), fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (9, 4, 30):
+            x = torch.randn(tokens, HIDDEN)
+            assert_close(compiled(x), block(x), KERNEL)
+    assert [decision.rewritten for report in reports for decision in report.decisions] == [True]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_of_the_old_form_stays(form: str, graphs: list[fx.Graph]) -> None:
+    """Neither the sort nor gathered weights, nor anything that served them alone."""
+    ran(experts_of(MIXTRAL, form, FP32), routed(7, 2, FP32, FP32, foreign=False))
+    (graph,) = graphs
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.weave.moe_experts.default]
+
+
+def test_several_layers() -> None:
+    experts, (x, chosen, weights) = experts_of(MIXTRAL, "grouped_mm", FP32), routed(7, 2, FP32, FP32, foreign=False)
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + experts(x, chosen, weights)
+        return x
+
+    got, decisions = ran(layers, [x])
+    assert [each.rewritten for each in decisions] == [True] * 3
+    assert_close(got, layers(x), KERNEL)
+
+
+def test_switched_off() -> None:
+    experts, inputs = experts_of(MIXTRAL, "batched_mm", FP32), routed(7, 2, FP32, FP32, foreign=False)
+    _, (decision,) = ran(experts, inputs, Config(disable=(RULE,), strict=True))
+    assert decision.chosen.choice == LEAVE and "disabled" in reasons(decision)
+
+
+def test_an_activation_that_no_kernel_knows_is_left() -> None:
+    experts, inputs = experts_of(MIXTRAL, "grouped_mm", FP32), routed(7, 2, FP32, FP32, foreign=False)
+    experts.act_fn = torch.nn.Softsign()
+    got, (decision,) = ran(experts, inputs)
+    assert not decision.rewritten
+    assert_close(got, experts(*inputs), KERNEL)
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+
+
+def _on(machine: Machine, tokens: int, facts: MixtureFacts = FACTS) -> list[tuple[str, float | None, list[str]]]:
+    found = candidates(facts, TokenCounts(tokens), Surroundings(machine), True, usable_only=False)
+    return [
+        (each.variant, None if each.estimate is None else each.estimate.us, [r.code for r in each.rejections])
+        for each in found
+    ]
+
+
+def test_weights_that_are_gathered_for_every_choice_cost_more() -> None:
+    """Without being forced: `batched_mm` copies weights for every choice, the rule reads them once for every expert."""
+    generator = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(shape, generator=generator) * 0.1 for shape in ((4, 1024, 256), (4, 256, 512)))
+
+    def batched(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids, rows = chosen.reshape(-1), x.repeat_interleave(2, dim=0)
+        gate, wide = torch.bmm(up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        made = torch.bmm(down[ids], (F.silu(gate) * wide).unsqueeze(-1)).squeeze(-1)
+        return (made * weights.reshape(-1, 1)).view(-1, 2, 256).sum(1)
+
+    weights, chosen = torch.rand(64, 4, generator=generator).topk(2)
+    inputs = [torch.randn(64, 256, generator=generator), chosen, weights]
+    got, (decision,) = ran(batched, inputs, Config(strict=True))
+    assert decision.chosen.choice == RULE
+    assert_close(got, batched(*inputs), KERNEL)
+
+
+def test_kernels_that_were_not_measured_are_not_used() -> None:
+    machine = replace(cost_model.load("h200x4"), kernels=())
+    assert _on(machine, 8) == [(KERNELS, None, ["not_measured"])]
+
+
+def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
+    curves = (
+        KernelCurve("x", "experts", "bfloat16 weights", "bytes", (SizePoint(1 << 20, 5.0), SizePoint(1 << 30, 300.0))),
+        KernelCurve("x", "experts", "bfloat16 rows", "flop", (SizePoint(10**9, 4.0), SizePoint(10**13, 16000.0))),
+    )
+    machine = replace(cost_model.load("h200x4"), kernels=curves)
+    few, many = (kernels_us(machine, Mixture(tokens, 2.0, 8, 6144, 8192, True, "bfloat16")) for tokens in (1, 8192))
+    assert few is not None and many is not None and few < many
+    ((_, us, refused),) = _on(machine, 8192)
+    assert us is not None and us >= many and not refused
+    assert _on(machine, 8, replace(FACTS, dtype="float32"))[0][2] == ["dtype_not_supported"]
+
+
+def test_only_experts_with_rows_are_read() -> None:
+    whole = Mixture(4096, 2.0, 8, 64, 32, True, "bfloat16")
+    assert whole.active == 8 and whole.weight_bytes == 8 * 3 * 32 * 64 * 2
+    assert replace(whole, tokens=1).active == 2
+    assert replace(whole, tokens=0).weight_bytes == 0
+    half = replace(FACTS, experts=4, has_foreign=True)
+    assert half.choices_here == 1.0

@@ -1,0 +1,168 @@
+"""Mixtures in the graphs of transformers' experts: every family and form, and what is no mixture that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.capturing import captured, context_of
+from tests.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, WIDTH, Family, experts_of, routed
+from weaveopt.rule import FoundSite
+from weaveopt.sites.mixture import MixtureFacts, MixtureMatcher
+
+ACTIVATIONS = {
+    "olmoe": "gelu(gate) * up",
+    "granitemoe": "gelu_tanh(gate) * up",
+    "ernie4_5_moe": "relu(gate) * up",
+    "gpt_oss": "scaled_swish(gate, alpha=1.702, limit=7) * (up + 1)",
+    "nemotron_h": "silu(z)",
+}
+BF16 = torch.bfloat16
+MIXTRAL = FAMILIES[0]
+
+
+def found_in(fn: Callable[..., object], *inputs: object, dynamic: bool = False) -> list[FoundSite]:
+    with torch.no_grad():
+        (graph,) = captured(fn, *inputs, dynamic=dynamic)
+    return list(MixtureMatcher().find(graph.graph, context_of(graph.groups, 1)))
+
+
+def facts_in(fn: Callable[..., object], *inputs: object, dynamic: bool = False) -> MixtureFacts:
+    (site,) = found_in(fn, *inputs, dynamic=dynamic)
+    assert not site.site.rejections, site.site.rejections
+    return cast(MixtureFacts, site.facts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_family(family: Family, form: str) -> None:
+    facts = facts_in(experts_of(family, form, BF16), *routed(7, 2, BF16, torch.float32, foreign=False))
+    assert (facts.experts, facts.choices, facts.hidden, facts.width) == (EXPERTS, 2, HIDDEN, WIDTH)
+    assert (facts.form, facts.dtype, facts.weights_dtype) == (form, "bfloat16", "float32")
+    assert str(facts.activation) == ACTIVATIONS.get(family.name, "silu(gate) * up")
+    assert facts.activation.interleaved == facts.has_biases == (family.name == "gpt_oss")
+    assert not facts.has_foreign
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_choices_of_other_ranks(name: str, form: str) -> None:
+    family = next(each for each in FAMILIES if each.name == name)
+    facts = facts_in(experts_of(family, form, BF16, foreign=True), *routed(7, 2, BF16, BF16, foreign=True))
+    assert facts.has_foreign and facts.weights_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 3), (6, 1), (5, 4)])
+def test_sizes(form: str, tokens: int, choices: int) -> None:
+    inputs = routed(tokens, choices, torch.float32, torch.float32, foreign=False)
+    facts = facts_in(experts_of(MIXTRAL, form, torch.float32), *inputs)
+    assert (facts.choices, facts.experts) == (choices, EXPERTS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_symbolic_token_count(form: str) -> None:
+    experts, router = experts_of(MIXTRAL, form, BF16), torch.randn(EXPERTS, HIDDEN).to(BF16)
+
+    def block(x: Tensor) -> Tensor:
+        weights, chosen = F.linear(x, router).topk(2)
+        return experts(x, chosen, weights)
+
+    (site,) = found_in(block, torch.randn(9, HIDDEN).to(BF16), dynamic=True)
+    assert not site.site.rejections and site.facts is not None
+    assert (site.site.tokens.hint, site.site.tokens.is_static) == (9, False)
+
+
+def test_layers_are_sites_of_their_own() -> None:
+    experts, (x, chosen, weights) = experts_of(MIXTRAL, "grouped_mm", BF16), routed(7, 2, BF16, BF16, foreign=False)
+
+    def layers(x: Tensor) -> Tensor:
+        return experts(x + experts(x, chosen, weights), chosen, weights)
+
+    sites = found_in(layers, x)
+    assert len(sites) == 2 and sites[0].facts == sites[1].facts and not sites[0].nodes & sites[1].nodes
+
+
+def test_router_is_told() -> None:
+    """Grouped sigmoid scores as DeepSeek's, and a softmax of what was chosen as in gpt-oss."""
+    experts, x = experts_of(MIXTRAL, "grouped_mm", BF16), torch.randn(7, HIDDEN).to(BF16)
+    router = torch.randn(EXPERTS, HIDDEN).to(BF16)
+
+    def softmax_first(x: Tensor) -> Tensor:
+        weights, chosen = F.linear(x, router).float().softmax(-1).topk(2)
+        return experts(x, chosen, weights)
+
+    def softmax_last(x: Tensor) -> Tensor:
+        weights, chosen = F.linear(x, router).topk(2)
+        return experts(x, chosen, weights.softmax(-1))
+
+    def sigmoid(x: Tensor) -> Tensor:
+        scores = F.linear(x, router).float().sigmoid()
+        chosen = (scores + 0.5).topk(2).indices
+        return experts(x, chosen, scores.gather(1, chosen))
+
+    found = [facts_in(each, x) for each in (softmax_first, softmax_last, sigmoid)]
+    assert [each.scores for each in found] == ["softmax", "softmax of the chosen", "sigmoid"]
+    assert {each.experts_in_all for each in found} == {EXPERTS}
+
+
+# --- what is no mixture that is known --------------------------------------------------------------------------------
+
+
+def test_an_unknown_activation_is_named() -> None:
+    experts = experts_of(MIXTRAL, "grouped_mm", BF16)
+    experts.act_fn = torch.nn.Softsign()
+    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, foreign=False))
+    assert [each.code for each in site.site.rejections] == ["activation_not_known"]
+    assert "abs" in str(dict(site.site.rejections[0].values)["ops"])
+
+
+def test_a_norm_behind_the_experts_is_refused() -> None:
+    experts = experts_of(MIXTRAL, "grouped_mm", BF16)
+    experts.has_post_expert_norm = True  # type: ignore[assignment]
+    experts.post_expert_norm = torch.nn.RMSNorm(HIDDEN, dtype=BF16)
+    (site,) = found_in(experts, *routed(7, 2, BF16, BF16, foreign=False))
+    assert [each.code for each in site.site.rejections] == ["form_not_known"] and site.facts is None
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_one_grouped_gemm_is_no_mixture(grouped: bool) -> None:
+    """It says so where it is alone; batched GEMMs are everywhere, and only those of gathered weights count."""
+    weight, ends = torch.randn(3, 16, 32).to(BF16), torch.tensor([8, 16, 24], dtype=torch.int32)
+
+    def one(x: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight, ends) if grouped else torch.bmm(x.view(3, 8, 16), weight)
+
+    sites = found_in(one, torch.randn(24, 16).to(BF16))
+    assert [each.code for site in sites for each in site.site.rejections] == (["form_not_known"] if grouped else [])
+
+
+def test_rows_that_others_read_stay() -> None:
+    experts = experts_of(MIXTRAL, "grouped_mm", BF16)
+    seen: list[Tensor] = []
+    gate = experts._apply_gate
+
+    def spying(rows: Tensor) -> Tensor:
+        seen.append(gate(rows))
+        return seen[-1]
+
+    experts._apply_gate = spying  # type: ignore[assignment]
+
+    def compute(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        seen.clear()
+        return experts(*inputs), seen[-1]
+
+    (site,) = found_in(compute, *routed(7, 2, BF16, BF16, foreign=False))
+    assert [each.code for each in site.site.rejections] == ["read_by_others"]
+
+
+def test_training_keeps_what_its_backward_pass_reads() -> None:
+    experts = experts_of(MIXTRAL, "grouped_mm", BF16)
+    forward, *_ = captured(experts, *routed(7, 2, BF16, BF16, foreign=False))
+    sites = MixtureMatcher().find(forward.graph, context_of(forward.groups, 1))
+    assert [each.code for site in sites for each in site.site.rejections] == ["read_by_others"]

@@ -1,0 +1,203 @@
+"""The activation between the two GEMMs of an expert, recognized by what it computes.
+
+    gate, up = z.chunk(2, -1)               # or z[..., 0::2], z[..., 1::2]; or all of z is the gate, and there is no up
+    h = silu(gate) * up                     # gelu (erf or tanh), relu, relu squared
+    h = (up + 1) * gate * sigmoid(alpha * gate)
+
+with gate = min(gate, limit) and up = clamp(up, -limit, limit) where there is a limit.
+
+Torch takes activations apart, each version in its own way. So the nodes between the GEMMs are run on numbers, in fp64
+and without their casts, and compared with the activations that are known; alpha and limit are numbers of the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
+from weaveopt.graph.values import shape_of
+from weaveopt.records.candidate import Rejection
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+GATHER = frozenset({aten.index.Tensor, aten.index_select.default})
+_FULL = frozenset({aten.full.default, aten.scalar_tensor.default, aten.full_like.default})
+_CLAMPS = frozenset({aten.clamp_max.default, aten.clamp_min.default, aten.clamp.default, aten.minimum.default})
+_PROBE_ROWS = 3
+_TOLERANCE = 1e-6
+"""Relative, in fp64: constants of activations are written with seven digits or more."""
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda gate: F.relu(gate).square(),
+}
+SCALED_SWISH = "scaled_swish"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which of the activations in the module's docstring."""
+
+    name: str
+    gated: bool = True
+    interleaved: bool = False
+    """Whether gate and up alternate along a row, else the gates come first."""
+    alpha: float = 1.0
+    limit: float = 0.0
+    """0: nothing is clamped."""
+
+    def __str__(self) -> str:
+        inside = "gate" if self.gated else "z"
+        limit = f", limit={self.limit:g}" if self.limit else ""
+        if self.name == SCALED_SWISH:
+            return f"{SCALED_SWISH}({inside}, alpha={self.alpha:g}{limit}) * (up + 1)"
+        return f"{self.name}({inside}{limit})" + (" * up" if self.gated else "")
+
+
+@dataclass(frozen=True)
+class Between:
+    """The nodes between the GEMMs of the experts."""
+
+    first: fx.Node
+    """The GEMM before them."""
+    last: fx.Node
+    """What the GEMM behind them reads, [rows, width] as far as sizes of 1 are left out."""
+    nodes: frozenset[fx.Node]
+    """All of them, without the two GEMMs and what several of them share with others."""
+    biases: tuple[fx.Node, ...]
+    """Rows that were gathered by expert, and are added."""
+    masks: tuple[fx.Node, ...]
+    """Booleans that rows are masked with."""
+
+
+def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
+    """What lies between a GEMM and the operand `last` of the next one; no other tensor may come in."""
+    nodes: set[fx.Node] = set()
+    biases: list[fx.Node] = []
+    masks: list[fx.Node] = []
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if node is first or node in nodes or node in biases or node in masks:
+            continue
+        value = tensor_of(node)
+        if value is not None and value.dtype is torch.bool:
+            masks.append(node)
+        elif is_call(node, GATHER):
+            biases.append(node)
+        elif node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload | type(operator.getitem)):
+            return Rejection("activation_not_known", "a tensor comes in between the GEMMs", (("node", node.name),))
+        else:
+            nodes.add(node)
+            pending.extend(node.all_input_nodes)
+    return Between(first, last, frozenset(nodes), tuple(biases), tuple(masks))
+
+
+def activation_of(found: Between) -> Activation | Rejection:
+    """The activation that these nodes compute; layers of one kind are run once."""
+    key = _signature(found)
+    if key not in _known:
+        if len(_known) > _KEPT:
+            _known.clear()
+        _known[key] = _recognized(found)
+    return _known[key]
+
+
+_known: dict[tuple[object, ...], Activation | Rejection] = {}
+_KEPT = 64
+
+
+def _signature(found: Between) -> tuple[object, ...]:
+    """The nodes without their names: equal where they compute the same."""
+    order = sorted(found.nodes)
+    names: dict[fx.Node, str] = {found.first: "first", **{node: f"n{index}" for index, node in enumerate(order)}}
+    names.update(dict.fromkeys(found.biases, "bias"))
+    names.update(dict.fromkeys(found.masks, "mask"))
+    first, last = tensor_of(found.first), tensor_of(found.last)
+    sizes = [None if value is None else shape_of(value)[1:] for value in (first, last)]
+    lines = [(str(node.target), str(fx.map_arg((node.args, node.kwargs), names.__getitem__))) for node in order]
+    return (*map(str, sizes), names[found.last], *lines)
+
+
+def _recognized(found: Between) -> Activation | Rejection:
+    first, last = tensor_of(found.first), tensor_of(found.last)
+    assert first is not None and last is not None, f"{found.first.name} or {found.last.name} makes no tensor"
+    wide, narrow = (max(shape_of(value)[1:], default=0) for value in (first, last))
+    unknown = Rejection("activation_not_known", "no activation that the kernels know", (("ops", _ops(found)),))
+    if wide not in (narrow, 2 * narrow):
+        return unknown
+    with _disable_current_modes(), torch.device("cpu"):  # graphs are captured with tensors that hold no numbers
+        probe = torch.randn(_PROBE_ROWS, wide, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
+        try:
+            computed = _run(found, probe.view(_PROBE_ROWS, *shape_of(first)[1:])).reshape(_PROBE_ROWS, -1)
+        except Exception:  # whatever it is, it is no activation
+            return unknown
+        hypotheses = _hypotheses(found, wide == 2 * narrow) if computed.shape[1] == narrow else iter(())
+        return next((each for each in hypotheses if _agrees(each, probe, computed)), unknown)
+
+
+def apply(activation: Activation, z: Tensor) -> Tensor:
+    """The activation of `z` [..., width or 2 * width], in the dtype of `z`."""
+    if not activation.gated:
+        return GATES[activation.name](z)
+    gate, up = (z[..., 0::2], z[..., 1::2]) if activation.interleaved else z.chunk(2, -1)
+    if activation.limit:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.name != SCALED_SWISH:
+        return GATES[activation.name](gate) * up
+    return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+
+
+def _agrees(activation: Activation, probe: Tensor, computed: Tensor) -> bool:
+    return torch.allclose(apply(activation, probe), computed, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _hypotheses(found: Between, gated: bool) -> Iterator[Activation]:
+    limits = sorted({abs(n) for node in found.nodes if is_call(node, _CLAMPS) for n in _numbers(node)})
+    orders = (False, True) if gated else (False,)
+    for limit, interleaved, name in itertools.product((*limits, 0.0) if gated else (0.0,), orders, GATES):
+        yield Activation(name, gated, interleaved, limit=limit)
+    if gated:
+        alphas = sorted({number for node in found.nodes if is_call(node, MUL) for number in _numbers(node)})
+        for limit, interleaved, alpha in itertools.product((*limits, 0.0), orders, (*alphas, 1.0)):
+            yield Activation(SCALED_SWISH, gated, interleaved, alpha, limit)
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    return [float(each) for each in node.args if isinstance(each, int | float) and not isinstance(each, bool)]
+
+
+def _ops(found: Between) -> str:
+    return ", ".join(sorted({str(node.target).removeprefix("aten.") for node in found.nodes}))
+
+
+def _run(found: Between, probe: Tensor) -> Tensor:
+    """The nodes on `probe` in place of the first GEMM's rows: biases are 0, nothing is masked, nothing rounded."""
+    zero, no = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
+    known: dict[fx.Node, object] = {found.first: probe}
+    known.update(dict.fromkeys(found.biases, zero))
+    known.update(dict.fromkeys(found.masks, no))
+    for node in sorted(found.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        if is_call(node, CAST):
+            known[node] = args[0]
+        elif is_call(node, _FULL):
+            known[node] = torch.tensor(float(args[-1]), dtype=torch.float64)
+        else:
+            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    result = known[found.last]
+    assert isinstance(result, Tensor)
+    return result
