@@ -33,6 +33,7 @@ FAMILIES = {
     "all_gather_gemm": re.compile(r"all_?gather_?gemm", re.IGNORECASE),
     "hierarchical_all_reduce": re.compile(r"hierarchical_?all_?reduce", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
+    "moe_fused": re.compile(r"moe_?(fused|experts|sharded)", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
@@ -59,6 +60,13 @@ ROOMS = {
         "weaveopt/ops/library_attention/",
         "weaveopt/ops/masked_attention/",
         "weaveopt/measure/cases/causal_attention/",
+    ),
+    "moe_fused": (
+        "rewrites/moe_fused/",
+        "weaveopt/ops/moe_experts/",
+        "weaveopt/ops/moe_sharded/",
+        "weaveopt/measure/cases/moe_experts.py",
+        "csrc/moe_sharded/",
     ),
     "gemm_reduce_scatter": (
         "rewrites/gemm_reduce_scatter/",

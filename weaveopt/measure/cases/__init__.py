@@ -16,6 +16,7 @@ from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters
 from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
+from weaveopt.measure.cases.moe_experts import ExpertKernels
 
 FAMILIES: tuple[type[Family], ...] = (
     Launches,
@@ -24,6 +25,7 @@ FAMILIES: tuple[type[Family], ...] = (
     AttentionKernels,
     CausalKernels,
     GroupedGemms,
+    ExpertKernels,
     Collectives,
     PeerKernels,
     ShmKernels,

@@ -1,0 +1,94 @@
+"""The kernels of a mixture's experts on GPUs: few rows an expert, by bytes of weights; many, by FLOP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.cost_model.machine import KernelCurve, SizePoint
+from weaveopt.cost_model.mixture import OPERATION, Mixture
+from weaveopt.measure import fit
+from weaveopt.measure.cases.family import Family
+from weaveopt.measure.clock import Sample, slowest
+from weaveopt.measure.draft import Draft
+from weaveopt.measure.session import Session
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.gpu import has_triton
+
+CALL = ExpertsCall("silu", True).encode()
+DTYPE, CHOICES = "bfloat16", 4
+FEW = tuple(
+    Mixture(tokens, float(CHOICES), experts, hidden, width, True, DTYPE)
+    for experts, hidden, width in ((16, 2048, 768), (32, 4096, 1536), (8, 6144, 8192))
+    for tokens in (1, 2, 4, 8, 16, 32, 64)
+)
+"""Up to some rows an expert the weights bind."""
+MANY = tuple(
+    Mixture(tokens, float(CHOICES), 8, hidden, width, True, DTYPE)
+    for hidden, width in ((2048, 1536), (6144, 4096))
+    for tokens in (1024, 2048, 4096, 8192)
+)
+TURNS_BYTES = 256 << 20
+"""Weights of so many bytes take turns: in a model those of other layers have driven them out of the cache."""
+
+
+def call_of(mixture: Mixture, device: torch.device) -> Callable[[int], object]:
+    """Calls on weights that take turns; every token's choices are other ones, uniform over the experts."""
+    made = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=made, device=device, dtype=torch.bfloat16) * 0.05
+
+    experts, hidden, width = mixture.experts, mixture.hidden, mixture.width
+    turns = max(1, min(8, TURNS_BYTES // max(mixture.weight_bytes, 1)))
+    weights = [(normal(experts, 2 * width, hidden), normal(experts, hidden, width)) for _ in range(turns)]
+    x = normal(mixture.tokens, hidden)
+    scores = torch.rand(mixture.tokens, experts, generator=made, device=device)
+    share, chosen = scores.topk(CHOICES)
+
+    def run(index: int) -> object:
+        up, down = weights[index % turns]
+        return torch.ops.weave.moe_experts(x, chosen, share, up, None, down, None, CALL)
+
+    return run
+
+
+def curve(origin: str, variant: str, counts: str, sized: Sequence[tuple[float, float]]) -> KernelCurve:
+    """Times by size, those of one size averaged, never falling."""
+    by_size: dict[int, list[float]] = {}
+    for size, us in sized:
+        by_size.setdefault(round(size), []).append(us)
+    means = [(size, sum(times) / len(times)) for size, times in sorted(by_size.items())]
+    points = tuple(SizePoint(point.bytes, point.us) for point in fit.never_falling(means))
+    return KernelCurve(origin, OPERATION, variant, counts, points)
+
+
+@dataclass
+class ExpertKernels(Family):
+    """On GPUs with Triton; CPU ranks run the library's GEMMs, whose times are in the profile."""
+
+    devices: ClassVar = frozenset({"cuda"})
+    times: dict[Mixture, Sample] = field(default_factory=dict)
+
+    def measure_alone(self, session: Session) -> None:
+        if not has_triton():
+            return
+        cases = (*FEW, *MANY)[::3] if session.quick else (*FEW, *MANY)
+        mine: list[Sample] = []
+        for done, case in enumerate(cases):
+            session.tell("experts", done, len(cases))
+            mine.append(session.clock.alone(call_of(case, session.device), 30.0))
+        self.times = dict(zip(cases, slowest(mine), strict=True))
+
+    def write(self, draft: Draft) -> None:
+        if not self.times:
+            return
+        origin = draft.origin("experts", self.times.values(), "a mixture's experts, weights out of cache, bfloat16")
+        weights = [(case.weight_bytes, sample.us) for case, sample in self.times.items() if case in FEW]
+        rows = [(case.flops, sample.us) for case, sample in self.times.items() if case in MANY]
+        draft.kernels.append(curve(origin, f"{DTYPE} weights", "bytes", weights))
+        draft.kernels.append(curve(origin, f"{DTYPE} rows", "flop", rows))
