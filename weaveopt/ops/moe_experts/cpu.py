@@ -44,13 +44,12 @@ def on_cpu(operands: Operands, call: ExpertsCall) -> Tensor:
         inner = activate(inner, call)
         product = linear(inner, operands.down[expert], None if down_bias is None else down_bias[expert])
         results.index_copy_(0, order[first:end], product)
-    return combine(results, operands, own)
+    return combine(results.view(shape.tokens, shape.choices, shape.hidden), operands, own)
 
 
 def combine(results: Tensor, operands: Operands, own: Tensor) -> Tensor:
-    """The weighted sum over each token's choices, in their order, in fp32."""
+    """The weighted sum of `results` [T, k, H] over the own ones of each token's choices, in their order, in fp32."""
     tokens, choices = operands.experts.shape
-    results = results.view(tokens, choices, results.shape[1])
     # Zero times zero: a foreign choice's weight may be anything.
     weights = operands.weights.float().masked_fill(~own.view(tokens, choices), 0.0)
     y = results[:, 0].float() * weights[:, :1]
