@@ -15,6 +15,7 @@ from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.ops.moe_experts import cpu
 from weaveopt.ops.moe_experts.call import ExpertsCall, decode
+from weaveopt.ops.moe_experts.plain import plain
 from weaveopt.ops.moe_experts.reference import reference
 from weaveopt.ops.moe_experts.shapes import Operands
 
@@ -43,6 +44,7 @@ def test_equals_the_sum_token_by_token(routing: str, dtype: torch.dtype) -> None
         want = expected(operands, call).to(dtype)
         assert_close(run(operands, call), want, KERNEL, f"{sizes} {call}")
         assert_close(reference(operands, call), want, KERNEL, f"reference of {sizes} {call}")
+        assert_close(plain(operands, call), want, KERNEL, f"plain form of {sizes} {call}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -63,7 +65,7 @@ def test_what_nobody_chose_may_be_anything(dtype: torch.dtype) -> None:
         operands = make_operands(Sizes(tokens=9, choices=3, experts=4, bias=True), SILU, dtype, 2, routing)
         if routing == "all_foreign":
             assert not run(poisoned(operands), SILU).any()
-        for op in (run, reference):
+        for op in (run, reference, plain):
             assert_close(op(poisoned(operands), SILU), expected(operands, SILU).to(dtype), KERNEL, routing)
 
 

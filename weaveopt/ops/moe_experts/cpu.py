@@ -7,6 +7,7 @@ does it in models.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -25,32 +26,42 @@ WIDEN_BLOCK_ELEMENTS = 1 << 19
 def on_cpu(operands: Operands, call: ExpertsCall) -> Tensor:
     """`weave::moe_experts` on a CPU."""
     shape = checked_shape(operands, call)
-    x, gate_up_bias, down_bias = operands.x, operands.gate_up_bias, operands.down_bias
-    chosen = operands.experts.reshape(-1)
+    x, chosen = operands.x, operands.experts.reshape(-1)
     own = (chosen >= 0) & (chosen < shape.experts)
     by_expert, order = torch.where(own, chosen, shape.experts).sort(stable=True)
-    counts = torch.bincount(by_expert, minlength=shape.experts + 1).tolist()
-    # In the order of [token][choice]: foreign choices stay zero.
-    rows = x.new_empty if counts[-1] == 0 else x.new_zeros
-    results = rows((shape.rows, shape.hidden))
-    tokens = order // shape.choices
-    end = 0
-    for expert, count in enumerate(counts[:-1]):
-        first, end = end, end + count
-        if not count:
-            continue
-        picked = x.index_select(0, tokens[first:end])
-        inner = linear(picked, operands.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        inner = activate(inner, call)
-        product = linear(inner, operands.down[expert], None if down_bias is None else down_bias[expert])
-        results.index_copy_(0, order[first:end], product)
-    return combine(results, operands, own)
+    ranges, end = [], 0
+    for expert, count in enumerate(torch.bincount(by_expert, minlength=shape.experts + 1).tolist()[:-1]):
+        if count:
+            ranges.append(Range(expert, end, end + count))
+            end += count
+    order = order[:end]
+    inner = x.new_empty((end, operands.gate_up.shape[1]))
+    multiply(x.index_select(0, order // shape.choices), operands.gate_up, operands.gate_up_bias, ranges, inner)
+    product = x.new_empty((end, shape.hidden))
+    multiply(activate(inner, call), operands.down, operands.down_bias, ranges, product)
+    # Foreign choices' rows are zero.
+    results = x.new_empty((shape.rows, shape.hidden)) if end == shape.rows else x.new_zeros((shape.rows, shape.hidden))
+    results.index_copy_(0, order, product)
+    return combine(results.view(shape.tokens, shape.choices, shape.hidden), operands, own)
+
+
+class Range(NamedTuple):
+    """Rows of one expert, of those that are sorted."""
+
+    expert: int
+    first: int
+    end: int
+
+
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, ranges: list[Range], out: Tensor) -> None:
+    """`out = rows @ weight[expert].T + bias[expert]`, range by range."""
+    for expert, first, end in ranges:
+        linear(rows[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
 
 
 def combine(results: Tensor, operands: Operands, own: Tensor) -> Tensor:
-    """The weighted sum over each token's choices, in their order, in fp32."""
+    """The weighted sum of `results` [T, k, H] over the own ones of each token's choices, in their order, in fp32."""
     tokens, choices = operands.experts.shape
-    results = results.view(tokens, choices, results.shape[1])
     # Zero times zero: a foreign choice's weight may be anything.
     weights = operands.weights.float().masked_fill(~own.view(tokens, choices), 0.0)
     y = results[:, 0].float() * weights[:, :1]
@@ -59,10 +70,14 @@ def combine(results: Tensor, operands: Operands, own: Tensor) -> Tensor:
     return y.to(operands.x.dtype)
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`rows @ weight.T + bias` in the dtype of `rows`, summed in fp32."""
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`out = rows @ weight.T + bias`, summed in fp32."""
     if rows.dtype is torch.float32 or len(rows) <= WIDEN_ROWS or has_gemm(rows.dtype):
-        return torch.mm(rows, weight.T) if bias is None else torch.addmm(bias, rows, weight.T)
+        if bias is None:
+            torch.mm(rows, weight.T, out=out)
+        else:
+            torch.addmm(bias, rows, weight.T, out=out)
+        return
     wide, columns = rows.float(), weight.shape[0]
     product = wide.new_empty((len(rows), columns))
     block = max(1, WIDEN_BLOCK_ELEMENTS // weight.shape[1])
@@ -71,7 +86,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         torch.mm(wide, weight[first:end].float().T, out=product[:, first:end])
     if bias is not None:
         product += bias
-    return product.to(rows.dtype)
+    out.copy_(product)
 
 
 @cache

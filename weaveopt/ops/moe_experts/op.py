@@ -19,7 +19,10 @@ dtype, or None; the result [T, H], contiguous. N1 is 2 * I where the call is gat
 A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
 
 Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
-tokens (`cpu.py`).
+tokens (`cpu.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs, one
+adds up. Nothing waits for the device and sizes come from shapes alone, so calls can be captured in CUDA graphs, and
+what is routed where may change between replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but
+E / k times the arithmetic (`plain.py`).
 
 Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is none.
 """
@@ -31,12 +34,13 @@ import torch
 from weaveopt.ops.moe_experts import fake
 from weaveopt.ops.moe_experts.call import decode
 from weaveopt.ops.moe_experts.cpu import on_cpu
+from weaveopt.ops.moe_experts.gpu import on_gpu
 from weaveopt.ops.moe_experts.shapes import Operands
 
 Tensor = torch.Tensor
 
 
-def _on_cpu(
+def _moe_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
@@ -46,8 +50,9 @@ def _on_cpu(
     down_bias: Tensor | None,
     call: str,
 ) -> Tensor:
+    operands = Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
     with torch._C._AutoDispatchBelowAutograd():
-        return on_cpu(Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias), decode(call))
+        return on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
 
 
 _library = torch.library.Library("weave", "FRAGMENT")
@@ -57,5 +62,6 @@ _library.define(
     # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
-_library.impl("moe_experts", _on_cpu, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("moe_experts", _moe_experts, _device)
 torch.library.register_fake("weave::moe_experts", fake.moe_experts, lib=_library)

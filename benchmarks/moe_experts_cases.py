@@ -1,0 +1,293 @@
+"""Cases of the benchmark of a mixture's experts, their data, every way to compute them, and how ways are timed."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+
+import weaveopt.ops  # noqa: F401
+from weaveopt.ops.moe_experts import gpu
+from weaveopt.ops.moe_experts.activations import activate
+from weaveopt.ops.moe_experts.call import Activation, ExpertsCall
+from weaveopt.ops.moe_experts.plan import Plan
+from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+
+Tensor = torch.Tensor
+Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+"""`gate_up` and `down`, each followed by its bias."""
+Call = Callable[[int], Tensor]
+"""Computes the case by the routing of this number."""
+
+PEAK_BYTES_PER_US = 4.1e6
+PEAK_FLOPS_PER_US = 720e6
+"""What one H200 reads and multiplies at best."""
+NUM_ROUTINGS = 8
+"""In turn, so that experts of one call are not found in the L2 by the next."""
+MOST_BATCHED_BYTES = 24e9
+"""Of weights that `batched_mm` would copy."""
+SILU = ExpertsCall(Activation.SILU, gated=True)
+CLAMPED = ExpertsCall(Activation.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of one layer, over all ranks."""
+
+    experts: int
+    choices: int
+    hidden: int
+    inner: int
+    call: ExpertsCall = SILU
+    transposed: bool = False
+    """Weights lie as [E, H, N1] and [E, I, H], and there are biases."""
+
+
+MODELS: Mapping[str, Model] = MappingProxyType({
+    "mixtral-8x22b": Model(8, 2, 6144, 16384),
+    "qwen3-30b-a3b": Model(128, 8, 2048, 768),
+    "qwen3-235b-a22b": Model(128, 8, 4096, 1536),
+    "gpt-oss-120b": Model(128, 4, 2880, 2880, CLAMPED, transposed=True),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's experts of a layer, on the tokens of all `ranks`."""
+
+    model: str
+    tokens: int
+    """Of each rank."""
+    routing: str
+    """`uniform`; or `skewed`, half of all tokens on an eighth of the experts."""
+    ranks: int = 2
+
+
+class Data:
+    """Tensors of one case, and the ways to compute it."""
+
+    def __init__(self, case: Case, weights: Weights) -> None:
+        self.case, self.model = case, MODELS[case.model]
+        self.gate_up, self.gate_up_bias, self.down, self.down_bias = weights
+        tokens = case.tokens * case.ranks
+        self.x = torch.randn(tokens, self.model.hidden, device="cuda").bfloat16()
+        routed = [route(case, tokens) for _ in range(NUM_ROUTINGS)]
+        self.experts, self.weights = [ids for ids, _ in routed], [weights for _, weights in routed]
+        own = [ids[ids < self.num_experts] for ids in self.experts]
+        self.own_rows = statistics.mean(len(ids) for ids in own)
+        self.active = statistics.mean(len(ids.unique()) for ids in own)
+
+    @property
+    def num_experts(self) -> int:
+        return self.model.experts // self.case.ranks
+
+    @property
+    def shape(self) -> Shape:
+        return checked_shape(self.operands(0), self.model.call)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of the experts that have rows."""
+        return self.active * 3 * self.model.hidden * self.model.inner * 2
+
+    @property
+    def flops(self) -> float:
+        return self.own_rows * 6 * self.model.hidden * self.model.inner
+
+    @property
+    def bound_us(self) -> float:
+        return max(self.weight_bytes / PEAK_BYTES_PER_US, self.flops / PEAK_FLOPS_PER_US)
+
+    def operands(self, at: int) -> Operands:
+        return Operands(
+            self.x, self.experts[at], self.weights[at], self.gate_up, self.gate_up_bias, self.down, self.down_bias
+        )
+
+    def weave(self, how: Plan) -> Call:
+        return lambda at: gpu.launch(self.operands(at), self.model.call, how)
+
+    def planned(self) -> Call:
+        call = self.model.call.encode()
+
+        def run(at: int) -> Tensor:
+            of = self.operands(at)
+            result: Tensor = torch.ops.weave.moe_experts(
+                of.x, of.experts, of.weights, of.gate_up, of.gate_up_bias, of.down, of.down_bias, call
+            )
+            return result
+
+        return run
+
+    def grouped(self) -> Call:
+        run = compiled(grouped)
+        return lambda at: run(self.operands(at), self.model.call)
+
+    def batched(self) -> Call:
+        run = compiled(batched)
+        return lambda at: run(self.operands(at), self.model.call)
+
+    def grouped_alone(self) -> Call:
+        """Both GEMMs and the activation, of rows that were sorted and gathered beforehand; nothing is added up."""
+        run = compiled(between_grouped)
+        ready = [sorted_rows(self.operands(at)) for at in range(NUM_ROUTINGS)]
+        return lambda at: run(ready[at], self.operands(at), self.model.call)
+
+    def fits(self, name: str) -> bool:
+        copied = self.shape.rows * 3 * self.model.hidden * self.model.inner * 2
+        return name != "batched_mm" or copied <= MOST_BATCHED_BYTES
+
+
+def make_weights(model: Model, ranks: int) -> Weights:
+    """Of one rank, random."""
+    experts, rows = model.experts // ranks, 2 * model.inner
+
+    def normal(*sizes: int, scale: float) -> Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16, device="cuda").normal_(std=scale)
+
+    first, second = model.hidden**-0.5, model.inner**-0.5
+    if not model.transposed:
+        gate_up = normal(experts, rows, model.hidden, scale=first)
+        return gate_up, None, normal(experts, model.hidden, model.inner, scale=second), None
+    gate_up = normal(experts, model.hidden, rows, scale=first).transpose(1, 2)
+    down = normal(experts, model.inner, model.hidden, scale=second).transpose(1, 2)
+    return gate_up, normal(experts, rows, scale=0.1), down, normal(experts, model.hidden, scale=0.1)
+
+
+def route(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
+    """Ids [T, k], this rank's first and others as `experts // ranks`, as HF marks them; weights that add up to 1."""
+    model = MODELS[case.model]
+    scores = torch.rand(tokens, model.experts, device="cuda")
+    if case.routing == "skewed":
+        drawn = torch.rand(tokens, 1, device="cuda") < 0.5
+        popular = torch.arange(model.experts, device="cuda") % 8 == 0
+        scores = scores + (drawn & popular)
+    ids = scores.topk(model.choices, 1).indices
+    weights = torch.rand(tokens, model.choices, device="cuda").softmax(1).bfloat16()
+    own = model.experts // case.ranks
+    return ids.clamp(max=own), weights.masked_fill(ids >= own, 0.0)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Rows by expert."""
+
+    rows: Tensor
+    """[S, H], foreign ones last."""
+    experts: Tensor
+    """[S] of each, at most E - 1."""
+    foreign: Tensor
+    """[S, 1]"""
+    ends: Tensor
+    """int32 [E]"""
+    order: Tensor
+
+
+def sorted_rows(of: Operands) -> Sorted:
+    num_experts = len(of.gate_up)
+    ids, order = of.experts.reshape(-1).sort()
+    counts = torch.histc(ids.int(), bins=num_experts, min=0, max=num_experts - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    rows = of.x[order // of.experts.shape[1]]
+    return Sorted(rows, ids.clamp(max=num_experts - 1), (ids >= num_experts)[:, None], ends, order)
+
+
+def between_grouped(ready: Sorted, of: Operands, call: ExpertsCall) -> Tensor:
+    inner = torch._grouped_mm(ready.rows, of.gate_up.transpose(1, 2), ready.ends)
+    if of.gate_up_bias is not None:
+        inner = inner + of.gate_up_bias[ready.experts]
+    result = torch._grouped_mm(activate(inner, call), of.down.transpose(1, 2), ready.ends)
+    return result if of.down_bias is None else result + of.down_bias[ready.experts]
+
+
+def grouped(of: Operands, call: ExpertsCall) -> Tensor:
+    """What models of transformers do in prefill."""
+    ready = sorted_rows(of)
+    rows = between_grouped(ready, of, call)
+    weighted = (rows * of.weights.reshape(-1)[ready.order][:, None]).masked_fill(ready.foreign, 0.0)
+    back = torch.empty_like(ready.order)
+    back[ready.order] = torch.arange(len(ready.order), device=back.device)
+    return weighted[back].view(*of.experts.shape, -1).sum(1).to(of.x.dtype)
+
+
+def batched(of: Operands, call: ExpertsCall) -> Tensor:
+    """What they do in decode: weights are read for each token and choice."""
+    ids = of.experts.reshape(-1)
+    foreign = ids >= len(of.gate_up)
+    ids = ids.clamp(max=len(of.gate_up) - 1)
+    rows = of.x.repeat_interleave(of.experts.shape[1], 0)
+    inner = torch.bmm(of.gate_up[ids], rows[..., None])[..., 0]
+    if of.gate_up_bias is not None:
+        inner = inner + of.gate_up_bias[ids]
+    result = torch.bmm(of.down[ids], activate(inner, call)[..., None])[..., 0]
+    if of.down_bias is not None:
+        result = result + of.down_bias[ids]
+    weights = of.weights.reshape(-1).masked_fill(foreign, 0.0)
+    return (result * weights[:, None]).view(*of.experts.shape, -1).sum(1).to(of.x.dtype)
+
+
+@functools.cache
+def compiled(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    return torch.compile(way, dynamic=False)
+
+
+def expected(of: Operands, call: ExpertsCall) -> Tensor:
+    """Every expert on every token, in fp32: an oracle that sorts nothing. [T, H] fp32."""
+    y = torch.zeros(of.x.shape, device=of.x.device)
+    for expert in range(len(of.gate_up)):
+        inner = F.linear(of.x.float(), of.gate_up[expert].float())
+        if of.gate_up_bias is not None:
+            inner = inner + of.gate_up_bias[expert].float()
+        row = F.linear(activate(inner, call).bfloat16().float(), of.down[expert].float())
+        if of.down_bias is not None:
+            row = row + of.down_bias[expert].float()
+        weight = of.weights.float().masked_fill(of.experts != expert, 0.0).sum(1, keepdim=True)
+        y += weight * row
+    return y
+
+
+BASELINES: Mapping[str, Callable[[Data], Call]] = MappingProxyType({
+    "grouped_mm": Data.grouped,
+    "grouped_mm_alone": Data.grouped_alone,
+    "batched_mm": Data.batched,
+})  # fmt: skip
+
+
+def capture(call: Call) -> torch.cuda.CUDAGraph:
+    """A graph of `call` for every routing in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+        call(1)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for at in range(NUM_ROUTINGS):
+            call(at)
+    return graph
+
+
+def time_in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = 9) -> dict[str, float]:
+    """Microseconds a call of each: median over rounds, in each of which all graphs are replayed once."""
+    for graph in graphs.values():
+        graph.replay()
+    events = []
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            events.append((name, begin, end))
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for name, begin, end in events:
+        times[name].append(float(begin.elapsed_time(end)) * 1e3 / NUM_ROUTINGS)
+    return {name: statistics.median(found) for name, found in times.items()}

@@ -1,0 +1,65 @@
+"""The Triton kernels of `moe_experts` compiled for Hopper, on a host without a GPU: `python -m` this file.
+
+Prints a line of JSON for each kernel of each case.
+"""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import torch
+
+from tests.triton_compiler import Compiled, only_compile
+from weaveopt.ops.moe_experts import gpu
+from weaveopt.ops.moe_experts.call import Activation, ExpertsCall
+from weaveopt.ops.moe_experts.plan import plan
+from weaveopt.ops.moe_experts.shapes import Operands, Shape
+
+SILU = ExpertsCall(Activation.SILU, gated=True)
+GPT_OSS = ExpertsCall(Activation.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
+CASES = {
+    "decode": (Shape(8, 8, 64, 2048, 768), SILU),
+    "decode of transposed weights": (Shape(8, 4, 64, 2880, 2880), GPT_OSS),
+    "batch": (Shape(512, 8, 64, 2048, 768), SILU),
+    "prefill": (Shape(8192, 8, 64, 2048, 768), SILU),
+}
+
+
+def operands_of(shape: Shape, call: ExpertsCall) -> Operands:
+    """Without memory: the compiler looks at dtypes and strides."""
+    rows, turned = shape.inner * (2 if call.gated else 1), call.interleaved
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        if turned:
+            return empty(shape.experts, columns, rows).transpose(1, 2)
+        return empty(shape.experts, rows, columns)
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    choices = (shape.tokens, shape.choices)
+    return Operands(
+        empty(shape.tokens, shape.hidden), empty(*choices, dtype=torch.int64), empty(*choices),
+        weight(rows, shape.hidden), empty(shape.experts, rows) if turned else None,
+        weight(shape.hidden, shape.inner), empty(shape.experts, shape.hidden) if turned else None,
+    )  # fmt: skip
+
+
+def main() -> None:
+    from weaveopt.ops.moe_experts import kernels, routing_kernels
+
+    made: list[Compiled] = []
+    of_kernels = {each: getattr(kernels, each) for each in ("gate_up", "down", "combine")}
+    of_kernels |= {each: getattr(routing_kernels, each) for each in ("route", "count", "place")}
+    only_compile(of_kernels, made.append)
+    with mock.patch.object(gpu, "may_launch_early", lambda _: True):
+        for name, (shape, call) in CASES.items():
+            gpu.launch(operands_of(shape, call), call, plan(shape, 132, call.gated))
+            for kernel in made:
+                print(json.dumps({"case": name, **kernel.record()}), flush=True)
+            made.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The Triton kernels of `moe_experts`, run by Triton's interpreter: `TRITON_INTERPRET=1 python -m` this file.
+
+Prints a line of JSON for each check: its name, and what was wrong or null. A process of its own, since Triton decides
+at its first import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import torch
+
+from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
+from tests.tolerances import KERNEL, assert_close
+from weaveopt.ops.moe_experts import gpu
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.plan import Plan, plan
+from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+
+SILU, INTERLEAVED, UNGATED, CLAMPED = CALLS[0], CALLS[1], CALLS[3], CALLS[5]
+
+
+def check(operands: Operands, call: ExpertsCall, how: Plan | None = None) -> None:
+    shape = checked_shape(operands, call)
+    how = how or plan(shape, 132, call.gated)
+    got = gpu.launch(poisoned(operands), call, how)
+    assert_close(got, expected(operands, call).to(operands.x.dtype), KERNEL, f"{shape} {call} {how}")
+    assert got.is_contiguous()
+
+
+def planned(at: int) -> None:
+    """Every activation and routing, as the plan has them."""
+    call, dtype = CALLS[at % len(CALLS)], (torch.float16, torch.bfloat16)[at % 2]
+    sizes = replace(random_sizes(random.Random(at)), experts=(1, 3, 5)[at % 3])
+    check(make_operands(sizes, call, dtype, at, ROUTINGS[at % len(ROUTINGS)]), call)
+
+
+def small(how: Plan, **tile: int | bool) -> Plan:
+    """Tiles that small sizes have several of in every direction."""
+    gate_up = replace(how.gate_up, columns=16, depth=16, **tile)
+    return replace(how, rows=16, gate_up=gate_up, down=replace(gate_up, columns=32), combine_columns=32)
+
+
+def many_tiles(call: ExpertsCall, swap: bool, splits: int, group: int) -> None:
+    sizes = Sizes(tokens=21, choices=2, experts=2, hidden=51, inner=35, bias=True, transposed=swap)
+    operands = make_operands(sizes, call, torch.float16, 7, "skewed")
+    how = small(plan(checked_shape(operands, call), 132), swap=swap)
+    check(operands, call, replace(how, splits=splits, group=group))
+
+
+def routing(one: bool, experts: int) -> None:
+    """Against a stable sort; the many kernels with chunks so small that there are several."""
+    generator = torch.Generator().manual_seed(experts)
+    for name in ROUTINGS:
+        sizes = Sizes(tokens=67, choices=3, experts=experts)
+        ids = make_experts(name, sizes, generator)
+        shape = Shape(67, 3, experts, 16, 16)
+        how = replace(plan(shape, 132), rows=16, one_routing=one)
+        with mock.patch.object(gpu, "CHUNK", 64), mock.patch.object(gpu, "PLACE_STEP", 16):
+            order, table = gpu.route(ids, shape, how, early=False)
+        chosen = ids.flatten().tolist()
+        want = sorted((row for row, e in enumerate(chosen) if 0 <= e < experts), key=lambda row: chosen[row])
+        assert order[: len(want)].tolist() == want, f"{name}: {order.tolist()}, not {want}"
+        tiles, first = [], 0
+        for expert in range(experts):
+            end = first + chosen.count(expert)
+            tiles += [[expert, begin, end] for begin in range(first, end, 16)]
+            first = end
+        num_tiles = int(table[0, 0])
+        assert num_tiles == len(tiles) <= how.max_tiles(shape), f"{name}: {num_tiles} tiles, not {len(tiles)}"
+        assert table[1 : 1 + num_tiles, :3].tolist() == tiles, f"{name}: {table.tolist()}, not {tiles}"
+
+
+def chunks_of_rows() -> None:
+    operands = make_operands(Sizes(tokens=50, choices=3, experts=4), SILU, torch.float16, 3, "some_foreign")
+    how = replace(plan(checked_shape(operands, SILU), 132), one_routing=False)
+    with mock.patch.object(gpu, "CHUNK", 64), mock.patch.object(gpu, "PLACE_STEP", 16):
+        check(operands, SILU, how)
+
+
+def not_finite() -> None:
+    """In a token, and in what is clamped: its own matter, and it stays visible."""
+    operands = make_operands(Sizes(tokens=6, choices=2, experts=3), CLAMPED, torch.float16, 3)
+    operands.x[2] = math.nan
+    got = gpu.launch(operands, CLAMPED, plan(checked_shape(operands, CLAMPED), 132))
+    good = [0, 1, 3, 4, 5]
+    assert got[2].isnan().all(), got[2]
+    assert_close(got[good], expected(operands, CLAMPED)[good].half(), KERNEL)
+
+
+def odd_strides() -> None:
+    """Rows of x apart, weights of choices transposed and in fp32, ids not contiguous, no tokens."""
+    operands = make_operands(Sizes(tokens=5, choices=2, experts=3, weights_in_fp32=True), SILU, torch.float16, 4)
+    apart = torch.zeros(5, 100, dtype=torch.float16)
+    apart[:, 10:50] = operands.x
+    turned = replace(
+        operands,
+        x=apart[:, 10:50],
+        weights=operands.weights.T.contiguous().T,
+        experts=operands.experts.T.contiguous().T,
+    )
+    how = plan(checked_shape(operands, SILU), 132)
+    assert torch.equal(gpu.launch(turned, SILU, how), gpu.launch(operands, SILU, how))
+    empty = make_operands(Sizes(tokens=0), SILU, torch.float16, 1)
+    assert gpu.launch(empty, SILU, how).shape == (0, 40)
+
+
+def repeats() -> None:
+    operands = make_operands(Sizes(tokens=20, choices=2, experts=3), SILU, torch.float16, 5, "skewed")
+    how = replace(small(plan(checked_shape(operands, SILU), 132)), splits=2)
+    first = gpu.launch(operands, SILU, how)
+    assert torch.equal(gpu.launch(operands, SILU, how), first)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{f"planned {at}": partial(planned, at) for at in range(14)},
+    **{
+        f"{call.activation} gated {call.gated} swap {swap} splits {splits} group {group}": partial(
+            many_tiles, call, swap, splits, group
+        )
+        for call, swap, splits, group in (
+            (SILU, False, 1, 1), (SILU, True, 3, 2), (INTERLEAVED, True, 1, 8), (INTERLEAVED, False, 2, 8),
+            (UNGATED, False, 3, 1), (UNGATED, True, 1, 4),
+        )
+    },
+    **{
+        f"routing of {experts}, {'one kernel' if one else 'two kernels'}": partial(routing, one, experts)
+        for one in (True, False)
+        for experts in (1, 9)
+    },
+    "chunks of rows": chunks_of_rows,
+    "not finite": not_finite,
+    "odd strides": odd_strides,
+    "repeats": repeats,
+}  # fmt: skip
+
+
+def main() -> None:
+    from tests.triton_interpreter import with_bf16
+
+    with with_bf16():
+        for name, run in CHECKS.items():
+            try:
+                run()
+                wrong = None
+            except Exception:
+                wrong = traceback.format_exc()[-3000:]
+            print(json.dumps({"name": name, "wrong": wrong}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Triton's compiler without a GPU: kernels are made for compute capability 9.0, and not launched.
+
+For a process of its own: it takes the place of Triton's driver.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel was made into."""
+
+    kernel: str
+    shared_bytes: int
+    wgmma: int
+    """Instructions of warp groups on tensor cores; beside them those of warps."""
+    mma: int
+    async_bytes: tuple[int, ...]
+    """Of copies to shared memory that nothing waits for, each size once."""
+    waits_for_grid: bool
+
+    def record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Driver:
+    """Of a GPU that is not there: what the compiler asks."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def only_compile(kernels: dict[str, object], tell: Callable[[Compiled], None]) -> None:
+    """From now on a launch of one of these kernels compiles it, and tells what came of it."""
+    from triton.runtime.driver import driver
+
+    driver.set_active(Driver())
+    for name, kernel in kernels.items():
+        kernel.run = _compiling(name, kernel.run, tell)  # type: ignore[attr-defined]
+
+
+def _compiling(name: str, run: Callable[..., object], tell: Callable[[Compiled], None]) -> Callable[..., object]:
+    def compile_only(*arguments: object, warmup: bool, **options: object) -> object:
+        made = run(*arguments, warmup=True, **options)
+        ptx = made.asm["ptx"]  # type: ignore[attr-defined]
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)[,;]", ptx)
+        tell(
+            Compiled(
+                name, made.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("mma.sync"),  # type: ignore[attr-defined]
+                tuple(sorted({int(size, 0) for size in copies})), "griddepcontrol.wait" in ptx,
+            )
+        )  # fmt: skip
+        return made
+
+    return compile_only

@@ -1,0 +1,161 @@
+"""How a call is divided among programs: a function of its shape and the number of SMs, of nothing on the device.
+
+Up to some hundred tokens a call is bound by its weights' bytes. What counts then is how many of them are asked for at a
+time, about 128 KiB an SM, by three programs an SM that are all as long; so tiles take few rows of weights, and deep
+ones. With more tokens the tensor cores bind, and tiles are as large as registers allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from weaveopt.ops.moe_experts.shapes import Shape
+
+LEAST_ROWS, MOST_ROWS = 16, 128
+"""Of a tile: what a product takes, and what one program's registers hold beside 256 columns."""
+FEW_ROWS = 32
+"""Rows of a tile up to which the weights bind, and several programs share an SM."""
+ROOM = 1.25
+"""Rows of a tile, relative to an expert's mean: most experts have one tile then."""
+RESIDENT = 3
+"""Programs that an SM holds at a time, of tiles of few rows: each asks for 48 KiB of weights ahead."""
+LEAST_WAVES = 1.33
+"""Of the first GEMM's programs, else its tiles are halved: on average half of the choices may be foreign."""
+MAX_SPLITS = 8
+LEAST_DEPTH = 512
+"""Of a split of the second GEMM: a shorter one takes longer to begin and to combine than it saves."""
+GOOD_ENOUGH = 0.9
+"""More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
+FOREIGN = 2
+"""What is split among slots has to be even for all choices, and where only one in so many is own."""
+ONE_ROUTING_ROWS = 16384
+"""More rows are counted and placed in two kernels: `route` has every program look at all of them."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on Hopper."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program of a GEMM."""
+
+    columns: int
+    """Of the result; gated, the first GEMM reads twice as many rows of the weight."""
+    depth: int
+    """Of a step."""
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+    """The weights are the left operand."""
+
+    def shared_bytes(self, rows: int, gated: bool) -> int:
+        """Of all stages, with operands of 2 bytes an element."""
+        return (rows + self.columns * (2 if gated else 1)) * self.depth * 2 * self.num_stages
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call."""
+
+    rows: int
+    """Of a tile, in both GEMMs."""
+    gate_up: Tile
+    down: Tile
+    splits: int = 1
+    """Programs that share the depth of a tile of the second GEMM."""
+    group: int = 8
+    """Tiles that go through a block of weights one after another."""
+    combine_columns: int = 1024
+    early: bool = True
+    """Kernels are launched while the one before still runs, and wait on the device, where that can do it."""
+    one_routing: bool = True
+
+    def max_tiles(self, shape: Shape) -> int:
+        """No routing needs more: a tile for each expert that has rows, and one for each further `rows` rows."""
+        active = min(shape.experts, shape.rows)
+        return active + (shape.rows - active) // self.rows
+
+
+def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
+    """The launch for `shape`. It counts all choices as own: how many are foreign is known to the device alone."""
+    how = _plan(shape, num_sms)
+    # Without a gate, twice the columns are as many rows of the weight.
+    return how if gated else replace(how, gate_up=replace(how.gate_up, columns=2 * how.gate_up.columns))
+
+
+def _plan(shape: Shape, num_sms: int) -> Plan:
+    rows = min(max(power_of_two(int(ROOM * shape.rows / shape.experts)), LEAST_ROWS), MOST_ROWS)
+    active = min(shape.experts, shape.rows)
+    one_routing = shape.rows <= ONE_ROUTING_ROWS
+    if rows > FEW_ROWS:
+        if rows < MOST_ROWS:
+            gate_up, down = Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)
+        else:
+            gate_up, down = Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)
+        return Plan(rows, gate_up, down, combine_columns=2048, one_routing=one_routing)
+    gate_up = Tile(32, 128, 4, 4)
+    if active * -(-shape.inner // gate_up.columns) < LEAST_WAVES * RESIDENT * num_sms:
+        gate_up = Tile(16, 256, 4, 4)
+    down = Tile(64, 128, 4, 4)
+    splits = even_splits(active * -(-shape.hidden // down.columns), shape.inner, RESIDENT * num_sms)
+    return Plan(rows, gate_up, down, splits, combine_columns=512, one_routing=one_routing)
+
+
+def even_splits(programs: int, depth: int, slots: int) -> int:
+    """The fewest splits whose last wave is nearly whole."""
+    counts = range(1, max(1, min(MAX_SPLITS, depth // LEAST_DEPTH)) + 1)
+    even = {
+        count: min(filled(programs * count, slots), filled(-(-programs // FOREIGN) * count, slots)) for count in counts
+    }
+    return next(count for count in counts if even[count] >= GOOD_ENOUGH * max(even.values()))
+
+
+def filled(programs: int, slots: int) -> float:
+    """The part of the waves' slots that programs take."""
+    return programs / (max(-(-programs // slots), 1) * slots)
+
+
+def power_of_two(least: int) -> int:
+    """The smallest that is not below `least`."""
+    return 1 << max(least - 1, 0).bit_length()
+
+
+FEW_TILES = (
+    Tile(32, 128, 4, 4), Tile(32, 128, 4, 5), Tile(16, 256, 4, 4), Tile(16, 128, 4, 6), Tile(64, 64, 4, 5),
+    Tile(64, 128, 4, 3), Tile(32, 256, 8, 3), Tile(128, 64, 8, 4), Tile(32, 64, 4, 6), Tile(32, 64, 2, 6),
+)  # fmt: skip
+MANY_TILES = (
+    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(64, 64, 4, 4), Tile(64, 64, 8, 4), Tile(64, 128, 4, 3),
+    Tile(128, 32, 8, 5), Tile(64, 64, 4, 3),
+)  # fmt: skip
+
+
+def candidates(shape: Shape, num_sms: int) -> tuple[Plan, ...]:
+    """What a sweep of gated experts tries: the planned launch first, then changes of it, each once."""
+    planned = plan(shape, num_sms)
+    return tuple(dict.fromkeys((planned, *_changes(planned, shape))))
+
+
+def _changes(planned: Plan, shape: Shape) -> Iterator[Plan]:
+    """Every tile for each number of rows near the planned one, then one change at a time."""
+    for rows in (planned.rows, planned.rows // 2, planned.rows * 2):
+        if not LEAST_ROWS <= rows <= MOST_ROWS:
+            continue
+        base = replace(planned, rows=rows)
+        for gate_up in FEW_TILES if rows <= FEW_ROWS else MANY_TILES:
+            # The second GEMM's columns are not pairs: as many rows of the weight.
+            down = replace(gate_up, columns=2 * gate_up.columns)
+            for swap in (False, True) if rows <= 2 * FEW_ROWS else (False,):
+                both = replace(base, gate_up=replace(gate_up, swap=swap), down=replace(down, swap=swap))
+                if max(gate_up.shared_bytes(rows, True), down.shared_bytes(rows, False)) <= SHARED_MEMORY:
+                    yield both
+    if planned.rows <= FEW_ROWS:
+        for splits in range(1, MAX_SPLITS + 1):
+            if splits != planned.splits and shape.inner // splits >= LEAST_DEPTH // 2:
+                yield replace(planned, splits=splits)
+    for group in (1, 4, 16):
+        yield replace(planned, group=group)
+    for columns in (256, 512, 1024, 2048):
+        yield replace(planned, combine_columns=columns)
+    yield replace(planned, early=False)
+    yield replace(planned, one_routing=not planned.one_routing)
