@@ -20,7 +20,9 @@ CALLS = (
     ExpertsCall(Activation.RELU, gated=False),
     ExpertsCall(Activation.GELU, gated=False),
     ExpertsCall(Activation.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=0.8),
-    ExpertsCall(Activation.CLAMPED_SWISH, gated=True, alpha=1.3, limit=7.0),
+    ExpertsCall(Activation.CLAMPED_SWISH, gated=True, alpha=1.3),
+    ExpertsCall(Activation.SILU, gated=True, limit=0.5),
+    ExpertsCall(Activation.RELU_SQUARED, gated=False),
 )
 ROUTINGS = ("uniform", "some_foreign", "all_foreign", "one_expert", "skewed", "repeated")
 
@@ -122,6 +124,8 @@ def acted(product: Tensor, call: ExpertsCall) -> Tensor:
             return g / (1 + math.exp(-g))
         if call.activation == Activation.RELU:
             return max(g, 0.0)
+        if call.activation == Activation.RELU_SQUARED:
+            return max(g, 0.0) ** 2
         if call.activation == Activation.GELU:
             return 0.5 * g * (1 + math.erf(g / math.sqrt(2)))
         return 0.5 * g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
@@ -132,10 +136,11 @@ def acted(product: Tensor, call: ExpertsCall) -> Tensor:
     inner = len(values) // 2
     pairs = [(values[2 * i], values[2 * i + 1]) if call.interleaved else (values[i], values[inner + i])
              for i in range(inner)]  # fmt: skip
+    if call.limit:
+        pairs = [(min(g, call.limit), max(min(u, call.limit), -call.limit)) for g, u in pairs]
     if call.activation != Activation.CLAMPED_SWISH:
         return torch.tensor([alone(g) * u for g, u in pairs], dtype=torch.float64)
-    cut = [(min(g, call.limit), max(min(u, call.limit), -call.limit)) for g, u in pairs]
-    return torch.tensor([(u + 1) * g / (1 + math.exp(-call.alpha * g)) for g, u in cut], dtype=torch.float64)
+    return torch.tensor([(u + 1) * g / (1 + math.exp(-call.alpha * g)) for g, u in pairs], dtype=torch.float64)
 
 
 def random_sizes(choice: random.Random) -> Sizes:

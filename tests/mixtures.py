@@ -35,9 +35,10 @@ FAMILIES = (
     Family("granitemoe", "GraniteMoeExperts", (("hidden_act", "gelu_pytorch_tanh"),)),
     Family("ernie4_5_moe", "Ernie4_5_MoeExperts", (("hidden_act", "relu"),)),
     Family("gpt_oss", "GptOssExperts", (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702))),
-    Family("nemotron_h", "NemotronHExperts"),
+    Family("nemotron_h", "NemotronHExperts", (("mlp_hidden_act", "relu2"),)),
+    Family("deepseek_v4", "DeepseekV4Experts", (("swiglu_limit", 1.5),)),
 )
-"""The families of the project's coverage, with activations that others have, and experts without gates."""
+"""The families of the project's coverage, with activations that others have, experts without gates and with limits."""
 
 
 def experts_of(family: Family, form: str, dtype: torch.dtype, foreign: bool = False) -> torch.nn.Module:

@@ -13,9 +13,7 @@ ranks' experts are not computed. The router stays, and so does the all-reduce be
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.fx as fx
@@ -26,12 +24,13 @@ from weaveopt.graph.splice import call_after, current, erase_dead, last_of, repl
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.ops.moe_experts.call import Activation as Known
 from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.gpu import has_triton
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.moe_fused.candidates import RULE, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
-from weaveopt.sites.mixtures.activation import SCALED_SWISH, Activation
+from weaveopt.sites.mixtures.activation import Activation
 from weaveopt.sites.mixtures.forms import Experts, Linear
 
 aten = torch.ops.aten
@@ -82,20 +81,12 @@ class MoeFused:
         return (f"{RULE}: choices are weighted and summed in fp32, in their order, and rounded once",)
 
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton is there, which compiles the kernels for GPUs."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def call_of(activation: Activation) -> ExpertsCall | None:
     """The operation's constants; None where it does not know the activation."""
-    gated, interleaved = activation.gated, activation.interleaved
-    if activation.name == SCALED_SWISH and activation.limit:
-        return ExpertsCall(Known.CLAMPED_SWISH, gated, interleaved, activation.alpha, activation.limit)
-    if activation.limit or activation.name not in tuple(Known):
+    if activation.name not in tuple(Known):
         return None
-    return ExpertsCall(activation.name, gated, interleaved)
+    gated, interleaved = activation.gated, activation.interleaved
+    return ExpertsCall(activation.name, gated, interleaved, activation.alpha, activation.limit)
 
 
 def _site(found: FoundSite) -> tuple[MixtureFacts, Experts]:

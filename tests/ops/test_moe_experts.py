@@ -130,7 +130,7 @@ def test_says_what_is_no_call() -> None:
         "not an encoded": "[1]",
         "did you mean 'silu'": replace(SILU, activation="silo").encode(),
         "not gated": replace(SILU, gated=False, interleaved=True).encode(),
-        "a limit above 0": replace(SILU, activation="clamped_swish").encode(),
+        "finite number above 0": replace(SILU, limit=-1.0).encode(),
         "takes gate and up": ExpertsCall("clamped_swish", gated=False, alpha=1.0, limit=1.0).encode(),
         "a finite alpha": replace(SILU, activation="clamped_swish", alpha=math.nan, limit=1.0).encode(),
     }

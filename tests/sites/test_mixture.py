@@ -19,8 +19,9 @@ ACTIVATIONS = {
     "olmoe": "gelu(gate) * up",
     "granitemoe": "gelu_tanh(gate) * up",
     "ernie4_5_moe": "relu(gate) * up",
-    "gpt_oss": "scaled_swish(gate, alpha=1.702, limit=7) * (up + 1)",
-    "nemotron_h": "silu(z)",
+    "gpt_oss": "clamped_swish(gate, alpha=1.702, limit=7) * (up + 1)",
+    "nemotron_h": "relu_squared(z)",
+    "deepseek_v4": "silu(gate, limit=1.5) * up",
 }
 BF16 = torch.bfloat16
 MIXTRAL = FAMILIES[0]

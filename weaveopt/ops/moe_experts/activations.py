@@ -18,8 +18,9 @@ def activate(product: Tensor, call: ExpertsCall) -> Tensor:
         gate, up = product[..., ::2], product[..., 1::2]
     else:
         gate, up = product.chunk(2, -1)
-    if call.activation == Activation.CLAMPED_SWISH:
+    if call.limit > 0:
         gate, up = gate.clamp(max=call.limit), up.clamp(-call.limit, call.limit)
+    if call.activation == Activation.CLAMPED_SWISH:
         return (up + 1) * (gate * torch.sigmoid(gate * call.alpha))
     return single(gate, call).mul_(up)
 
@@ -30,4 +31,6 @@ def single(gate: Tensor, call: ExpertsCall) -> Tensor:
         return F.silu(gate)
     if call.activation == Activation.RELU:
         return torch.relu(gate)
+    if call.activation == Activation.RELU_SQUARED:
+        return torch.relu(gate).square_()
     return F.gelu(gate, approximate="tanh" if call.activation == Activation.GELU_TANH else "none")

@@ -19,9 +19,9 @@ class Activation(StrEnum):
     """By the error function."""
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    RELU_SQUARED = "relu_squared"
     CLAMPED_SWISH = "clamped_swish"
-    """Of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`, after gate is cut at `limit` from above and
-    up at both `-limit` and `limit`."""
+    """Of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ExpertsCall:
     alpha: float = 0.0
     """Of `clamped_swish`."""
     limit: float = 0.0
-    """Of `clamped_swish`."""
+    """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
@@ -59,11 +59,14 @@ def decode(text: str) -> ExpertsCall:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
     if call.interleaved and not call.gated:
         raise WeaveError("moe_experts: interleaved rows are of gate and up, and the call is not gated")
-    if call.activation == Activation.CLAMPED_SWISH and not (
-        call.gated and math.isfinite(call.alpha) and call.limit > 0
-    ):
+    if call.activation == Activation.CLAMPED_SWISH and not (call.gated and math.isfinite(call.alpha)):
         raise WeaveError(
-            f"moe_experts: clamped_swish takes gate and up, a finite alpha and a limit above 0, found gated "
-            f"{call.gated}, alpha {call.alpha} and limit {call.limit}"
+            f"moe_experts: clamped_swish takes gate and up and a finite alpha, found gated {call.gated} and alpha "
+            f"{call.alpha}"
+        )
+    if not (call.limit == 0 or (call.gated and 0 < call.limit < math.inf)):
+        raise WeaveError(
+            f"moe_experts: a limit is a finite number above 0, of gate and up, found gated {call.gated} and limit "
+            f"{call.limit}"
         )
     return call

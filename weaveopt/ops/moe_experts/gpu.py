@@ -81,7 +81,8 @@ def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
     kernels.gate_up[(max_tiles * -(-shape.inner // gate_up.columns),)](
         x, order, table, operands.gate_up, _dense(operands.gate_up_bias, x), inner,
         x.stride(0), *operands.gate_up.stride(), shape.choices, call.alpha, call.limit,
-        HIDDEN=shape.hidden, INNER=shape.inner, ACT=str(call.activation), GATED=call.gated,
+        HIDDEN=shape.hidden, INNER=shape.inner, ACT=str(call.activation), CUT=call.limit > 0,
+        GATED=call.gated,
         INTERLEAVED=call.interleaved, BIAS=operands.gate_up_bias is not None,
         BLOCK_M=how.rows, BLOCK_N=gate_up.columns, BLOCK_K=gate_up.depth, GROUP=how.group, SWAP=gate_up.swap,
         PDL=early, num_warps=gate_up.num_warps, num_stages=gate_up.num_stages, launch_pdl=early,

@@ -25,6 +25,9 @@ def activated(gate, ACT: tl.constexpr):
         result = gate * tl.sigmoid(gate)
     elif ACT == "relu":
         result = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == "relu_squared":
+        result = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = result * result
     elif ACT == "gelu":
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
@@ -84,9 +87,9 @@ def product(
 @triton.jit(do_not_specialize=["choices"])
 def gate_up(
     x, order, table, weight, bias, inner, stride_xt, stride_we, stride_wn, stride_wk, choices, alpha, limit,
-    HIDDEN: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr, CUT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`act(x[token] @ weight[expert].T + bias[expert])` at the row's position, in x's dtype: `inner` [positions, I].
 
@@ -129,9 +132,10 @@ def gate_up(
         acc += tl.load(bias + expert * (LAST + 1) + numbers).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
-        if ACT == "clamped_swish":
+        if CUT:
             gate = cut_above(gate, limit)
             up = tl.maximum(cut_above(up, limit), -limit, propagate_nan=tl.PropagateNan.ALL)
+        if ACT == "clamped_swish":
             result = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
         else:
             result = activated(gate, ACT) * up

@@ -44,7 +44,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda gate: F.relu(gate).square(),
 }
-SCALED_SWISH = "scaled_swish"
+CLAMPED_SWISH = "clamped_swish"
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Activation:
     def __str__(self) -> str:
         inside = "gate" if self.gated else "z"
         limit = f", limit={self.limit:g}" if self.limit else ""
-        if self.name == SCALED_SWISH:
-            return f"{SCALED_SWISH}({inside}, alpha={self.alpha:g}{limit}) * (up + 1)"
+        if self.name == CLAMPED_SWISH:
+            return f"{CLAMPED_SWISH}({inside}, alpha={self.alpha:g}{limit}) * (up + 1)"
         return f"{self.name}({inside}{limit})" + (" * up" if self.gated else "")
 
 
@@ -156,7 +156,7 @@ def apply(activation: Activation, z: Tensor) -> Tensor:
     gate, up = (z[..., 0::2], z[..., 1::2]) if activation.interleaved else z.chunk(2, -1)
     if activation.limit:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if activation.name != SCALED_SWISH:
+    if activation.name != CLAMPED_SWISH:
         return GATES[activation.name](gate) * up
     return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
 
@@ -173,7 +173,7 @@ def _hypotheses(found: Between, gated: bool) -> Iterator[Activation]:
     if gated:
         alphas = sorted({number for node in found.nodes if is_call(node, MUL) for number in _numbers(node)})
         for limit, interleaved, alpha in itertools.product((*limits, 0.0), orders, (*alphas, 1.0)):
-            yield Activation(SCALED_SWISH, gated, interleaved, alpha, limit)
+            yield Activation(CLAMPED_SWISH, gated, interleaved, alpha, limit)
 
 
 def _numbers(node: fx.Node) -> list[float]:
