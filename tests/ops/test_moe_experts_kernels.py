@@ -13,7 +13,7 @@ import pytest
 
 from tests.experts_compiled import CASES
 from tests.experts_interpreted import CHECKS
-from weaveopt.ops.moe_experts.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, SHARED_MEMORY, candidates, plan
+from weaveopt.ops.moe_experts.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
 from weaveopt.ops.moe_experts.shapes import Shape
 
 KERNELS = {
@@ -44,7 +44,10 @@ def test_interpreted(name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str) -> None:
-    """Weights travel in asynchronous copies of 16 bytes, tiles of many rows go to the warp groups' tensor cores."""
+    """Weights travel in asynchronous copies of 16 bytes, tiles of many rows go to the warp groups' tensor cores.
+
+    In decode an SM has shared memory for as many programs as are planned, each with 1 KiB for the system.
+    """
     found = {str(line["kernel"]): line for line in lines_of("tests.experts_compiled", False) if line["case"] == case}
     assert list(found) == KERNELS[case]
     assert all(int(str(line["shared_bytes"])) <= SHARED_MEMORY for line in found.values()), found
@@ -52,6 +55,8 @@ def test_compiled(case: str) -> None:
         assert found[name]["async_bytes"] == [16], found[name]
         assert bool(found[name]["wgmma"]) == (case in ("batch", "prefill")), found[name]
         assert found[name]["wgmma"] or found[name]["mma"], found[name]
+        if case.startswith("decode"):
+            assert RESIDENT * (int(str(found[name]["shared_bytes"])) + 1024) <= 228 * 1024, found[name]
     assert [name for name, line in found.items() if line["waits_for_grid"]] == KERNELS[case][1:]
 
 
