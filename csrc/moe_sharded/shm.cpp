@@ -179,12 +179,14 @@ Status ShardedMixture::abandon() {
 }
 
 void ShardedMixture::fail() {
-    Status status;
-    status.code = Code::kPeerFailed;
-    status.peer = group_.rank();
-    status.slot = "rows";
-    status.expected = group_.epoch();
-    group_.poison(status);
+    if (group_.status().ok()) {
+        Status status;
+        status.code = Code::kPeerFailed;
+        status.peer = group_.rank();
+        status.slot = "rows";
+        status.expected = group_.epoch();
+        group_.poison(status);
+    }
     group_.leave();
 }
 

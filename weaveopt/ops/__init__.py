@@ -8,3 +8,4 @@ from weaveopt.ops.gemm_all_reduce import op as _gemm_all_reduce  # noqa: F401
 from weaveopt.ops.gemm_reduce_scatter import op as _gemm_reduce_scatter  # noqa: F401
 from weaveopt.ops.library_attention import op as _library_attention  # noqa: F401
 from weaveopt.ops.masked_attention import op as _masked_attention  # noqa: F401
+from weaveopt.ops.moe_sharded import op as _moe_sharded  # noqa: F401
