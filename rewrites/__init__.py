@@ -8,6 +8,7 @@ from weaveopt.rewrites.causal_attention import CausalAttention
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
+from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
@@ -18,6 +19,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     CausalAttention(),
     GemmReduceScatter(),
     AllGatherGemm(),
+    MoeSharded(),
 )
 GRAPH_RULES: tuple[GraphRule, ...] = ()
 RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)

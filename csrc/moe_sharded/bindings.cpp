@@ -22,8 +22,7 @@ struct ShardedMixtureHandle {
     moe::ShardedMixture op;
 
     ShardedMixtureHandle(std::shared_ptr<GroupHandle> group, const moe::Site& site)
-        : owner(std::move(group)),
-          op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes())) {}
+        : owner(std::move(group)), op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes())) {}
 };
 
 }  // namespace

@@ -22,7 +22,8 @@ Layout::Layout(int32_t world, int64_t max_tokens, int64_t choices, int64_t row_b
 }
 
 std::vector<fabric::BufferNeed> Layout::needs() const {
-    return {{"moe_dispatch", dispatch_bytes(), std::nullopt, true}, {"moe_combine", combine_bytes(), std::nullopt, true}};
+    return {{"moe_dispatch", dispatch_bytes(), std::nullopt, true},
+            {"moe_combine", combine_bytes(), std::nullopt, true}};
 }
 
 }  // namespace weave::moe

@@ -36,9 +36,7 @@ class Layout {
     Layout(int32_t world, int64_t max_tokens, int64_t choices, int64_t row_bytes);
 
     // Of the slot that holds what `source` pushed to `owner`.
-    int64_t slot(int32_t owner, int32_t source) const {
-        return ((source - owner + world_) % world_ - 1) * slot_bytes_;
-    }
+    int64_t slot(int32_t owner, int32_t source) const { return ((source - owner + world_) % world_ - 1) * slot_bytes_; }
     int64_t routes() const { return routes_offset_; }
     int64_t rows() const { return rows_offset_; }
     int64_t dispatch_bytes() const { return (world_ - 1) * slot_bytes_; }

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rewrites",),
     ("pipeline",),
     ("reporting", "measure"),
-    ("backend", "accelerator", "generation"),
+    ("backend", "accelerator", "generation", "experts"),
     ("cli",),
 )
 """Rooms and single files of the package, from the lowest up. A room imports rooms of lower layers only."""
@@ -34,6 +34,7 @@ FAMILIES = {
     "hierarchical_all_reduce": re.compile(r"hierarchical_?all_?reduce", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
+    "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
 """Each rule, and every name of it and of its operations; last, the kernels of reductions, which three rules run."""
@@ -65,6 +66,12 @@ ROOMS = {
         "weaveopt/ops/gemm_reduce_scatter/",
         "weaveopt/measure/cases/gemm_reduce_scatter.py",
         "csrc/gemm_reduce_scatter/",
+    ),
+    "moe_sharded": (
+        "rewrites/moe_sharded.py",
+        "weaveopt/ops/moe_sharded/",
+        "weaveopt/experts/",
+        "csrc/moe_sharded/",
     ),
     "all_reduce_norm": (
         "rewrites/all_reduce_rms_norm/",

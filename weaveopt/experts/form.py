@@ -31,7 +31,9 @@ class Form:
     alpha: float = 0.0
     limit: float = 0.0
 
-    def call(self, group: str, world: int, hidden: int, dtype: str, num_experts: int) -> ExpertExchangeCall:
+    def call(
+        self, group: str, world: int, hidden: int, dtype: str, num_experts: int, same_tokens: bool = False
+    ) -> ExpertExchangeCall:
         """Through the library: a rule puts a fabric and its memory in."""
         return ExpertExchangeCall(
             site="expert_exchange",
@@ -48,6 +50,7 @@ class Form:
             interleaved=self.interleaved,
             alpha=self.alpha,
             limit=self.limit,
+            same_tokens=same_tokens,
         )
 
 
@@ -67,8 +70,8 @@ def form_of(experts: nn.Module) -> Form:
 
 
 def _callable(experts: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
-    found = getattr(experts, name, None)
-    if not callable(found):
+    found: Callable[[Tensor], Tensor] | None = getattr(experts, name, None)
+    if found is None:
         raise _unknown(experts, f"has no {name}")
     return found
 
@@ -99,6 +102,4 @@ def _agree(run: Callable[[Tensor], Tensor], form: Form) -> bool:
 
 
 def _unknown(experts: nn.Module, why: str) -> WeaveError:
-    return WeaveError(
-        f'ep_implementation="weave": {type(experts).__name__} {why}: use ep_implementation="all_to_all"'
-    )
+    return WeaveError(f'ep_implementation="weave": {type(experts).__name__} {why}: use ep_implementation="all_to_all"')

@@ -27,20 +27,22 @@ NOBODYS = -1
 """Expert of the padding."""
 
 
-class ExpertExchange(EPImplementation):  # type: ignore[misc]  # transformers is not typed
+class ExpertExchange(EPImplementation):
     """See the module's docstring. Raises `WeaveError` for experts that compute what the operation does not."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         form = form_of(experts)
-        down = experts.down_proj
+        down = _tensor(experts, "down_proj")
         group, world = ep_mesh.get_group().group_name, ep_mesh.size()
         self._experts, self._gate = experts, "gate_up_proj" if form.gated else "up_proj"
         self._is_transposed, self._has_bias = bool(experts.is_transposed), bool(experts.has_bias)
         hidden = down.shape[-1] if self._is_transposed else down.shape[-2]
         # Parameters may be cast later, and text is no business of a traced function.
         self._calls = {
-            getattr(torch, dtype): form.call(group, world, hidden, dtype, self.num_local_experts).encode()
+            getattr(torch, dtype): form.call(
+                group, world, hidden, dtype, self.num_local_experts, self.shares_batch
+            ).encode()
             for dtype in _DTYPES
         }
         self._slice = (tp_mesh.get_group().group_name, tp_mesh.size(), tp_mesh.get_local_rank())
@@ -55,20 +57,25 @@ class ExpertExchange(EPImplementation):  # type: ignore[misc]  # transformers is
         return _Gather.apply(self._exchange(mine, ids, weights), group, world, rank, num_tokens)  # type: ignore[no-any-return]
 
     def _exchange(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        gate_up, down = getattr(self._experts, self._gate), self._experts.down_proj
+        gate_up, down = _tensor(self._experts, self._gate), _tensor(self._experts, "down_proj")
         if gate_up.dtype not in self._calls:
             raise WeaveError(
                 f'ep_implementation="weave": experts in {gate_up.dtype}, expected one of {", ".join(_DTYPES)}: use '
                 'ep_implementation="all_to_all"'
             )
-        gate_up_bias = getattr(self._experts, f"{self._gate}_bias") if self._has_bias else None
-        down_bias = self._experts.down_proj_bias if self._has_bias else None
+        gate_up_bias = _tensor(self._experts, f"{self._gate}_bias") if self._has_bias else None
+        down_bias = _tensor(self._experts, "down_proj_bias") if self._has_bias else None
         if self._is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         result: Tensor = torch.ops.weave.expert_exchange(
             x.to(gate_up.dtype), experts, weights, gate_up, gate_up_bias, down, down_bias, self._calls[gate_up.dtype]
         )
         return result
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    found: Tensor = getattr(module, name)
+    return found
 
 
 def _rows_of_rank(tokens: int, world: int) -> int:
@@ -95,7 +102,7 @@ class _Slice(torch.autograd.Function):
         return _own(x, world, rank, fill).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _gathered(grad, *ctx.back), None, None, None, None
 
 
@@ -108,5 +115,5 @@ class _Gather(torch.autograd.Function):
         return _gathered(x, group, world, tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _own(grad, *ctx.back).contiguous(), None, None, None, None

@@ -1,4 +1,4 @@
-"""Tells transformers of `ep_implementation="weave"` when it imports what knows implementations, however late that is."""
+"""Tells transformers of `ep_implementation="weave"`, now or when it imports its registry, however late that is."""
 
 from __future__ import annotations
 

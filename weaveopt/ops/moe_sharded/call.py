@@ -33,6 +33,8 @@ class ExpertExchangeCall(RowsCall):
     alpha: float = 0.0
     limit: float = 0.0
     """Of `clamped_swish`."""
+    same_tokens: bool = False
+    """Whether all ranks have equally many tokens in every call, so that they compile the same graph."""
     batches: int = 2
     """In how many parts the experts see the rows: 1 waits for all of them, 2 begins with this rank's own."""
 

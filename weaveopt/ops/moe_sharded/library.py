@@ -69,18 +69,20 @@ def derivative(
         leaves = [each.detach().requires_grad_() for each in given]
         x, weights, *rest = leaves
         at = iter(rest)
-        again = Operands(*(None if each is None else next(at) for each in operands))
+        gate_up, gate_up_bias, down, down_bias = (None if each is None else next(at) for each in operands)
+        assert gate_up is not None and down is not None, "experts without weights"
+        again = Operands(gate_up, gate_up_bias, down, down_bias)
         out = through_library(x, experts, weights, again, call)
         found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
     return tuple(
-        torch.zeros_like(leaf) if each is None else each.contiguous()
-        for each, leaf in zip(found, leaves, strict=True)
+        torch.zeros_like(leaf) if each is None else each.contiguous() for each, leaf in zip(found, leaves, strict=True)
     )
 
 
 def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Rows by destination -> rows by source."""
-    return _c10d.wait_tensor(_c10d.all_to_all_single(rows.contiguous(), received, sent, group))  # type: ignore[no-any-return]
+    got: Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(rows.contiguous(), received, sent, group))
+    return got
 
 
 class _Exchange(torch.autograd.Function):
@@ -92,7 +94,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(grad, *ctx.back), None, None, None
 
 

@@ -4,11 +4,11 @@
     row[t, j] = act(x[t] @ gate_up[local_id].T + bias) @ down[local_id].T + bias    # there, in x's dtype
     y[t] = sum over j of weights[t, j] * row[t, j]                              # here, in fp32, rounded once
 
-`x` is [tokens, hidden] in bf16, fp16 or fp32: this rank's own tokens, of which every rank has another number, or none.
+`x` is [tokens, hidden] in bf16, fp16 or fp32: this rank's own tokens, of which every rank has its own number, or none.
 `experts` is [tokens, choices] int64: ids over all ranks; what is no rank's expert adds nothing. `weights` is [tokens,
-choices], of any dtype. `gate_up` [num_experts, N, hidden], `down` [num_experts, hidden, N or N / 2] and their biases are
-this rank's experts in x's dtype, of any strides; see `Operands`. `call` is an encoded `ExpertExchangeCall`. The result
-is [tokens, hidden] in x's dtype.
+choices], of any dtype. `gate_up` [num_experts, N, hidden], `down` [num_experts, hidden, N or N / 2] and their biases
+are this rank's experts in x's dtype, of any strides; see `Operands`. `call` is an encoded `ExpertExchangeCall`. The
+result is [tokens, hidden] in x's dtype.
 
 Rows travel and are rounded as in transformers' all-to-all; the sum over choices is in fp32, where transformers' is in
 the dtype of the weights. On `shm` one row is pushed for each (token, destination) into a place that no other rank

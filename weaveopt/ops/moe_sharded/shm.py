@@ -1,4 +1,4 @@
-"""`expert_exchange` on the fabric `shm`: rows go straight into the memory of their experts' ranks, results into ours."""
+"""`expert_exchange` on the fabric `shm`: rows go into the memory of their experts' ranks, and results into ours."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 class ShmSite:
     """One site, ready to run."""
 
-    __slots__ = ("_caller", "_call", "_native")
+    __slots__ = ("_call", "_caller", "_native")
 
     def __init__(self, call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> None:
         arena = shm.of(call.group)
@@ -65,7 +65,9 @@ class ShmSite:
         Raises `WeaveError` without the native module.
         """
         if _native is None:
-            raise WeaveError("weaveopt was installed without its native part, which knows what its kernels need: build it")
+            raise WeaveError(
+                "weaveopt was installed without its native part, which knows what its kernels need: build it"
+            )
         row_bytes = call.hidden * DTYPE_BYTES[call.dtype]
         needs = _native.sharded_mixture_needs(call.world, call.max_tokens, call.choices, row_bytes)
         alignment = TRAITS[Fabric.SHM].buffer_alignment
