@@ -5,6 +5,8 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "moe_sharded/shm.h"
@@ -21,8 +23,17 @@ struct ShardedMixtureHandle {
     std::shared_ptr<GroupHandle> owner;
     moe::ShardedMixture op;
 
-    ShardedMixtureHandle(std::shared_ptr<GroupHandle> group, const moe::Site& site)
-        : owner(std::move(group)), op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes())) {}
+    ShardedMixtureHandle(std::shared_ptr<GroupHandle> group, const moe::Site& site, const std::string& isa)
+        : owner(std::move(group)),
+          op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes()), rows(isa)) {}
+
+    static const RowFunctions& rows(const std::string& isa) {
+        if (isa.empty()) return choose_rows();
+        for (const RowFunctions* functions : usable_rows()) {
+            if (isa == functions->isa) return *functions;
+        }
+        throw std::invalid_argument("this processor does not run " + isa);
+    }
 };
 
 }  // namespace
@@ -49,7 +60,8 @@ void bind_moe_sharded(py::module_& m) {
         "What a call needs in every rank's arena: what others push here, and what comes home.");
     using Handle = ShardedMixtureHandle;
     py::class_<Handle>(m, "ShardedMixture")
-        .def(py::init<std::shared_ptr<GroupHandle>, const Site&>(), py::arg("group"), py::arg("site"))
+        .def(py::init<std::shared_ptr<GroupHandle>, const Site&, const std::string&>(), py::arg("group"),
+             py::arg("site"), py::arg("isa") = "")
         .def_property_readonly("status", [](const Handle& handle) { return handle.owner->group.status(); })
         .def_property_readonly("rows_dispatched", [](const Handle& handle) { return handle.op.traffic().dispatched; })
         .def_property_readonly("rows_returned", [](const Handle& handle) { return handle.op.traffic().returned; })

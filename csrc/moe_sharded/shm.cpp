@@ -11,12 +11,12 @@ namespace weave::moe {
 
 using fabric::shm::Group;
 
-ShardedMixture::ShardedMixture(Group& group, const Site& site, int64_t data_bytes)
+ShardedMixture::ShardedMixture(Group& group, const Site& site, int64_t data_bytes, const RowFunctions& functions)
     : group_(group),
       site_(site),
       layout_(group.world(), site.max_tokens, site.choices, site.hidden * size_of(site.dtype)),
       row_bytes_(site.hidden * size_of(site.dtype)),
-      functions_(choose_rows()),
+      functions_(functions),
       last_token_(group.world()),
       begins_(site.num_experts + 1) {
     const int64_t ends[] = {site.dispatch_offset + layout_.dispatch_bytes(),

@@ -58,7 +58,7 @@ struct Traffic {
 class ShardedMixture {
   public:
     // Throws std::invalid_argument if the buffers are not inside a segment of `data_bytes`.
-    ShardedMixture(fabric::shm::Group& group, const Site& site, int64_t data_bytes);
+    ShardedMixture(fabric::shm::Group& group, const Site& site, int64_t data_bytes, const RowFunctions& functions);
 
     fabric::shm::Group& group() const { return group_; }
     const Traffic& traffic() const { return traffic_; }

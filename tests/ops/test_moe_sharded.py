@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weaveopt.ops  # noqa: F401
 from tests.ranks import run_ranks
 from tests.tolerances import KERNEL, assert_close
+from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import decode, memory_plan
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.ops.moe_sharded.library import combine
 from weaveopt.ops.moe_sharded.op import SITES, traffic
 from weaveopt.ops.moe_sharded.reference import reference
 from weaveopt.records.candidate import Fabric
@@ -214,6 +216,39 @@ def run_bitwise(rank: int, world: int) -> None:
 
 def test_sums_in_the_order_of_the_choices() -> None:
     run_ranks(run_bitwise, 3, 3)
+
+
+def run_instruction_sets(rank: int) -> None:
+    """Sums of products are those of torch in every bit, whatever the vectors: rows and weights that cancel."""
+    memory = reserve_for(1)
+    random = torch.Generator().manual_seed(5)
+    for dtype, hidden, choices in itertools.product(DTYPES, (1, 37, 200), (1, 4)):
+        call = replace(make_call(Form(choices=choices), dtype, 1, hidden), site="instruction sets")
+        rows = torch.randn(MAX_TOKENS * choices, hidden, generator=random).to(getattr(torch, dtype))
+        weights = torch.randn(MAX_TOKENS, choices, generator=random)
+        ids = torch.zeros(MAX_TOKENS, choices, dtype=torch.int64)
+        ids[3] = -1
+        want = combine(rows.view(MAX_TOKENS, choices, hidden).masked_fill((ids < 0)[..., None], 0), ids >= 0, weights)
+        for isa in _native.isas():
+            site = _native.ShardedMixtureSite()
+            needs = SITES[Fabric.SHM].buffers(call)
+            site.dispatch_offset, site.combine_offset = (memory.buffer(need.name).offset for need in needs)
+            site.max_tokens, site.choices, site.num_experts = MAX_TOKENS, choices, 1
+            site.hidden, site.dtype = hidden, getattr(_native.DType, dtype)
+            native = _native.ShardedMixture(memory.native, site, isa)
+            native.enter()
+            native.dispatch(rows.data_ptr(), ids.data_ptr(), MAX_TOKENS, 1)
+            code, num_routes = native.collect(0, 1)
+            assert (code, num_routes) == (0, (MAX_TOKENS - 1) * choices)
+            at = memory.buffer(needs[1].name).offset  # as if the experts had sent them home
+            memory.tensor(at, tuple(rows.shape), rows.dtype).copy_(rows)
+            out = torch.empty(MAX_TOKENS, hidden, dtype=rows.dtype)
+            native.finish(weights.data_ptr(), out.data_ptr(), 1)
+            assert digest(out) == digest(want), f"{isa}, {dtype}, {hidden}"
+
+
+def test_every_instruction_set_makes_the_same_sums() -> None:
+    run_ranks(run_instruction_sets, 1)
 
 
 def run_too_many(rank: int, world: int) -> None:
