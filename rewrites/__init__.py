@@ -9,6 +9,7 @@ from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
 from weaveopt.rewrites.moe_fused import MoeFused
+from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
@@ -20,6 +21,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     MoeFused(),
     GemmReduceScatter(),
     AllGatherGemm(),
+    MoeSharded(),
 )
 GRAPH_RULES: tuple[GraphRule, ...] = ()
 RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)

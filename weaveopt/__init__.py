@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from weaveopt.errors import WeaveError
+from weaveopt.experts.registration import register_when_imported
 
 if TYPE_CHECKING:
     from weaveopt.generation.entry import generate as generate
@@ -20,6 +21,8 @@ try:
     __version__ = version("weaveopt")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+source"
+
+register_when_imported()
 
 __all__ = ["WeaveError", "__version__", "generate", "report"]
 

@@ -7,12 +7,14 @@ void bind_all_gather_gemm(pybind11::module_& m);
 void bind_all_reduce_norm(pybind11::module_& m);
 void bind_gemm_reduce_scatter(pybind11::module_& m);
 void bind_hierarchical_all_reduce(pybind11::module_& m);
+void bind_moe_sharded(pybind11::module_& m);
 
 void bind_families(pybind11::module_& m) {
     bind_all_gather_gemm(m);
     bind_all_reduce_norm(m);
     bind_gemm_reduce_scatter(m);
     bind_hierarchical_all_reduce(m);
+    bind_moe_sharded(m);
 }
 
 #ifdef WEAVE_WITH_CUDA

@@ -263,14 +263,18 @@ Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) 
     }
 }
 
-Status Group::enter(const Layout& asked, uint64_t tag, double timeout_s) {
+Status Group::enter() {
     if (getpid() != maker_) return Status{Code::kForked};
     if (busy_.test_and_set(std::memory_order_acquire)) return Status{Code::kBusy};
-    if (!status_.ok()) {
-        Status status = status_;
-        status.code = Code::kPoisoned;
-        return status;
-    }
+    if (status_.ok()) return {};
+    Status status = status_;
+    status.code = Code::kPoisoned;
+    return status;
+}
+
+Status Group::enter(const Layout& asked, uint64_t tag, double timeout_s) {
+    const Status entered = enter();
+    if (!entered.ok()) return entered;
     Layout layout = asked;
     if (layout.output_offset < 0) layout.output_offset = layout_.output_offset;
     if (layout == layout_ || layout_.partial_offset < 0) {

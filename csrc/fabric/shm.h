@@ -150,6 +150,8 @@ class Group {
     // with that one, since the buffers may overlap; without output rows only the partial buffers count. Afterwards the
     // partial buffer of epoch() + 1 may be written.
     Status enter(const Layout& asked, uint64_t tag, double timeout_s);
+    // Takes it for a call whose buffers no call of another kind uses: where the last one's lie is all the same.
+    Status enter();
     // Starts the next epoch: publishes `tag` and signals `ready`.
     void signal_ready(uint64_t tag);
     void signal_rows();

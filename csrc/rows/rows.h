@@ -49,11 +49,17 @@ using WidenRow = void (*)(DType dtype, const void* in, float offset, float* out,
 // out[i] = a[i] + b[i] in fp32; `out` may be `a` or `b`, where that is fp32.
 using AddRow = void (*)(DType a_dtype, const void* a, DType b_dtype, const void* b, float* out, int64_t count);
 
+// out[i] = the sum over rows, in their order, of weights[row] * rows[row][i]: in fp32, each product rounded to it, and
+// rounded once. No rows: zeros.
+using WeighRows = void (*)(DType dtype, const void* const* rows, const float* weights, int64_t num_rows, void* out,
+                           int64_t count);
+
 struct RowFunctions {
     const char* isa;
     ReduceRows reduce;
     WidenRow widen;
     AddRow add;
+    WeighRows weigh;
 };
 
 // Rows of scratch are padded to whole vectors of the widest instruction set.

@@ -436,8 +436,43 @@ void add(DType a_dtype, const void* a, DType b_dtype, const void* b, float* out,
     }
 }
 
+// A value that the compiler does not fuse with the addition behind it: sums are then the same with every instruction
+// set, and those of torch.
+inline Floats on_its_own(Floats x) {
+#if WEAVE_LANES == 16
+    asm("" : "+v"(x));
+#elif defined(__x86_64__)
+    asm("" : "+x"(x));
+#else
+    asm("" : "+w"(x));
+#endif
+    return x;
+}
+
+template <typename T>
+void weigh_rows(const void* const* rows, const float* weights, int64_t num_rows, void* out, int64_t count) {
+    for_vectors(count, [&](auto part, int64_t i, int64_t left) __attribute__((always_inline)) {
+        constexpr bool kTail = decltype(part)::kTail;
+        Floats sum = {};
+        for (int64_t row = 0; row < num_rows; ++row)
+            sum += on_its_own(load_at<T, kTail>(rows[row], i, left) * weights[row]);
+        store_at<T, kTail>(out, sum, i, left);
+    });
+}
+
+void weigh(DType dtype, const void* const* rows, const float* weights, int64_t num_rows, void* out, int64_t count) {
+    switch (dtype) {
+        case DType::kFloat32:
+            return weigh_rows<Float32>(rows, weights, num_rows, out, count);
+        case DType::kBFloat16:
+            return weigh_rows<BFloat16>(rows, weights, num_rows, out, count);
+        case DType::kFloat16:
+            return weigh_rows<Float16>(rows, weights, num_rows, out, count);
+    }
+}
+
 }  // namespace
 
-const RowFunctions WEAVE_ROWS = {WEAVE_ISA, reduce, widen, add};
+const RowFunctions WEAVE_ROWS = {WEAVE_ISA, reduce, widen, add, weigh};
 
 }  // namespace weave

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rewrites",),
     ("pipeline",),
     ("reporting", "measure"),
-    ("backend", "accelerator", "generation"),
+    ("backend", "accelerator", "generation", "experts"),
     ("cli",),
 )
 """Rooms and single files of the package, from the lowest up. A room imports rooms of lower layers only."""
@@ -33,8 +33,9 @@ FAMILIES = {
     "all_gather_gemm": re.compile(r"all_?gather_?gemm", re.IGNORECASE),
     "hierarchical_all_reduce": re.compile(r"hierarchical_?all_?reduce", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
-    "moe_fused": re.compile(r"moe_?(fused|experts|sharded)", re.IGNORECASE),
+    "moe_fused": re.compile(r"moe_?(fused|experts)", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
+    "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
 """Each rule, and every name of it and of its operations; last, the kernels of reductions, which three rules run."""
@@ -64,15 +65,19 @@ ROOMS = {
     "moe_fused": (
         "rewrites/moe_fused/",
         "weaveopt/ops/moe_experts/",
-        "weaveopt/ops/moe_sharded/",
         "weaveopt/measure/cases/moe_experts.py",
-        "csrc/moe_sharded/",
     ),
     "gemm_reduce_scatter": (
         "rewrites/gemm_reduce_scatter/",
         "weaveopt/ops/gemm_reduce_scatter/",
         "weaveopt/measure/cases/gemm_reduce_scatter.py",
         "csrc/gemm_reduce_scatter/",
+    ),
+    "moe_sharded": (
+        "rewrites/moe_sharded.py",
+        "weaveopt/ops/moe_sharded/",
+        "weaveopt/experts/",
+        "csrc/moe_sharded/",
     ),
     "all_reduce_norm": (
         "rewrites/all_reduce_rms_norm/",

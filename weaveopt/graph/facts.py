@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import Argument
 
+from weaveopt.graph.exchange import exchange_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after
 
@@ -41,6 +42,10 @@ def devices_in(graph: fx.Graph) -> dict[str, str]:
         value = tensor_of(node)
         if value is not None and group_of(node):
             devices.setdefault(group_of(node), value.device.type)
+    for node, group in _exchanges_in(graph):
+        value = tensor_of(node)
+        if value is not None:
+            devices.setdefault(group, value.device.type)
     return devices
 
 
@@ -52,7 +57,14 @@ def runs_on_gpu(graph: fx.Graph) -> bool:
 
 def groups_in(graph: fx.Graph) -> tuple[str, ...]:
     """Names of the process groups that a graph communicates in, sorted."""
-    return tuple(sorted({name for node in collectives_in(graph) if (name := group_of(node))}))
+    collectives = {name for node in collectives_in(graph) if (name := group_of(node))}
+    return tuple(sorted(collectives | {group for _, group in _exchanges_in(graph)}))
+
+
+def _exchanges_in(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """Operators that communicate in a group of their own call, where its ranks compile the same graph."""
+    found = ((node, exchange_of(node)) for node in graph.nodes)
+    return [(node, each.group) for node, each in found if each is not None and each.same_tokens]
 
 
 def module_of(node: fx.Node) -> str:

@@ -13,7 +13,9 @@ import torch.fx as fx
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Attention, Gemm, Machine
+from weaveopt.cost_model.exchange import Mixture, experts_us, library_exchange_us, library_kernels_us
 from weaveopt.fabrics.topology import Topology
+from weaveopt.graph.exchange import Exchange, exchange_of, sizes_of
 from weaveopt.graph.facts import group_of
 from weaveopt.graph.values import (
     argument,
@@ -156,6 +158,24 @@ class MemoryCall:
         return cost_model.memory_us(machine, self.num_bytes * ratio if self.grows else self.num_bytes)
 
 
+@dataclass(frozen=True)
+class ExchangeCall:
+    """A mixture whose tokens travel to their experts through the library."""
+
+    mixture: Mixture
+    hosts: int
+    grows: bool = False
+    name: str = MEMORY
+
+    def us(self, machine: Machine, ratio: float) -> float:
+        tokens = max(round(self.mixture.tokens * ratio), 1) if self.grows else self.mixture.tokens
+        mixture = replace(self.mixture, tokens=tokens)
+        computed = experts_us(machine, mixture) + library_kernels_us(machine, mixture)
+        # Who asks multiplies by the ranks that share a core; what was measured of collectives has that in it.
+        slowdown = machine.oversubscription(mixture.world, self.hosts)
+        return computed + library_exchange_us(machine, mixture, self.hosts) / slowdown
+
+
 def call_of(node: fx.Node, topologies: Mapping[str, Topology], tokens: int = 0) -> Call:
     """The call that a node whose `kind_of` is not None makes; what has `tokens` rows grows with the token count."""
     kind = kind_of(node.target)
@@ -165,6 +185,8 @@ def call_of(node: fx.Node, topologies: Mapping[str, Topology], tokens: int = 0) 
         return gemm
     if kind == ATTENTION and (attention := attention_of(node)) is not None:
         return AttentionCall(attention, BACKWARD_FACTOR if "backward" in name_of(node.target)[1] else 1.0)
+    if (exchange := exchange_of(node)) is not None:
+        return _exchange(node, exchange, topologies, tokens)
     values = [*tensors_of(node), *(value for _, value in tensor_inputs(node))]
     return MemoryCall(sum(map(bytes_of, values)), any(has_rows(value, tokens) for value in values))
 
@@ -235,3 +257,11 @@ def _collective(node: fx.Node, topologies: Mapping[str, Topology], tokens: int) 
         return CollectiveCall(kind, 0, 1, 1)
     grows = any(has_rows(value, tokens) for value in values)
     return CollectiveCall(kind, sum(map(bytes_of, values)), known.world, known.num_hosts, grows)
+
+
+def _exchange(node: fx.Node, call: Exchange, topologies: Mapping[str, Topology], tokens: int) -> ExchangeCall:
+    known, [value] = topologies.get(call.group), tensors_of(node)
+    count, choices, gates, inner = sizes_of(node)
+    row_bytes = call.hidden * value.dtype.itemsize
+    mixture = Mixture(count, choices, call.num_experts, call.hidden, gates, inner, call.dtype, row_bytes, call.world)
+    return ExchangeCall(mixture, 1 if known is None else known.num_hosts, has_rows(value, tokens))

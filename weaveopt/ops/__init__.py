@@ -9,3 +9,4 @@ from weaveopt.ops.gemm_reduce_scatter import op as _gemm_reduce_scatter  # noqa:
 from weaveopt.ops.library_attention import op as _library_attention  # noqa: F401
 from weaveopt.ops.masked_attention import op as _masked_attention  # noqa: F401
 from weaveopt.ops.moe_experts import op as _moe_experts  # noqa: F401
+from weaveopt.ops.moe_sharded import op as _moe_sharded  # noqa: F401

@@ -1,0 +1,159 @@
+"""Models of transformers with `ep_implementation="weave"` against its own all-to-all: one graph, and the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+import weaveopt  # noqa: F401  (registers the implementation)
+from tests.models import FAMILIES, Family, save
+from tests.ranks import run_ranks
+
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+FAMILY_OF = {
+    family.name: replace(family, settings={**family.settings, "num_key_value_heads": 4})
+    for family in FAMILIES
+    if family.name in MIXTURES and not family.expert_parallel
+}
+"""Heads for four ranks."""
+EXCHANGE = torch.ops.weave.expert_exchange.default
+NUM_LAYERS = {"deepseek_v3": 1}
+"""Mixtures; two elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model, saved once."""
+    path = tmp_path_factory.mktemp("mixtures")
+    for name in MIXTURES:
+        save(FAMILY_OF[name], str(path / name))
+    return path
+
+
+def load(folder: Path, family: Family, implementation: str, world: int, data_parallel: bool = False) -> PreTrainedModel:
+    sizes = {"fsdp_size": world} if data_parallel else {"tp_size": world}
+    parallel = DistributedConfig(**sizes, ep_size=world, ep_implementation=implementation)
+    name = str(folder / family.name)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, distributed_config=parallel).eval()
+
+
+def ids_of(seed: int, tokens: int) -> Tensor:
+    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def run_tensor_parallel(rank: int, world: int, folder: Path) -> list[str]:
+    """All ranks hold the same batch; 7 and 1 tokens are no multiple of the ranks."""
+    done = []
+    for name in MIXTURES:
+        theirs, ours = (load(folder, FAMILY_OF[name], each, world) for each in ("all_to_all", "weave"))
+        graphs: list[fx.GraphModule] = []
+
+        def keep(module: fx.GraphModule, _: object, into: list[fx.GraphModule] = graphs) -> fx.GraphModule:
+            into.append(module)
+            return module
+
+        compiled = torch.compile(ours, backend=keep, fullgraph=True)
+        with torch.no_grad():
+            for tokens in (7, 1):
+                want = theirs(ids_of(3, tokens), use_cache=False).logits
+                for model in (ours, compiled):
+                    got = model(ids_of(3, tokens), use_cache=False).logits
+                    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        [graph, *others] = graphs
+        assert len(others) <= 1, f"{name}: one graph, and one for a single token"
+        calls = [node for node in graph.graph.nodes if "expert_exchange" in str(node.target)]
+        assert len(calls) == NUM_LAYERS.get(name, 2), f"{name}: one operation a mixture"
+        done.append(name)
+    return done
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallel(world: int, folder: Path) -> None:
+    assert run_ranks(run_tensor_parallel, world, world, folder, timeout_s=300) == [list(MIXTURES)] * world
+
+
+def sharded(folder: Path, family: Family, implementation: str, world: int) -> PreTrainedModel:
+    """Every rank has its own batch and all weights but those of other ranks' experts."""
+    model = AutoModelForCausalLM.from_pretrained(str(folder / family.name), dtype=torch.float32).eval()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("experts", "batch"))
+    plan = {
+        name.replace("*", str(layer)): style
+        for layer in range(model.config.num_hidden_layers)
+        for name, style in model.ep_plan.items()
+    }
+    names = {*dict(model.named_modules()), *dict(model.named_parameters())}
+    plan = {name: style for name, style in plan.items() if name in names}
+    return apply_expert_parallelism(model, mesh["experts"], mesh["batch"], plan, implementation)
+
+
+def run_data_parallel(rank: int, world: int, folder: Path, backend: str) -> None:
+    """Ranks hold other batches, of other sizes."""
+    for name in ("mixtral", "gpt_oss"):
+        theirs, ours = (sharded(folder, FAMILY_OF[name], each, world) for each in ("all_to_all", "weave"))
+        compiled = torch.compile(ours, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            for step in range(2):
+                ids = ids_of(rank, 3 + 4 * rank + 20 * step * (rank == 0))
+                want = theirs(ids, use_cache=False).logits
+                for model in (ours, compiled):
+                    got = model(ids, use_cache=False).logits
+                    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_data_parallel(backend: str, folder: Path) -> None:
+    run_ranks(run_data_parallel, 2, 2, folder, backend, timeout_s=300)
+
+
+def gradients(model: PreTrainedModel, ids: Tensor, compiled: bool) -> dict[str, Tensor]:
+    model.train()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    run(ids, use_cache=False).logits.square().mean().backward()
+    return {
+        name: getattr(each.grad, "_local_tensor", each.grad).clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
+
+
+def run_training(rank: int, world: int, folder: Path) -> None:
+    for name in ("mixtral", "gpt_oss"):
+        for build in (sharded, load):
+            ids = ids_of(rank, 5 + 3 * rank) if build is sharded else ids_of(0, 7)
+            theirs = gradients(build(folder, FAMILY_OF[name], "all_to_all", world), ids, compiled=False)
+            for compiled in (False, True):
+                if compiled and build is load:
+                    continue  # transformers' own backward hooks of tensor parallelism break graphs in training
+                ours = gradients(build(folder, FAMILY_OF[name], "weave", world), ids, compiled)
+                assert ours.keys() == theirs.keys() and any("experts" in each for each in ours)
+                for key, want in theirs.items():
+                    torch.testing.assert_close(
+                        ours[key], want, rtol=1e-4, atol=1e-6, msg=lambda m, key=f"{name}, {key}": f"{key}: {m}"
+                    )
+
+
+def test_gradients(folder: Path) -> None:
+    run_ranks(run_training, 2, 2, folder, timeout_s=300)
+
+
+def run_fully_sharded(rank: int, world: int, folder: Path) -> None:
+    """FSDP2 breaks the graph at its own hooks; the mixtures break none."""
+    theirs, ours = (load(folder, FAMILY_OF["mixtral"], each, world, True) for each in ("all_to_all", "weave"))
+    ids = ids_of(rank, 3 + 2 * rank)
+    with torch.no_grad():
+        want = theirs(ids, use_cache=False).logits
+        torch.testing.assert_close(ours(ids, use_cache=False).logits, want, rtol=1e-5, atol=1e-5)
+    dist.barrier()
+
+
+def test_fully_sharded(folder: Path) -> None:
+    run_ranks(run_fully_sharded, 2, 2, folder, timeout_s=300)

@@ -1,0 +1,163 @@
+"""The rule `moe_sharded`: what it takes and leaves, with which reasons, at what price, and with how much memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+import weaveopt.ops  # noqa: F401
+from tests.preview import previewed
+from weaveopt import cost_model
+from weaveopt.config import Config
+from weaveopt.cost_model.exchange import Mixture, experts_us, library_exchange_us, synchronize_us
+from weaveopt.fabrics import topology
+from weaveopt.fabrics.rows_call import decode
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
+from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.records.candidate import LEAVE, Fabric
+from weaveopt.records.report import Decision, GraphReport
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.moe_sharded import RULE, MoeSharded
+from weaveopt.rule import Context, FoundSite
+from weaveopt.sites.exchange import ExchangeMatcher
+
+OP = torch.ops.weave.expert_exchange.default
+HIDDEN, INNER, EXPERTS, CHOICES = 64, 32, 4, 2
+
+
+def make_call(world: int = 2, same_tokens: bool = True) -> ExpertExchangeCall:
+    return ExpertExchangeCall(
+        site="expert_exchange", group="0", fabric=Fabric.LIBRARY, world=world, hidden=HIDDEN, dtype="bfloat16",
+        max_tokens=0, timeout_s=0.0, num_experts=EXPERTS, same_tokens=same_tokens,
+    )  # fmt: skip
+
+
+def inputs_of(tokens: int) -> tuple[Tensor, ...]:
+    return (
+        torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(tokens, CHOICES, dtype=torch.int64),
+        torch.zeros(tokens, CHOICES),
+        torch.zeros(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16),
+    )
+
+
+def reported(
+    tokens: int = 16, force: bool = True, call: ExpertExchangeCall | None = None, **more: object
+) -> GraphReport:
+    text = (call or make_call()).encode()
+
+    def fn(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        exchanged: Tensor = torch.ops.weave.expert_exchange(x.sin(), experts, weights, gate_up, None, down, None, text)
+        return exchanged + x
+
+    forced = (RULE,) if force else ()
+    return previewed(fn, inputs_of(tokens), force=forced, **{"static": True, **more})  # type: ignore[arg-type]
+
+
+def codes(decision: Decision, fabric: Fabric) -> list[str]:
+    return [reason.code for each in decision.alternatives if each.fabric is fabric for reason in each.rejections]
+
+
+def test_the_call_gets_a_fabric_and_its_memory(graphs: list[fx.Graph]) -> None:
+    report = reported(tokens=24)
+    [decision] = report.decisions
+    assert (decision.chosen.choice, decision.chosen.fabric) == (RULE, Fabric.SHM)
+    assert ("batches", 1) in decision.chosen.parameters, "nothing is saved by reading the weights twice"
+    [node] = [node for node in graphs[0].nodes if node.target is OP]
+    call = decode(ExpertExchangeCall, str(node.args[-1]))
+    want = replace(
+        make_call(), site=decision.site.id, fabric=Fabric.SHM, max_tokens=24, choices=CHOICES, batches=1,
+        timeout_s=Config().timeout_s,
+    )  # fmt: skip
+    assert call == want
+    [plan] = report.plans
+    sizes = {buffer.name: buffer.num_bytes for buffer in plan.buffers}
+    assert sizes == {buffer.name: buffer.num_bytes for buffer in SITES[Fabric.SHM].buffers(call)}
+    assert set(sizes) == {"moe_dispatch", "moe_combine"} and plan.fabric is Fabric.SHM
+
+
+def test_a_call_that_has_a_fabric_is_no_site() -> None:
+    call = replace(make_call(), fabric=Fabric.SHM, max_tokens=16, choices=CHOICES)
+    assert reported(call=call).decisions == ()
+
+
+def test_what_is_left_says_why() -> None:
+    [differ] = reported(call=make_call(same_tokens=False)).decisions
+    assert differ.chosen.choice == LEAVE and [each.code for each in differ.site.rejections] == ["tokens_differ"]
+    assert differ.site.groups == (), "ranks do not compare what may differ"
+    [alone] = reported(call=make_call(world=1), world=1).decisions
+    assert [each.code for each in alone.site.rejections] == ["one_rank"]
+    [other] = reported(call=make_call(world=4)).decisions
+    assert [each.code for each in other.site.rejections] == ["group_not_known"]
+
+
+def test_every_fabric_has_its_reasons() -> None:
+    [decision] = reported().decisions
+    assert codes(decision, Fabric.TCP) == ["fabric_needs_hosts", "no_kernel"] * 2
+    assert codes(decision, Fabric.PEER) == ["fabric_needs_cuda", "fabric_not_on_machine", "no_kernel"] * 2
+    [on_gpus] = reported(machine="h200x4", device="cuda").decisions
+    assert on_gpus.chosen.choice == LEAVE and codes(on_gpus, Fabric.PEER) == ["no_kernel"] * 2
+
+
+def test_tokens_that_are_no_number(graphs: list[fx.Graph]) -> None:
+    [decision] = reported(static=False, dynamic=True).decisions
+    assert decision.chosen.choice == RULE and decision.site.tokens.most == Config().max_tokens
+    [node] = [node for node in graphs[0].nodes if node.target is OP]
+    assert decode(ExpertExchangeCall, str(node.args[-1])).max_tokens == Config().max_tokens
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_never_slower_by_price(world: int) -> None:
+    """What is rewritten saves more than the model's own error; the experts are the same with and without."""
+    for tokens in (1, 64, 2048):
+        [decision] = reported(tokens, force=False, call=make_call(world), world=world).decisions
+        assert decision.baseline is not None
+        estimates = [each.estimate for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.SHM]
+        assert len(estimates) == 2 and all(estimates)
+        saves = any(each is not None and each.us_with_margin < decision.baseline.us for each in estimates)
+        assert saves == (decision.chosen.choice == RULE), tokens
+        machine = cost_model.load("cpu")
+        mixture = Mixture(tokens, CHOICES, EXPERTS, HIDDEN, 2 * INNER, INNER, "bfloat16", 2 * HIDDEN, world)
+        slowdown = machine.oversubscription(world, 1)
+        for each in estimates:
+            assert each is not None
+            terms = {term.name: term.us for term in each.terms}
+            assert terms["experts"] == pytest.approx(experts_us(machine, mixture) * slowdown)
+        assert decision.baseline.us > experts_us(machine, mixture) * slowdown + library_exchange_us(machine, mixture)
+
+
+def test_rows_are_counted_once_for_each_destination() -> None:
+    mixture = Mixture(100, 2, 4, HIDDEN, 2 * INNER, INNER, "bfloat16", 2 * HIDDEN, world=2)
+    assert mixture.rows_sent == pytest.approx(75), "a token misses the other rank with probability 1/4"
+    assert mixture.rows_returned == pytest.approx(100)
+    assert replace(mixture, choices=50).rows_sent == pytest.approx(100)
+    assert replace(mixture, world=1).rows_sent == 0
+
+
+def test_what_was_not_measured_is_not_used() -> None:
+    machine = cost_model.load("cpu")
+    bare = replace(machine, fabric_costs=tuple(replace(each, curves=()) for each in machine.fabric_costs))
+    mixture = Mixture(8, 2, 4, HIDDEN, 2 * INNER, INNER, "bfloat16", 2 * HIDDEN, world=2)
+    assert synchronize_us(machine, Fabric.SHM, mixture) and synchronize_us(bare, Fabric.SHM, mixture) is None
+    graph = fx.Graph()
+    nodes = []
+    for name, value in zip(("x", "experts", "weights", "gate_up", "down"), inputs_of(8), strict=True):
+        nodes.append(graph.placeholder(name))
+        nodes[-1].meta["val"] = value
+    x, experts, weights, gate_up, down = nodes
+    call = graph.call_function(OP, (x, experts, weights, gate_up, None, down, None, make_call().encode()))
+    call.meta["val"] = inputs_of(8)[0]
+    for profile, found in ((machine, []), (bare, ["not_measured"])):
+        context = Context(Config(), profile, {"0": topology.fake(2)})
+        [site] = ExchangeMatcher().find(graph, context)
+        assert isinstance(site, FoundSite)
+        proposals = MoeSharded().propose(site, TokenCounts(8), context)
+        [first, _] = [each.candidate for each in proposals if each.candidate.fabric is Fabric.SHM]
+        assert [reason.code for reason in first.rejections] == found
+        usable = MoeSharded().propose(site, TokenCounts(8), context, usable_only=True)
+        assert bool(usable) != bool(found)

@@ -1,0 +1,1 @@
+"""A mixture whose experts and tokens are both sharded, as one operation."""

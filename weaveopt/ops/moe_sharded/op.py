@@ -1,0 +1,132 @@
+"""`weave::expert_exchange`: a mixture whose experts and tokens are both sharded over the ranks of a group.
+
+    owner, local_id = experts // num_experts, experts % num_experts             # of rank `owner`
+    row[t, j] = act(x[t] @ gate_up[local_id].T + bias) @ down[local_id].T + bias    # there, in x's dtype
+    y[t] = sum over j of weights[t, j] * row[t, j]                              # here, in fp32, rounded once
+
+`x` is [tokens, hidden] in bf16, fp16 or fp32: this rank's own tokens, of which every rank has its own number, or none.
+`experts` is [tokens, choices] int64: ids over all ranks; what is no rank's expert adds nothing. `weights` is [tokens,
+choices], of any dtype. `gate_up` [num_experts, N, hidden], `down` [num_experts, hidden, N or N / 2] and their biases
+are this rank's experts in x's dtype, of any strides; see `Operands`. `call` is an encoded `ExpertExchangeCall`. The
+result is [tokens, hidden] in x's dtype.
+
+Rows travel and are rounded as in transformers' all-to-all; the sum over choices is in fp32, where transformers' is in
+the dtype of the weights. On `shm` one row is pushed for each (token, destination) into a place that no other rank
+writes, the experts begin with this rank's own rows, and their results go into this rank's [token][choice] (the layout
+and the order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Where a rank has more
+tokens than `call.max_tokens`, or with fabric `library`, all ranks use the group's all-to-all. Both take the derivative
+through the library.
+
+Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site,
+`ArenaError` where no arena was reserved, `WeaveError` for operands that do not fit together. After one of the first two
+the group's arena stays unusable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from weaveopt.fabrics.rows_call import BoundCalls, decode
+from weaveopt.ops.moe_sharded import fake
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.ops.moe_sharded.library import derivative, through_library
+from weaveopt.ops.moe_sharded.shm import ShmSite, Traffic
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer
+
+Tensor = torch.Tensor
+NAME = "expert_exchange"
+
+
+class BoundSite(Protocol):
+    """A call bound to the arena of its group."""
+
+    @staticmethod
+    def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena."""
+        ...
+
+    @staticmethod
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> BoundSite:
+        """`call`, encoded as `text`, of the operator `op`; `forget` runs when the arena goes.
+
+        Raises `ArenaError` if no arena was reserved or the call does not fit it.
+        """
+        ...
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: Operands) -> Tensor | None:
+        """[tokens, hidden]; None where the library has to run, on all ranks."""
+        ...
+
+
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+"""What runs a call on its fabric; the library's is not bound to anything."""
+
+
+def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+    kind = SITES.get(call.fabric)
+    return None if kind is None else kind.bind(call, text, NAME, forget)
+
+
+_bound: BoundCalls[ExpertExchangeCall, BoundSite] = BoundCalls(ExpertExchangeCall, _bind)
+
+
+def traffic(call: str) -> Traffic | None:
+    """What the encoded `call` has sent so far; None where no fabric of CPU ranks runs it."""
+    site = _bound.of("cpu", call)
+    return None if site is None else site.traffic
+
+
+def _run(device: str, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    operands, call = Operands(*rest[:-1]), rest[-1]
+    with torch._C._AutoDispatchBelowAutograd():
+        site = _bound.of(device, call)
+        result = None if site is None else site.run(x, experts, weights, operands)
+        if result is not None:
+            return result
+        decoded = decode(ExpertExchangeCall, call)
+        operands.check(x, experts, weights, decoded)
+        return through_library(x, experts, weights, operands, decoded)
+
+
+def _run_backward(grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> list[Tensor]:
+    operands, call = Operands(*rest[:-1]), decode(ExpertExchangeCall, rest[-1])
+    return list(derivative(grad, x, experts, weights, operands, call))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.call = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    found = iter(torch.ops.weave.expert_exchange_backward(grad, *saved, ctx.call))
+    # Ids have none, and operands that are not there.
+    grads = [None if at == 1 or each is None else next(found) for at, each in enumerate(saved)]
+    return (*grads, None)
+
+
+_library = torch.library.Library("weave", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+    "str call"
+)
+# Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_library.define(f"{NAME}({_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"{NAME}_backward(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=_TAGS)
+for _device in ("cpu", "cuda"):
+    _library.impl(NAME, functools.partial(_run, _device), _device.upper())
+    _library.impl(f"{NAME}_backward", _run_backward, _device.upper())
+torch.library.register_fake(f"weave::{NAME}", fake.expert_exchange, lib=_library)
+torch.library.register_fake(f"weave::{NAME}_backward", fake.expert_exchange_backward, lib=_library)
+torch.library.register_autograd(f"weave::{NAME}", _backward, setup_context=_save, lib=_library)

@@ -1,0 +1,38 @@
+"""What `expert_exchange` computes, in one process that has all ranks' tokens and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.ops.moe_sharded.experts import expert_rows
+from weaveopt.ops.moe_sharded.library import combine
+
+Tensor = torch.Tensor
+
+
+def reference(
+    x: Sequence[Tensor],
+    experts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    operands: Sequence[Operands],
+    call: ExpertExchangeCall,
+) -> list[Tensor]:
+    """Of every rank its [tokens, hidden], from all ranks' arguments."""
+    return [_of_rank(*mine, operands, call) for mine in zip(x, experts, weights, strict=True)]
+
+
+def _of_rank(
+    x: Tensor, experts: Tensor, weights: Tensor, operands: Sequence[Operands], call: ExpertExchangeCall
+) -> Tensor:
+    by_choice = x.new_zeros(*experts.shape, call.hidden)
+    for expert in range(call.world * call.num_experts):
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        if token.numel():
+            rank, local_id = divmod(expert, call.num_experts)
+            ids = torch.full_like(token, local_id)
+            by_choice[token, choice] = expert_rows(x[token], ids, operands[rank], call)
+    is_someones = (experts >= 0) & (experts < call.world * call.num_experts)
+    return combine(by_choice, is_someones, weights)

@@ -1,0 +1,123 @@
+"""`expert_exchange` on the fabric `shm`: rows go into the memory of their experts' ranks, and results into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.fabrics import shm
+from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.ops.moe_sharded.experts import expert_rows
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.records.site import DTYPE_BYTES
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: no arena can be reserved, and no site is bound
+    _native = None  # type: ignore[assignment]
+
+Tensor = torch.Tensor
+
+
+class Traffic(NamedTuple):
+    """Rows that this rank sent to others since the site was bound."""
+
+    dispatched: int
+    returned: int
+
+
+class ShmSite:
+    """One site, ready to run."""
+
+    __slots__ = ("_call", "_caller", "_native")
+
+    def __init__(self, call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> None:
+        arena = shm.of(call.group)
+        group = arena.group
+        if len(group.ranks) != call.world:
+            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
+        site = _native.ShardedMixtureSite()
+        for need, field in zip(self.buffers(call), ("dispatch_offset", "combine_offset"), strict=True):
+            buffer = arena.buffer(need.name)
+            if buffer.num_bytes < need.num_bytes:
+                raise ArenaError(
+                    f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "
+                    f"{call.group!r}, which has {buffer.num_bytes} bytes for it"
+                )
+            setattr(site, field, buffer.offset)
+        site.tag, site.timeout_s = tag_of(call.site, text), call.timeout_s
+        site.max_tokens, site.choices, site.num_experts = call.max_tokens, call.choices, call.num_experts
+        site.hidden, site.dtype = call.hidden, getattr(_native.DType, call.dtype)
+        self._call, self._caller = call, Caller(op, call.site, group, call.timeout_s)
+        self._native = _native.ShardedMixture(arena.native, site)
+        arena.at_close(forget)
+
+    @staticmethod
+    def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena: what peers push here, and what comes home.
+
+        Raises `WeaveError` without the native module.
+        """
+        if _native is None:
+            raise WeaveError(
+                "weaveopt was installed without its native part, which knows what its kernels need: build it"
+            )
+        row_bytes = call.hidden * DTYPE_BYTES[call.dtype]
+        needs = _native.sharded_mixture_needs(call.world, call.max_tokens, call.choices, row_bytes)
+        alignment = TRAITS[Fabric.SHM].buffer_alignment
+        return tuple(Buffer(need.name, need.num_bytes, Lifetime.ARENA, need.fill, alignment) for need in needs)
+
+    @staticmethod
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
+        """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
+        return ShmSite(call, text, op, forget)
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self._native.rows_dispatched, self._native.rows_returned)
+
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: Operands) -> Tensor | None:
+        """[tokens, hidden]; None, on all ranks, where one of them has more tokens than were planned for."""
+        call, native = self._call, self._native
+        operands.check(x, experts, weights, call)
+        x, experts, factors = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+        code = native.enter()
+        if code:
+            raise failure(self._caller, code, native.status)
+        try:
+            native.dispatch(x.data_ptr(), experts.data_ptr(), x.shape[0], torch.get_num_threads())
+            fits = all(self._batch(x, operands, *part) for part in call.sources())
+        except BaseException:
+            native.fail()
+            raise
+        if not fits:
+            code = native.abandon()
+            if code:
+                raise failure(self._caller, code, native.status)
+            return None
+        out = torch.empty_like(x)
+        code = native.finish(factors.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        if code:
+            raise failure(self._caller, code, native.status)
+        return out
+
+    def _batch(self, x: Tensor, operands: Operands, first: int, last: int) -> bool:
+        """The experts on the rows of some ranks; False where one of those has too many tokens."""
+        native, num_threads = self._native, torch.get_num_threads()
+        code, num_routes = native.collect(first, last)
+        if code:
+            raise failure(self._caller, code, native.status)
+        if num_routes <= 0:
+            return bool(num_routes == 0)
+        rows = x.new_empty(num_routes, self._call.hidden)
+        ids = torch.empty(num_routes, dtype=torch.int64)
+        native.gather(rows.data_ptr(), ids.data_ptr(), num_threads)
+        results = expert_rows(rows, ids, operands, self._call).contiguous()
+        native.send_home(results.data_ptr(), num_threads)
+        return True
