@@ -35,7 +35,7 @@ ROUNDS = 15
 CALLS = 4
 
 
-def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
+def rank_main(sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
@@ -66,7 +66,6 @@ def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
         )
         for algorithm in ALGORITHMS[Transfer.MESSAGE]
     }  # fmt: skip
-    calls["doubling"] = replace(calls["doubling"], chunk_bytes=chunk_bytes)
     tcp.reserve(topology.discover("0", 60.0), memory_plan("0", list(calls.values())), 0, 60.0)
     with torch.no_grad():
         for tokens in sizes:
@@ -78,11 +77,11 @@ def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
                 dist.all_reduce(copy)
                 compiled(copy, residual)
 
-            def ours(call: ReductionCall, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
-                torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call.encode())
+            def ours(call: str, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
+                torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call)
 
             ways: dict[str, Callable[[], None]] = {"gloo": gloo}
-            ways |= {name: functools.partial(ours, call) for name, call in calls.items()}
+            ways |= {name: functools.partial(ours, call.encode()) for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(ROUNDS + 2):
                 for name, way in ways.items():
@@ -130,16 +129,12 @@ def bound_us(kib: int, hosts: int, gbit: float, delay_us: float) -> float:
     return 2 * ceil(log2(hosts)) * delay_us + moved_bytes * 8 / (gbit * 1e9) * 1e6
 
 
-def measured(
-    hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int], chunk_bytes: int
-) -> list[dict[str, float]]:
+def measured(hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int]) -> list[dict[str, float]]:
     """A record a size, by token count."""
     from tests import emulated_hosts
 
     with emulated_hosts.hosts(hosts, emulated_hosts.Link(delay_us, gbit)) as made:
-        processes = emulated_hosts.start(
-            made, ranks, "benchmarks.between_hosts", "--rank", *map(str, (chunk_bytes, *sizes))
-        )
+        processes = emulated_hosts.start(made, ranks, "benchmarks.between_hosts", "--rank", *map(str, sizes))
         found = emulated_hosts.finish(processes, 600.0)
     bad = [out for status, out in found if status]
     if bad:
@@ -155,7 +150,6 @@ def main() -> None:
     parser.add_argument("--gbit", nargs="*", type=float, default=[10.0, 25.0])
     parser.add_argument("--delay-us", type=float, default=50.0, help="one way")
     parser.add_argument("--kib", nargs="*", type=int, default=[16, 64, 128, 512, 2048])
-    parser.add_argument("--chunk-kib", type=int, default=0, help="pieces of rows that go by doubling; 0: in one")
     parser.add_argument("--machine", default="cpu")
     parser.add_argument(
         "--profile",
@@ -176,7 +170,7 @@ def main() -> None:
     for gbit in asked.gbit:
         for count in asked.hosts:
             for ranks in asked.ranks:
-                for us in measured(count, ranks, gbit, asked.delay_us, sizes, asked.chunk_kib * 1024):
+                for us in measured(count, ranks, gbit, asked.delay_us, sizes):
                     tokens = int(us.pop("tokens"))
                     predicted = predictions(str(asked.profile), tokens, count, ranks, gbit, asked.delay_us)
                     kib, gloo = tokens * 2 * HIDDEN // 1024, us.pop("gloo")
@@ -200,6 +194,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(int(sys.argv[2]), [int(word) for word in sys.argv[3:]])
+        rank_main([int(word) for word in sys.argv[2:]])
     else:
         main()
