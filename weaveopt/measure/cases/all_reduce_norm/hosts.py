@@ -37,8 +37,7 @@ from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transf
 HIDDEN, DTYPE = 4096, torch.bfloat16
 TOKENS = (1, 4, 24, 96, 384)
 """8 KiB to 3 MiB: a single row, which is one host's alone where hosts divide rows, and many."""
-ROUNDS, CALLS, LARGE_CALLS = 12, 8, 3
-LARGE_TOKENS = 64
+ROUNDS, CALLS = 15, 4
 TIMEOUT_S = 60.0
 SPINS = 9
 SPIN_STEPS = 200_000
@@ -151,13 +150,12 @@ def _in_turns(session: Session, launches: Mapping[Case, Callable[[], object]], r
     for turn in range(rounds + 1):
         session.tell("exchanges between hosts", turn, rounds + 1)
         for case, launch in launches.items():
-            calls = CALLS if case[1] < LARGE_TOKENS else LARGE_CALLS
             barrier()
             begin = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(CALLS):
                 launch()
             if turn:  # the first one binds
-                found[case].append((time.perf_counter() - begin) / calls * 1e6)
+                found[case].append((time.perf_counter() - begin) / CALLS * 1e6)
     samples = slowest([sample_of(times) for times in found.values()])
     return dict(zip(found, samples, strict=True))
 
