@@ -1,11 +1,14 @@
 """All-reduce + addition + RMSNorm among CPU ranks of emulated hosts: weave over TCP against Gloo on the same links.
 
     python -m benchmarks.between_hosts [--hosts 2 4 8] [--ranks 1] [--gbit 10 25] [--delay-us 50] [--kib 16 64 512 2048]
+                                       [--profile NAME|FILE | --calibrate FOLDER]
 
 Hosts are network namespaces of one machine (tests/emulated_hosts.py). Gloo's all-reduce is followed by Inductor's
-addition and norm. Every exchange between hosts is timed; `weave` is the one that the price chooses, by the links asked
-for and the rest of `--profile`. Calls take turns; a time is the median, of the ranks the slowest. `bound`: twice log2
-of the hosts times the delay, and the bytes that each host has to send by the link.
+addition and norm. Every exchange between hosts is timed; `weave` is the one that the price chooses: by the links asked
+for and the rest of `--profile`, or by a profile that `weaveopt calibrate` writes into FOLDER on the very hosts first.
+Calls take turns; a time is the median, of the ranks the slowest. In the end the price is held against the clock, and
+beside it stands how far the same case lies from turn to turn. `bound`: twice log2 of the hosts times the delay, and the
+bytes that each host has to send by the link.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
 from pathlib import Path
 
@@ -35,7 +38,16 @@ ROUNDS = 15
 CALLS = 4
 
 
-def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
+@dataclass(frozen=True)
+class Measured:
+    """One size, by exchange and as `gloo`: microseconds, and the spread of turns over their median."""
+
+    tokens: int
+    us: dict[str, float]
+    spread: dict[str, float]
+
+
+def rank_main(sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
@@ -66,7 +78,6 @@ def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
         )
         for algorithm in ALGORITHMS[Transfer.MESSAGE]
     }  # fmt: skip
-    calls["doubling"] = replace(calls["doubling"], chunk_bytes=chunk_bytes)
     tcp.reserve(topology.discover("0", 60.0), memory_plan("0", list(calls.values())), 0, 60.0)
     with torch.no_grad():
         for tokens in sizes:
@@ -78,11 +89,11 @@ def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
                 dist.all_reduce(copy)
                 compiled(copy, residual)
 
-            def ours(call: ReductionCall, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
-                torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call.encode())
+            def ours(call: str, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
+                torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call)
 
             ways: dict[str, Callable[[], None]] = {"gloo": gloo}
-            ways |= {name: functools.partial(ours, call) for name, call in calls.items()}
+            ways |= {name: functools.partial(ours, call.encode()) for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(ROUNDS + 2):
                 for name, way in ways.items():
@@ -93,12 +104,21 @@ def rank_main(chunk_bytes: int, sizes: list[int]) -> None:
                     if turn > 1:
                         times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
             us = torch.tensor([statistics.median(times[name]) for name in ways])
-            dist.all_reduce(us, dist.ReduceOp.MAX)
+            spreads = torch.tensor([_spread(times[name]) for name in ways])
+            for each in (us, spreads):
+                dist.all_reduce(each, dist.ReduceOp.MAX)
             if dist.get_rank() == 0:
-                found = dict(zip(ways, us.tolist(), strict=True))
-                print("TIMES " + json.dumps({"tokens": tokens, **found}), flush=True)
+                found = Measured(
+                    tokens, dict(zip(ways, us.tolist(), strict=True)), dict(zip(ways, spreads.tolist(), strict=True))
+                )
+                print("TIMES " + json.dumps(asdict(found)), flush=True)
     dist.barrier()
     os._exit(0)
+
+
+def _spread(times: Sequence[float]) -> float:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
 
 
 def with_link(profile: str, gbit: float, delay_us: float) -> Machine:
@@ -131,21 +151,43 @@ def bound_us(kib: int, hosts: int, gbit: float, delay_us: float) -> float:
 
 
 def measured(
-    hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int], chunk_bytes: int
-) -> list[dict[str, float]]:
-    """A record a size, by token count."""
+    hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int], profile: Path | None
+) -> list[Measured]:
+    """A record a size; before, `weaveopt calibrate` writes `profile` on the same hosts, where it is asked for."""
     from tests import emulated_hosts
 
     with emulated_hosts.hosts(hosts, emulated_hosts.Link(delay_us, gbit)) as made:
-        processes = emulated_hosts.start(
-            made, ranks, "benchmarks.between_hosts", "--rank", *map(str, (chunk_bytes, *sizes))
-        )
+        if profile is not None:
+            words = ("calibrate", "--device", "cpu", "--base", "cpu", "--output", str(profile))
+            told = emulated_hosts.finish(emulated_hosts.start(made, ranks, "weaveopt.cli.main", *words), 600.0)
+            if any(status for status, _ in told):
+                raise SystemExit(f"{hosts} hosts x {ranks}: calibrate failed\n{told[0][1][-1500:]}")
+        processes = emulated_hosts.start(made, ranks, "benchmarks.between_hosts", "--rank", *map(str, sizes))
         found = emulated_hosts.finish(processes, 600.0)
     bad = [out for status, out in found if status]
     if bad:
         print(f"{hosts} hosts x {ranks}: failed\n{bad[0][-1500:]}", flush=True)
     lines = [line for line in found[0][1].splitlines() if line.startswith("TIMES ")]
-    return [json.loads(line.removeprefix("TIMES ")) for line in lines]
+    return [Measured(**json.loads(line.removeprefix("TIMES "))) for line in lines]
+
+
+def judged(rows: Sequence[record.Row], spreads: Sequence[float]) -> str:
+    """How far the price is from the clock, and what its choice costs, in one line each."""
+    errors, libraries, regrets = [], [], []
+    for row in rows:
+        told = {name: float(value) for name, value in row.parameters.items() if name.endswith("_us")}
+        exchanges = {name: us for name, us in told.items() if not name.endswith("_predicted_us")}
+        errors += [told[name.replace("_us", "_predicted_us")] / us - 1 for name, us in exchanges.items()]
+        libraries.append(told["gloo_predicted_us"] / row.baselines["gloo"] - 1)
+        regrets.append(row.weave_us / min(exchanges.values()) - 1)
+    sizes = [abs(each) for each in errors]
+    good = sum(each <= 0.05 for each in regrets)
+    return (
+        f"price of exchanges: mean error {statistics.fmean(sizes):.1%}, worst {max(sizes):.1%}, "
+        f"bias {statistics.fmean(errors):+.1%}; of the library {statistics.fmean(map(abs, libraries)):.1%}; "
+        f"a case from turn to turn: {statistics.median(spreads):.1%}\n"
+        f"choice: the best or within 5 % of it in {good} of {len(regrets)} cases, at worst {1 + max(regrets):.2f} times"
+    )
 
 
 def main() -> None:
@@ -155,7 +197,6 @@ def main() -> None:
     parser.add_argument("--gbit", nargs="*", type=float, default=[10.0, 25.0])
     parser.add_argument("--delay-us", type=float, default=50.0, help="one way")
     parser.add_argument("--kib", nargs="*", type=int, default=[16, 64, 128, 512, 2048])
-    parser.add_argument("--chunk-kib", type=int, default=0, help="pieces of rows that go by doubling; 0: in one")
     parser.add_argument("--machine", default="cpu")
     parser.add_argument(
         "--profile",
@@ -163,6 +204,7 @@ def main() -> None:
         default=Path("cpu"),
         help="a machine's name, or a file of `weaveopt calibrate` on the same links",
     )
+    parser.add_argument("--calibrate", type=Path, metavar="FOLDER", help="write a profile on the very hosts first")
     parser.add_argument("--no-write", action="store_true")
     asked = parser.parse_args()
     from tests import emulated_hosts
@@ -172,14 +214,18 @@ def main() -> None:
         if why:
             raise SystemExit(f"no hosts can be emulated: {why}")
     sizes = [kib * 1024 // (2 * HIDDEN) for kib in asked.kib]
-    rows = []
+    rows: list[record.Row] = []
+    spreads: list[float] = []
     for gbit in asked.gbit:
         for count in asked.hosts:
             for ranks in asked.ranks:
-                for us in measured(count, ranks, gbit, asked.delay_us, sizes, asked.chunk_kib * 1024):
-                    tokens = int(us.pop("tokens"))
-                    predicted = predictions(str(asked.profile), tokens, count, ranks, gbit, asked.delay_us)
+                written = asked.calibrate and asked.calibrate / f"{count}x{ranks}-{gbit:g}-{asked.delay_us:g}.json"
+                begin, first = len(rows), len(spreads)
+                for found in measured(count, ranks, gbit, asked.delay_us, sizes, written):
+                    us, tokens = dict(found.us), found.tokens
+                    predicted = predictions(str(written or asked.profile), tokens, count, ranks, gbit, asked.delay_us)
                     kib, gloo = tokens * 2 * HIDDEN // 1024, us.pop("gloo")
+                    spreads += found.spread.values()
                     chosen = min((name for name in predicted if name in us), key=predicted.__getitem__)
                     case = {"hosts": count, "ranks_per_host": ranks, "kib": kib, "gbit": gbit,
                             "delay_us": asked.delay_us}  # fmt: skip
@@ -194,12 +240,16 @@ def main() -> None:
                     others = ", ".join(f"{name} {value:.0f} ({predicted[name]:.0f})" for name, value in us.items())
                     print(f"{gbit:g} Gbit/s, {count} hosts x {ranks}, {kib:5d} KiB: gloo {gloo:.0f}, {others} us; "
                           f"{chosen} {row.ratio:.2f}x, best {gloo / min(us.values()):.2f}x", flush=True)  # fmt: skip
+                if begin < len(rows):
+                    print(judged(rows[begin:], spreads[first:]), flush=True)
+    if rows:
+        print("all together:\n" + judged(rows, spreads))
     if rows and not asked.no_write:
         print(record.write(SUITE, asked.machine, rows, beside=True))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(int(sys.argv[2]), [int(word) for word in sys.argv[3:]])
+        rank_main([int(word) for word in sys.argv[2:]])
     else:
         main()

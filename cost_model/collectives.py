@@ -18,7 +18,6 @@ from weaveopt.cost_model.alpha_beta import (
 )
 from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us, nearest_curve
-from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
 from weaveopt.cost_model.host_schedules import RING
 from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Machine
 from weaveopt.errors import ProfileError
@@ -98,8 +97,6 @@ def between_hosts_cost(
     link, inter, local = fabric_costs(machine, fabric).link, inter_link(machine, fabric), ceil(world / hosts)
     if variant == LIBRARY:
         return library_cost(machine, message_bytes, world, hosts)[1]
-    if fabric is Fabric.TCP:
-        return host_algorithm(variant).cost(Problem(message_bytes, local, hosts), link, inter)
     # Every byte that Algorithm 1 sends, which is more than eq. 4 of the paper counts: a rewrite must not be slower.
     launches = Cost(2 * machine.memory.floor_us if local > 1 else 0.0, 0.0)
     return launches + hierarchical_sent_cost(message_bytes, local, hosts, link, inter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weaveopt.cost_model.busy_hosts import BusyHosts
 from weaveopt.cost_model.records import KEYED, NAMED
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import MachineSummary
@@ -318,6 +319,8 @@ class Machine:
     """None: as if nothing were taken beyond."""
     kernels: tuple[KernelCurve, ...] = ()
     """Kernels of a rank's own that have no block above."""
+    busy_hosts: tuple[BusyHosts, ...] = ()
+    """What exchanges between hosts take, by numbers of hosts and of ranks on each."""
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""
@@ -346,6 +349,8 @@ class Machine:
         used += [(f"gemms.{each.dtype}", each.origin) for each in self.gemms if not dtypes or each.dtype in dtypes]
         if hosts != 1:
             used += [("inter_host", self.inter_host.origin)]
+        if hosts != 1:
+            used += [(f"busy_hosts.{each.hosts}x{each.ranks_per_host}", each.origin) for each in self.busy_hosts]
         blocks = {
             "attention": self.attention,
             "contention": self.contention,

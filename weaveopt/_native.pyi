@@ -198,7 +198,6 @@ class AllReduceNormOfHosts(AllReduceNorm):
         host: int,
         ranks: list[list[int]],
         table: list[tuple[int, HostExchange]],
-        chunk_bytes: int,
         site: AllReduceNormSite,
         max_threads: int,
     ) -> None: ...

@@ -22,8 +22,6 @@ constexpr int kMaxPieces = 64;
 constexpr int64_t kSpinUs = 50;
 constexpr int kPollSliceMs = 200;
 
-using Clock = std::chrono::steady_clock;
-
 int64_t bytes_of(const std::vector<Part>& parts) {
     int64_t total = 0;
     for (const Part& part : parts)
@@ -110,7 +108,7 @@ void Group::advance(Message& message, int64_t num_bytes) {
     }
 }
 
-Status Group::write_some(int32_t index, bool* moved) {
+Status Group::write_some(int32_t index, Moved* moved) {
     Peer& peer = peers_[index];
     while (!peer.outgoing.empty()) {
         Message& message = peer.outgoing.front();
@@ -120,9 +118,10 @@ Status Group::write_some(int32_t index, bool* moved) {
         sent.msg_iovlen = gather(message, message.header, pieces, kMaxPieces);
         const ssize_t count = sendmsg(peer.socket, &sent, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (count < 0) return would_block(errno) ? Status{} : lost(index, Code::kPeerExited);
-        *moved = true;
+        moved->bytes = true;
         advance(message, count);
         if (!is_complete(message)) return {};
+        moved->message = true;
         peer.outgoing.pop_front();
     }
     return {};
@@ -159,7 +158,7 @@ Status Group::match(int32_t index) {
     return {};
 }
 
-Status Group::read_some(int32_t index, bool* moved, const std::function<void(int32_t, uint32_t)>& arrived) {
+Status Group::read_some(int32_t index, Moved* moved, const std::function<void(int32_t, uint32_t)>& arrived) {
     Peer& peer = peers_[index];
     // `incoming.part` is 0 as long as no message was matched to the header, which may be here already.
     for (;;) {
@@ -172,6 +171,7 @@ Status Group::read_some(int32_t index, bool* moved, const std::function<void(int
             const uint32_t slot = message.header.slot;
             peer.incoming = {};
             peer.has_header = false;
+            moved->message = true;
             arrived(index, slot);
             if (!peer.is_awaited()) return {};
             continue;
@@ -186,7 +186,7 @@ Status Group::read_some(int32_t index, bool* moved, const std::function<void(int
         const ssize_t num_bytes = readv(peer.socket, pieces, count);
         if (num_bytes < 0) return would_block(errno) ? Status{} : lost(index, Code::kPeerExited);
         if (num_bytes == 0) return lost(index, Code::kPeerExited);
-        *moved = true;
+        moved->bytes = true;
         if (peer.has_header) {
             advance(message, num_bytes);
         } else {
@@ -220,8 +220,8 @@ bool Group::is_done() const {
                        [](const Peer& peer) { return peer.outgoing.empty() && !peer.is_awaited(); });
 }
 
-// Until a connection has room or news. Nobody has waited for longer than `timeout_s` then.
-Status Group::sleep(double timeout_s) const {
+// Until a connection has room or news, or it is `deadline`.
+void Group::sleep(Clock::time_point deadline) const {
     std::vector<pollfd> waits;
     for (const Peer& peer : peers_) {
         if (peer.socket < 0) continue;
@@ -230,18 +230,16 @@ Status Group::sleep(double timeout_s) const {
         if (events == 0) continue;
         waits.push_back({peer.socket, events, 0});
     }
-    const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
-    for (;;) {
-        const int ready = poll(waits.data(), waits.size(), kPollSliceMs);
-        if (ready > 0) return {};
-        if (Clock::now() >= deadline) return lost(most_awaited(), Code::kTimeout);
+    while (poll(waits.data(), waits.size(), kPollSliceMs) <= 0 && Clock::now() < deadline) {
     }
 }
 
 Status Group::progress(const std::function<void(int32_t, uint32_t)>& arrived) {
+    const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
     auto idle_since = Clock::now();
+    auto deadline = idle_since + patience;
     for (;;) {
-        bool moved = false;
+        Moved moved;
         for (int32_t step = 1; step < world(); ++step) {
             const int32_t index = (rank_ + step) % world();
             Peer& peer = peers_[index];
@@ -251,13 +249,15 @@ Status Group::progress(const std::function<void(int32_t, uint32_t)>& arrived) {
         }
         if (is_done()) return {};
         const auto now = Clock::now();
-        if (moved) {
+        // Single bytes buy no time: a peer that sends them for ever is not waited for any longer than a silent one.
+        if (moved.message) deadline = now + patience;
+        if (now >= deadline) return poison(lost(most_awaited(), Code::kTimeout));
+        if (moved.bytes) {
             idle_since = now;
             continue;
         }
         if (now - idle_since < std::chrono::microseconds(spin_us_)) continue;
-        Status status = sleep(timeout_s_);
-        if (!status.ok()) return poison(status);
+        sleep(deadline);
         idle_since = Clock::now();
     }
 }

@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -62,7 +63,8 @@ class Group {
 
     // Takes `socket`, which is connected to rank `index`, over. Between calls.
     void add(int32_t index, int socket);
-    // Takes the group for the call `tag` (equal on all ranks), whose progress() may be without any for `timeout_s`.
+    // Takes the group for the call `tag` (equal on all ranks). Its progress() gives up when no message was completed,
+    // in or out, for `timeout_s`: a single message may take no longer.
     Status begin(uint64_t tag, double timeout_s);
     // Between begin() and leave(), also from `arrived`.
     void send(int32_t peer, uint32_t slot, std::vector<Part> parts);
@@ -98,14 +100,21 @@ class Group {
         std::size_t num_awaited() const { return expected.size() + (incoming.part > 0 ? 1 : 0); }
     };
 
-    Status write_some(int32_t index, bool* moved);
-    Status read_some(int32_t index, bool* moved, const std::function<void(int32_t, uint32_t)>& arrived);
+    using Clock = std::chrono::steady_clock;
+    // In one turn over all connections.
+    struct Moved {
+        bool bytes = false;
+        bool message = false;  // the last byte of one
+    };
+
+    Status write_some(int32_t index, Moved* moved);
+    Status read_some(int32_t index, Moved* moved, const std::function<void(int32_t, uint32_t)>& arrived);
     // What the header of `peer` belongs to. It is valid, of the next call, or an error.
     Status match(int32_t index);
     Status lost(int32_t index, Code code) const;
     bool is_done() const;
     int32_t most_awaited() const;
-    Status sleep(double timeout_s) const;
+    void sleep(Clock::time_point deadline) const;
     static int gather(Message& message, Header& header, iovec* out, int count);
     static void advance(Message& message, int64_t num_bytes);
     static bool is_complete(const Message& message) { return message.part == message.parts.size() + 1; }

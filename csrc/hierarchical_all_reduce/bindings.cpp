@@ -28,10 +28,10 @@ struct HostsHandle : AllReduceNormHandle {
     std::shared_ptr<fabric::tcp::Group> wire;
 
     HostsHandle(std::shared_ptr<GroupHandle> group, std::shared_ptr<fabric::tcp::Group> connections, hosts::HostMap map,
-                hosts::HostsSite between, const AllReduceNormSite& site, int32_t max_threads)
+                hosts::Table table, const AllReduceNormSite& site, int32_t max_threads)
         : AllReduceNormHandle(
               group, std::make_unique<hosts::AllReduceNormOfHosts>(check(*group, site), *connections, std::move(map),
-                                                                   std::move(between), site, max_threads)),
+                                                                   std::move(table), site, max_threads)),
           wire(std::move(connections)) {}
 
     const hosts::AllReduceNormOfHosts& hosts_op() const { return static_cast<const hosts::AllReduceNormOfHosts&>(*op); }
@@ -40,14 +40,14 @@ struct HostsHandle : AllReduceNormHandle {
 
 std::unique_ptr<HostsHandle> make(std::shared_ptr<GroupHandle> group, std::shared_ptr<fabric::tcp::Group> connections,
                                   int32_t host, std::vector<std::vector<int32_t>> ranks,
-                                  const std::vector<std::pair<int64_t, Exchange>>& table, int64_t chunk_bytes,
-                                  const AllReduceNormSite& site, int32_t max_threads) {
-    if (table.empty()) throw std::invalid_argument("no row says how calls are exchanged between hosts");
-    hosts::HostsSite between{{}, chunk_bytes};
-    for (const auto& [max_tokens, exchange] : table)
-        between.table.push_back({max_tokens, exchange});
+                                  const std::vector<std::pair<int64_t, Exchange>>& rows, const AllReduceNormSite& site,
+                                  int32_t max_threads) {
+    if (rows.empty()) throw std::invalid_argument("no row says how calls are exchanged between hosts");
+    hosts::Table table;
+    for (const auto& [max_tokens, exchange] : rows)
+        table.push_back({max_tokens, exchange});
     return std::make_unique<HostsHandle>(std::move(group), std::move(connections),
-                                         hosts::HostMap{host, std::move(ranks)}, std::move(between), site, max_threads);
+                                         hosts::HostMap{host, std::move(ranks)}, std::move(table), site, max_threads);
 }
 
 }  // namespace
@@ -60,7 +60,7 @@ void bind_hierarchical_all_reduce(py::module_& m) {
         .value("halving", Exchange::kHalving);
     py::class_<HostsHandle, AllReduceNormHandle>(m, "AllReduceNormOfHosts")
         .def(py::init(&make), py::arg("group"), py::arg("wire"), py::arg("host"), py::arg("ranks"), py::arg("table"),
-             py::arg("chunk_bytes"), py::arg("site"), py::arg("max_threads"))
+             py::arg("site"), py::arg("max_threads"))
         .def_property_readonly("message_bytes",
                                [](const HostsHandle& handle) { return handle.hosts_op().message_bytes(); });
     m.def("host_peers", &hosts::peers, py::arg("exchange"), py::arg("host"), py::arg("hosts"),

@@ -11,7 +11,11 @@ namespace {
 
 // Slots of messages in the direct exchanges: partial results, and finished sums.
 constexpr uint32_t kPartials = 0, kSums = 1;
-constexpr int32_t kMostChunks = 32;
+
+// In the recursive ones: sums to be added, and finished ones.
+uint32_t slot_of(const Step& step) {
+    return step.is_finished ? 1 : 0;
+}
 
 // The address at which row 0 would lie if row `first` lay at `data`.
 char* as_of_row_zero(void* data, int64_t first, int64_t row_bytes) {
@@ -25,18 +29,18 @@ char* row_at(const void* base, int64_t row, int64_t row_bytes) {
 }  // namespace
 
 AllReduceNormOfHosts::AllReduceNormOfHosts(fabric::shm::Group& local, fabric::tcp::Group& wire, HostMap map,
-                                           HostsSite hosts, const AllReduceNormSite& site, int32_t max_threads,
+                                           Table table, const AllReduceNormSite& site, int32_t max_threads,
                                            const RowFunctions& functions)
     : AllReduceNorm(local, site, max_threads, functions),
       wire_(wire),
       map_(std::move(map)),
-      hosts_(std::move(hosts)),
+      table_(std::move(table)),
       partials_of_all_(map_.world()) {
     const int64_t row_bytes = site.hidden * size_of(site.dtype);
     const int64_t locals = local.world(), num_hosts = map_.num_hosts();
     int64_t received_rows = 0, wide_rows = 0, begin = 0;
-    for (const TableRow& row : hosts_.table) {
-        const bool is_last = &row == &hosts_.table.back();
+    for (const TableRow& row : table_) {
+        const bool is_last = &row == &table_.back();
         const int64_t tokens = is_last ? site.max_tokens : std::min(row.max_tokens, site.max_tokens);
         if (tokens <= begin) continue;
         begin = tokens;
@@ -68,10 +72,10 @@ AllReduceNorm::Share AllReduceNormOfHosts::part(const Share& share, int32_t host
 }
 
 Exchange AllReduceNormOfHosts::chosen(int64_t tokens) const {
-    for (const TableRow& row : hosts_.table) {
+    for (const TableRow& row : table_) {
         if (tokens <= row.max_tokens) return row.exchange;
     }
-    return hosts_.table.back().exchange;
+    return table_.back().exchange;
 }
 
 // The first failure, for messages; ranks of this host are told, and those of the others find the connection closed.
@@ -197,47 +201,35 @@ struct AllReduceNormOfHosts::Progress {
         Source from = {nullptr, DType::kFloat32};  // what arrives, as of row zero
         float* to = nullptr;                       // where the sum with it goes, as of row zero
     };
-    struct Chunk {
-        std::size_t step = 0;  // the first that is not through
-        bool is_sent = false;  // what that step sends
-        Source sum;            // of the hosts so far
-        std::vector<char> has_arrived;
-    };
     const Share& share;
     Exchange exchange;
     const Rows& all;
     int32_t num_threads;
     std::vector<Step> steps;
+    Source sum;                      // of the hosts so far
     std::vector<Incoming> incoming;  // by step
-    std::vector<Chunk> chunks;
-    std::size_t num_added;  // steps that add, which come first
+    std::vector<char> has_arrived;   // by step
+    std::size_t num_added = 0;       // steps that add, which come first
+    std::size_t step = 0;            // the first that is not through
+    bool is_sent = false;            // what that step sends
 };
 
-AllReduceNorm::Share AllReduceNormOfHosts::rows_of(const Share& share, const Parts& parts, int32_t num_parts,
-                                                   int32_t chunk, int32_t num_chunks) const {
+AllReduceNorm::Share AllReduceNormOfHosts::rows_of(const Share& share, const Parts& parts, int32_t num_parts) const {
     const int64_t rows = share.end - share.begin;
-    const int64_t begin = share.begin + rows * parts.begin / num_parts,
-                  end = share.begin + rows * parts.end / num_parts;
-    return {begin + (end - begin) * chunk / num_chunks, begin + (end - begin) * (chunk + 1) / num_chunks};
+    return {share.begin + rows * parts.begin / num_parts, share.begin + rows * parts.end / num_parts};
 }
 
-int32_t AllReduceNormOfHosts::num_chunks(const Share& share, Exchange exchange) const {
-    if (exchange != Exchange::kDoubling || hosts_.chunk_bytes <= 0) return 1;
-    const int64_t bytes = (share.end - share.begin) * site_.hidden * static_cast<int64_t>(sizeof(float));
-    const int64_t most = std::min<int64_t>(share.end - share.begin, kMostChunks);
-    return static_cast<int32_t>(std::max<int64_t>(1, std::min(bytes / hosts_.chunk_bytes, most)));
-}
-
-// Two hosts exchange sums to be added once at most, and finished ones once: a slot says which, and the chunk. A message
-// of no bytes is not sent, and both ends know that it is not.
+// Two hosts exchange sums to be added once at most, and finished ones once: a slot says which. A message of no bytes is
+// not sent, and both ends know that it is not.
 Status AllReduceNormOfHosts::recursive(const Share& share, Exchange exchange, const Rows& local, const Rows& all,
                                        int32_t num_threads) {
     const int32_t locals = group_.world(), hosts = map_.num_hosts(), host = map_.host;
     const int64_t row_bytes = site_.hidden * size_of(site_.dtype), wide_bytes = site_.hidden * int64_t{sizeof(float)};
     const int64_t rows = share.end - share.begin;
-    const int32_t parts = num_parts(exchange, hosts), chunks = num_chunks(share, exchange);
-    Progress now{share, exchange, all, num_threads, schedule(exchange, host, hosts), {}, {}, 0};
+    const int32_t parts = num_parts(exchange, hosts);
+    Progress now{share, exchange, all, num_threads, schedule(exchange, host, hosts), {}, {}, {}};
     now.incoming.resize(now.steps.size());
+    now.has_arrived.resize(now.steps.size());
     float* wide = wide_.data();
     char* narrow = received_.data();
     Source own = {local.partials[group_.rank()], site_.dtype};
@@ -278,69 +270,60 @@ Status AllReduceNormOfHosts::recursive(const Share& share, Exchange exchange, co
                 message_row_bytes = row_bytes;
             }
         }
-        for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-            const Share at = rows_of(share, step.received, parts, chunk, chunks);
-            if (at.begin == at.end) continue;
-            const auto slot = static_cast<uint32_t>(step.is_finished * chunks + chunk);
-            wire_.receive(
-                step.peer, slot,
-                {{row_at(incoming.from.data, at.begin, message_row_bytes), (at.end - at.begin) * message_row_bytes}});
-        }
+        const Share at = rows_of(share, step.received, parts);
+        if (at.begin == at.end) continue;
+        wire_.receive(
+            step.peer, slot_of(step),
+            {{row_at(incoming.from.data, at.begin, message_row_bytes), (at.end - at.begin) * message_row_bytes}});
     }
-    now.chunks.assign(chunks, {0, false, own, std::vector<char>(now.steps.size())});
-    for (int32_t chunk = 0; chunk < chunks; ++chunk)
-        advance(now, chunk);
+    now.sum = own;
+    advance(now);
     Status status = wire_.progress([&](int32_t peer, uint32_t slot) {
-        const bool is_finished = slot >= static_cast<uint32_t>(chunks);
-        const auto step = std::find_if(now.steps.begin(), now.steps.end(), [&](const Step& each) {
-            return each.peer == peer && each.is_finished == is_finished;
-        });
-        now.chunks[slot % chunks].has_arrived[step - now.steps.begin()] = 1;
-        advance(now, static_cast<int32_t>(slot % chunks));
+        const auto step = std::find_if(now.steps.begin(), now.steps.end(),
+                                       [&](const Step& each) { return each.peer == peer && slot_of(each) == slot; });
+        now.has_arrived[step - now.steps.begin()] = 1;
+        advance(now);
     });
     if (!status.ok()) return status;
-    const Share own_rows = rows_of(share, finishes(exchange, host, hosts), parts, 0, 1);
+    const Share own_rows = rows_of(share, finishes(exchange, host, hosts), parts);
     normalize(all, {share.begin, own_rows.begin}, num_threads);
     normalize(all, {own_rows.end, share.end}, num_threads);
     return status;
 }
 
-void AllReduceNormOfHosts::advance(Progress& now, int32_t chunk) {
-    const int32_t hosts = map_.num_hosts(), chunks = static_cast<int32_t>(now.chunks.size());
-    const int32_t parts = num_parts(now.exchange, hosts);
-    const auto rows_of = [&](const Parts& of) { return this->rows_of(now.share, of, parts, chunk, chunks); };
-    Progress::Chunk& state = now.chunks[chunk];
-    for (; state.step <= now.steps.size(); ++state.step, state.is_sent = false) {
-        if (state.step == now.num_added && !state.is_sent) {
+void AllReduceNormOfHosts::advance(Progress& now) {
+    const int32_t hosts = map_.num_hosts(), parts = num_parts(now.exchange, hosts);
+    const auto rows_of = [&](const Parts& of) { return this->rows_of(now.share, of, parts); };
+    for (; now.step <= now.steps.size(); ++now.step, now.is_sent = false) {
+        if (now.step == now.num_added && !now.is_sent) {
             const Share own = rows_of(finishes(now.exchange, map_.host, hosts));
-            if (own.begin < own.end) finish(now.all, static_cast<const float*>(state.sum.data), own, now.num_threads);
+            if (own.begin < own.end) finish(now.all, static_cast<const float*>(now.sum.data), own, now.num_threads);
         }
-        if (state.step == now.steps.size()) return;
-        const Step& step = now.steps[state.step];
-        if (!state.is_sent) {
-            state.is_sent = true;
+        if (now.step == now.steps.size()) return;
+        const Step& step = now.steps[now.step];
+        if (!now.is_sent) {
+            now.is_sent = true;
             const Share sent = rows_of(step.sent);
-            const Source from = step.is_finished ? Source{now.all.sum, site_.dtype} : state.sum;
+            const Source from = step.is_finished ? Source{now.all.sum, site_.dtype} : now.sum;
             const int64_t row_bytes = site_.hidden * size_of(from.dtype);
             if (sent.begin < sent.end) {
-                wire_.send(step.peer, static_cast<uint32_t>(step.is_finished * chunks + chunk),
+                wire_.send(step.peer, slot_of(step),
                            {{row_at(from.data, sent.begin, row_bytes), (sent.end - sent.begin) * row_bytes}});
             }
         }
         const Share received = rows_of(step.received);
         if (received.begin == received.end) continue;
-        if (!state.has_arrived[state.step]) return;
+        if (!now.has_arrived[now.step]) return;
         if (step.is_finished) continue;
-        const Progress::Incoming& incoming = now.incoming[state.step];
+        const Progress::Incoming& incoming = now.incoming[now.step];
         divide(received.begin, received.end, 3 * site_.hidden * int64_t{sizeof(float)}, now.num_threads,
                [&](int64_t from, int64_t to, int32_t) {
-                   functions_.add(state.sum.dtype,
-                                  row_at(state.sum.data, from, site_.hidden * size_of(state.sum.dtype)),
+                   functions_.add(now.sum.dtype, row_at(now.sum.data, from, site_.hidden * size_of(now.sum.dtype)),
                                   incoming.from.dtype,
                                   row_at(incoming.from.data, from, site_.hidden * size_of(incoming.from.dtype)),
                                   incoming.to + from * site_.hidden, (to - from) * site_.hidden);
                });
-        state.sum = {incoming.to, DType::kFloat32};
+        now.sum = {incoming.to, DType::kFloat32};
     }
 }
 

@@ -44,17 +44,13 @@ struct TableRow {
     Exchange exchange;
 };
 
-// What is constant over the calls of a site between hosts. Equal on all ranks.
-struct HostsSite {
-    std::vector<TableRow> table;  // ascending; the last row serves what is beyond it
-    // Doubling: rows go in pieces of about so many bytes, one's sums under way while the next are added. 0: in one.
-    int64_t chunk_bytes = 0;
-};
+// By token count, ascending; the last row serves what is beyond it. Equal on all ranks.
+using Table = std::vector<TableRow>;
 
 class AllReduceNormOfHosts : public AllReduceNorm {
   public:
     // `local`: the ranks of this host. `wire`: rank l of every host, by host.
-    AllReduceNormOfHosts(fabric::shm::Group& local, fabric::tcp::Group& wire, HostMap map, HostsSite hosts,
+    AllReduceNormOfHosts(fabric::shm::Group& local, fabric::tcp::Group& wire, HostMap map, Table table,
                          const AllReduceNormSite& site, int32_t max_threads,
                          const RowFunctions& functions = choose_rows());
 
@@ -82,18 +78,17 @@ class AllReduceNormOfHosts : public AllReduceNorm {
     Status direct(const Share& share, bool one_shot, const Rows& local, const Rows& all, int32_t num_threads);
     Status recursive(const Share& share, Exchange exchange, const Rows& local, const Rows& all, int32_t num_threads);
     // As far as what has arrived allows.
-    void advance(Progress& progress, int32_t chunk);
+    void advance(Progress& progress);
     // Finishes rows whose sums over ranks are at `total`, or, without, in order at all.partials.
     void finish(const Rows& all, const float* total, const Share& rows, int32_t num_threads);
     // Normalizes rows of finished sums that came from other hosts.
     void normalize(const Rows& all, const Share& rows, int32_t num_threads);
-    Share rows_of(const Share& share, const Parts& parts, int32_t num_parts, int32_t chunk, int32_t num_chunks) const;
-    int32_t num_chunks(const Share& share, Exchange exchange) const;
+    Share rows_of(const Share& share, const Parts& parts, int32_t num_parts) const;
     Status kept(Status status, bool is_wire);
 
     fabric::tcp::Group& wire_;
     HostMap map_;
-    HostsSite hosts_;
+    Table table_;
     std::vector<const void*> partials_of_all_;
     std::vector<char> received_;  // partial results, as they are
     std::vector<float> wide_;     // fp32 sums: of this host's ranks, then one for every message

@@ -14,6 +14,7 @@ from weaveopt.ops.gemm_all_reduce.call import ChunkRow
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.fabrics import fabrics_of
 from weaveopt.reductions.prices.kernels import kernel_variants
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
 from weaveopt.reductions.variant import Algorithm, KernelRow
@@ -83,18 +84,9 @@ def candidates(
     found: list[Found] = []
     machine = known.machine
     forms = tuple(_forms(facts, tokens, known))
-    for fabric, unreachable in known.topology.fabrics():
-        if fabric is Fabric.LIBRARY:
-            continue
-        reasons = [] if unreachable is None else [unreachable]
-        if fabric not in machine.fabrics:
-            values = (("machine", machine.name), ("fabric", fabric.value))
-            reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
-        if fabric not in VARIANTS:
-            message = "this version has no kernel of the rule for the fabric"
-            reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
+    for fabric, reasons in fabrics_of(known.topology, machine, VARIANTS):
         if reasons:
-            found.append((Candidate(RULE, fabric, rejections=tuple(reasons)), None))
+            found.append((Candidate(RULE, fabric, rejections=reasons), None))
             continue
         found.extend(propose(form, machine) for propose in VARIANTS[fabric] for form in forms)
     return tuple(each for each in found if each[0].allowed or not usable_only)

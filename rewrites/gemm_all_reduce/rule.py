@@ -30,8 +30,9 @@ from weaveopt.ops.gemm_all_reduce.call import WeightLayout
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import norms_refused, refused_anywhere
+from weaveopt.reductions.lowering import memory_of
 from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results
-from weaveopt.rewrites.gemm_all_reduce.calls import call_of, memory_of
+from weaveopt.rewrites.gemm_all_reduce.calls import call_of
 from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.linear import Gemm, gemm_at
@@ -65,7 +66,8 @@ class GemmAllReduce:
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
-        return memory_of(_lowered(chosen))
+        lowered = _lowered(chosen)
+        return memory_of(lowered, lowered.max_tokens)  # chunks follow one another on one channel
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         structure, lowered = chosen.found.structure, _lowered(chosen)

@@ -124,6 +124,41 @@ def test_a_message_may_come_byte_by_byte_and_the_next_call_before_its_time(ends:
     sending.join()
 
 
+@pytest.mark.parametrize("words", [header(), header(num_bytes=BYTES) + bytes(BYTES - 1)])
+def test_single_bytes_buy_no_time(words: bytes, ends: Ends) -> None:
+    """A byte every tenth of the timeout, in the header and behind it: the peer is given up as a silent one is."""
+    over = threading.Event()
+
+    def dribble() -> None:
+        for byte in words:
+            if over.wait(TIMEOUT_S / 10):
+                return
+            ends.peers[0].send(bytes([byte]))
+
+    sending = threading.Thread(target=dribble)
+    sending.start()
+    begin = time.monotonic()
+    code, _ = ends.exchange()
+    seconds = time.monotonic() - begin
+    over.set()
+    sending.join()
+    assert code == int(Code.TIMEOUT) and ends.rank.status.peer == 0
+    assert TIMEOUT_S * 0.9 < seconds < TIMEOUT_S + 1.0
+
+
+def test_every_message_that_is_whole_gives_the_next_one_its_time(ends: Ends) -> None:
+    """Two peers, each later than the other by less than the timeout, both together later than it."""
+    late = [
+        threading.Timer((1 + index) * 0.7 * TIMEOUT_S, ends.peers[index].sendall, [header() + bytes(BYTES)])
+        for index in range(2)
+    ]
+    for each in late:
+        each.start()
+    assert ends.exchange(peers=(0, 1))[0] == int(Code.OK)
+    for each in late:
+        each.join()
+
+
 def test_what_comes_of_the_next_call_waits_while_another_peer_is_late(ends: Ends) -> None:
     ends.peers[0].sendall(header() + b"1" * BYTES + header(epoch=2) + b"2" * BYTES)
     late = threading.Timer(0.1, lambda: ends.peers[1].sendall(header() + b"3" * BYTES))

@@ -140,7 +140,7 @@ def message_bytes(exchange: str, hosts: int, tokens: int = 4) -> int:
     table = [(tokens, getattr(_native.HostExchange, exchange))]
     ranks = [[host] for host in range(hosts)]
     group = _native.Group([segment], 0, 1, 0)
-    return _native.AllReduceNormOfHosts(group, wire, 0, ranks, table, 0, site, 1).message_bytes
+    return _native.AllReduceNormOfHosts(group, wire, 0, ranks, table, site, 1).message_bytes
 
 
 def test_memory_of_messages_grows_with_the_logarithm_of_the_hosts() -> None:

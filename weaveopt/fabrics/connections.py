@@ -146,11 +146,13 @@ class _Meeting:
         self._lock = threading.Lock()
         self._all_found = threading.Event()
         self._heard = threading.BoundedSemaphore(_MOST_HEARD)
+        self._unproven: set[socket.socket] = set()
+        """Connections whose other end has yet to show that it is a peer."""
         self.found: dict[int, socket.socket] = {}
         self.errors: list[str] = []
 
     def hold(self, listener: socket.socket, places: Sequence[tuple[str, int]]) -> None:
-        """Until all are found, or time is up."""
+        """Until all are found, or time is up. Whoever has not shown by then that he is a peer hears so."""
         if not self._wanted:
             return
         lower = sorted(rank for rank in self._wanted if rank < self._rank)
@@ -164,6 +166,10 @@ class _Meeting:
         self._all_found.wait(max(self._deadline - time.monotonic(), 0))
         self._all_found.set()  # whoever still tries stops
         accepting.join()
+        with self._lock:
+            for each in self._unproven:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and closes it
 
     def close(self) -> None:
         for each in self.found.values():
@@ -176,10 +182,23 @@ class _Meeting:
             if peer not in self._wanted or peer in self.found or self._all_found.is_set():
                 return False
             connection.settimeout(None)
+            self._unproven.discard(connection)
             self.found[peer] = connection
             if len(self.found) == len(self._wanted):
                 self._all_found.set()
             return True
+
+    def _question(self, connection: socket.socket) -> None:
+        """Raises `ConnectionError` where connecting is over."""
+        with self._lock:
+            self._unproven.add(connection)
+            if self._all_found.is_set():
+                raise ConnectionError("connecting is over")
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._unproven.discard(connection)
+            connection.close()
 
     def _reach(self, peer: int, place: tuple[str, int]) -> None:
         error: Exception | None = None
@@ -187,12 +206,17 @@ class _Meeting:
             try:
                 left = max(self._deadline - time.monotonic(), 0.1)
                 connection = socket.create_connection(place, timeout=min(left, _STRANGER_S))
-                if self._introduce(connection, peer) and self._keep(peer, connection):
-                    return
-                connection.close()
-                error = ConnectionError("it did not show the group's key")
             except OSError as failure:
                 error = failure
+            else:
+                try:
+                    self._question(connection)
+                    if self._introduce(connection, peer) and self._keep(peer, connection):
+                        return
+                    error = ConnectionError("it did not show the group's key")
+                except OSError as failure:
+                    error = failure
+                self._dismiss(connection)
             self._all_found.wait(0.05)
         if error is not None:
             self.errors.append(f"{place[0]}:{place[1]}: {error}")
@@ -217,8 +241,9 @@ class _Meeting:
                 threading.Thread(target=self._hear, args=(connection,), name="weaveopt-hear", daemon=True).start()
 
     def _hear(self, connection: socket.socket) -> None:
-        """Whoever it is has until `_STRANGER_S` to be a peer."""
+        """Whoever it is has until `_STRANGER_S` to be a peer, and no longer than connecting takes."""
         try:
+            self._question(connection)
             connection.settimeout(_STRANGER_S)
             magic, peer, whom, theirs = _HELLO.unpack(_received(connection, _HELLO.size))
             if magic != _MAGIC or whom != self._rank or peer not in self._wanted:
@@ -231,7 +256,7 @@ class _Meeting:
             if not self._keep(peer, connection):
                 raise ConnectionError
         except (OSError, struct.error):
-            connection.close()
+            self._dismiss(connection)
         finally:
             self._heard.release()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 from statistics import fmean
+
+import torch
 
 from weaveopt.cost_model.curve import interpolate_us
 from weaveopt.cost_model.machine import Point
@@ -22,6 +25,8 @@ def never_falling(rows: Sequence[tuple[int, float]]) -> tuple[Point, ...]:
     return tuple(Point(size, round(us, 3)) for (size, _), us in zip(rows, smooth, strict=True))
 
 
+BETTER = 0.02
+"""Of an error: what one more factor has to bring."""
 SUSPECT = 1.25
 """Of what its neighbours on a curve let expect: a time above it is measured again."""
 
@@ -85,6 +90,30 @@ def relative_plane(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     if not determinant:
         return 0.0, 0.0
     return (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+
+
+def relative_nonnegative(rows: Sequence[tuple[Sequence[float], float, float]]) -> tuple[float, ...]:
+    """Factors, none below zero, of `z = sum of factor x`, from rows (x, z, y): least squares of errors over `y`.
+
+    As few as there are that others do not better by `BETTER`: of columns that say the same, the first one's.
+    """
+    left = torch.tensor([[x / y for x in values] for values, _, y in rows], dtype=torch.float64)
+    right = torch.tensor([z / y for _, z, y in rows], dtype=torch.float64)
+    # Columns of one length: bytes and calls are numbers of very different size.
+    lengths = left.norm(dim=0).clamp_min(1e-30)
+    left = left / lengths
+    num_factors = left.shape[1]
+    best, least = torch.zeros(num_factors, dtype=torch.float64), float(right.norm())
+    for count in range(1, num_factors + 1):
+        for chosen in combinations(range(num_factors), count):
+            part = left[:, chosen]
+            factors = torch.linalg.lstsq(part, right, driver="gelsd").solution
+            error = float((part @ factors - right).norm())
+            if bool((factors >= 0).all()) and error < least * (1 - BETTER):
+                least = error
+                best = torch.zeros(num_factors, dtype=torch.float64)
+                best[list(chosen)] = factors
+    return tuple((best / lengths).tolist())
 
 
 def _regression(rows: Sequence[tuple[float, float]]) -> tuple[float, float, float]:

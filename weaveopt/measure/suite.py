@@ -8,7 +8,7 @@ import torch.distributed as dist
 from weaveopt.cost_model import Machine
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.topology import Topology
-from weaveopt.measure.cases import FAMILIES
+from weaveopt.measure.cases import FAMILIES, HostExchanges
 from weaveopt.measure.cases.between_hosts import HostLink, host_ranks
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
@@ -43,19 +43,23 @@ def measure(session: Session, name: str, before: Machine | None) -> Machine:
 
 
 def measure_between_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
-    """`base`, a profile of one such host, with the link between hosts as it is; the same on every rank.
+    """`base`, a profile of one such host, with the link between hosts as it is, and what exchanges take of busy hosts;
+    the same on every rank.
 
     Times that contradict themselves are measured again, then refused with a `WeaveError`.
     """
     by_host = host_ranks(topology)
     for attempt in range(NUM_ATTEMPTS):
-        found = HostLink(len(by_host), len(by_host[0]))
+        link, exchanges = HostLink(len(by_host), len(by_host[0])), HostExchanges(len(by_host), len(by_host[0]))
         with torch.no_grad():
-            found.measure(session, topology)
-        box = [found]
+            link.measure(session, topology)
+            exchanges.measure(session, topology)
+        # Rank 0 has been in everything.
+        box = [(link, exchanges)]
         dist.broadcast_object_list(box, src=0)
+        link, exchanges = box[0]
         try:
-            return box[0].renewed(base, name, session.device)
+            return exchanges.renewed(link.renewed(base, name, session.device), session.device)
         except WeaveError:  # the same on every rank
             if attempt == NUM_ATTEMPTS - 1:
                 raise

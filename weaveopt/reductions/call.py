@@ -86,8 +86,6 @@ class ReductionCall:
     """Of the buffers of these names in the arena's transient zone, where the fabric has them there."""
     hosts: int = 1
     """That the ranks are spread over, evenly; more than one on fabrics that cross hosts alone."""
-    chunk_bytes: int = 0
-    """Between hosts: rows of a doubling go in pieces of about so many bytes; 0: in one."""
     channel: int = 0
     """Calls on one channel follow one another."""
 

@@ -17,6 +17,7 @@ from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, S
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.fabrics import fabrics_of
 from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
 from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
@@ -101,19 +102,10 @@ def candidates(
     """
     found: list[Found] = []
     machine = known.machine
-    for fabric, unreachable in known.topology.fabrics():
-        if fabric is Fabric.LIBRARY or TRAITS[fabric].crosses_hosts is not known.between_hosts:
+    for fabric, against in fabrics_of(known.topology, machine, op.FEATURES):
+        if TRAITS[fabric].crosses_hosts is not known.between_hosts or (against and usable_only):
             continue
-        reasons = [] if unreachable is None else [unreachable]
-        if fabric not in machine.fabrics:
-            values = (("machine", machine.name), ("fabric", fabric.value))
-            reasons.append(Rejection("fabric_not_on_machine", "the machine's profile has no such fabric", values))
-        features = op.FEATURES.get(fabric)
-        if features is None:
-            message = "this version has no kernel of the rule for the fabric"
-            reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
-        if reasons and usable_only:
-            continue
+        reasons, features = list(against), op.FEATURES.get(fabric)
         can_quantize_here = features is not None and features.quantizes and can_quantize(facts.hidden)
         quantizes = can_quantize_here and facts.quantization != "none"
         # The op that quantizes takes a partial result: its GEMM stays in the graph on every fabric.

@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Protocol
+
 from weaveopt.fabrics.traits import TRAITS
+from weaveopt.records.candidate import Fabric
 from weaveopt.reductions import call as op
 from weaveopt.reductions.buffers import RowFormat, buffers_of, placed_call, wiring_of
 from weaveopt.reductions.candidates import Lowered
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import KernelRow
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
 from weaveopt.sites.quantization import Quantized
 from weaveopt.sites.reduced import Reduced
 
 
-def memory_of(lowered: Lowered) -> Memory:
-    """The buffers of the operation's kernels; see `weaveopt.reductions.buffers`."""
+class Lowering(Protocol):
+    """What any rule's lowering has of the exchange in it."""
+
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def fabric(self) -> Fabric: ...
+    @property
+    def rows(self) -> tuple[KernelRow, ...]:
+        """The run-time table, where the fabric has one."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one exchange."""
+        ...
+
+    @property
+    def one_shot_max_tokens(self) -> int: ...
+
+
+def memory_of(lowered: Lowering, max_tokens: int = 0) -> Memory:
+    """The buffers of exchanges of up to `max_tokens` tokens (0: of all that the workload may have).
+
+    See `weaveopt.reductions.buffers`.
+    """
     workload = lowered.workload
     # Among CPU ranks normalized rows may be wider than the activations (fp32 weights): for the widest.
     on_gpus = TRAITS[lowered.fabric].device == "cuda"
     out_dtype = (workload.out_dtype or workload.dtype) if on_gpus else "float32"
     rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world // workload.hosts)
-    buffers = buffers_of(lowered.fabric, rows, workload.max_tokens, lowered.rows)
+    buffers = buffers_of(lowered.fabric, rows, max_tokens or workload.max_tokens, lowered.rows)
     requests = tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes)
     return Memory(requests, wiring=wiring_of(lowered.fabric, lowered.rows))
 
 
-def call_of(
-    chosen: Chosen,
-    lowered: Lowered,
-    reduced: Reduced,
-    placement: Placement,
-    quantized: Quantized | None,
-    sum_used: bool,
-    context: Context,
+def whole_call(
+    chosen: Chosen, lowered: Lowering, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
 ) -> op.ReductionCall:
-    """The constants of the site's call, equal on all ranks."""
+    """The constants of a site's call, equal on all ranks: residual and sum whole, nothing quantized, in one piece."""
     workload = lowered.workload
-    sharded = op.SumOut.SHARDED if lowered.sum_sharded else op.SumOut.WHOLE
     call = op.ReductionCall(
         site=chosen.found.site.id,
         group=chosen.found.site.groups[0],
@@ -49,13 +72,31 @@ def call_of(
         scale=reduced.scale,
         post=reduced.post.form if reduced.post else None,
         norm=reduced.norm.form if reduced.norm else None,
-        residual_sharded=lowered.residual_sharded,
-        sum_out=sharded if sum_used else op.SumOut.NONE,
+        sum_out=op.SumOut.WHOLE if sum_used else op.SumOut.NONE,
         timeout_s=context.config.timeout_s,
-        normalized_aliases_arena=lowered.aliases_arena,
-        quant=op.Quant.NONE if quantized is None else quantized.quant,
         table=lowered.rows,
-        in_pieces=TRAITS[lowered.fabric].device == "cuda" and lowered.max_tokens >= workload.max_tokens,
         channel=placement.channel,
     )
     return placed_call(call, placement.buffers)
+
+
+def call_of(
+    chosen: Chosen,
+    lowered: Lowered,
+    reduced: Reduced,
+    placement: Placement,
+    quantized: Quantized | None,
+    sum_used: bool,
+    context: Context,
+) -> op.ReductionCall:
+    """The constants of the site's call, as it was lowered; equal on all ranks."""
+    call = whole_call(chosen, lowered, reduced, placement, sum_used, context)
+    on_gpus = TRAITS[lowered.fabric].device == "cuda"
+    return replace(
+        call,
+        residual_sharded=lowered.residual_sharded,
+        sum_out=op.SumOut.SHARDED if sum_used and lowered.sum_sharded else call.sum_out,
+        normalized_aliases_arena=lowered.aliases_arena,
+        quant=op.Quant.NONE if quantized is None else quantized.quant,
+        in_pieces=on_gpus and lowered.max_tokens >= lowered.workload.max_tokens,
+    )

@@ -41,7 +41,7 @@ class TcpSite(ShmSite):
         memory.expect_wiring(call.site, [row.algorithm.value for row in call.table])
         try:
             native = _native.AllReduceNormOfHosts(
-                memory.local.native, memory.wire, hosts.own, ranks, table, call.chunk_bytes, site,
+                memory.local.native, memory.wire, hosts.own, ranks, table, site,
                 torch.get_num_threads(),
             )  # fmt: skip
         except ValueError as error:

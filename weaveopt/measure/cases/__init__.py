@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weaveopt.measure.cases.all_gather_gemm import AllGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
+from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
 from weaveopt.measure.cases.attention import AttentionKernels
@@ -17,6 +18,8 @@ from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.moe_experts import ExpertKernels
+
+__all__ = ["FAMILIES", "HostExchanges"]
 
 FAMILIES: tuple[type[Family], ...] = (
     Launches,
@@ -34,3 +37,4 @@ FAMILIES: tuple[type[Family], ...] = (
     StreamContention,
     Copies,
 )
+"""Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""

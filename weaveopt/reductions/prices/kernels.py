@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import ceil, inf, log
+from math import inf, log
 
 from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_steps, curve_parts_us, fabric_costs
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
-from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
 from weaveopt.records.candidate import Fabric, Term
+from weaveopt.reductions.prices.messages import message_terms
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import (
     ALGORITHMS,
@@ -180,6 +180,8 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     # Between hosts every host makes the normalized rows of all.
     rows = workload.hosts / world if workload.hosts > 1 else 1.0 if one_shot else 1.0 / world
     norm_us = traffic_us(machine, passes * message * rows) * machine.oversubscription(world, workload.hosts)
+    if variant.transfer is Transfer.MESSAGE and workload.hosts > 1:
+        return message_terms(machine, workload, variant.algorithm, norm_us)
     if variant.curve is not None:
         steps = partial(all_reduce_steps, fabric, variant.algorithm)
         latency_us, rest_us = curve_parts_us(machine, variant.curve, message, world, steps)
@@ -188,19 +190,10 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     else:
         latency_us, moved_us = _unmeasured_parts_us(machine, workload, fabric, variant.algorithm)
     terms = [Term("synchronize", latency_us)]
-    if variant.algorithm in (Algorithm.DOUBLING, Algorithm.HALVING):
-        terms.append(Term("add", _added_us(machine, workload, variant.algorithm)))
     if one_shot:
         return [*terms, Term("reduce", moved_us), Term("norm", norm_us)]
     # Bringing the peers' shares of this rank's rows and handing the finished rows out move equally much.
     return [*terms, Term("reduce", moved_us / 2), Term("norm", norm_us), Term("distribute", moved_us / 2)]
-
-
-def _added_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> float:
-    """Sums of some hosts are made in memory: what arrived and what was there are read, and as much is written."""
-    problem = Problem(workload.message_bytes, workload.world // workload.hosts, workload.hosts)
-    moved = 2 * host_algorithm(algorithm.value).traffic(problem).received_bytes
-    return traffic_us(machine, moved) * machine.oversubscription(workload.world, workload.hosts)
 
 
 def _unmeasured_parts_us(
@@ -217,20 +210,7 @@ def _unmeasured_parts_us(
         curve = nearest_curve(same, world)
         if curve is not None:
             return curve_parts_us(machine, curve, message, world, partial(all_reduce_steps, fabric, algorithm))
-    return all_reduce_parts_us(
-        machine, fabric, algorithm, message * _unevenness(workload, algorithm), world, workload.hosts
-    )
-
-
-def _unevenness(workload: Workload, algorithm: Algorithm) -> float:
-    """What the busiest host has to do, against an even share of the rows: hosts divide whole rows among each other.
-
-    A share of one row among 8 hosts is one host's alone, which gets 8 times what it would of many.
-    """
-    if workload.hosts <= 1 or algorithm not in (Algorithm.TWO_SHOT, Algorithm.HALVING) or not workload.tokens:
-        return 1.0
-    rows = ceil(workload.tokens * workload.hosts / workload.world)
-    return ceil(rows / workload.hosts) * workload.hosts / rows
+    return all_reduce_parts_us(machine, fabric, algorithm, message, world, workload.hosts)
 
 
 def exchange_us(machine: Machine, workload: Workload, fabric: Fabric, variant: KernelVariant) -> float:

@@ -1,0 +1,182 @@
+"""The exchanges between hosts while every host takes part, and the terms that their times are made of.
+
+Each exchange runs as compiled graphs call it, at a few sizes, in turns with the others: what else the machine does
+meets all of them. The profile gets terms, not times: a call, a round, a message, a byte sent, a byte of the rows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.cost_model import Machine
+from weaveopt.cost_model.busy_hosts import BusyHosts
+from weaveopt.cost_model.host_algorithms import host_algorithm
+from weaveopt.cost_model.machine import MEASURED, Origin
+from weaveopt.fabrics import tcp
+from weaveopt.fabrics.topology import Topology
+from weaveopt.measure import draft, fit
+from weaveopt.measure.clock import Sample, barrier, sample_of, slowest
+from weaveopt.measure.session import Session
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.messages import problem_of
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
+
+HIDDEN, DTYPE = 4096, torch.bfloat16
+TOKENS = (1, 4, 24, 96, 384)
+"""8 KiB to 3 MiB: a single row, which is one host's alone where hosts divide rows, and many."""
+ROUNDS, CALLS = 15, 4
+TIMEOUT_S = 60.0
+SPINS = 9
+SPIN_STEPS = 200_000
+SHARED = 1.25
+"""Hosts that slow each other's processors down by more share them; less is noise."""
+Case = tuple[Algorithm, int]
+"""(exchange, tokens)."""
+
+
+@dataclass
+class HostExchanges:
+    """What was measured among all ranks."""
+
+    hosts: int
+    ranks_per_host: int
+    times: dict[Case, Sample] = field(default_factory=dict)
+    slowdown: float = 1.0
+    """Of a loop that one rank of each host runs at once, against the first host's alone."""
+
+    def measure(self, session: Session, topology: Topology) -> None:
+        """Every rank calls it."""
+        tokens = TOKENS[::2] if session.quick else TOKENS
+        self.slowdown = _slowdown(session, topology)
+        calls = [_call(topology, self.hosts, each, tokens[-1]) for each in ALGORITHMS[Transfer.MESSAGE]]
+        tcp.reserve(topology, memory_plan(topology.group.name, calls), 0, TIMEOUT_S)
+        launches: dict[Case, Callable[[], object]] = {}
+        for count in tokens:
+            for call in calls:
+                launches[call.table[0].algorithm, count] = _launch(call, count)
+        self.times = _in_turns(session, launches, 3 if session.quick else ROUNDS)
+        barrier()
+        tcp.release(topology.group.name)
+
+    @property
+    def origin(self) -> str:
+        return f"busy.{self.hosts}x{self.ranks_per_host}"
+
+    def workload(self, tokens: int) -> Workload:
+        return Workload(tokens, tokens, HIDDEN, str(DTYPE)[6:], self.hosts * self.ranks_per_host, self.hosts)
+
+    def terms(self, before: Machine) -> BusyHosts:
+        """Terms, none below zero, with the least squares of relative errors; the price's other parts are left out."""
+        nothing = BusyHosts(self.origin, self.hosts, self.ranks_per_host, 0.0, 0.0, 0.0, 0.0, 0.0)
+        machine = replace(before, busy_hosts=(nothing,))
+        rows = []
+        for (algorithm, tokens), sample in self.times.items():
+            workload = self.workload(tokens)
+            rest_us = self._predicted_us(machine, (algorithm, tokens))
+            traffic = host_algorithm(algorithm.value).traffic(problem_of(workload, algorithm))
+            made_of = (1.0, traffic.steps, traffic.messages, traffic.sent_bytes, workload.message_bytes)
+            rows.append((made_of, sample.us - rest_us, sample.us))
+        call_us, round_us, message_us, sent_us, row_us = fit.relative_nonnegative(rows)
+        ranks = self.hosts * self.ranks_per_host
+        processors = round(ranks / self.slowdown, 2) if self.slowdown > SHARED else 0.0
+        return BusyHosts(
+            self.origin, self.hosts, self.ranks_per_host, round(call_us, 3), round(round_us, 3), round(message_us, 3),
+            round(sent_us, 9), round(row_us, 9), processors,
+        )  # fmt: skip
+
+    def renewed(self, before: Machine, device: torch.device) -> Machine:
+        """`before` with what exchanges take among so many hosts; its own error is no less than that of these terms."""
+        terms = self.terms(before)
+        others = [
+            each
+            for each in before.busy_hosts
+            if (each.hosts, each.ranks_per_host) != (terms.hosts, terms.ranks_per_host)
+        ]
+        known = tuple(sorted((*others, terms), key=lambda each: (each.ranks_per_host, each.hosts)))
+        machine = replace(before, busy_hosts=known)
+        error = statistics.fmean(abs(self._predicted_us(machine, case) / us.us - 1) for case, us in self.times.items())
+        where = f"{self.hosts} hosts of {draft.host(device, self.ranks_per_host)}"
+        origin = Origin(
+            MEASURED, datetime.date.today().isoformat(), where,
+            f"{len(self.times)} exchanges among all ranks as terms that add up, mean error {error:.1%}; "
+            f"torch {torch.__version__}, median, slowest rank",
+            round(statistics.median(sample.spread for sample in self.times.values()), 4),
+        )  # fmt: skip
+        origins = dict(before.origins) | {self.origin: origin}
+        return replace(
+            machine,
+            origins=tuple(sorted(origins.items())),
+            relative_error=max(before.relative_error, round(min(error, draft.MOST_ERROR), 3)),
+        )
+
+    def _predicted_us(self, machine: Machine, case: Case) -> float:
+        algorithm, tokens = case
+        return estimate_fused(machine, self.workload(tokens), Fabric.TCP, algorithm).us
+
+
+def _call(topology: Topology, hosts: int, algorithm: Algorithm, max_tokens: int) -> ReductionCall:
+    name, world = topology.group.name, len(topology.hosts)
+    return ReductionCall(
+        site=f"calibrate.{algorithm.value}", group=name, fabric=Fabric.TCP, world=world, hosts=hosts, hidden=HIDDEN,
+        dtype=str(DTYPE)[6:], out_dtype=str(DTYPE)[6:], max_tokens=max_tokens, post=None,
+        table=(KernelRow(max_tokens, algorithm, Transfer.MESSAGE),),
+        norm=NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True), timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def _launch(call: ReductionCall, tokens: int) -> Callable[[], object]:
+    partial = torch.randn(tokens, HIDDEN).to(DTYPE)
+    residual, weight = torch.zeros(tokens, HIDDEN, dtype=DTYPE), torch.ones(HIDDEN, dtype=DTYPE)
+    op, text = torch.ops.weave.all_reduce_norm.default, call.encode()
+    return lambda: op(partial, None, None, residual, None, None, weight, None, text)
+
+
+def _in_turns(session: Session, launches: Mapping[Case, Callable[[], object]], rounds: int) -> dict[Case, Sample]:
+    """Each case in each round, several calls from a barrier on; the median of the rounds, of the ranks the slowest."""
+    found: dict[Case, list[float]] = {case: [] for case in launches}
+    for turn in range(rounds + 1):
+        session.tell("exchanges between hosts", turn, rounds + 1)
+        for case, launch in launches.items():
+            barrier()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                launch()
+            if turn:  # the first one binds
+                found[case].append((time.perf_counter() - begin) / CALLS * 1e6)
+    samples = slowest([sample_of(times) for times in found.values()])
+    return dict(zip(found, samples, strict=True))
+
+
+def _slowdown(session: Session, topology: Topology) -> float:
+    """How much longer a loop takes when the first rank of every host runs it than on the first host alone.
+
+    The fastest of several each: what else the machine does is no host's.
+    """
+    firsts = [topology.hosts.index(name) for name in dict.fromkeys(topology.hosts)]
+    fastest = []
+    for together in (False, True):
+        times = [0.0] * SPINS
+        for turn in range(SPINS):
+            barrier()
+            if session.rank in (firsts if together else firsts[:1]):
+                begin = time.perf_counter()
+                for _ in range(SPIN_STEPS):
+                    pass
+                times[turn] = time.perf_counter() - begin
+        longest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        fastest.append(float(longest.min()))
+    return fastest[1] / fastest[0]

@@ -1,0 +1,72 @@
+"""The exchange between hosts: its time in terms, from what busy hosts were measured to take, or from the link alone."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from weaveopt.cost_model import busy_hosts
+from weaveopt.cost_model.collectives import fabric_costs, inter_link
+from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
+from weaveopt.cost_model.kernels import traffic_us
+from weaveopt.cost_model.machine import Machine
+from weaveopt.records.candidate import Fabric, Term
+from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
+
+
+def problem_of(workload: Workload, algorithm: Algorithm) -> Problem:
+    """What the busiest host has to do. Hosts divide whole rows among each other: a share of one row among 8 hosts is
+    one host's alone, which gets 8 times what it would of many.
+    """
+    ranks_per_host, hosts = workload.world // workload.hosts, workload.hosts
+    unevenness = 1.0
+    if algorithm in (Algorithm.TWO_SHOT, Algorithm.HALVING) and workload.tokens:
+        rows = ceil(workload.tokens / ranks_per_host)
+        unevenness = ceil(rows / hosts) * hosts / rows
+    return Problem(workload.message_bytes * unevenness, ranks_per_host, hosts, DTYPE_BYTES[workload.dtype])
+
+
+def message_terms(machine: Machine, workload: Workload, algorithm: Algorithm, norm_us: float) -> list[Term]:
+    """`synchronize`, `add`, `reduce`, `norm` and `distribute`; `norm_us` is the passes over the rows in memory."""
+    parts = _busy_us(machine, workload, algorithm)
+    terms = []
+    if parts is None:
+        parts = _of_the_link_us(machine, workload, algorithm)
+        if algorithm in (Algorithm.DOUBLING, Algorithm.HALVING):
+            terms.append(Term("add", _added_us(machine, workload, algorithm)))
+    fixed_us, moved_us = parts
+    terms = [Term("synchronize", fixed_us), *terms]
+    if algorithm is Algorithm.ONE_SHOT:
+        return [*terms, Term("reduce", moved_us), Term("norm", norm_us)]
+    return [*terms, Term("reduce", moved_us / 2), Term("norm", norm_us), Term("distribute", moved_us / 2)]
+
+
+def _busy_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> tuple[float, float] | None:
+    """(what does not grow with bytes, what does), where exchanges were measured; None where not."""
+    ranks_per_host = workload.world // workload.hosts
+    known = busy_hosts.nearest(machine.busy_hosts, workload.hosts, ranks_per_host)
+    if known is None:
+        return None
+    traffic = host_algorithm(algorithm.value).traffic(problem_of(workload, algorithm))
+    # Hosts that share nothing do not slow each other down; a host's own ranks may, beyond its cores.
+    crowding = known.crowding(workload.hosts, ranks_per_host) / known.crowding(known.hosts, known.ranks_per_host)
+    if not known.processors:
+        there = machine.oversubscription(known.hosts * known.ranks_per_host, known.hosts)
+        crowding = machine.oversubscription(workload.world, workload.hosts) / there
+    fixed_us = known.fixed_us(traffic.steps, traffic.messages)
+    return fixed_us * crowding, known.bytes_us(traffic.sent_bytes, workload.message_bytes) * crowding
+
+
+def _of_the_link_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> tuple[float, float]:
+    """The same from `α`, `β` and `o` of the link: a lower bound, as if nothing but messages took time."""
+    local, inter = fabric_costs(machine, Fabric.TCP).link, inter_link(machine, Fabric.TCP)
+    cost = host_algorithm(algorithm.value).cost(problem_of(workload, algorithm), local, inter)
+    slowdown = machine.oversubscription(workload.world, workload.hosts)
+    return (machine.memory.floor_us + cost.latency_us) * slowdown, cost.transfer_us * slowdown
+
+
+def _added_us(machine: Machine, workload: Workload, algorithm: Algorithm) -> float:
+    """Sums of some hosts are made in memory: what arrived and what was there are read, and as much is written."""
+    moved = 2 * host_algorithm(algorithm.value).traffic(problem_of(workload, algorithm)).received_bytes
+    return traffic_us(machine, moved) * machine.oversubscription(workload.world, workload.hosts)
