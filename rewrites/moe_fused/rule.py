@@ -31,7 +31,7 @@ from weaveopt.rewrites.moe_fused.candidates import RULE, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
 from weaveopt.sites.mixtures.activation import Activation
-from weaveopt.sites.mixtures.forms import Experts, Linear
+from weaveopt.sites.mixtures.experts import Experts, Linear
 
 aten = torch.ops.aten
 

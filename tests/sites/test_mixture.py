@@ -131,6 +131,22 @@ def test_a_norm_behind_the_experts_is_refused() -> None:
     assert [each.code for each in site.site.rejections] == ["form_not_known"] and site.facts is None
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_ids_that_are_cut_without_a_mask(is_cut: bool) -> None:
+    """An id beyond the last expert then means the last one, where the rule's operation would leave it out."""
+    up, down = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN), torch.randn(EXPERTS, HIDDEN, WIDTH)
+
+    def batched(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids = chosen.reshape(-1)
+        ids = ids.clamp(0, EXPERTS - 1) if is_cut else ids
+        gate, wide = torch.bmm(up[ids], x.repeat_interleave(2, dim=0).unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        made = torch.bmm(down[ids], (F.silu(gate) * wide).unsqueeze(-1)).squeeze(-1)
+        return (made * weights.reshape(-1, 1)).view(-1, 2, HIDDEN).sum(1)
+
+    (site,) = found_in(batched, *routed(7, 2, torch.float32, torch.float32, foreign=False))
+    assert [each.code for each in site.site.rejections] == (["form_not_known"] if is_cut else [])
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_one_grouped_gemm_is_no_mixture(grouped: bool) -> None:
     """It says so where it is alone; batched GEMMs are everywhere, and only those of gathered weights count."""

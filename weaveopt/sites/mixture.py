@@ -22,7 +22,8 @@ from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.mixtures.activation import Activation
-from weaveopt.sites.mixtures.forms import Experts, Linear, experts_of
+from weaveopt.sites.mixtures.experts import Experts, Linear
+from weaveopt.sites.mixtures.forms import experts_of
 from weaveopt.sites.mixtures.routing import Routing, routing_of
 
 KIND = "mixture"

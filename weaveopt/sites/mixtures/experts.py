@@ -1,0 +1,44 @@
+"""The experts of one mixture in a graph, by role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from weaveopt.sites.mixtures.activation import Activation
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The weights of one projection of all experts."""
+
+    weight: fx.Node
+    """[experts, out, in], or [experts, in, out] where it is `transposed`."""
+    transposed: bool
+    bias: fx.Node | None = None
+    """[experts, out]"""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one mixture in a graph, by role."""
+
+    form: str
+    """`grouped_mm` or `batched_mm`, as transformers calls them."""
+    x: fx.Node
+    """[tokens, hidden]"""
+    experts: fx.Node
+    """The experts that each token chose, tokens * choices of them."""
+    weights: fx.Node
+    """What each choice counts, as many."""
+    num_choices: int
+    up: Linear
+    down: Linear
+    activation: Activation
+    output: fx.Node
+    """[tokens, hidden]"""
+    has_foreign: bool = False
+    """Whether choices of experts that this rank does not have are masked."""
+    nodes: frozenset[fx.Node] = frozenset()
+    """Everything from the operands above to `output`, with it; some of it may serve others too."""
