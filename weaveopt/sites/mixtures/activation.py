@@ -191,11 +191,11 @@ def _run(found: Between, probe: Tensor) -> Tensor:
     known.update(dict.fromkeys(found.biases, zero))
     known.update(dict.fromkeys(found.masks, no))
     for node in sorted(found.nodes):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)  # type: ignore[arg-type]
         if is_call(node, CAST):
             known[node] = args[0]
         elif is_call(node, _FULL):
-            known[node] = torch.tensor(float(args[-1]), dtype=torch.float64)
+            known[node] = torch.tensor(args[-1], dtype=torch.float64)
         else:
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     result = known[found.last]

@@ -85,7 +85,8 @@ def index_of(gathered: fx.Node) -> object:
 def swaps_last(node: fx.Node) -> bool:
     if node.target is aten.permute.default:
         return list(node.args[1]) in ([0, 2, 1], [0, -1, -2])  # type: ignore[arg-type]
-    return node.target is aten.mT.default or sorted(int(d) % 3 for d in node.args[1:3]) == [1, 2]  # type: ignore[call-overload]
+    dims = [dim % 3 for dim in node.args[1:3] if isinstance(dim, int)]
+    return node.target is aten.mT.default or sorted(dims) == [1, 2]
 
 
 def flat_of(node: object, reading: Reading) -> fx.Node:
