@@ -8,13 +8,13 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from weaveopt.cost_model import Machine
+from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.gemm_all_reduce.call import ChunkRow
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import shape_rejections
-from weaveopt.reductions.fabrics import fabrics_of
 from weaveopt.reductions.prices.kernels import kernel_variants
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
 from weaveopt.reductions.variant import Algorithm, KernelRow
@@ -84,7 +84,7 @@ def candidates(
     found: list[Found] = []
     machine = known.machine
     forms = tuple(_forms(facts, tokens, known))
-    for fabric, reasons in fabrics_of(known.topology, machine, VARIANTS):
+    for fabric, reasons in reaching(known.topology, machine, VARIANTS):
         if reasons:
             found.append((Candidate(RULE, fabric, rejections=reasons), None))
             continue

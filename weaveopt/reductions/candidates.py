@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
+from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions.eligible import shape_rejections
-from weaveopt.reductions.fabrics import fabrics_of
 from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
 from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
@@ -102,7 +102,7 @@ def candidates(
     """
     found: list[Found] = []
     machine = known.machine
-    for fabric, against in fabrics_of(known.topology, machine, op.FEATURES):
+    for fabric, against in reaching(known.topology, machine, op.FEATURES):
         if TRAITS[fabric].crosses_hosts is not known.between_hosts or (against and usable_only):
             continue
         reasons, features = list(against), op.FEATURES.get(fabric)
