@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.ops.test_moe_sharded import FORMS, Form, make_call, make_inputs, reserve_for, wanted
+from tests.ops.test_expert_exchange import FORMS, Form, make_call, make_inputs, reserve_for, wanted
 from tests.ranks import run_ranks
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ops.test_moe_sharded import Form, Inputs, make_call, make_inputs, reserve_for
+from tests.ops.test_expert_exchange import Form, Inputs, make_call, make_inputs, reserve_for
 from tests.ranks import run_ranks
 from weaveopt.errors import AgreementError, PeerTimeoutError
 from weaveopt.ops.moe_sharded import shm as fabric
