@@ -117,7 +117,7 @@ def _other(node: fx.Node, one: fx.Node) -> fx.Node:
 
 
 def _inverse(index: object, order: fx.Node, reading: Reading) -> None:
-    """`empty.index_put([order], arange)`: where each choice went; or the sort of the order."""
+    """`empty.index_put([order], arange)`: where each choice went."""
     put = reading.take(index, frozenset({aten.index_put.default}), "the inverse of the order")
     places, values = put.args[1:3]
     values = reading.through(values, SHAPE_ONLY)
