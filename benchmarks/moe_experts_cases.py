@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import weaveopt.ops  # noqa: F401
+from weaveopt.mixtures.activation import ActivationName
 from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.activations import activate
-from weaveopt.ops.moe_experts.call import Activation, ExpertsCall
+from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.plan import Plan
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
@@ -31,8 +31,8 @@ NUM_ROUTINGS = 8
 """In turn, so that experts of one call are not found in the L2 by the next."""
 MOST_BATCHED_BYTES = 24e9
 """Of weights that `batched_mm` would copy."""
-SILU = ExpertsCall(Activation.SILU, gated=True)
-CLAMPED = ExpertsCall(Activation.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
+SILU = ExpertsCall(ActivationName.SILU, gated=True)
+CLAMPED = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def between_grouped(ready: Sorted, of: Operands, call: ExpertsCall) -> Tensor:
     inner = torch._grouped_mm(ready.rows, of.gate_up.transpose(1, 2), ready.ends)
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ready.experts]
-    result = torch._grouped_mm(activate(inner, call), of.down.transpose(1, 2), ready.ends)
+    result = torch._grouped_mm(call.act(inner), of.down.transpose(1, 2), ready.ends)
     return result if of.down_bias is None else result + of.down_bias[ready.experts]
 
 
@@ -223,7 +223,7 @@ def batched(of: Operands, call: ExpertsCall) -> Tensor:
     inner = torch.bmm(of.gate_up[ids], rows[..., None])[..., 0]
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ids]
-    result = torch.bmm(of.down[ids], activate(inner, call)[..., None])[..., 0]
+    result = torch.bmm(of.down[ids], call.act(inner)[..., None])[..., 0]
     if of.down_bias is not None:
         result = result + of.down_bias[ids]
     weights = of.weights.reshape(-1).masked_fill(foreign, 0.0)
@@ -244,7 +244,7 @@ def expected(of: Operands, call: ExpertsCall) -> Tensor:
         inner = F.linear(of.x.float(), of.gate_up[expert].float())
         if of.gate_up_bias is not None:
             inner = inner + of.gate_up_bias[expert].float()
-        row = F.linear(activate(inner, call).bfloat16().float(), of.down[expert].float())
+        row = F.linear(call.act(inner).bfloat16().float(), of.down[expert].float())
         if of.down_bias is not None:
             row = row + of.down_bias[expert].float()
         weight = of.weights.float().masked_fill(of.experts != expert, 0.0).sum(1, keepdim=True)

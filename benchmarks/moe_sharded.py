@@ -86,10 +86,10 @@ def variants(case: Case, world: int, rank: int) -> dict[str, Callable[[], object
     from transformers.distributed.expert_parallel import AllToAllEP
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    from weaveopt.experts.form import form_of
+    from weaveopt.experts.form import activation_of, call_of
     from weaveopt.fabrics import shm, topology
     from weaveopt.fabrics.rows_call import memory_plan
-    from weaveopt.ops.moe_sharded.call import Operands
+    from weaveopt.mixtures.by_expert import ExpertWeights
     from weaveopt.ops.moe_sharded.experts import expert_rows
     from weaveopt.ops.moe_sharded.op import SITES
 
@@ -123,12 +123,13 @@ def variants(case: Case, world: int, rank: int) -> dict[str, Callable[[], object
         return out
 
     call = replace(
-        form_of(experts).call(GROUP, world, shape.hidden, "bfloat16", own), site=f"benchmark.{case}",
+        call_of(activation_of(experts), GROUP, world, shape.hidden, "bfloat16", own, same_tokens=True),
+        site=f"benchmark.{case}",
         fabric=Fabric.SHM, max_tokens=case.tokens, choices=shape.choices, timeout_s=TIMEOUT_S,
     )  # fmt: skip
     plan = memory_plan(GROUP, [(call, SITES[Fabric.SHM].buffers(call))])
     shm.reserve(topology.discover(GROUP, TIMEOUT_S), plan, 0, TIMEOUT_S)
-    operands = Operands(experts.gate_up_proj, None, experts.down_proj, None)
+    operands = ExpertWeights(experts.gate_up_proj, None, experts.down_proj, None)
 
     def ours(**changes: object) -> Callable[[], Tensor]:
         text = replace(call, **changes).encode()  # type: ignore[arg-type]

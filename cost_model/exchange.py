@@ -6,102 +6,129 @@ to a rank as it sends. A row travels once for each (token, destination), a resul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from weaveopt.cost_model.batched import grouped_gemm_us
 from weaveopt.cost_model.collectives import collective_us, measured_parts_us
-from weaveopt.cost_model.gemm import Gemm
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.mixture import Mixture, gemms_us
 from weaveopt.records.candidate import Fabric
+from weaveopt.records.site import DTYPE_BYTES
 
+OWN_BATCH_TOKENS = 512
+"""For which a rank's mixture is decided where ranks hold batches of their own: they cannot compare token counts."""
 _ID_BYTES = 8
 _LIBRARY_KERNELS = 20
 """Kernels around the library's exchanges: routing, sorting, gathers, the weighted sum."""
+_NATIVE_CALLS = 8
+"""Into native code and out of torch in a call over shared memory, each as dear for the host as a kernel."""
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Sizes on one rank."""
+class ShardedMixture:
+    """A mixture of which every one of `world` ranks holds some experts and some tokens."""
 
-    tokens: int
-    choices: int
-    experts: int
-    hidden: int
-    gates: int
-    """Columns of the first GEMM: twice `inner` where gated."""
-    inner: int
-    dtype: str
-    row_bytes: int
+    of_rank: Mixture
+    """A rank's own tokens, and its experts; its rows are as many as its tokens have choices."""
     world: int
 
+    def with_tokens(self, tokens: int) -> ShardedMixture:
+        """The same, with so many tokens on each rank."""
+        return replace(self, of_rank=replace(self.of_rank, tokens=tokens))
+
     @property
-    def rows(self) -> int:
-        """That the rank's experts compute."""
-        return self.tokens * self.choices
+    def row_bytes(self) -> int:
+        return self.of_rank.hidden * DTYPE_BYTES[self.of_rank.dtype]
 
     @property
     def rows_sent(self) -> float:
         """To other ranks."""
         others = self.world - 1
-        return self.tokens * others * (1.0 - (1.0 - 1.0 / self.world) ** self.choices)
+        return self.of_rank.tokens * others * (1.0 - (1.0 - 1.0 / self.world) ** self.of_rank.choices)
 
     @property
     def rows_returned(self) -> float:
-        return self.rows * (self.world - 1) / self.world
+        return self.of_rank.rows * (self.world - 1) / self.world
 
     @property
-    def weight_bytes(self) -> int:
-        element_bytes = self.row_bytes // self.hidden
-        return self.experts * self.hidden * (self.gates + self.inner) * element_bytes
+    def wire_bytes(self) -> int:
+        """That a rank sends: rows to experts, and results home."""
+        return round((self.rows_sent + self.rows_returned) * self.row_bytes)
 
 
-def experts_us(machine: Machine, mixture: Mixture) -> float:
+@dataclass(frozen=True)
+class PushedParts:
+    """What the operation takes on a fabric where rows are pushed into other ranks' memory, in microseconds."""
+
+    experts: float
+    weights: float
+    """Read again by every batch but the first. With rows enough for each expert its weights are read for several tiles
+    of rows anyway; what is charged is the whole of them, for a wait that nobody has measured."""
+    push: float
+    gather: float
+    combine: float
+    synchronize: float
+    host: float
+
+
+def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batches: int) -> PushedParts | None:
+    """None where the profile has no synchronization of the fabric. `batches`: in how many parts experts see rows."""
+    synchronize = synchronize_us(machine, fabric, sharded)
+    if synchronize is None:
+        return None
+    moved = sharded.rows_sent + sharded.rows_returned
+    return PushedParts(
+        experts=experts_us(machine, sharded),
+        weights=(batches - 1) * memory_us(machine, sharded.of_rank.weight_bytes) if batches > 1 else 0.0,
+        push=memory_us(machine, 2 * moved * sharded.row_bytes),
+        gather=gather_us(machine, sharded),
+        combine=combine_us(machine, sharded),
+        synchronize=synchronize,
+        host=_NATIVE_CALLS * host_us(machine),
+    )
+
+
+def experts_us(machine: Machine, sharded: ShardedMixture) -> float:
     """Both grouped GEMMs and the pass between them, in microseconds."""
-    rows, element_bytes = mixture.rows, mixture.row_bytes // mixture.hidden
-    first = grouped_gemm_us(machine, mixture.experts, Gemm(rows, mixture.hidden, mixture.gates), mixture.dtype)
-    second = grouped_gemm_us(machine, mixture.experts, Gemm(rows, mixture.inner, mixture.hidden), mixture.dtype)
-    return first + second + memory_us(machine, rows * (mixture.gates + mixture.inner) * element_bytes)
+    mixture = sharded.of_rank
+    between = mixture.rows * (mixture.wide + mixture.width) * DTYPE_BYTES[mixture.dtype]
+    return gemms_us(machine, mixture) + memory_us(machine, between)
 
 
-def combine_us(machine: Machine, mixture: Mixture) -> float:
+def combine_us(machine: Machine, sharded: ShardedMixture) -> float:
     """The weighted sum over choices."""
-    return memory_us(machine, mixture.tokens * (mixture.choices + 1) * mixture.row_bytes)
+    mixture = sharded.of_rank
+    return memory_us(machine, (mixture.rows + mixture.tokens) * sharded.row_bytes)
 
 
-def gather_us(machine: Machine, mixture: Mixture) -> float:
+def gather_us(machine: Machine, sharded: ShardedMixture) -> float:
     """Rows into the order of the experts, and results out of it."""
-    return memory_us(machine, 4 * mixture.rows * mixture.row_bytes)
+    return memory_us(machine, 4 * sharded.of_rank.rows * sharded.row_bytes)
 
 
-def library_exchange_us(machine: Machine, mixture: Mixture, hosts: int = 1) -> float:
+def library_exchange_us(machine: Machine, sharded: ShardedMixture, hosts: int = 1) -> float:
     """Four all-to-alls (counts, rows, ids, results), in microseconds."""
-    world, sent = mixture.world, mixture.rows_sent
+    world, sent = sharded.world, sharded.rows_sent
     sizes = (
         2 * _ID_BYTES * world,
-        sent * mixture.row_bytes,
-        sent * mixture.choices * _ID_BYTES,
-        mixture.rows_returned * mixture.row_bytes,
+        sent * sharded.row_bytes,
+        sent * sharded.of_rank.choices * _ID_BYTES,
+        sharded.rows_returned * sharded.row_bytes,
     )
     return sum(collective_us(machine, "all_to_all", max(size, 1.0), world, hosts) for size in sizes)
 
 
-def library_kernels_us(machine: Machine, mixture: Mixture) -> float:
+def library_kernels_us(machine: Machine, sharded: ShardedMixture) -> float:
     """What runs around the library's exchanges on every rank."""
-    moved = combine_us(machine, mixture) + gather_us(machine, mixture)
+    moved = combine_us(machine, sharded) + gather_us(machine, sharded)
     return moved + _LIBRARY_KERNELS * (memory_us(machine, 1) + host_us(machine))
 
 
-def synchronize_us(machine: Machine, fabric: Fabric, mixture: Mixture) -> float | None:
+def synchronize_us(machine: Machine, fabric: Fabric, sharded: ShardedMixture) -> float | None:
     """Both synchronizations of a call on a fabric: before the experts and behind them.
 
     As measured of the fabric's own gather, without its rows. None where the profile has none.
     """
-    parts = measured_parts_us(machine, fabric, "all_gather", 1, mixture.world)
+    parts = measured_parts_us(machine, fabric, "all_gather", 1, sharded.world)
     return None if parts is None else 2 * parts[0]
-
-
-def pushed_us(machine: Machine, mixture: Mixture) -> float:
-    """Rows into the memory of other ranks of the host, and results into theirs."""
-    return memory_us(machine, 2 * (mixture.rows_sent + mixture.rows_returned) * mixture.row_bytes)

@@ -75,6 +75,15 @@ def _curves(machine: Machine, dtype: str) -> dict[str, KernelCurve]:
     return {named[each.variant]: each for each in machine.kernels if each.op == OPERATION and each.variant in named}
 
 
+def gemms_us(machine: Machine, mixture: Mixture) -> float:
+    """The library's two GEMMs, grouped by expert."""
+    if not mixture.rows:
+        return 0.0
+    up = Gemm(mixture.rows, mixture.hidden, mixture.wide)
+    down = Gemm(mixture.rows, mixture.width, mixture.hidden)
+    return sum(grouped_gemm_us(machine, mixture.experts, gemm, mixture.dtype) for gemm in (up, down))
+
+
 @dataclass(frozen=True)
 class CpuParts:
     """What the operation takes on a CPU, in microseconds."""
@@ -90,11 +99,8 @@ def cpu_parts(machine: Machine, mixture: Mixture) -> CpuParts:
     """
     if not mixture.rows:
         return CpuParts(0.0, host_us(machine))
-    up = Gemm(mixture.rows, mixture.hidden, mixture.wide)
-    down = Gemm(mixture.rows, mixture.width, mixture.hidden)
-    gemms = sum(grouped_gemm_us(machine, mixture.experts, gemm, mixture.dtype) for gemm in (up, down))
     size = DTYPE_BYTES[mixture.dtype]
     passes = (4 * mixture.hidden + 2 * mixture.wide + 2 * mixture.width) * mixture.rows * size
     summed = (mixture.rows * 2 + mixture.tokens) * mixture.hidden * size
     calls = LIBRARY_CALLS * mixture.active * machine.memory.floor_us
-    return CpuParts(gemms, memory_us(machine, passes) + memory_us(machine, summed) + calls)
+    return CpuParts(gemms_us(machine, mixture), memory_us(machine, passes) + memory_us(machine, summed) + calls)

@@ -6,19 +6,22 @@ Unfused, on every rank of a group::
 
 Fused: the same operation with a fabric and its memory in `call`. One row travels for each (token, destination), results
 go into [token][choice] at home, and nothing is counted on the host first.
+
+Where ranks hold batches of their own, the call is the same in whatever graph a rank has compiled, and its memory is no
+part of the graph's: all ranks reserve it in the first call, together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
-from weaveopt.cost_model import Machine, host_us, memory_us
-from weaveopt.cost_model.exchange import Mixture, combine_us, experts_us, gather_us, pushed_us, synchronize_us
+from weaveopt.cost_model import Machine
+from weaveopt.cost_model.exchange import PushedParts, pushed_parts
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
@@ -32,8 +35,6 @@ from weaveopt.sites.exchange import KIND, ExchangeFacts
 RULE = "moe_sharded"
 BATCHES = (1, 2)
 """Wait for all rows, or begin with this rank's own: which reads the weights twice."""
-_NATIVE_CALLS = 8
-"""Into native code and out of torch in a call, each as dear for the host as a kernel."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class MoeSharded:
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
+        facts, _ = _site(chosen.found)
+        if not facts.same_tokens:
+            return None
         call = _call(chosen, context)
         return Memory(tuple(BufferRequest(buffer) for buffer in SITES[call.fabric].buffers(call)))
 
@@ -77,36 +81,31 @@ class MoeSharded:
 def _candidates(
     facts: ExchangeFacts, tokens: TokenCounts, context: Context, usable_only: bool
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    machine, mixture = context.machine, facts.mixture(tokens.hint)
+    machine, sharded = context.machine, facts.sharded(tokens.hint)
+    sizes = (
+        ("rows", sharded.of_rank.rows),
+        ("active_experts", sharded.of_rank.active),
+        ("wire_bytes", sharded.wire_bytes),
+    )
     for fabric, unreachable in reaching(context.topologies[facts.group], machine, SITES):
-        synchronize = synchronize_us(machine, fabric, mixture)
-        unknown = synchronize is None and not unreachable
-        reasons = (not_measured(machine, fabric, "all_gather"),) if unknown else unreachable
-        if reasons and usable_only:
-            continue
         for batches in BATCHES:
-            estimate = None if synchronize is None else _estimate(machine, mixture, synchronize, batches, facts.hosts)
-            parameters = (("batches", batches), ("max_tokens", tokens.most))
+            parts = pushed_parts(machine, fabric, sharded, batches)
+            unknown = parts is None and not unreachable
+            reasons = (not_measured(machine, fabric, "all_gather"),) if unknown else unreachable
+            if reasons and usable_only:
+                continue
+            estimate = None if parts is None else _estimate(machine, parts, facts)
+            parameters = (("batches", batches), ("max_tokens", tokens.most), *sizes)
             yield Candidate(RULE, fabric, "", parameters, estimate, reasons), Lowered(fabric, tokens.most, batches)
 
 
-def _estimate(machine: Machine, mixture: Mixture, synchronize: float, batches: int, hosts: int) -> Estimate:
-    """`experts` (as without a rewrite, so their error cancels in a saving), `weights` (read once more for a second
-    batch), `push`, `gather`, `combine`, `synchronize`, `host`."""
-    slowdown = machine.oversubscription(mixture.world, hosts)
-    # With rows enough for each expert its weights are read once for several tiles of rows anyway; what is charged is
-    # the whole of them, for a wait that nobody has measured: the second batch has to be asked for.
-    again = memory_us(machine, mixture.weight_bytes) if batches > 1 else 0.0
-    uncertain = (
-        Term("synchronize", synchronize),
-        Term("weights", again * slowdown),
-        Term("push", pushed_us(machine, mixture) * slowdown),
-        Term("gather", gather_us(machine, mixture) * slowdown),
-        Term("combine", combine_us(machine, mixture) * slowdown),
-        Term("host", _NATIVE_CALLS * host_us(machine) * slowdown),
-    )
-    experts = Term("experts", experts_us(machine, mixture) * slowdown)
-    estimate = Estimate(uncertain, machine.relative_error).plus(Estimate((experts,)))
+def _estimate(machine: Machine, parts: PushedParts, facts: ExchangeFacts) -> Estimate:
+    """`experts` as without a rewrite, so their error cancels in a saving."""
+    slowdown = machine.oversubscription(facts.world, facts.hosts)
+    us = {name: value if name == "synchronize" else value * slowdown for name, value in asdict(parts).items()}
+    experts = Term("experts", us.pop("experts"))
+    uncertain = Estimate(tuple(Term(name, value) for name, value in us.items()), machine.relative_error)
+    estimate = uncertain.plus(Estimate((experts,)))
     return replace(estimate, terms=tuple(sorted(estimate.terms, key=lambda term: term.name != "experts")))
 
 
@@ -121,13 +120,18 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> ExpertExchangeC
     facts, node = _site(chosen.found)
     lowered, text = chosen.proposal.plan, node.args[-1]
     assert isinstance(lowered, Lowered) and isinstance(text, str), f"{chosen.found.site.id}: {lowered}, {text}"
-    return replace(
-        decode(ExpertExchangeCall, text),
-        site=chosen.found.site.id,
+    config, own = context.config, decode(ExpertExchangeCall, text)
+    call = replace(
+        own,
         fabric=lowered.fabric,
         max_tokens=lowered.max_tokens,
-        timeout_s=context.config.timeout_s,
+        timeout_s=config.timeout_s,
         channel=channel,
         choices=facts.choices,
         batches=lowered.batches,
     )
+    if facts.same_tokens:
+        return replace(call, site=chosen.found.site.id)
+    # In the middle of its calls a rank may meet one that compiles for another batch.
+    timeout_s = max(config.timeout_s, config.compile_timeout_s)
+    return replace(call, timeout_s=timeout_s, arena_bytes=config.arena_bytes)

@@ -8,21 +8,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weaveopt.ops.moe_experts.call import Activation, ExpertsCall
+from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.shapes import Operands
 
 Tensor = torch.Tensor
 
 CALLS = (
-    ExpertsCall(Activation.SILU, gated=True),
-    ExpertsCall(Activation.GELU, gated=True, interleaved=True),
-    ExpertsCall(Activation.GELU_TANH, gated=True),
-    ExpertsCall(Activation.RELU, gated=False),
-    ExpertsCall(Activation.GELU, gated=False),
-    ExpertsCall(Activation.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=0.8),
-    ExpertsCall(Activation.CLAMPED_SWISH, gated=True, alpha=1.3),
-    ExpertsCall(Activation.SILU, gated=True, limit=0.5),
-    ExpertsCall(Activation.RELU_SQUARED, gated=False),
+    ExpertsCall(ActivationName.SILU, gated=True),
+    ExpertsCall(ActivationName.GELU, gated=True, interleaved=True),
+    ExpertsCall(ActivationName.GELU_TANH, gated=True),
+    ExpertsCall(ActivationName.RELU, gated=False),
+    ExpertsCall(ActivationName.GELU, gated=False),
+    ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=0.8),
+    ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, alpha=1.3),
+    ExpertsCall(ActivationName.SILU, gated=True, limit=0.5),
+    ExpertsCall(ActivationName.RELU_SQUARED, gated=False),
 )
 ROUTINGS = ("uniform", "some_foreign", "all_foreign", "one_expert", "skewed", "repeated")
 
@@ -120,13 +121,13 @@ def acted(product: Tensor, call: ExpertsCall) -> Tensor:
     """The activation by its formula, one column at a time."""
 
     def alone(g: float) -> float:
-        if call.activation == Activation.SILU:
+        if call.activation == ActivationName.SILU:
             return g / (1 + math.exp(-g))
-        if call.activation == Activation.RELU:
+        if call.activation == ActivationName.RELU:
             return max(g, 0.0)
-        if call.activation == Activation.RELU_SQUARED:
+        if call.activation == ActivationName.RELU_SQUARED:
             return max(g, 0.0) ** 2
-        if call.activation == Activation.GELU:
+        if call.activation == ActivationName.GELU:
             return 0.5 * g * (1 + math.erf(g / math.sqrt(2)))
         return 0.5 * g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
 
@@ -138,7 +139,7 @@ def acted(product: Tensor, call: ExpertsCall) -> Tensor:
              for i in range(inner)]  # fmt: skip
     if call.limit:
         pairs = [(min(g, call.limit), max(min(u, call.limit), -call.limit)) for g, u in pairs]
-    if call.activation != Activation.CLAMPED_SWISH:
+    if call.activation != ActivationName.CLAMPED_SWISH:
         return torch.tensor([alone(g) * u for g, u in pairs], dtype=torch.float64)
     return torch.tensor([(u + 1) * g / (1 + math.exp(-call.alpha * g)) for g, u in pairs], dtype=torch.float64)
 

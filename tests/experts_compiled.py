@@ -11,13 +11,14 @@ from unittest import mock
 import torch
 
 from tests.triton_compiler import Compiled, only_compile
+from weaveopt.mixtures.activation import ActivationName
 from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import Activation, ExpertsCall
+from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.plan import plan
 from weaveopt.ops.moe_experts.shapes import Operands, Shape
 
-SILU = ExpertsCall(Activation.SILU, gated=True)
-GPT_OSS = ExpertsCall(Activation.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
+SILU = ExpertsCall(ActivationName.SILU, gated=True)
+GPT_OSS = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
 CASES = {
     "decode": (Shape(8, 8, 64, 2048, 768), SILU),
     "decode of transposed weights": (Shape(8, 4, 64, 2880, 2880), GPT_OSS),

@@ -23,7 +23,7 @@ from weaveopt.cost_model import Choice, Machine
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import gpus, topology
 from weaveopt.fabrics.topology import Topology
-from weaveopt.graph.facts import devices_in, groups_in, runs_on_gpu
+from weaveopt.graph.facts import devices_in, groups_in, groups_met_in_calls, runs_on_gpu
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
 from weaveopt.pipeline.bind import await_peers, bind, unrewritten
@@ -236,7 +236,8 @@ def preview(
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
-        context = Context(config, machine, dict.fromkeys(captured.groups, known))
+        groups = (*captured.groups, *groups_met_in_calls(captured.graph))
+        context = Context(config, machine, dict.fromkeys(groups, known))
         sink(_steps(captured, context, rules, clock, failure, ask_sensitivity).report)
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
@@ -277,7 +278,8 @@ class _Clock:
 def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
     """Where the ranks of each group are, and the device that they use in this graph."""
     devices = devices_in(captured.graph)
-    found = {group: topology.discover(group, config.compile_timeout_s) for group in captured.groups}
+    groups = (*captured.groups, *groups_met_in_calls(captured.graph))
+    found = {group: topology.discover(group, config.compile_timeout_s) for group in groups}
     return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}
 
 

@@ -22,15 +22,13 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.inductor.kernels import Surroundings
-from weaveopt.ops.moe_experts.call import Activation as Known
+from weaveopt.mixtures.activation import Activation
 from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.gpu import has_triton
-from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.moe_fused.candidates import RULE, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
-from weaveopt.sites.mixtures.activation import Activation
 from weaveopt.sites.mixtures.experts import Experts, Linear
 
 aten = torch.ops.aten
@@ -46,10 +44,6 @@ class MoeFused:
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
         facts, experts = _site(found)
-        if call_of(facts.activation) is None:
-            message = "the kernels know no such activation"
-            why = Rejection("activation_not_supported", message, (("activation", str(facts.activation)),))
-            return () if usable_only else (Proposal(Candidate(RULE, rejections=(why,))),)
         surroundings = Surroundings.of(context.machine, context.topologies.values())
         return tuple(
             Proposal(candidate, experts.nodes)
@@ -62,7 +56,6 @@ class MoeFused:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         facts, experts = _site(chosen.found)
         call = call_of(facts.activation)
-        assert call is not None, f"{chosen.found.site.id}: {facts.activation}"
         x = _node(experts.x)
         operands = [
             x,
@@ -81,12 +74,9 @@ class MoeFused:
         return (f"{RULE}: choices are weighted and summed in fp32, in their order, and rounded once",)
 
 
-def call_of(activation: Activation) -> ExpertsCall | None:
-    """The operation's constants; None where it does not know the activation."""
-    if activation.name not in tuple(Known):
-        return None
-    gated, interleaved = activation.gated, activation.interleaved
-    return ExpertsCall(activation.name, gated, interleaved, activation.alpha, activation.limit)
+def call_of(act: Activation) -> ExpertsCall:
+    """The operation's constants."""
+    return ExpertsCall(act.name, act.gated, act.interleaved, act.alpha, act.limit)
 
 
 def _site(found: FoundSite) -> tuple[MixtureFacts, Experts]:

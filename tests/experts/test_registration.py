@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from weaveopt.errors import WeaveError
-from weaveopt.experts.form import Form, form_of
+from weaveopt.experts.form import activation_of
+from weaveopt.mixtures.activation import Activation
 
 
 def python(code: str) -> str:
@@ -66,14 +68,14 @@ def mixtral(**settings: object) -> MixtralExperts:
     return MixtralExperts(config)
 
 
-def test_forms_are_found_by_what_modules_make_of_numbers() -> None:
-    assert form_of(mixtral()) == Form("silu", gated=True)
-    assert form_of(mixtral(hidden_act="gelu_pytorch_tanh")) == Form("gelu_tanh", gated=True)
+def test_activations_are_found_by_what_modules_make_of_numbers() -> None:
+    assert activation_of(mixtral()) == Activation("silu", gated=True)
+    assert activation_of(mixtral(hidden_act="gelu_pytorch_tanh")) == Activation("gelu_tanh", gated=True)
     config = CONFIG_MAPPING["gpt_oss"](hidden_size=8, intermediate_size=4, num_local_experts=2)
-    found = form_of(GptOssExperts(config))
-    assert found == Form("clamped_swish", gated=True, interleaved=True, alpha=1.702, limit=7.0)
+    found = activation_of(GptOssExperts(config))
+    assert found == Activation("clamped_swish", gated=True, interleaved=True, alpha=1.702, limit=7.0)
     with torch.device("meta"):
-        assert form_of(mixtral()) == Form("silu", gated=True)
+        assert activation_of(mixtral()) == Activation("silu", gated=True)
 
 
 class HasPlainForm(nn.Module):
@@ -86,8 +88,23 @@ class HasPlainForm(nn.Module):
         self.act_fn = act_fn
 
 
+class HasLimit(HasPlainForm):
+    """SiLU of a gate that is cut from above, times an up that is cut on both sides."""
+
+    has_gate, swiglu_limit = True, 3.0
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=self.swiglu_limit)) * up.clamp(-self.swiglu_limit, self.swiglu_limit)
+
+
+def test_limits_are_found() -> None:
+    assert activation_of(HasLimit(nn.SiLU())) == Activation("silu", gated=True, limit=3.0)
+
+
 def test_unknown_experts_are_refused_with_what_to_use() -> None:
-    assert form_of(HasPlainForm(nn.ReLU())) == Form("relu", gated=False)
+    assert activation_of(HasPlainForm(nn.ReLU())) == Activation("relu", gated=False)
+    assert activation_of(HasPlainForm(ACT2FN["relu2"])) == Activation("relu_squared", gated=False)
     normalized = mixtral()
     normalized.has_post_expert_norm = True
     for experts, why in (
@@ -97,4 +114,4 @@ def test_unknown_experts_are_refused_with_what_to_use() -> None:
         (mixtral(hidden_act="mish"), "has an activation that"),
     ):
         with pytest.raises(WeaveError, match=f'{why}.*use ep_implementation="all_to_all"'):
-            form_of(experts)
+            activation_of(experts)

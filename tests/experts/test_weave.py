@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,15 @@ import weaveopt
 from tests.experts.test_models import FAMILY_OF, ids_of, load, sharded
 from tests.models import save
 from tests.ranks import run_ranks
+from weaveopt.config import OptionValue
+from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics import shm
+from weaveopt.ops.moe_sharded import op
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
+from weaveopt.ops.moe_sharded.op import traffic
 from weaveopt.ops.moe_sharded.shm import ShmSite
+from weaveopt.records.memory import Buffer
 from weaveopt.records.report import Decision
 
 RULE, KIND = "moe_sharded", "expert_exchange"
@@ -60,18 +67,63 @@ def test_rewritten(folder: Path) -> None:
     run_ranks(run_rewritten, 2, 2, folder, timeout_s=400)
 
 
-def run_left(rank: int, world: int, folder: Path) -> None:
-    """Every rank has a batch of its own size: nothing is compared, the library exchanges, and the report says why."""
+def run_own_batches(rank: int, world: int, folder: Path) -> None:
+    """Every rank has a batch of its own size; rank 0 compiles anew in the second call, rank 1 in the fourth. In the
+    last call rank 0 has more tokens than were planned for, so all go through the library."""
     theirs, ours = (sharded(folder, FAMILY_OF["mixtral"], each, world) for each in ("all_to_all", "weave"))
-    compiled = torch.compile(ours, backend="weave", fullgraph=True)
+    options: dict[str, OptionValue] = {"force": [RULE], "strict": True, "max_tokens": 600}
+    compiled = torch.compile(ours, backend="weave", fullgraph=True, options=options)
+    sizes = [(4, 9), (5, 9), (6, 9), (5, 10), (700, 10)]
+    with torch.no_grad():
+        for at, tokens in enumerate(sizes):
+            ids = ids_of(10 * at + rank, tokens[rank])
+            want = theirs(ids, use_cache=False).logits
+            got = compiled(ids, use_cache=False).logits
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{tokens}: {m}")  # noqa: B023
+    decisions = exchanges(compiled)
+    assert len(decisions) >= 4 and all(each.chosen.choice == RULE for each in decisions), decisions
+    assert {each.site.tokens.hint for each in decisions} == {OWN_BATCH_TOKENS}
+    [text] = {text for text in CALLS if '"fabric":"shm"' in text}
+    sent = traffic(text)
+    assert sent is not None and min(sent) > 0
+
+
+CALLS: list[str] = []
+"""Texts of the calls that were bound."""
+
+
+def run_watched(rank: int, world: int, folder: Path) -> None:
+    reserve = op.reserve
+
+    def watched(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> bool:
+        CALLS.append(text)
+        return reserve(call, text, buffers)
+
+    op.reserve = watched
+    run_own_batches(rank, world, folder)
+
+
+def test_own_batches(folder: Path) -> None:
+    run_ranks(run_watched, 2, 2, folder, timeout_s=400)
+
+
+def run_without_arena(rank: int, world: int, folder: Path) -> None:
+    """Rank 1 has no memory to share: both go through the library, and are told why."""
+    theirs, ours = (sharded(folder, FAMILY_OF["mixtral"], each, world) for each in ("all_to_all", "weave"))
+    compiled = torch.compile(ours, backend="weave", fullgraph=True, options={"force": [RULE], "strict": True})
+    if rank == 1:
+
+        def failing(*_: object) -> None:
+            raise ArenaError("no room in /dev/shm")
+
+        shm._fill = failing
     ids = ids_of(rank, 4 + 5 * rank)
     with torch.no_grad():
         want = theirs(ids, use_cache=False).logits
-        torch.testing.assert_close(compiled(ids, use_cache=False).logits, want, rtol=1e-4, atol=1e-5)
-    decisions = exchanges(compiled)
-    assert len(decisions) == 2
-    assert [[reason.code for reason in each.site.rejections] for each in decisions] == [["tokens_differ"]] * 2
+        with pytest.warns(UserWarning, match="exchanged through the library: .*rank 1: no room in /dev/shm"):
+            got = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_left(folder: Path) -> None:
-    run_ranks(run_left, 2, 2, folder, timeout_s=300)
+def test_a_rank_without_memory(folder: Path) -> None:
+    run_ranks(run_without_arena, 2, 2, folder, timeout_s=300)

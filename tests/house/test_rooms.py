@@ -12,7 +12,7 @@ from tests.house.source import FILES, ROOT, imports_of, room
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "records"),
     ("config", "cost_model"),
-    ("graph", "solver"),
+    ("graph", "solver", "mixtures"),
     ("fabrics",),
     ("rule",),
     ("sites", "inductor"),

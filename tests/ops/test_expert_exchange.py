@@ -18,7 +18,8 @@ from weaveopt import _native
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.library import combine
 from weaveopt.ops.moe_sharded.op import SITES, traffic
 from weaveopt.ops.moe_sharded.reference import reference
@@ -62,7 +63,7 @@ def make_call(form: Form, dtype: str, world: int, hidden: int = 32, group: str =
         site=f"{form}/{dtype}/{hidden}", group=group, fabric=Fabric.SHM, world=world, hidden=hidden, dtype=dtype,
         max_tokens=MAX_TOKENS, timeout_s=30.0, num_experts=form.experts, choices=form.choices,
         activation=form.activation, gated=form.gated, interleaved=form.interleaved, alpha=1.702, limit=0.5,
-        batches=form.batches,
+        batches=form.batches, same_tokens=True,
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ class Inputs:
     x: Tensor
     experts: Tensor
     weights: Tensor
-    operands: Operands
+    operands: ExpertWeights
 
     def run(self, call: ExpertExchangeCall) -> Tensor:
         result: Tensor = torch.ops.weave.expert_exchange(
@@ -114,7 +115,7 @@ def make_inputs(form: Form, call: ExpertExchangeCall, counts: str, routing: str,
         experts = torch.randint(low, high, (tokens, form.choices), generator=random)
         weights = torch.rand(tokens, form.choices, generator=random)
         gates = 2 * inner if form.gated else inner
-        operands = Operands(
+        operands = ExpertWeights(
             matrix(gates, hidden),
             tensor(form.experts, gates, scale=0.1) if form.bias else None,
             matrix(hidden, inner),
@@ -196,7 +197,7 @@ def exact(form: Form, call: ExpertExchangeCall, seed: int) -> list[Inputs]:
     for each in make_inputs(form, call, "uneven", "foreign ids", seed):
         gate_up, _, down, _ = ((4 * w).round() if w is not None else None for w in each.operands)
         assert gate_up is not None and down is not None
-        found.append(replace(each, x=(2 * each.x).round(), operands=Operands(gate_up, None, down, None)))
+        found.append(replace(each, x=(2 * each.x).round(), operands=ExpertWeights(gate_up, None, down, None)))
     return found
 
 

@@ -13,7 +13,7 @@ import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned, random_sizes
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.ops.moe_experts import cpu
+from weaveopt.mixtures import by_expert
 from weaveopt.ops.moe_experts.call import ExpertsCall, decode
 from weaveopt.ops.moe_experts.plain import plain
 from weaveopt.ops.moe_experts.reference import reference
@@ -51,8 +51,8 @@ def test_equals_the_sum_token_by_token(routing: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("own_gemm", [False, True])
 def test_many_rows_an_expert(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, own_gemm: bool) -> None:
     """With and without a GEMM of the dtype, and with weights that are widened in several blocks."""
-    monkeypatch.setattr(cpu, "has_gemm", lambda _: own_gemm)
-    monkeypatch.setattr(cpu, "WIDEN_BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr(by_expert, "has_gemm", lambda _: own_gemm)
+    monkeypatch.setattr(by_expert, "WIDEN_BLOCK_ELEMENTS", 500)
     for bias in (False, True):
         sizes = Sizes(tokens=70, choices=2, experts=3, hidden=48, inner=33, bias=bias, transposed=bias)
         operands = make_operands(sizes, SILU, dtype, 1, "skewed")

@@ -19,12 +19,12 @@ from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
 from weaveopt.cost_model.mixture import Mixture, kernels_us
 from weaveopt.inductor.kernels import Surroundings
+from weaveopt.mixtures.activation import Activation
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.moe_fused.candidates import KERNELS, RULE, candidates
 from weaveopt.sites.mixture import MixtureFacts
-from weaveopt.sites.mixtures.activation import Activation
 
 FORCED = Config(force=(RULE,), strict=True)
 BF16, FP32 = torch.bfloat16, torch.float32

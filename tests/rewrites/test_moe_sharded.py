@@ -13,7 +13,14 @@ import weaveopt.ops  # noqa: F401
 from tests.preview import previewed
 from weaveopt import cost_model
 from weaveopt.config import Config
-from weaveopt.cost_model.exchange import Mixture, experts_us, library_exchange_us, synchronize_us
+from weaveopt.cost_model.exchange import (
+    OWN_BATCH_TOKENS,
+    ShardedMixture,
+    experts_us,
+    library_exchange_us,
+    synchronize_us,
+)
+from weaveopt.cost_model.mixture import Mixture
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
@@ -59,6 +66,10 @@ def reported(
     return previewed(fn, inputs_of(tokens), force=forced, **{"static": True, **more})  # type: ignore[arg-type]
 
 
+def sharded_of(tokens: int, world: int) -> ShardedMixture:
+    return ShardedMixture(Mixture(tokens, CHOICES, EXPERTS, HIDDEN, INNER, True, "bfloat16"), world)
+
+
 def codes(decision: Decision, fabric: Fabric) -> list[str]:
     return [reason.code for each in decision.alternatives if each.fabric is fabric for reason in each.rejections]
 
@@ -87,13 +98,36 @@ def test_a_call_that_has_a_fabric_is_no_site() -> None:
 
 
 def test_what_is_left_says_why() -> None:
-    [differ] = reported(call=make_call(same_tokens=False)).decisions
-    assert differ.chosen.choice == LEAVE and [each.code for each in differ.site.rejections] == ["tokens_differ"]
-    assert differ.site.groups == (), "ranks do not compare what may differ"
     [alone] = reported(call=make_call(world=1), world=1).decisions
     assert [each.code for each in alone.site.rejections] == ["one_rank"]
     [other] = reported(call=make_call(world=4)).decisions
     assert [each.code for each in other.site.rejections] == ["group_not_known"]
+
+
+def test_batches_of_their_own(graphs: list[fx.Graph]) -> None:
+    """The call and the decision are the same whatever batch a rank has, and the graph plans no memory."""
+    texts, found = set(), set()
+    for tokens, more in ((24, {}), (7, {}), (9, {"static": False, "dynamic": True})):
+        report = reported(tokens, call=make_call(same_tokens=False), **more)
+        [decision] = report.decisions
+        assert (decision.chosen.choice, decision.chosen.fabric) == (RULE, Fabric.SHM) and report.plans == ()
+        assert decision.site.tokens == TokenCounts(OWN_BATCH_TOKENS, most=Config().max_tokens)
+        found.add((decision.chosen, decision.baseline))
+        [node] = [node for node in graphs[-1].nodes if node.target is OP]
+        texts.add(str(node.args[-1]))
+    assert len(found) == 1, found
+    [text] = texts
+    call = decode(ExpertExchangeCall, text)
+    assert call.site == make_call().site and call.max_tokens == Config().max_tokens
+    assert call.timeout_s == Config().compile_timeout_s and call.arena_bytes == Config().arena_bytes
+
+
+def test_parameters_say_what_travels() -> None:
+    [decision] = reported(tokens=100).decisions
+    sharded = sharded_of(100, 2)
+    values = dict(decision.chosen.parameters)
+    assert values["rows"] == 200 and values["active_experts"] == EXPERTS
+    assert values["wire_bytes"] == sharded.wire_bytes == (50 + 25 + 100) * 2 * HIDDEN
 
 
 def test_every_fabric_has_its_reasons() -> None:
@@ -122,27 +156,27 @@ def test_never_slower_by_price(world: int) -> None:
         saves = any(each is not None and each.us_with_margin < decision.baseline.us for each in estimates)
         assert saves == (decision.chosen.choice == RULE), tokens
         machine = cost_model.load("cpu")
-        mixture = Mixture(tokens, CHOICES, EXPERTS, HIDDEN, 2 * INNER, INNER, "bfloat16", 2 * HIDDEN, world)
+        sharded = sharded_of(tokens, world)
         slowdown = machine.oversubscription(world, 1)
         for each in estimates:
             assert each is not None
             terms = {term.name: term.us for term in each.terms}
-            assert terms["experts"] == pytest.approx(experts_us(machine, mixture) * slowdown)
-        assert decision.baseline.us > experts_us(machine, mixture) * slowdown + library_exchange_us(machine, mixture)
+            assert terms["experts"] == pytest.approx(experts_us(machine, sharded) * slowdown)
+        assert decision.baseline.us > experts_us(machine, sharded) * slowdown + library_exchange_us(machine, sharded)
 
 
 def test_rows_are_counted_once_for_each_destination() -> None:
-    mixture = Mixture(100, 2, 4, HIDDEN, 2 * INNER, INNER, "bfloat16", 2 * HIDDEN, world=2)
-    assert mixture.rows_sent == pytest.approx(75), "a token misses the other rank with probability 1/4"
-    assert mixture.rows_returned == pytest.approx(100)
-    assert replace(mixture, choices=50).rows_sent == pytest.approx(100)
-    assert replace(mixture, world=1).rows_sent == 0
+    sharded = sharded_of(100, 2)
+    assert sharded.rows_sent == pytest.approx(75), "a token misses the other rank with probability 1/4"
+    assert sharded.rows_returned == pytest.approx(100)
+    assert replace(sharded, of_rank=replace(sharded.of_rank, choices=50)).rows_sent == pytest.approx(100)
+    assert replace(sharded, world=1).rows_sent == 0
 
 
 def test_what_was_not_measured_is_not_used() -> None:
     machine = cost_model.load("cpu")
     bare = replace(machine, fabric_costs=tuple(replace(each, curves=()) for each in machine.fabric_costs))
-    mixture = Mixture(8, 2, 4, HIDDEN, 2 * INNER, INNER, "bfloat16", 2 * HIDDEN, world=2)
+    mixture = sharded_of(8, 2)
     assert synchronize_us(machine, Fabric.SHM, mixture) and synchronize_us(bare, Fabric.SHM, mixture) is None
     graph = fx.Graph()
     nodes = []

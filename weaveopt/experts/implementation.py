@@ -17,7 +17,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.errors import WeaveError
-from weaveopt.experts.form import form_of
+from weaveopt.experts.form import activation_of, call_of
 
 Tensor = torch.Tensor
 _c10d = torch.ops._c10d_functional
@@ -32,16 +32,16 @@ class ExpertExchange(EPImplementation):
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        form = form_of(experts)
+        act = activation_of(experts)
         down = _tensor(experts, "down_proj")
         group, world = ep_mesh.get_group().group_name, ep_mesh.size()
-        self._experts, self._gate = experts, "gate_up_proj" if form.gated else "up_proj"
+        self._experts, self._gate = experts, "gate_up_proj" if act.gated else "up_proj"
         self._is_transposed, self._has_bias = bool(experts.is_transposed), bool(experts.has_bias)
         hidden = down.shape[-1] if self._is_transposed else down.shape[-2]
         # Parameters may be cast later, and text is no business of a traced function.
         self._calls = {
-            getattr(torch, dtype): form.call(
-                group, world, hidden, dtype, self.num_local_experts, self.shares_batch
+            getattr(torch, dtype): call_of(
+                act, group, world, hidden, dtype, self.num_local_experts, self.shares_batch
             ).encode()
             for dtype in _DTYPES
         }

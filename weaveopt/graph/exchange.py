@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS, ShardedMixture
+from weaveopt.cost_model.mixture import Mixture
 from weaveopt.graph.pattern import tensor_of
 
 _NAME = "weave::expert_exchange"
@@ -42,13 +44,23 @@ def exchange_of(node: fx.Node) -> Exchange | None:
     return Exchange(**{name: record[name] for name in Exchange.__dataclass_fields__})
 
 
-def sizes_of(node: fx.Node) -> tuple[int, int, int, int]:
-    """Tokens of a rank (the count in this call, where it is a symbol), choices, N of the gates, and intermediate."""
+def sharded_of(node: fx.Node, exchange: Exchange) -> ShardedMixture:
+    """What the call computes. Tokens are those of this call where they are a symbol; where ranks hold batches of their
+    own, `OWN_BATCH_TOKENS` whatever there are, so that all ranks see the same."""
     shapes = []
     for at in (1, 3, 5):
         argument = node.args[at]
         value = tensor_of(argument) if isinstance(argument, fx.Node) else None
         assert value is not None, f"{node.name}: {argument} is no tensor"
         shapes.append([size if isinstance(size, int) else int(size.node.hint or 1) for size in value.shape])
-    (tokens, choices), (_, gates, _), (_, _, inner) = shapes
-    return tokens, choices, gates, inner
+    (tokens, choices), _, (_, _, width) = shapes
+    of_rank = Mixture(
+        tokens=tokens if exchange.same_tokens else OWN_BATCH_TOKENS,
+        choices=choices,
+        experts=exchange.num_experts,
+        hidden=exchange.hidden,
+        width=width,
+        gated=exchange.gated,
+        dtype=exchange.dtype,
+    )
+    return ShardedMixture(of_rank, exchange.world)

@@ -38,11 +38,7 @@ def collectives_in(graph: fx.Graph) -> list[fx.Node]:
 def devices_in(graph: fx.Graph) -> dict[str, str]:
     """Process group -> the kind of device that its first collective runs on; a group of Gloo's may serve several."""
     devices: dict[str, str] = {}
-    for node in collectives_in(graph):
-        value = tensor_of(node)
-        if value is not None and group_of(node):
-            devices.setdefault(group_of(node), value.device.type)
-    for node, group in _exchanges_in(graph):
+    for node, group in (*_collectives_in(graph), *_exchanges_in(graph, True), *_exchanges_in(graph, False)):
         value = tensor_of(node)
         if value is not None:
             devices.setdefault(group, value.device.type)
@@ -57,14 +53,23 @@ def runs_on_gpu(graph: fx.Graph) -> bool:
 
 def groups_in(graph: fx.Graph) -> tuple[str, ...]:
     """Names of the process groups that a graph communicates in, sorted."""
-    collectives = {name for node in collectives_in(graph) if (name := group_of(node))}
-    return tuple(sorted(collectives | {group for _, group in _exchanges_in(graph)}))
+    return tuple(sorted({name for _, name in (*_collectives_in(graph), *_exchanges_in(graph, same_tokens=True))}))
 
 
-def _exchanges_in(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
-    """Operators that communicate in a group of their own call, where its ranks compile the same graph."""
+def groups_met_in_calls(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of other groups, sorted: their ranks hold batches of their own, so they compile graphs of other sizes and
+    at other times, and meet in their calls alone."""
+    return tuple(sorted({name for _, name in _exchanges_in(graph, same_tokens=False)} - {*groups_in(graph)}))
+
+
+def _collectives_in(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    return [(node, name) for node in collectives_in(graph) if (name := group_of(node))]
+
+
+def _exchanges_in(graph: fx.Graph, same_tokens: bool) -> list[tuple[fx.Node, str]]:
+    """Operators that communicate in a group of their own call."""
     found = ((node, exchange_of(node)) for node in graph.nodes)
-    return [(node, each.group) for node, each in found if each is not None and each.same_tokens]
+    return [(node, each.group) for node, each in found if each is not None and each.same_tokens is same_tokens]
 
 
 def module_of(node: fx.Node) -> str:

@@ -13,9 +13,9 @@ import torch.fx as fx
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Attention, Gemm, Machine
-from weaveopt.cost_model.exchange import Mixture, experts_us, library_exchange_us, library_kernels_us
+from weaveopt.cost_model.exchange import ShardedMixture, experts_us, library_exchange_us, library_kernels_us
 from weaveopt.fabrics.topology import Topology
-from weaveopt.graph.exchange import Exchange, exchange_of, sizes_of
+from weaveopt.graph.exchange import Exchange, exchange_of, sharded_of
 from weaveopt.graph.facts import group_of
 from weaveopt.graph.values import (
     argument,
@@ -162,18 +162,19 @@ class MemoryCall:
 class ExchangeCall:
     """A mixture whose tokens travel to their experts through the library."""
 
-    mixture: Mixture
+    sharded: ShardedMixture
     hosts: int
     grows: bool = False
     name: str = MEMORY
 
     def us(self, machine: Machine, ratio: float) -> float:
-        tokens = max(round(self.mixture.tokens * ratio), 1) if self.grows else self.mixture.tokens
-        mixture = replace(self.mixture, tokens=tokens)
-        computed = experts_us(machine, mixture) + library_kernels_us(machine, mixture)
+        sharded = self.sharded
+        if self.grows:
+            sharded = sharded.with_tokens(max(round(sharded.of_rank.tokens * ratio), 1))
+        computed = experts_us(machine, sharded) + library_kernels_us(machine, sharded)
         # Who asks multiplies by the ranks that share a core; what was measured of collectives has that in it.
-        slowdown = machine.oversubscription(mixture.world, self.hosts)
-        return computed + library_exchange_us(machine, mixture, self.hosts) / slowdown
+        slowdown = machine.oversubscription(sharded.world, self.hosts)
+        return computed + library_exchange_us(machine, sharded, self.hosts) / slowdown
 
 
 def call_of(node: fx.Node, topologies: Mapping[str, Topology], tokens: int = 0) -> Call:
@@ -261,7 +262,5 @@ def _collective(node: fx.Node, topologies: Mapping[str, Topology], tokens: int) 
 
 def _exchange(node: fx.Node, call: Exchange, topologies: Mapping[str, Topology], tokens: int) -> ExchangeCall:
     known, [value] = topologies.get(call.group), tensors_of(node)
-    count, choices, gates, inner = sizes_of(node)
-    row_bytes = call.hidden * value.dtype.itemsize
-    mixture = Mixture(count, choices, call.num_experts, call.hidden, gates, inner, call.dtype, row_bytes, call.world)
-    return ExchangeCall(mixture, 1 if known is None else known.num_hosts, has_rows(value, tokens))
+    grows = call.same_tokens and has_rows(value, tokens)
+    return ExchangeCall(sharded_of(node, call), 1 if known is None else known.num_hosts, grows)

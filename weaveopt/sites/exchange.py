@@ -3,7 +3,8 @@
     y = weave::expert_exchange(x, experts, weights, gate_up, gate_up_bias, down, down_bias, call)
 
 The operation stands in graphs of models with `ep_implementation="weave"`, and runs through the library there. Ranks
-that may hold other numbers of tokens compile other graphs: such a site is left, since no decision could be compared.
+that hold batches of their own compile graphs of other sizes, at other times, and cannot compare them: such a site is
+priced for `OWN_BATCH_TOKENS` tokens on every rank, whatever this one has, so that all come to the same decision.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from weaveopt.cost_model.exchange import Mixture
-from weaveopt.graph.exchange import Exchange, exchange_of, sizes_of
+from weaveopt.cost_model.exchange import ShardedMixture
+from weaveopt.cost_model.mixture import Mixture
+from weaveopt.graph.exchange import Exchange, exchange_of, sharded_of
 from weaveopt.graph.facts import count_tokens, module_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Fabric, Rejection, Values, values_of
-from weaveopt.records.site import DTYPE_BYTES, Site, TokenCounts
+from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 
 KIND = "expert_exchange"
@@ -32,24 +34,23 @@ class ExchangeFacts:
     world: int
     hosts: int
     hidden: int
-    gates: int
-    inner: int
+    width: int
     experts: int
     """Of a rank."""
     choices: int
     activation: str
     gated: bool
     dtype: str
+    same_tokens: bool
+    """Whether all ranks have equally many tokens, and so the same graph."""
 
     def values(self) -> Values:
         return values_of(self)
 
-    def mixture(self, tokens: int) -> Mixture:
+    def sharded(self, tokens: int) -> ShardedMixture:
         """Of so many tokens on each rank."""
-        return Mixture(
-            tokens, self.choices, self.experts, self.hidden, self.gates, self.inner, self.dtype,
-            self.hidden * DTYPE_BYTES[self.dtype], self.world,
-        )  # fmt: skip
+        of_rank = Mixture(tokens, self.choices, self.experts, self.hidden, self.width, self.gated, self.dtype)
+        return ShardedMixture(of_rank, self.world)
 
 
 class ExchangeMatcher:
@@ -67,26 +68,27 @@ class ExchangeMatcher:
 
 
 def _found(node: fx.Node, exchange: Exchange, context: Context) -> FoundSite:
-    tokens, choices, gates, inner = sizes_of(node)
-    topology = context.topologies.get(exchange.group)
+    of_rank, topology = sharded_of(node, exchange).of_rank, context.topologies.get(exchange.group)
     reasons: tuple[Rejection, ...] = ()
-    if not exchange.same_tokens:
-        message = "ranks may hold other numbers of tokens, so their graphs and decisions are not the same"
-        reasons = (Rejection("tokens_differ", message, (("group", exchange.group),)),)
-    elif topology is None or topology.world != exchange.world:
+    if topology is None or topology.world != exchange.world:
         reasons = (Rejection("group_not_known", "the process group is not known in this process"),)
     elif exchange.world == 1:
         reasons = (Rejection("one_rank", "the group has one rank: nothing travels"),)
     if reasons or topology is None:
-        return FoundSite(_site(node, exchange, "", TokenCounts(tokens), (), reasons), frozenset((node,)))
+        return FoundSite(_site(node, exchange, "", TokenCounts(of_rank.tokens), (), reasons), frozenset((node,)))
     facts = ExchangeFacts(
-        exchange.group, exchange.world, topology.num_hosts, exchange.hidden, gates, inner, exchange.num_experts,
-        choices, exchange.activation, exchange.gated, exchange.dtype,
+        exchange.group, exchange.world, topology.num_hosts, of_rank.hidden, of_rank.width, of_rank.experts,
+        round(of_rank.choices), exchange.activation, exchange.gated, exchange.dtype, exchange.same_tokens,
     )  # fmt: skip
+    batches = "" if exchange.same_tokens else ", batches of their own"
+    text = f"exchange({facts.choices} of {facts.world} x {facts.experts} experts, {facts.activation}{batches})"
+    if not exchange.same_tokens:
+        tokens = TokenCounts(of_rank.tokens, most=max(of_rank.tokens, context.config.max_tokens))
+        site = _site(node, exchange, text, tokens, facts.values(), ())
+        return FoundSite(site, frozenset((node,)), facts, node)
     value = tensor_of(node)
     assert value is not None, f"{node.name} makes no tensor"
     hint, most = count_tokens(value, context.config.max_tokens)
-    text = f"exchange({facts.choices} of {facts.world} x {facts.experts} experts, {facts.activation})"
     site = _site(node, exchange, text, TokenCounts(hint, most=most), facts.values(), ())
     return FoundSite(site, frozenset((node,)), facts, node, token_value=node)
 
@@ -102,7 +104,7 @@ def _site(
     return Site(
         id=node.name,
         kind=KIND,
-        groups=(exchange.group,) if exchange.same_tokens else (),
+        groups=(exchange.group,),
         module=module_of(node),
         collectives=(node.name,),
         description=description,

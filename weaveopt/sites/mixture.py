@@ -18,10 +18,10 @@ import torch.fx as fx
 from weaveopt.graph.facts import DTYPE_NAMES, module_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.values import shape_of
+from weaveopt.mixtures.activation import Activation
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.mixtures.activation import Activation
 from weaveopt.sites.mixtures.experts import Experts, Linear
 from weaveopt.sites.mixtures.forms import experts_of
 from weaveopt.sites.mixtures.routing import Routing, routing_of

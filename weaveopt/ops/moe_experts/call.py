@@ -5,23 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import cache
 
 from weaveopt.errors import WeaveError, closest
-
-
-class Activation(StrEnum):
-    """What stands between the two GEMMs of an expert."""
-
-    SILU = "silu"
-    GELU = "gelu"
-    """By the error function."""
-    GELU_TANH = "gelu_tanh"
-    RELU = "relu"
-    RELU_SQUARED = "relu_squared"
-    CLAMPED_SWISH = "clamped_swish"
-    """Of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`."""
+from weaveopt.mixtures.activation import Activation, ActivationName
 
 
 @dataclass(frozen=True)
@@ -29,7 +16,7 @@ class ExpertsCall:
     """One site's constants. `encode()` goes into the graph."""
 
     activation: str
-    """A word of `Activation`."""
+    """A word of `ActivationName`."""
     gated: bool
     """Whether the first GEMM makes gate and up, so that the second one's input is `activation(gate) * up`."""
     interleaved: bool = False
@@ -38,6 +25,11 @@ class ExpertsCall:
     """Of `clamped_swish`."""
     limit: float = 0.0
     """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
+
+    @property
+    def act(self) -> Activation:
+        """What stands between the GEMMs."""
+        return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
 
     def encode(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
@@ -54,12 +46,12 @@ def decode(text: str) -> ExpertsCall:
         )  # fmt: skip
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded moe_experts call: {text!r}: {error}") from None
-    known = tuple(activation.value for activation in Activation)
+    known = tuple(activation.value for activation in ActivationName)
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
     if call.interleaved and not call.gated:
         raise WeaveError("moe_experts: interleaved rows are of gate and up, and the call is not gated")
-    if call.activation == Activation.CLAMPED_SWISH and not (call.gated and math.isfinite(call.alpha)):
+    if call.activation == ActivationName.CLAMPED_SWISH and not (call.gated and math.isfinite(call.alpha)):
         raise WeaveError(
             f"moe_experts: clamped_swish takes gate and up and a finite alpha, found gated {call.gated} and alpha "
             f"{call.alpha}"

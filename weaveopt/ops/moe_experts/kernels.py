@@ -20,7 +20,7 @@ def cut_above(x, limit):
 
 @triton.jit
 def activated(gate, ACT: tl.constexpr):
-    """fp32 in, fp32 out; ACT is a word of `Activation`."""
+    """fp32 in, fp32 out; ACT is a word of `ActivationName`."""
     if ACT == "silu":
         result = gate * tl.sigmoid(gate)
     elif ACT == "relu":

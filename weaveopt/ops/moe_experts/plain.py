@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.ops.moe_experts.activations import activate
 from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.cpu import combine
 from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
@@ -23,7 +22,7 @@ def plain(operands: Operands, call: ExpertsCall) -> Tensor:
     x, experts = operands.x, operands.experts
     results = x.new_zeros((shape.tokens, shape.choices, shape.hidden))
     for expert in range(shape.experts):
-        inner = activate(_linear(x, operands.gate_up, operands.gate_up_bias, expert), call)
+        inner = call.act(_linear(x, operands.gate_up, operands.gate_up_bias, expert))
         product = _linear(inner, operands.down, operands.down_bias, expert)
         results = torch.where((experts == expert)[..., None], product[:, None], results)
     return combine(results, operands, (experts >= 0) & (experts < shape.experts))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.ops.moe_experts.activations import activate
 from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
@@ -20,7 +19,7 @@ def reference(operands: Operands, call: ExpertsCall) -> Tensor:
     for expert in range(shape.experts):
         token, choice = torch.where(experts == expert)
         inner = linear(x[token], operands.gate_up[expert], _row(operands.gate_up_bias, expert))
-        inner = activate(inner, call).to(x.dtype)
+        inner = call.act(inner).to(x.dtype)
         rows[token, choice] = linear(inner, operands.down[expert], _row(operands.down_bias, expert)).to(x.dtype)
     own = (experts >= 0) & (experts < shape.experts)
     for at in range(shape.choices):

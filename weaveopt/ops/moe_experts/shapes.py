@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.mixtures.by_expert import ExpertWeights
 from weaveopt.ops.moe_experts.call import ExpertsCall
 
 Tensor = torch.Tensor
@@ -44,6 +45,10 @@ class Operands:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+    @property
+    def of_experts(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
 
 
 def checked_shape(operands: Operands, call: ExpertsCall) -> Shape:

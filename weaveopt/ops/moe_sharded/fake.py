@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.ops.moe_sharded.call import Operands
+from weaveopt.mixtures.by_expert import ExpertWeights
 
 Tensor = torch.Tensor
 
@@ -33,5 +33,5 @@ def expert_exchange_backward(
     down_bias: Tensor | None,
     call: str,
 ) -> list[Tensor]:
-    operands = Operands(gate_up, gate_up_bias, down, down_bias)
+    operands = ExpertWeights(gate_up, gate_up_bias, down, down_bias)
     return [each.new_empty(each.shape) for each in (x, weights, *operands) if each is not None]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.experts import expert_rows
 
 Tensor = torch.Tensor
@@ -22,9 +23,14 @@ _c10d = torch.ops._c10d_functional
 
 
 def through_library(
-    x: Tensor, experts: Tensor, weights: Tensor, operands: Operands, call: ExpertExchangeCall
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    operands: ExpertWeights,
+    call: ExpertExchangeCall,
+    differentiable: bool = False,
 ) -> Tensor:
-    """The op, differentiable in `x`, `weights` and `operands`; all ranks of the group call it together."""
+    """The op, if asked differentiable in `x`, `weights` and `operands`; all ranks of the group call it together."""
     choices = experts.shape[1]
     ranks = torch.arange(call.world, device=x.device)[:, None, None]
     goes_to = torch.div(experts, call.num_experts, rounding_mode="floor") == ranks  # [world, tokens, choices]
@@ -38,7 +44,7 @@ def through_library(
     row, choice = (ids >= 0).nonzero(as_tuple=True)
     found = ids[row, choice]
     order = torch.argsort(found, stable=True)
-    results = expert_rows(rows[row[order]], found[order], operands, call)
+    results = expert_rows(rows[row[order]], found[order], operands, call, differentiable)
     home = _Exchange.apply(results[torch.argsort(order)], routes_in, routes_out, call.group)
     _, token, choice = goes_to.nonzero(as_tuple=True)
     by_choice = home.new_zeros(experts.numel(), call.hidden).index_copy(0, token * choices + choice, home)
@@ -58,7 +64,7 @@ def combine(by_choice: Tensor, is_someones: Tensor, weights: Tensor) -> Tensor:
 
 
 def derivative(
-    grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, operands: Operands, call: ExpertExchangeCall
+    grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, call: ExpertExchangeCall
 ) -> tuple[Tensor, ...]:
     """Of the op by `x`, `weights` and the operands that are there; the forward runs once more, nothing is saved.
 
@@ -71,8 +77,8 @@ def derivative(
         at = iter(rest)
         gate_up, gate_up_bias, down, down_bias = (None if each is None else next(at) for each in operands)
         assert gate_up is not None and down is not None, "experts without weights"
-        again = Operands(gate_up, gate_up_bias, down, down_bias)
-        out = through_library(x, experts, weights, again, call)
+        again = ExpertWeights(gate_up, gate_up_bias, down, down_bias)
+        out = through_library(x, experts, weights, again, call, differentiable=True)
         found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
     return tuple(
         torch.zeros_like(leaf) if each is None else each.contiguous() for each, leaf in zip(found, leaves, strict=True)

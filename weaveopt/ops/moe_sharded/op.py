@@ -7,13 +7,14 @@
 `x` is [tokens, hidden] in bf16, fp16 or fp32: this rank's own tokens, of which every rank has its own number, or none.
 `experts` is [tokens, choices] int64: ids over all ranks; what is no rank's expert adds nothing. `weights` is [tokens,
 choices], of any dtype. `gate_up` [num_experts, N, hidden], `down` [num_experts, hidden, N or N / 2] and their biases
-are this rank's experts in x's dtype, of any strides; see `Operands`. `call` is an encoded `ExpertExchangeCall`. The
-result is [tokens, hidden] in x's dtype.
+are this rank's experts in x's dtype, of any strides; see `ExpertWeights`. `call` is an encoded `ExpertExchangeCall`.
+The result is [tokens, hidden] in x's dtype.
 
 Rows travel and are rounded as in transformers' all-to-all; the sum over choices is in fp32, where transformers' is in
 the dtype of the weights. On `shm` one row is pushed for each (token, destination) into a place that no other rank
 writes, the experts begin with this rank's own rows, and their results go into this rank's [token][choice] (the layout
-and the order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Where a rank has more
+and the order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Ranks that hold batches
+of their own (`same_tokens` is false) reserve the memory together in their first call. Where a rank has more
 tokens than `call.max_tokens`, or with fabric `library`, all ranks use the group's all-to-all. Both take the derivative
 through the library.
 
@@ -32,8 +33,10 @@ from typing import Any, Protocol
 import torch
 
 from weaveopt.fabrics.rows_call import BoundCalls, decode
+from weaveopt.mixtures.by_expert import ExpertWeights
 from weaveopt.ops.moe_sharded import fake
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
+from weaveopt.ops.moe_sharded.first_call import reserve
 from weaveopt.ops.moe_sharded.library import derivative, through_library
 from weaveopt.ops.moe_sharded.shm import ShmSite, Traffic
 from weaveopt.records.candidate import Fabric
@@ -62,9 +65,28 @@ class BoundSite(Protocol):
     @property
     def traffic(self) -> Traffic: ...
 
-    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: Operands) -> Tensor | None:
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         """[tokens, hidden]; None where the library has to run, on all ranks."""
         ...
+
+
+class LibrarySite:
+    """A call whose arena could not be had, on any rank."""
+
+    @staticmethod
+    def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
+        return ()
+
+    @staticmethod
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> LibrarySite:
+        return LibrarySite()
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(0, 0)
+
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
+        return None
 
 
 SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
@@ -73,7 +95,11 @@ SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite}
 
 def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
     kind = SITES.get(call.fabric)
-    return None if kind is None else kind.bind(call, text, NAME, forget)
+    if kind is None:
+        return None
+    if not call.same_tokens and not reserve(call, text, kind.buffers(call)):
+        return LibrarySite()
+    return kind.bind(call, text, NAME, forget)
 
 
 _bound: BoundCalls[ExpertExchangeCall, BoundSite] = BoundCalls(ExpertExchangeCall, _bind)
@@ -86,19 +112,19 @@ def traffic(call: str) -> Traffic | None:
 
 
 def _run(device: str, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-    operands, call = Operands(*rest[:-1]), rest[-1]
+    operands, call = ExpertWeights(*rest[:-1]), rest[-1]
     with torch._C._AutoDispatchBelowAutograd():
         site = _bound.of(device, call)
         result = None if site is None else site.run(x, experts, weights, operands)
         if result is not None:
             return result
         decoded = decode(ExpertExchangeCall, call)
-        operands.check(x, experts, weights, decoded)
+        check(x, experts, weights, operands, decoded)
         return through_library(x, experts, weights, operands, decoded)
 
 
 def _run_backward(grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> list[Tensor]:
-    operands, call = Operands(*rest[:-1]), decode(ExpertExchangeCall, rest[-1])
+    operands, call = ExpertWeights(*rest[:-1]), decode(ExpertExchangeCall, rest[-1])
     return list(derivative(grad, x, experts, weights, operands, call))
 
 

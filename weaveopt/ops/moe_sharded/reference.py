@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.experts import expert_rows
 from weaveopt.ops.moe_sharded.library import combine
 
@@ -17,7 +18,7 @@ def reference(
     x: Sequence[Tensor],
     experts: Sequence[Tensor],
     weights: Sequence[Tensor],
-    operands: Sequence[Operands],
+    operands: Sequence[ExpertWeights],
     call: ExpertExchangeCall,
 ) -> list[Tensor]:
     """Of every rank its [tokens, hidden], from all ranks' arguments."""
@@ -25,7 +26,7 @@ def reference(
 
 
 def _of_rank(
-    x: Tensor, experts: Tensor, weights: Tensor, operands: Sequence[Operands], call: ExpertExchangeCall
+    x: Tensor, experts: Tensor, weights: Tensor, operands: Sequence[ExpertWeights], call: ExpertExchangeCall
 ) -> Tensor:
     by_choice = x.new_zeros(*experts.shape, call.hidden)
     for expert in range(call.world * call.num_experts):

@@ -11,7 +11,8 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import shm
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, Operands
+from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
 from weaveopt.ops.moe_sharded.experts import expert_rows
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
@@ -82,10 +83,10 @@ class ShmSite:
     def traffic(self) -> Traffic:
         return Traffic(self._native.rows_dispatched, self._native.rows_returned)
 
-    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: Operands) -> Tensor | None:
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         """[tokens, hidden]; None, on all ranks, where one of them has more tokens than were planned for."""
         call, native = self._call, self._native
-        operands.check(x, experts, weights, call)
+        check(x, experts, weights, operands, call)
         x, experts, factors = x.contiguous(), experts.contiguous(), weights.float().contiguous()
         code = native.enter()
         if code:
@@ -107,7 +108,7 @@ class ShmSite:
             raise failure(self._caller, code, native.status)
         return out
 
-    def _batch(self, x: Tensor, operands: Operands, first: int, last: int) -> bool:
+    def _batch(self, x: Tensor, operands: ExpertWeights, first: int, last: int) -> bool:
         """The experts on the rows of some ranks; False where one of those has too many tokens."""
         native, num_threads = self._native, torch.get_num_threads()
         code, num_routes = native.collect(first, last)

@@ -1,30 +1,21 @@
 """The activation between the two GEMMs of an expert, recognized by what it computes.
 
-    gate, up = z.chunk(2, -1)               # or z[..., 0::2], z[..., 1::2]; or all of z is the gate, and there is no up
-    h = silu(gate) * up                     # gelu (erf or tanh), relu, relu squared
-    h = (up + 1) * gate * sigmoid(alpha * gate)
-
-with gate = min(gate, limit) and up = clamp(up, -limit, limit) where there is a limit.
-
 Torch takes activations apart, each version in its own way. So the nodes between the GEMMs are run on numbers, in fp64
 and without their casts, and compared with the activations that are known; alpha and limit are numbers of the graph.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.fx as fx
-import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
 from weaveopt.graph.values import shape_of
+from weaveopt.mixtures.activation import Activation, computing
 from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten
@@ -33,38 +24,6 @@ Tensor = torch.Tensor
 GATHER = frozenset({aten.index.Tensor, aten.index_select.default})
 _FULL = frozenset({aten.full.default, aten.scalar_tensor.default, aten.full_like.default})
 _CLAMPS = frozenset({aten.clamp_max.default, aten.clamp_min.default, aten.clamp.default, aten.minimum.default})
-_PROBE_ROWS = 3
-_TOLERANCE = 1e-6
-"""Relative, in fp64: constants of activations are written with seven digits or more."""
-
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu_squared": lambda gate: F.relu(gate).square(),
-}
-CLAMPED_SWISH = "clamped_swish"
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Which of the activations in the module's docstring."""
-
-    name: str
-    gated: bool = True
-    interleaved: bool = False
-    """Whether gate and up alternate along a row, else the gates come first."""
-    alpha: float = 1.0
-    limit: float = 0.0
-    """0: nothing is clamped."""
-
-    def __str__(self) -> str:
-        inside = "gate" if self.gated else "z"
-        limit = f", limit={self.limit:g}" if self.limit else ""
-        if self.name == CLAMPED_SWISH:
-            return f"{CLAMPED_SWISH}({inside}, alpha={self.alpha:g}{limit}) * (up + 1)"
-        return f"{self.name}({inside}{limit})" + (" * up" if self.gated else "")
 
 
 @dataclass(frozen=True)
@@ -139,41 +98,25 @@ def _recognized(found: Between) -> Activation | Rejection:
     unknown = Rejection("activation_not_known", "no activation that the kernels know", (("ops", _ops(found)),))
     if wide not in (narrow, 2 * narrow):
         return unknown
+    inner = shape_of(first)[1:]
     with _disable_current_modes(), torch.device("cpu"):  # graphs are captured with tensors that hold no numbers
-        probe = torch.randn(_PROBE_ROWS, wide, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
         try:
-            computed = _run(found, probe.view(_PROBE_ROWS, *shape_of(first)[1:])).reshape(_PROBE_ROWS, -1)
+            return (
+                computing(
+                    lambda z: _run(found, z.view(len(z), *inner)).reshape(len(z), -1),
+                    wide,
+                    gated=wide == 2 * narrow,
+                    limits=_numbers_of(found, _CLAMPS),
+                    alphas=_numbers_of(found, MUL),
+                )
+                or unknown
+            )
         except Exception:  # whatever it is, it is no activation
             return unknown
-        hypotheses = _hypotheses(found, wide == 2 * narrow) if computed.shape[1] == narrow else iter(())
-        return next((each for each in hypotheses if _agrees(each, probe, computed)), unknown)
 
 
-def apply(activation: Activation, z: Tensor) -> Tensor:
-    """The activation of `z` [..., width or 2 * width], in the dtype of `z`."""
-    if not activation.gated:
-        return GATES[activation.name](z)
-    gate, up = (z[..., 0::2], z[..., 1::2]) if activation.interleaved else z.chunk(2, -1)
-    if activation.limit:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if activation.name != CLAMPED_SWISH:
-        return GATES[activation.name](gate) * up
-    return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-
-
-def _agrees(activation: Activation, probe: Tensor, computed: Tensor) -> bool:
-    return torch.allclose(apply(activation, probe), computed, rtol=_TOLERANCE, atol=_TOLERANCE)
-
-
-def _hypotheses(found: Between, gated: bool) -> Iterator[Activation]:
-    limits = sorted({abs(n) for node in found.nodes if is_call(node, _CLAMPS) for n in _numbers(node)})
-    orders = (False, True) if gated else (False,)
-    for limit, interleaved, name in itertools.product((*limits, 0.0) if gated else (0.0,), orders, GATES):
-        yield Activation(name, gated, interleaved, limit=limit)
-    if gated:
-        alphas = sorted({number for node in found.nodes if is_call(node, MUL) for number in _numbers(node)})
-        for limit, interleaved, alpha in itertools.product((*limits, 0.0), orders, (*alphas, 1.0)):
-            yield Activation(CLAMPED_SWISH, gated, interleaved, alpha, limit)
+def _numbers_of(found: Between, targets: frozenset[object]) -> set[float]:
+    return {abs(number) for node in found.nodes if is_call(node, targets) for number in _numbers(node)}
 
 
 def _numbers(node: fx.Node) -> list[float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from weaveopt.sites.mixtures.activation import Activation
+from weaveopt.mixtures.activation import Activation
 
 
 @dataclass(frozen=True)

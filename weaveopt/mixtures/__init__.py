@@ -1,0 +1,1 @@
+"""What the experts of a mixture compute, for all who recognize, price or run them."""
