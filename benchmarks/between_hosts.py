@@ -32,7 +32,7 @@ from benchmarks import record
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
 
-SUITE = "between_hosts"
+SUITE, CALIBRATED_SUITE = "between_hosts", "between_hosts_calibrated"
 HIDDEN = 4096
 ROUNDS = 15
 CALLS = 4
@@ -245,7 +245,8 @@ def main() -> None:
     if rows:
         print("all together:\n" + judged(rows, spreads))
     if rows and not asked.no_write:
-        print(record.write(SUITE, asked.machine, rows, beside=True))
+        suite = CALIBRATED_SUITE if asked.calibrate else SUITE
+        print(record.write(suite, asked.machine, rows, beside=True))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
                       f"weave {row.weave_us:.0f}, without all-reduces {bound:.0f} us; {inductor / row.weave_us:.2f}x, "
                       f"at most {inductor / bound:.2f}x", flush=True)  # fmt: skip
     if rows and not asked.no_write:
-        print(record.write(SUITE, asked.machine, rows))
+        print(record.write(SUITE, asked.machine, rows, beside=True))
 
 
 if __name__ == "__main__":

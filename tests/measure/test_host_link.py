@@ -20,6 +20,7 @@ from weaveopt.measure.cases.between_hosts import (
     REDUCED_BYTES,
     HostLink,
     host_ranks,
+    shows_bytes,
 )
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.fit import relative_line
@@ -71,6 +72,14 @@ def test_the_price_of_the_library_is_its_time(hosts: int, ranks: int) -> None:
     for size, sample in seen.reduced:
         told = cost_model.all_reduce_us(machine, Fabric.LIBRARY, "library", size, hosts * ranks, hosts)
         assert told == pytest.approx(sample.us, rel=0.02)
+
+
+def test_sizes_that_hardly_differ_show_no_bandwidth() -> None:
+    """As where something else ran beside the smallest one, or a link that is faster than sizes are large."""
+    disturbed = [(64 << 10, Sample(4000.0, 0.5)), (1 << 20, Sample(4001.0, 0.1))]
+    assert not shows_bytes(disturbed)
+    assert shows_bytes([*disturbed, (4 << 20, Sample(16000.0, 0.1)), (16 << 20, Sample(64000.0, 0.1))])
+    assert shows_bytes(measured(Link("", 20.0, 1e9, 2.0)).exchanges)
 
 
 def test_only_the_link_is_renewed(tmp_path: Path) -> None:

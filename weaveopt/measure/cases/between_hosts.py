@@ -102,7 +102,7 @@ class HostLink:
                 session.tell("messages between hosts", len(self.bursts), len(BURSTS))
                 self.bursts.append((count, _burst(session, first, own == 0, count)))
             self.exchanges = _steps(session, "bandwidth between hosts", EXCHANGE_BYTES, lambda n: _exchange(wire, n))
-            while not _shows_bytes(self.exchanges) and self.exchanges[-1][0] < MOST_BYTES:
+            while not shows_bytes(self.exchanges) and self.exchanges[-1][0] < MOST_BYTES:
                 size = 4 * self.exchanges[-1][0]
                 self.exchanges.append((size, session.clock.together(_exchange(wire, size), 100.0)))
         finally:
@@ -184,7 +184,7 @@ def _spread(samples: Sequence[Sample]) -> float:
     return round(sample_of([max(sample.spread, 1e-4) for sample in samples]).us, 4)
 
 
-def _shows_bytes(rows: Rows) -> bool:
+def shows_bytes(rows: Rows) -> bool:
     """Whether most of what the largest size takes is for its bytes, as on links that are slow enough. The rows, and so
     the answer, are the same on all ranks."""
     fixed_us, us_per_byte = fit.relative_line([(float(size), sample.us) for size, sample in rows])
