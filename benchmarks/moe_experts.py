@@ -21,7 +21,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import weaveopt.ops  # noqa: F401
-from weaveopt.ops.moe_experts.call import Activation, ExpertsCall
+from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.moe_experts.call import ExpertsCall
 
 Tensor = torch.Tensor
 Step = Callable[[], Tensor]
@@ -32,7 +33,7 @@ MODELS: Mapping[str, tuple[int, int, int, int]] = MappingProxyType({
 })  # fmt: skip
 """Experts, choices, hidden, inner."""
 FORMS = ("grouped_mm", "batched_mm")
-CALL = ExpertsCall(Activation.SILU, gated=True).encode()
+CALL = ExpertsCall(ActivationName.SILU, gated=True).encode()
 LEAST_CALLS, MOST_CALLS = 3, 25
 
 

@@ -44,8 +44,8 @@ class ShardedMixture:
     @property
     def rows_sent(self) -> float:
         """To other ranks."""
-        others = self.world - 1
-        return self.of_rank.tokens * others * (1.0 - (1.0 - 1.0 / self.world) ** self.of_rank.choices)
+        missed: float = (1.0 - 1.0 / self.world) ** self.of_rank.choices
+        return self.of_rank.tokens * (self.world - 1) * (1.0 - missed)
 
     @property
     def rows_returned(self) -> float:

@@ -27,7 +27,7 @@ from weaveopt.fabrics.rows_call import decode
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import SITES
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.exchange import KIND, ExchangeFacts
@@ -58,7 +58,7 @@ class MoeSharded:
         facts, node = _site(found)
         return tuple(
             Proposal(candidate, frozenset((node,)), lowered)
-            for candidate, lowered in _candidates(facts, tokens, context, usable_only)
+            for candidate, lowered in _candidates(facts, _given(node), tokens, context, usable_only)
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
@@ -79,7 +79,7 @@ class MoeSharded:
 
 
 def _candidates(
-    facts: ExchangeFacts, tokens: TokenCounts, context: Context, usable_only: bool
+    facts: ExchangeFacts, given: ExpertExchangeCall, tokens: TokenCounts, context: Context, usable_only: bool
 ) -> Iterator[tuple[Candidate, Lowered]]:
     machine, sharded = context.machine, facts.sharded(tokens.hint)
     sizes = (
@@ -94,9 +94,13 @@ def _candidates(
             reasons = (not_measured(machine, fabric, "all_gather"),) if unknown else unreachable
             if reasons and usable_only:
                 continue
+            lowered = Lowered(fabric, tokens.most, batches)
+            parameters: Values = (("batches", batches), ("max_tokens", tokens.most), *sizes)
+            if not reasons:
+                buffers = SITES[fabric].buffers(_with_fabric(given, facts, lowered))
+                parameters = (*parameters, ("arena_bytes", sum(buffer.num_bytes for buffer in buffers)))
             estimate = None if parts is None else _estimate(machine, parts, facts)
-            parameters = (("batches", batches), ("max_tokens", tokens.most), *sizes)
-            yield Candidate(RULE, fabric, "", parameters, estimate, reasons), Lowered(fabric, tokens.most, batches)
+            yield Candidate(RULE, fabric, "", parameters, estimate, reasons), lowered
 
 
 def _estimate(machine: Machine, parts: PushedParts, facts: ExchangeFacts) -> Estimate:
@@ -118,20 +122,28 @@ def _site(found: FoundSite) -> tuple[ExchangeFacts, fx.Node]:
 def _call(chosen: Chosen, context: Context, channel: int = 0) -> ExpertExchangeCall:
     """The constants of the site's call, equal on all ranks."""
     facts, node = _site(chosen.found)
-    lowered, text = chosen.proposal.plan, node.args[-1]
-    assert isinstance(lowered, Lowered) and isinstance(text, str), f"{chosen.found.site.id}: {lowered}, {text}"
-    config, own = context.config, decode(ExpertExchangeCall, text)
-    call = replace(
-        own,
-        fabric=lowered.fabric,
-        max_tokens=lowered.max_tokens,
-        timeout_s=config.timeout_s,
-        channel=channel,
-        choices=facts.choices,
-        batches=lowered.batches,
-    )
+    lowered, config = chosen.proposal.plan, context.config
+    assert isinstance(lowered, Lowered), f"{chosen.found.site.id}: {lowered}"
+    call = replace(_with_fabric(_given(node), facts, lowered), channel=channel)
     if facts.same_tokens:
-        return replace(call, site=chosen.found.site.id)
+        return replace(call, site=chosen.found.site.id, timeout_s=config.timeout_s)
     # In the middle of its calls a rank may meet one that compiles for another batch.
     timeout_s = max(config.timeout_s, config.compile_timeout_s)
     return replace(call, timeout_s=timeout_s, arena_bytes=config.arena_bytes)
+
+
+def _given(node: fx.Node) -> ExpertExchangeCall:
+    """The call as it stands in the graph."""
+    text = node.args[-1]
+    assert isinstance(text, str), f"{node.name}: {text}"
+    return decode(ExpertExchangeCall, text)
+
+
+def _with_fabric(call: ExpertExchangeCall, facts: ExchangeFacts, lowered: Lowered) -> ExpertExchangeCall:
+    return replace(
+        call,
+        fabric=lowered.fabric,
+        max_tokens=lowered.max_tokens,
+        choices=facts.choices,
+        batches=lowered.batches,
+    )

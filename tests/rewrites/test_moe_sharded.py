@@ -128,6 +128,8 @@ def test_parameters_say_what_travels() -> None:
     values = dict(decision.chosen.parameters)
     assert values["rows"] == 200 and values["active_experts"] == EXPERTS
     assert values["wire_bytes"] == sharded.wire_bytes == (50 + 25 + 100) * 2 * HIDDEN
+    [plan] = reported(tokens=100).plans
+    assert values["arena_bytes"] == sum(buffer.num_bytes for buffer in plan.buffers)
 
 
 def test_every_fabric_has_its_reasons() -> None:
