@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weaveopt
-from tests.experts.test_models import FAMILY_OF, ids_of, load, sharded
+from tests.experts.test_models import FAMILY_OF, gradients, ids_of, load, sharded
 from tests.models import save
 from tests.ranks import run_ranks
 from weaveopt.config import OptionValue
@@ -105,6 +105,21 @@ def run_watched(rank: int, world: int, folder: Path) -> None:
 
 def test_own_batches(folder: Path) -> None:
     run_ranks(run_watched, 2, 2, folder, timeout_s=400)
+
+
+def run_training(rank: int, world: int, folder: Path) -> None:
+    """Forward over shared memory, backward through the library."""
+    ids = ids_of(rank, 5 + 3 * rank)
+    want = gradients(sharded(folder, FAMILY_OF["mixtral"], "all_to_all", world), ids)
+    options: dict[str, OptionValue] = {"force": [RULE], "strict": True}
+    got = gradients(sharded(folder, FAMILY_OF["mixtral"], "weave", world), ids, "weave", options)
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+def test_own_batches_train(folder: Path) -> None:
+    run_ranks(run_training, 2, 2, folder, timeout_s=400)
 
 
 def run_without_arena(rank: int, world: int, folder: Path) -> None:
