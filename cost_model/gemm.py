@@ -57,6 +57,12 @@ def _costs_of(machine: Machine, dtype: str) -> tuple[GemmCosts, float]:
     return by_dtype[dtype], slowdown
 
 
+def num_units(machine: Machine, dtype: str) -> int:
+    """Processors (SMs) that a dtype's tiles go over in waves; 0 on a machine without tiles."""
+    costs, _ = _costs_of(machine, dtype)
+    return costs.units if costs.tiles else 0
+
+
 @dataclass(frozen=True)
 class Waves:
     """How a GEMM's tiles run."""

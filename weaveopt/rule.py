@@ -18,6 +18,8 @@ import torch.fx as fx
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
+from weaveopt.graph.facts import tokens_of
+from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Candidate, Estimate, Rejection, Values
 from weaveopt.records.memory import Buffer, PlacedBuffer
 from weaveopt.records.site import Site, TokenCounts
@@ -87,6 +89,12 @@ class FoundSite:
     token_value: fx.Node | None = None
     """A node whose value `[..., hidden]` has the site's token count; None where the count is no part of its shape."""
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether the token count is no number; `site.tokens` may still be priced as if one count alone came."""
+        value = None if self.token_value is None else tensor_of(self.token_value)
+        return value is not None and not isinstance(tokens_of(value), int)
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -96,7 +104,7 @@ class Proposal:
     consumes: frozenset[fx.Node] = frozenset()
     """Nodes that disappear. Proposals of two sites that share one exclude each other."""
     plan: object = None
-    """The rule's own frozen record; no other code reads it."""
+    """The rule's own frozen record. Other code sees of it what a `Protocol` names, as `reductions.plan` does."""
 
 
 @dataclass(frozen=True)

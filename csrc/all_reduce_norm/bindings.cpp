@@ -11,6 +11,7 @@
 
 #include "all_reduce_norm/handle.h"
 #include "all_reduce_norm/layout.h"
+#include "all_reduce_norm/pushed_tiles.h"
 
 namespace py = pybind11;
 
@@ -94,6 +95,14 @@ void bind_layout(py::module_& m) {
     m.def("gpu_buffers", &gpu::buffer_needs, py::arg("kernel"), py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
           py::arg("out_kind"), py::arg("world"),
           "What calls of up to `tokens` tokens need of a GPU arena, the sum handed out whole if need be.");
+    m.def("product_buffers", &gpu::pushed_tiles_needs, py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
+          py::arg("world"), "What calls of `run_product` of up to `tokens` tokens need of a GPU arena.");
+    m.def("product_staging_bytes", &gpu::pushed_tiles_staging_bytes, py::arg("tokens"), py::arg("hidden"),
+          py::arg("dtype"), py::arg("world"), "Of the staging buffer of such calls.");
+    m.def("product_most_tokens", &gpu::pushed_tiles_most_tokens, py::arg("world"), "Of a call of `run_product`.");
+    m.def("product_waves", &gpu::pushed_tiles_waves, py::arg("tokens"), py::arg("hidden"), py::arg("tile_columns"),
+          py::arg("finisher_ctas"), py::arg("world"), py::arg("num_sms"), "Of the tiles of such a call.");
+    m.attr("PRODUCT_MOST_HIDDEN") = gpu::kMostProductHidden;
     m.def("shm_buffers", &AllReduceNorm::buffer_needs, py::arg("max_tokens"), py::arg("hidden"), py::arg("dtype"),
           py::arg("out_dtype"), py::arg("world"), "What a site needs of a shared segment.");
 }

@@ -184,10 +184,6 @@ void bind_all_reduce_norm_cuda(py::module_& m) {
           py::arg("fp8"), py::arg("device"), "Why the device cannot run the kernel for such rows; empty where it can.");
     m.def("product_unsupported", &gpu::pushed_tiles_unsupported, py::arg("dtype"), py::arg("hidden"), py::arg("k"),
           py::arg("world"), py::arg("device"), "Why the device cannot run `run_product`; empty where it can.");
-    m.def("product_staging_bytes", &gpu::pushed_tiles_staging_bytes, py::arg("tokens"), py::arg("hidden"),
-          py::arg("dtype"), py::arg("world"), "Of the staging buffer that `run_product` needs.");
-    m.def("product_most_tokens", &gpu::pushed_tiles_most_tokens, py::arg("world"),
-          "The most tokens of a call of `run_product`.");
 }
 
 }  // namespace weave

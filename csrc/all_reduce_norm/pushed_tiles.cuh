@@ -29,8 +29,6 @@
 //     store   atomics of this rank alone; nothing else goes with it
 #pragma once
 
-#include <algorithm>
-
 #include "all_reduce_norm/pushed_tiles.h"
 #include "all_reduce_norm/row.cuh"
 #include "all_reduce_norm/row_ring.cuh"

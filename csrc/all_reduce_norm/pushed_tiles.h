@@ -4,8 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "all_reduce_norm/gpu.h"
+#include "fabric/buffer_need.h"
+#include "gemm/order.h"
 
 namespace weave::gpu {
 
@@ -28,11 +31,28 @@ struct Cut {
 // Whether `device` can run it: a line that says why not, or an empty one.
 const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int32_t world, int32_t device);
 
+// Elements of the longest row.
+constexpr int64_t kMostProductHidden = 8192;
+
 // Bytes of the staging buffer: partial rows of all ranks, this one included, for the rows that a rank owns.
 int64_t pushed_tiles_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world);
 
+// What calls of up to `tokens` tokens need of an arena: the staging buffer, and an output buffer as that of bulk
+// copies.
+std::vector<fabric::BufferNeed> pushed_tiles_needs(int64_t tokens, int64_t hidden, DType dtype, int32_t world);
+
 // The most tokens of a call: an owner has at most kMaxCtas panels.
 int64_t pushed_tiles_most_tokens(int32_t world);
+
+// Which tile of a call comes when.
+gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const Cut& cut, int32_t rank, int32_t world);
+
+// Clusters of a GPU of `num_sms` SMs that compute tiles; its other ones only finish rows.
+int32_t pushed_tiles_clusters(const Cut& cut, int32_t num_sms);
+
+// How many tiles the clusters that compute most of them compute, one after the other.
+int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
+                           int32_t num_sms);
 
 // Enqueues the call; `call.partial` is not used. RMS norm or none, in the activations' type, no second norm.
 // Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.

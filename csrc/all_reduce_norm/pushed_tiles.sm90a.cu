@@ -8,7 +8,7 @@
 namespace weave::gpu {
 namespace {
 
-constexpr int64_t kMostHidden = kMostRowBytes / 2;
+static_assert(kMostProductHidden == kMostRowBytes / 2, "what a team holds of a row");
 
 int64_t slot_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
     return share_of(tokens, world) * hidden * size_of(dtype);
@@ -17,7 +17,7 @@ int64_t slot_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
 // What teams know to make of a row.
 bool takes(const Call& call) {
     return call.post.spec.kind == NormKind::kNone && call.norm.spec.kind != NormKind::kLayer &&
-           call.out_kind == OutKind::kSame && call.quant == QuantKind::kNone;
+           call.norm.bias.data == nullptr && call.out_kind == OutKind::kSame && call.quant == QuantKind::kNone;
 }
 
 int make_maps(PushedTiles& given, const Product& product, const Cut& cut, DType dtype) {
@@ -40,22 +40,14 @@ int make_maps(PushedTiles& given, const Product& product, const Cut& cut, DType 
 
 const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int32_t world, int32_t device) {
     if (world < 2 || world > fabric::kMaxWorld) return "the kernels join 2 to 8 ranks";
-    if (hidden > kMostHidden) return "rows are too long for the kernel that computes the product";
+    if (hidden > kMostProductHidden) return "rows are too long for the kernel that computes the product";
     return gemm::unsupported(dtype, hidden, k, device);
-}
-
-int64_t pushed_tiles_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
-    return world * slot_bytes(tokens, hidden, dtype, world);
-}
-
-int64_t pushed_tiles_most_tokens(int32_t world) {
-    return int64_t{fabric::kMaxCtas} * gemm::kPanelRows * world;
 }
 
 int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, DType dtype, void* stream) {
     if (asked.tokens == 0) return cudaSuccess;
     const int32_t world = asked.group.world;
-    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostHidden || product.k < 1)
+    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostProductHidden || product.k < 1)
         return cudaErrorInvalidValue;
     if (!takes(asked)) return cudaErrorInvalidValue;
     PushedTiles given{};
@@ -72,20 +64,11 @@ int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, 
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    gemm::TileOrder& order = given.work.order;
-    for (int32_t rank = 0; rank <= world; ++rank)
-        order.begin[rank] = call.begin[rank];
-    order.num_owners = world;
-    order.rank = call.group.rank;
-    order.pairs = gemm::ceiling(call.share, gemm::kPairRows);
-    order.columns = gemm::ceiling(call.hidden, cut.tile_columns);
-    order.group_pairs = std::max(cut.group_pairs, 1);
-    order.owner_order = gemm::OwnerOrder::kInterleaved;
+    given.work.order = pushed_tiles_order(call.tokens, call.hidden, cut, call.group.rank, world);
     given.work.k_blocks = gemm::ceiling(product.k, gemm::kBlockK);
     // Rows wait for tiles of their own grid: all CTAs must be resident at once, which is one on each SM.
-    const int32_t all_clusters = num_sms / gemm::kClusterCtas, num_ctas = all_clusters * gemm::kClusterCtas;
-    const int32_t finishers = std::clamp(cut.finisher_ctas / gemm::kClusterCtas, 0, all_clusters - 1);
-    given.work.num_clusters = all_clusters - finishers;
+    const int32_t num_ctas = num_sms / gemm::kClusterCtas * gemm::kClusterCtas;
+    given.work.num_clusters = pushed_tiles_clusters(cut, num_sms);
     const int error = make_maps(given, product, cut, dtype);
     if (error != 0) return error;
     if (dtype == DType::kBFloat16) return enqueue_pushed_tiles_bf16(given, cut.tile_columns, num_ctas, stream);

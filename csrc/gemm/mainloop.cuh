@@ -37,7 +37,6 @@ namespace weave::gemm {
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kClusterCtas = 2;
 constexpr int kConsumerRows = kPanelRows / kConsumers;
 constexpr int kStoreColumns = 64;  // of a copy out: 128 bytes
 // Of 65536 registers of an SM, by thread.

@@ -15,6 +15,8 @@ namespace weave::gemm {
 
 constexpr int32_t kPanelRows = 128;
 constexpr int32_t kPairRows = 2 * kPanelRows;
+// CTAs that compute a pair together.
+constexpr int kClusterCtas = 2;
 
 constexpr int32_t ceiling(int64_t a, int64_t b) {
     return static_cast<int32_t>((a + b - 1) / b);

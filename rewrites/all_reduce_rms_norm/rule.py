@@ -26,10 +26,10 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions import fused
+from weaveopt.reductions.aliasing import aliasing_of_groups
 from weaveopt.reductions.candidates import Lowered
 from weaveopt.reductions.lowering import memory_of
-from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
-from weaveopt.rewrites.all_reduce_rms_norm.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
+from weaveopt.reductions.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.reduction import KIND, Reduction
 
@@ -51,10 +51,7 @@ class AllReduceRMSNorm:
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
         """Which residuals and sums are sharded, and which normalized rows are read in the arena."""
-        sharded = sharded_values(chosen)
-        aliasing: set[fx.Node] = set()
-        for group in dict.fromkeys(each.found.site.groups for each in chosen):
-            aliasing |= aliasing_values([each for each in chosen if each.found.site.groups == group])
+        sharded, aliasing = sharded_values(chosen), aliasing_of_groups(chosen)
         settled = {}
         for each in chosen:
             lowered, structure = each.proposal.plan, each.found.structure

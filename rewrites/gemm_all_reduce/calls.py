@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
-from weaveopt.reductions.call import FEATURES
+from weaveopt.reductions.call import FEATURES, SumOut
 from weaveopt.reductions.lowering import whole_call
 from weaveopt.rewrites.gemm_all_reduce.candidates import Lowered
 from weaveopt.rule import Chosen, Context, Placement
@@ -16,6 +16,12 @@ def call_of(
     chosen: Chosen, lowered: Lowered, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
 ) -> GemmReductionCall:
     """The constants of the site's call, equal on all ranks."""
-    exchange = whole_call(chosen, lowered, reduced, placement, sum_used, context)
-    in_pieces = FEATURES[lowered.fabric].tabled
-    return GemmReductionCall(replace(exchange, in_pieces=in_pieces), lowered.variant, lowered.chunks)
+    whole = whole_call(chosen, lowered, reduced, placement, sum_used, context)
+    exchange = replace(
+        whole,
+        residual_sharded=lowered.residual_sharded,
+        sum_out=SumOut.SHARDED if sum_used and lowered.sum_sharded else whole.sum_out,
+        normalized_aliases_arena=lowered.aliases_arena,
+        in_pieces=FEATURES[lowered.fabric].tabled and bool(lowered.chunks),
+    )
+    return GemmReductionCall(exchange, lowered.variant, lowered.chunks, lowered.cut)

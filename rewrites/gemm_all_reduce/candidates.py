@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -11,18 +11,21 @@ from weaveopt.cost_model import Machine
 from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.gemm_all_reduce.call import ChunkRow
+from weaveopt.ops.gemm_all_reduce.call import CHUNKS, ChunkRow
+from weaveopt.ops.gemm_all_reduce.cut import TILES, Cut
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.plan import two_shot_division
 from weaveopt.reductions.prices.kernels import kernel_variants
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
-from weaveopt.reductions.variant import Algorithm, KernelRow
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.rewrites.gemm_all_reduce import tiles
 from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "gemm_all_reduce"
-CHUNKS = "chunks"
+NORM_APART = "norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph"
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,36 @@ class Lowered:
     workload: Workload
     fabric: Fabric
     variant: str
-    """The word of the operation's variant: `chunks`."""
+    """The word of the operation's variant."""
     chunks: tuple[ChunkRow, ...]
-    """Rows of a chunk, by the number of tokens of a call."""
+    """Rows of a chunk, by the number of tokens of a call; none where nothing goes in chunks."""
     rows: tuple[KernelRow, ...] = ()
     """The run-time table of an exchange, where the fabric has one."""
     one_shot_max_tokens: int = 0
     norm_apart: bool = False
     """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+    cut: Cut | None = None
+    """Of variant `tiles`."""
+    division: tuple[Hashable, ...] | None = None
+    """See `ReductionPlan`: chunks are divided among ranks one by one, so what they make is handed out whole."""
+    gather_us: float = 0.0
+    """What handing out the rows of the sum to every rank costs, where it may stay sharded."""
+    residual_sharded: bool = False
+    """The residual that comes in holds only this rank's token rows."""
+    sum_sharded: bool = False
+    """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
+    aliases_arena: bool = False
+    """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
+
+    @property
+    def may_alias_arena(self) -> bool:
+        """Whether peers can write normalized rows where they are read."""
+        return self.variant == TILES and self.workload.has_norm
 
     @property
     def max_tokens(self) -> int:
         """Rows that one exchange takes at most."""
-        return max(row.chunk_tokens for row in self.chunks)
+        return max((row.chunk_tokens for row in self.chunks), default=self.workload.max_tokens)
 
 
 Found = tuple[Candidate, Lowered | None]
@@ -55,8 +75,11 @@ class Form:
     """What the operation can make of a site."""
 
     workload: Workload
+    group: str
     norm_apart: bool = False
     """Only the whole sum: the norm stays in the graph."""
+    tiles_refused: tuple[Rejection, ...] = ()
+    """Why the kernel that computes the product too does not make this, whatever the sizes."""
 
     def named(self, variant: str) -> str:
         """A variant as reports name it."""
@@ -71,6 +94,10 @@ class Terms:
     machine: Machine
     norm_refused: bool = False
     """The kernels do not take the site's norm: it can only stay in the graph."""
+    tiles_refused: tuple[Rejection, ...] = ()
+    """Why the kernel that computes the product too does not make all of the site, whatever the sizes."""
+    apart_refused: tuple[Rejection, ...] = ()
+    """The same where the norm stays in the graph."""
 
 
 @lru_cache(maxsize=4096)
@@ -96,9 +123,9 @@ def _forms(facts: ReductionFacts, tokens: TokenCounts, known: Terms) -> Iterator
     """What the operation can make of a site: all of it; and the whole sum alone, where every rank needs that."""
     whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
     if not known.norm_refused:
-        yield Form(whole)
+        yield Form(whole, facts.group, tiles_refused=known.tiles_refused)
     if facts.has_norm and (known.norm_refused or facts.sum_is_read):
-        yield Form(with_norm_apart(whole), norm_apart=True)
+        yield Form(with_norm_apart(whole), facts.group, norm_apart=True, tiles_refused=known.apart_refused)
 
 
 def _chunks_in_turn(form: Form, machine: Machine) -> Found:
@@ -145,9 +172,47 @@ def _chunks_beside(form: Form, machine: Machine) -> Found:
     return candidate, replace(lowered, rows=(row,))
 
 
+def _tiles(form: Form, machine: Machine) -> Found:
+    """GPUs: one kernel computes the product, and sends its tiles as they are finished."""
+    fabric, workload = Fabric.PEER, form.workload
+    named = form.named(TILES)
+    shape = shape_rejections(workload, TRAITS[fabric].max_world)
+    reasons = tuple(dict.fromkeys((*form.tiles_refused, *shape, *tiles.size_rejections(workload))))
+    found = tiles.price(machine, workload, fabric)
+    if isinstance(found, Rejection):
+        return Candidate(RULE, fabric, named, rejections=(*reasons, found)), None
+    if reasons:
+        return Candidate(RULE, fabric, named, rejections=reasons), None
+    cut = found.cut
+    parameters: Values = (
+        ("tile_columns", cut.tile_columns),
+        ("group_pairs", cut.group_pairs),
+        ("finisher_ctas", cut.finisher_ctas),
+        ("measured", found.measured),
+    )
+    lowered = Lowered(
+        workload, fabric, TILES, (), (KernelRow(workload.tokens, Algorithm.TWO_SHOT, Transfer.TILES),),
+        norm_apart=form.norm_apart, cut=cut, division=two_shot_division(form.group, fabric, workload),
+        gather_us=found.gather_us if workload.sum_may_shard else 0.0,
+    )  # fmt: skip
+    return Candidate(RULE, fabric, named, parameters, found.estimate, notes=tile_notes(lowered)), lowered
+
+
+def tile_notes(lowered: Lowered) -> tuple[str, ...]:
+    """What reports say of tiles beside their price."""
+    notes = []
+    if lowered.norm_apart:
+        notes.append(NORM_APART)
+    elif lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded:
+        notes.append("gather: the whole sum is handed out too, which others read")
+    if lowered.aliases_arena:
+        notes.append("no copy: normalized rows are read in the arena, where peers write them")
+    return tuple(notes)
+
+
 VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = MappingProxyType({
     Fabric.SHM: (_chunks_in_turn,),
-    Fabric.PEER: (_chunks_beside,),
+    Fabric.PEER: (_chunks_beside, _tiles),
 })  # fmt: skip
 """What the rule proposes on its fabrics."""
 
@@ -189,7 +254,7 @@ def _notes(best: Chunked, form: Form) -> tuple[str, ...]:
     workload, way = form.workload, "beside" if best.exchange.beside is not None else "before"
     notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {way} the GEMM of the next"]
     if form.norm_apart:
-        notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
+        notes.append(NORM_APART)
     elif workload.has_norm and workload.sum_is_used and best.exchange.algorithm is Algorithm.TWO_SHOT:
         notes.append("gather: chunks are divided among ranks one by one, so the whole sum is handed out too")
     return tuple(notes)

@@ -9,15 +9,16 @@ Unfused, on every rank of a group::
     normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
 
 Fused: `weave::gemm_all_reduce_norm`. Rows go in chunks: while one is exchanged, the GEMM of the next runs
-(FlashOverlap, section 4). Only a GEMM that nothing else reads is taken, without a bias of its own. Rows are divided
-among ranks chunk by chunk, so the sum is handed out whole where anything reads it, and the residual comes in whole:
-neighbours that would share a sharded one keep theirs whole on this side. Where FP8 linears read the normalized rows,
-the quantization stays in the graph.
+(FlashOverlap, section 4). Or they go in tiles: one kernel computes the product and sends every tile as it is finished.
+Only a GEMM that nothing else reads is taken, without a bias of its own. Chunks are divided among ranks one by one, so
+their sum is handed out whole where anything reads it, and their residual comes in whole: neighbours that would share a
+sharded one keep theirs whole on this side. Rows that go in tiles are divided as by any two-shot exchange of a graph of
+one size, and may stay sharded. Where FP8 linears read the normalized rows, the quantization stays in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as with_fields
 
 import torch
@@ -26,15 +27,18 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import describe, skip_shapes
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of
-from weaveopt.ops.gemm_all_reduce.call import WeightLayout
+from weaveopt.ops.gemm_all_reduce.call import WeightLayout, results_in_arena
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
+from weaveopt.reductions.aliasing import aliasing_of_groups
 from weaveopt.reductions.eligible import norms_refused, refused_anywhere
 from weaveopt.reductions.lowering import memory_of
+from weaveopt.reductions.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results
 from weaveopt.rewrites.gemm_all_reduce.calls import call_of
-from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates
-from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
+from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates, tile_notes
+from weaveopt.rewrites.gemm_all_reduce.tiles import form_rejections
+from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.linear import Gemm, gemm_at
 from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
 
@@ -55,7 +59,8 @@ class GemmAllReduce:
         if refused or (norm_refused and structure.reduced.post is not None):
             reasons = (*refused, *norm_refused)
             return () if usable_only else (Proposal(Candidate(RULE, rejections=reasons)),)
-        known = Terms(context.topologies[facts.group], context.machine, bool(norm_refused))
+        whole, apart = (_tiles_refused(found, structure, takes_norm) for takes_norm in (True, False))
+        known = Terms(context.topologies[facts.group], context.machine, bool(norm_refused), whole, apart)
         taken_in = (Proposal(Candidate(RULE, rejections=norm_refused)),) if norm_refused and not usable_only else ()
         return (
             *taken_in,
@@ -64,6 +69,32 @@ class GemmAllReduce:
                 for candidate, lowered in candidates(facts, tokens, known, usable_only)
             ),
         )
+
+    def interactions(self, sites: Sequence[FoundSite]) -> Sequence[SharedSum]:
+        """Sites in tiles hand a sum that stays sharded by tokens to each other, and to other rules' sites."""
+        return shared_sums(sites)
+
+    def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
+        """Which residuals and sums are sharded, and which normalized rows are read in the arena."""
+        sharded, aliasing = sharded_values(chosen), aliasing_of_groups(chosen)
+        settled = {}
+        for each in chosen:
+            lowered, structure = each.proposal.plan, each.found.structure
+            if isinstance(lowered, Lowered) and isinstance(structure, Reduction) and lowered.division is not None:
+                norm = structure.reduced.norm
+                plan = with_fields(
+                    lowered,
+                    residual_sharded=residual_of(each.found) in sharded,
+                    sum_sharded=total_of(each.found) in sharded,
+                    aliases_arena=lowered.may_alias_arena and norm is not None and norm.output in aliasing,
+                )
+                candidate = with_fields(each.proposal.candidate, notes=tile_notes(plan))
+                settled[each.found.site.id] = with_fields(each.proposal, candidate=candidate, plan=plan)
+        return settled
+
+    def inductor_hooks(self) -> Sequence[ReuseHook]:
+        """Peers write to normalized rows that alias the arena: Inductor must not put anything of its own there."""
+        return (ReuseHook(torch.ops.weave.gemm_all_reduce_norm.default, results_in_arena),)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         lowered = _lowered(chosen)
@@ -101,6 +132,12 @@ def _consumed(structure: Reduction, lowered: Lowered | None) -> frozenset[fx.Nod
         return frozenset()
     rows = structure.reduced.passed if lowered.norm_apart else structure.interior
     return rows | frozenset(made_by(structure))
+
+
+def _tiles_refused(found: FoundSite, structure: Reduction, takes_norm: bool) -> tuple[Rejection, ...]:
+    gemm = gemm_at(structure.gemm) if structure.gemm is not None else None
+    layout = WeightLayout.NK if gemm is None else _stored(gemm)[1]
+    return form_rejections(structure.reduced, layout, found.is_symbolic, takes_norm)
 
 
 def _stored(gemm: Gemm) -> tuple[fx.Node, WeightLayout]:

@@ -15,11 +15,15 @@ from tests.ranks import free_port
 @needs_cuda_part
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world", [2, 4])
-def test_tiles_equal_the_reference(world: int) -> None:
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [("tests.gpu.tiles_ranks", "tiles agree"), ("tests.gpu.tiles_op_ranks", "the operation agrees")],
+)
+def test_tiles_equal_the_reference(world: int, program: str, says: str) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(free_port()), "-m", "tests.gpu.tiles_ranks"]
+    command += ["--master-port", str(free_port()), "-m", program]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count("tiles agree") == world
+    assert done.stdout.count(says) == world

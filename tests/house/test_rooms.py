@@ -44,6 +44,7 @@ ROOMS = {
     "gemm_all_reduce": (
         "rewrites/gemm_all_reduce/",
         "weaveopt/ops/gemm_all_reduce/",
+        "weaveopt/measure/cases/gemm_all_reduce.py",
         "csrc/all_reduce_norm/pushed_tiles",
     ),
     "all_gather_gemm": (

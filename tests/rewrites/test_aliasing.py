@@ -20,12 +20,12 @@ from tests.reductions import RMS
 from weaveopt.inductor import seams as inductor
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site
+from weaveopt.reductions.aliasing import aliasing_values
 from weaveopt.reductions.call import NormKind, NormSpec, ReductionCall
 from weaveopt.reductions.candidates import Lowered
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites import RULES
-from weaveopt.rewrites.all_reduce_rms_norm.aliasing import aliasing_values
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced
@@ -76,7 +76,7 @@ class Chain:
         site = Site(output.name, KIND, ("0",), "", (reduced.name,))
         found = FoundSite(site, interior, None, Reduction(walked, interior))
         workload = Workload(64, 64, 64, "float32", 2)
-        lowered = plan or Lowered(workload, fabric, (), form.algorithm, (form,), quantizes=quantizes)
+        lowered = plan or Lowered(workload, fabric, "0", (), form.algorithm, (form,), quantizes=quantizes)
         self.chosen.append(Chosen(found, Proposal(Candidate("rule", fabric), interior, lowered)))
         return output
 

@@ -15,14 +15,14 @@ from weaveopt.records.memory import Lifetime
 from weaveopt.reductions.candidates import Lowered, Terms, candidates
 from weaveopt.reductions.lowering import memory_of
 from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.sharding import sharded_values, shared_sums
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
-from weaveopt.rewrites.all_reduce_rms_norm.sharding import sharded_values, shared_sums
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)
 EMPTY_WORD = 0x80000000
 """What no packet holds."""
-LOWERED = Lowered(WORKLOAD, Fabric.SHM, ("0", Fabric.SHM), gather_us=7.0)
+LOWERED = Lowered(WORKLOAD, Fabric.SHM, "0", ("0", Fabric.SHM), gather_us=7.0)
 
 
 def chosen(found: FoundSite, lowered: object = LOWERED) -> Chosen:

@@ -20,8 +20,6 @@ from itertools import combinations, product
 
 import torch.fx as fx
 
-from weaveopt.graph.facts import tokens_of
-from weaveopt.graph.pattern import tensor_of
 from weaveopt.inductor.kernels import Kernel, Surroundings, within
 from weaveopt.records.candidate import Estimate, Rejection, Term
 from weaveopt.records.site import TokenCounts
@@ -202,11 +200,14 @@ class Frame:
         self.kinds = tuple(
             firsts.setdefault(index if index in apart else self._kind(index), index) for index in range(len(self.sites))
         )
+        # Rules whose candidates hand values to each other may tell of the same interaction.
         self.interactions = tuple(
-            interaction
-            for rule in rules.site_rules
-            if isinstance(rule, RelatesSites)
-            for interaction in rule.interactions(self.sites)
+            dict.fromkeys(
+                interaction
+                for rule in rules.site_rules
+                if isinstance(rule, RelatesSites)
+                for interaction in rule.interactions(self.sites)
+            )
         )
         self._steps = steps_of(len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping])
 
@@ -286,7 +287,7 @@ class Frame:
         if site.rejections or found.facts is None:
             return index
         works = tuple((kernel.name, kernel.work) for kernel in self._within(index, found.nodes))
-        return (site.kind, site.groups, found.facts, site.tokens, site.description, is_symbolic(found), works)
+        return (site.kind, site.groups, found.facts, site.tokens, site.description, found.is_symbolic, works)
 
     def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
         key = (index, nodes)
@@ -308,12 +309,6 @@ class Frame:
                 known[key] = each.terms([sites[site] for site in each.sites])
             found.append(PricedInteraction(each.sites, each.term, known[key], context.machine.relative_error))
         return tuple(found)
-
-
-def is_symbolic(found: FoundSite) -> bool:
-    """Whether the token count of a site is no number."""
-    value = None if found.token_value is None else tensor_of(found.token_value)
-    return value is not None and not isinstance(tokens_of(value), int)
 
 
 def _rejected(proposal: Proposal, why: Rejection) -> Proposal:

@@ -23,7 +23,7 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.reductions.call import FEATURES, ReductionCall
 from weaveopt.reductions.native import layout_name, out_kind
-from weaveopt.reductions.variant import KernelRow
+from weaveopt.reductions.variant import KernelRow, Transfer
 from weaveopt.solver.placement import Request, arena_bytes, place
 
 try:
@@ -79,14 +79,15 @@ def _needs(
     dtype = getattr(_native.DType, rows.dtype)
     if TRAITS[fabric].device == "cpu":
         return _native.shm_buffers(max_tokens, rows.hidden, dtype, getattr(_native.DType, rows.out_dtype), rows.world)
-    kind = out_kind(rows.dtype, rows.out_dtype)
-    return [
-        need
-        for row in table
-        for need in _native.gpu_buffers(
-            getattr(_native.GpuKernel, layout_name(row)), row.max_tokens, rows.hidden, dtype, kind, rows.world
-        )
-    ]
+    return [need for row in table for need in _needs_of_row(rows, row)]
+
+
+def _needs_of_row(rows: RowFormat, row: KernelRow) -> Sequence[_native.BufferNeed]:
+    dtype = getattr(_native.DType, rows.dtype)
+    if row.transfer is Transfer.TILES:
+        return _native.product_buffers(row.max_tokens, rows.hidden, dtype, rows.world)
+    kernel, kind = getattr(_native.GpuKernel, layout_name(row)), out_kind(rows.dtype, rows.out_dtype)
+    return _native.gpu_buffers(kernel, row.max_tokens, rows.hidden, dtype, kind, rows.world)
 
 
 def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:

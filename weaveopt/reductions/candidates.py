@@ -6,7 +6,7 @@ that hand a token-sharded residual to each other always agree on who holds which
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, S
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions.eligible import shape_rejections
+from weaveopt.reductions.plan import two_shot_division
 from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
 from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
@@ -38,8 +39,9 @@ class Lowered:
 
     workload: Workload
     fabric: Fabric
-    division: tuple[object, ...]
-    """All that says which rank holds which token rows, at every token count."""
+    group: str
+    division: tuple[Hashable, ...] | None = None
+    """See `ReductionPlan`."""
     algorithm: Algorithm = Algorithm.TWO_SHOT
     """Of the kernel that serves the token count that was decided for."""
     rows: tuple[KernelRow, ...] = ()
@@ -113,7 +115,7 @@ def candidates(
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         if features is not None and not features.shards_sum:
             workload = replace(workload, sum_may_shard=False)
-        base = Lowered(workload, fabric, (facts.group, fabric), takes_gemm=takes_gemm, quantizes=quantizes)
+        base = Lowered(workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if tabled and TRAITS[fabric].device == "cuda":
@@ -201,10 +203,13 @@ def _table_row(row: KernelRow) -> TableRow:
 
 def _division(
     base: Lowered, algorithm: Algorithm, parameters: Values, table: tuple[KernelRow, ...]
-) -> tuple[object, ...]:
+) -> tuple[Hashable, ...]:
     workload = base.workload
+    in_one = workload.is_static and bool(table) and table[-1].max_tokens >= workload.tokens
+    if base.fabric is Fabric.PEER and in_one and algorithm is Algorithm.TWO_SHOT:
+        return two_shot_division(base.group, base.fabric, workload)
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
-    return (*base.division, algorithm, *shape, parameters, table)
+    return (base.group, base.fabric, algorithm, *shape, parameters, table)
 
 
 def _table(workload: Workload, fabric: Fabric, known: Terms) -> tuple[KernelRow, ...]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -24,11 +22,12 @@ from weaveopt.fabrics.traits import header_bytes
 from weaveopt.records.norm import Quant
 from weaveopt.reductions.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
 from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.launches import NO_KERNEL, VECTOR_BYTES, Launch, Piece, Prepared, Returned, Tiled
 from weaveopt.reductions.native import kernel_name, native_norm, out_kind
 from weaveopt.reductions.operands import Gemm, Operands
 from weaveopt.reductions.reference import row_scale_shape
 from weaveopt.reductions.replication import may_share_rows
-from weaveopt.reductions.variant import KernelRow
+from weaveopt.reductions.variant import KernelRow, Transfer
 
 try:
     from weaveopt import _native
@@ -36,50 +35,8 @@ except ImportError:  # built without it: arena.of() says so before anything here
     _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
-Returned = tuple[Tensor, Tensor, Tensor | None]
-"""normalized, sum, and row_scale where there is one."""
-
-VECTOR_BYTES = 16
-"""What a thread moves at once; rows, results and parameters begin at such a boundary."""
 _SCALE, _QUANT_SCALE = 5, 6
 """Their bits in the mask of fp32 parameters, behind the five of a row's length."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A row of the run-time table as it is launched."""
-
-    max_tokens: int
-    kernel: int
-    """A `_native.GpuKernel` as a number."""
-    num_ctas: int
-    in_place: bool
-    """The kernel reads the partial result from the arena."""
-    aliases_arena: bool
-    """Normalized rows may be the buffer that peers write to."""
-    unsupported: str
-    """Why the device cannot run it; then the library does."""
-
-
-class Piece(NamedTuple):
-    """Tokens that one kernel takes."""
-
-    launch: Launch
-    first: int
-    num_tokens: int
-
-
-class Prepared(NamedTuple):
-    """A call whose kernels are to be launched: its tensors, and its parameters as native code takes them."""
-
-    rows: Tensor
-    """The partial result."""
-    residual: Tensor | None
-    results: Returned
-    pointers: tuple[int, int, int, int, int]
-    values: tuple[int, int]
-    fp32: int
-    kept: tuple[Tensor, ...]
 
 
 class PeerSite:
@@ -265,6 +222,42 @@ class PeerSite:
             _from_row(total, first, hidden),
             _from_row(row_scale, first, 1),
         )
+        self._check_launch(code)
+
+    def launch_tiles(self, prepared: Prepared, product: Tiled, stream: int) -> None:
+        """The kernel that computes the product and does all the rest, on the raw `stream` of the current device.
+
+        Rows of both operands begin at multiples of 16 bytes.
+        """
+        a, weight = product.a, product.weight
+        normalized, total, _ = prepared.results
+        code = self._native.run_product(
+            a.shape[0],
+            product.tile_columns,
+            product.group_pairs,
+            product.finisher_ctas,
+            stream,
+            a.data_ptr(),
+            a.stride(0),
+            weight.data_ptr(),
+            weight.stride(0),
+            a.shape[1],
+            _from_row(prepared.residual, 0, self._hidden),
+            *prepared.pointers,
+            *prepared.values,
+            prepared.fp32,
+            _from_row(normalized, 0, self._hidden),
+            _from_row(total, 0, self._hidden),
+            0,
+        )
+        self._check_launch(code)
+
+    def product_unsupported(self, k: int) -> str:
+        """Why the device cannot run a product of depth `k` in the reducing kernel; empty where it can."""
+        dtype = getattr(_native.DType, self._call.dtype)
+        return _native.product_unsupported(dtype, self._hidden, k, self._call.world, self._index)
+
+    def _check_launch(self, code: int) -> None:
         if code:
             watchdog.fail(
                 self._arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}"
@@ -338,6 +331,9 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _launch(call: ReductionCall, row: KernelRow, device: int) -> Launch:
+    if row.transfer is Transfer.TILES:
+        # What the device can run depends on the product, of which this call knows nothing.
+        return Launch(row.max_tokens, NO_KERNEL, 0, False, call.normalized_aliases_arena, unsupported="")
     kernel = native_kernel(row)
     dtype = getattr(_native.DType, call.dtype)
     why = _native.unsupported(kernel, dtype, call.hidden, call.world, call.quant is not Quant.NONE, device)

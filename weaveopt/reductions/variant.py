@@ -43,6 +43,8 @@ class Transfer(StrEnum):
     """Messages between hosts, one connection a pair of ranks."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
+    TILES = "tiles"
+    """Tiles of a product that the same kernel computes, pushed as they are finished: no kernel of this operation."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from weaveopt.measure.cases.collectives import Collectives
 from weaveopt.measure.cases.copy_engine import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
+from weaveopt.measure.cases.gemm_all_reduce import TileKernels
 from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters
 from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
@@ -36,5 +37,6 @@ FAMILIES: tuple[type[Family], ...] = (
     AllGathers,
     StreamContention,
     Copies,
+    TileKernels,
 )
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
 from weaveopt.errors import WeaveError
-from weaveopt.records.norm import Quant
+from weaveopt.ops.gemm_all_reduce.cut import TILE_DTYPES, TILES, Cut
+from weaveopt.records.norm import NormKind, Quant
 from weaveopt.reductions import call as reductions
 from weaveopt.reductions.call import ReductionCall, SumOut
 
@@ -30,6 +32,10 @@ class ChunkRow:
     chunk_tokens: int
 
 
+CHUNKS = "chunks"
+"""The other variant; see `weaveopt.ops.gemm_all_reduce.cut`."""
+
+
 @dataclass(frozen=True)
 class GemmReductionCall:
     """One site's constants. `encode()` goes into the graph; equal on all ranks of the group."""
@@ -37,9 +43,11 @@ class GemmReductionCall:
     reduction: ReductionCall
     """What is done with rows of the product, at most `max_tokens` of them at a time."""
     variant: str
-    """How the GEMM and the reduction run beside each other: a word that the fabric's file knows, `chunks`."""
+    """How the GEMM and the reduction run beside each other: a word that the fabric's file knows, such as `chunks`."""
     chunks: tuple[ChunkRow, ...] = ()
     """By token count, ascending; calls of more tokens go by the last row. Empty: chunks of `reduction.max_tokens`."""
+    cut: Cut | None = None
+    """Of variant `tiles`."""
 
     def chunk_tokens(self, tokens: int) -> int:
         """Rows of every chunk but the last, which may be shorter, of a call of `tokens` rows."""
@@ -48,7 +56,8 @@ class GemmReductionCall:
 
     def encode(self) -> str:
         chunks = [[row.max_tokens, row.chunk_tokens] for row in self.chunks]
-        record = {"reduction": self.reduction.encode(), "variant": self.variant, "chunks": chunks}
+        cut = None if self.cut is None else [self.cut.tile_columns, self.cut.group_pairs, self.cut.finisher_ctas]
+        record = {"reduction": self.reduction.encode(), "variant": self.variant, "chunks": chunks, "cut": cut}
         return json.dumps(record, separators=(",", ":"), sort_keys=True)
 
 
@@ -58,25 +67,51 @@ def decode(text: str) -> GemmReductionCall:
     try:
         record = json.loads(text)
         chunks = tuple(ChunkRow(int(most), int(rows)) for most, rows in record["chunks"])
-        call = GemmReductionCall(reductions.decode(record["reduction"]), str(record["variant"]), chunks)
+        cut = None if record["cut"] is None else Cut(*(int(each) for each in record["cut"]))
+        call = GemmReductionCall(reductions.decode(record["reduction"]), str(record["variant"]), chunks, cut)
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded gemm_all_reduce_norm call: {text!r}: {error}") from None
     where = f"site {call.reduction.site}"
-    if call.reduction.residual_sharded or call.reduction.sum_out is SumOut.SHARDED:
+    if call.reduction.quant is not Quant.NONE:
+        raise WeaveError(f"{where}: gemm_all_reduce_norm hands out rows that are not quantized")
+    if call.variant == TILES:
+        _check_tiles(call, where)
+    else:
+        _check_chunks(call, where)
+    return call
+
+
+def _check_tiles(call: GemmReductionCall, where: str) -> None:
+    reduction, cut = call.reduction, call.cut
+    if cut is None or call.chunks or not cut.is_known:
+        raise WeaveError(f"{where}: tiles cut as {cut}, in chunks {call.chunks}: there is no such kernel")
+    if reduction.post is not None or (reduction.norm is not None and reduction.norm.kind is not NormKind.RMS):
+        raise WeaveError(f"{where}: the kernel of tiles knows one RMS norm, or none")
+    if reduction.out_dtype != reduction.dtype or reduction.dtype not in TILE_DTYPES:
+        raise WeaveError(f"{where}: tiles of {reduction.dtype} with normalized in {reduction.out_dtype}")
+    if reduction.in_pieces:
+        raise WeaveError(f"{where}: the kernel of tiles takes all tokens of a call at once")
+
+
+def _check_chunks(call: GemmReductionCall, where: str) -> None:
+    reduction, chunks = call.reduction, call.chunks
+    if reduction.residual_sharded or reduction.sum_out is SumOut.SHARDED:
         raise WeaveError(f"{where}: a residual or sum that is sharded by tokens is divided otherwise than chunks are")
-    if call.reduction.quant is not Quant.NONE or call.reduction.normalized_aliases_arena:
-        raise WeaveError(f"{where}: gemm_all_reduce_norm hands out rows in memory of their own, not quantized")
-    sizes, bounds = (
-        [call.reduction.max_tokens, *(row.chunk_tokens for row in chunks)],
-        [row.max_tokens for row in chunks],
-    )
+    if reduction.normalized_aliases_arena or call.cut is not None:
+        raise WeaveError(f"{where}: chunks are not cut into tiles, and hand out rows in memory of their own")
+    sizes = [reduction.max_tokens, *(row.chunk_tokens for row in chunks)]
+    bounds = [row.max_tokens for row in chunks]
     if min(sizes) < 1 or max(sizes) > sizes[0] or bounds != sorted(set(bounds)):
         raise WeaveError(
             f"{where}: chunks of {sizes[1:]} rows, of calls of up to {bounds} tokens, in buffers for {sizes[0]}"
         )
-    return call
 
 
 def num_chunks(call: GemmReductionCall, tokens: int) -> int:
     """Into how many chunks `tokens` rows fall."""
     return -(-tokens // call.chunk_tokens(tokens))
+
+
+def results_in_arena(arguments: Sequence[object]) -> tuple[int, ...]:
+    """Of a call of `weave::gemm_all_reduce_norm`: its results that lie in the arena, by position."""
+    return (0,) if decode(str(arguments[-1])).reduction.normalized_aliases_arena else ()

@@ -1,11 +1,14 @@
-"""`gemm_all_reduce_norm` on GPUs of one host: chunks of rows, the GEMM of one beside the exchange of the one before.
+"""`gemm_all_reduce_norm` on GPUs of one host: in chunks of rows, or tile by tile in one kernel.
 
-The GEMM of every chunk runs on the current stream, as one call of the library. Behind it an event; the fused kernel of
-that chunk waits for the event on a second stream, of which every device has one, of high priority: its few CTAs get
-their SMs as soon as CTAs of the next chunk's GEMM, which may be waiting already, leave them. The current stream waits
-for the last kernel of the second one before the call returns.
+Tiles: one kernel, on the current stream. Its source, pushed_tiles.cuh, says what orders memory between ranks.
 
-What orders memory:
+Chunks: the GEMM of one runs beside the exchange of the one before. The GEMM of every chunk runs on the current stream,
+as one call of the library. Behind it an event; the fused kernel of that chunk waits for the event on a second stream,
+of which every device has one, of high priority: its few CTAs get their SMs as soon as CTAs of the next chunk's GEMM,
+which may be waiting already, leave them. The current stream waits for the last kernel of the second one before the call
+returns.
+
+What orders memory between chunks:
 
     rows of the product
       stored  the chunk's GEMM, on the current stream
@@ -40,11 +43,14 @@ from types import MappingProxyType
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
+from weaveopt.ops.gemm_all_reduce.call import CHUNKS, GemmReductionCall
+from weaveopt.ops.gemm_all_reduce.cut import TILES
 from weaveopt.ops.gemm_all_reduce.operands import rows_of
+from weaveopt.reductions.launches import VECTOR_BYTES, Tiled
 from weaveopt.reductions.operands import Gemm, Operands, Results
 from weaveopt.reductions.peer import PeerSite
 
+Tensor = torch.Tensor
 HIGH_PRIORITY = -1
 
 
@@ -90,17 +96,63 @@ class PeerChunks:
         return prepared.results[:2]
 
 
+class PeerTiles:
+    """One site, ready to run: one kernel computes the product and sends its tiles as they are finished.
+
+    Nothing is allocated but results, and copies of operands whose rows do not begin at multiples of 16 bytes.
+    """
+
+    __slots__ = ("_cut", "_hidden", "_site", "_unsupported")
+
+    def __init__(self, call: GemmReductionCall, site: PeerSite) -> None:
+        assert call.cut is not None, f"site {call.reduction.site}: tiles without a cut"
+        self._cut, self._site, self._hidden = call.cut, site, call.reduction.hidden
+        self._unsupported: dict[int, str] = {}
+        """By the product's depth."""
+
+    def run(self, gemm: Gemm, operands: Operands) -> Results | None:
+        """normalized and sum; None where the library has to run, which is so on all ranks or on none."""
+        site, tokens, k = self._site, gemm.num_tokens, gemm.a.shape[1]
+        pieces = site.begin(tokens)
+        if k not in self._unsupported:
+            self._unsupported[k] = site.product_unsupported(k)
+        if not pieces or self._unsupported[k]:
+            return None
+        rows = operands.residual if operands.residual is not None else gemm.a.new_empty(tokens, self._hidden)
+        prepared = site.prepare(rows, operands, pieces, tokens)
+        if prepared is None or tokens == 0:
+            return None if prepared is None else prepared.results[:2]
+        cut = self._cut
+        a, weight = aligned_rows(gemm.a), aligned_rows(gemm.b.t())
+        product = Tiled(a, weight, cut.tile_columns, cut.group_pairs, cut.finisher_ctas)
+        device = gemm.a.get_device()
+        previous = torch.cuda._exchange_device(device)
+        try:
+            site.launch_tiles(prepared, product, torch.cuda.current_stream(device).cuda_stream)
+        finally:
+            torch.cuda._maybe_exchange_device(previous)
+        return prepared.results[:2]
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """A matrix, or a copy of it, whose rows are contiguous and begin at multiples of 16 bytes."""
+    stride = x.stride(0) * x.element_size()
+    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and stride % VECTOR_BYTES == x.data_ptr() % VECTOR_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 @cache
 def second_stream(device: int) -> torch.cuda.Stream:
     """On which a device exchanges chunks; made before any capture, when the first site is bound."""
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
 
-VARIANTS: Mapping[str, type[PeerChunks]] = MappingProxyType({"chunks": PeerChunks})
+VARIANTS: Mapping[str, type[PeerChunks] | type[PeerTiles]] = MappingProxyType({CHUNKS: PeerChunks, TILES: PeerTiles})
 """What runs a call, by the word of its variant."""
 
 
-def bind(call: GemmReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerChunks:
+def bind(call: GemmReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerChunks | PeerTiles:
     """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
     Raises `ArenaError` if there is no arena or a chunk does not fit it, `WeaveError` if no variant is so called.
@@ -109,5 +161,6 @@ def bind(call: GemmReductionCall, text: str, op: str, forget: Callable[[], None]
     if variant is None:
         raise WeaveError(f"site {call.reduction.site}: GPUs have no variant {call.variant!r}, but {sorted(VARIANTS)}")
     site = PeerSite.bind(call.reduction, text, op, forget)
-    second_stream(torch.cuda.current_device())
+    if call.variant == CHUNKS:
+        second_stream(torch.cuda.current_device())
     return variant(call, site)

@@ -61,6 +61,15 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
     return _estimate(machine, _gemm_us(machine, workload), terms)
 
 
+def gather_us(machine: Machine, workload: Workload, fabric: Fabric) -> float:
+    """What a two-shot exchange takes to hand out rows of the sum beside normalized ones, where the sum is read."""
+    if not (workload.has_norm and workload.sum_is_used) or workload.world <= 1:
+        return 0.0
+    half = all_reduce_steps(fabric, Algorithm.TWO_SHOT, workload.world).traffic / 2
+    us = fabric_costs(machine, fabric).link.us(half * workload.message_bytes)
+    return us * machine.oversubscription(workload.world, workload.hosts)
+
+
 def estimate_fused(
     machine: Machine,
     workload: Workload,
@@ -92,9 +101,6 @@ def estimate_fused(
     else:
         terms.append(Term("add", traffic_us(machine, extra * message) * slowdown))
     terms += exchange_terms(machine, workload, fabric, variant)
-    handed_out_too = workload.has_norm and workload.sum_is_used and not sum_sharded
-    if algorithm is Algorithm.TWO_SHOT and handed_out_too and world > 1:
-        link = fabric_costs(machine, fabric).link
-        half = all_reduce_steps(fabric, algorithm, world).traffic / 2
-        terms.append(Term("gather", link.us(half * message) * slowdown))
+    if algorithm is Algorithm.TWO_SHOT and not sum_sharded:
+        terms.append(Term("gather", gather_us(machine, workload, fabric)))
     return _estimate(machine, _gemm_us(machine, workload), terms)

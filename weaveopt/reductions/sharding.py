@@ -14,7 +14,7 @@ from itertools import product
 
 import torch.fx as fx
 
-from weaveopt.reductions.candidates import Lowered
+from weaveopt.reductions.plan import ReductionPlan
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 from weaveopt.sites.reduction import Reduction
 
@@ -46,9 +46,10 @@ class SharedSum:
 
     def terms(self, members: Sequence[PricedSite]) -> Mapping[tuple[int, ...], float]:
         """What the maker saves, for all choices under which its sum stays sharded."""
+        plans = [[plan_of(member.proposal(at)) for at in range(member.num_choices)] for member in members]
         found: dict[tuple[int, ...], float] = {}
-        for choices in product(*(range(member.num_choices) for member in members)):
-            made, *read = (_lowered(member.proposal(at)) for member, at in zip(members, choices, strict=True))
+        for choices in product(*(range(len(each)) for each in plans)):
+            made, *read = (each[at] for each, at in zip(plans, choices, strict=True))
             rewritten = sum(1 << bit for bit, each in enumerate(read) if each is not None)
             readers = [each for each in read if each is not None]
             if made is not None and self.covered[rewritten] and _hands_over(made, readers):
@@ -77,7 +78,7 @@ def shared_sums(sites: Sequence[FoundSite]) -> tuple[SharedSum, ...]:
 
 def sharded_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
     """The sums of which every rank holds its own token rows only; `chosen`: all rewritten sites."""
-    own = [each for each in chosen if _lowered(each.proposal) is not None]
+    own = [each for each in chosen if plan_of(each.proposal) is not None]
     readers: dict[fx.Node, list[Chosen]] = {}
     for each in own:
         residual = residual_of(each.found)
@@ -85,11 +86,11 @@ def sharded_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
             readers.setdefault(residual, []).append(each)
     sharded: set[fx.Node] = set()
     for each in own:
-        total, made = total_of(each.found), _lowered(each.proposal)
+        total, made = total_of(each.found), plan_of(each.proposal)
         if total is None or made is None:
             continue
         those = [other for other in readers.get(total, ()) if other is not each]
-        read = [lowered for other in those if (lowered := _lowered(other.proposal)) is not None]
+        read = [plan for other in those if (plan := plan_of(other.proposal)) is not None]
         if those and _hands_over(made, read) and _is_covered(total, each.found, [other.found for other in those]):
             sharded.add(total)
     return frozenset(sharded)
@@ -108,14 +109,15 @@ def total_of(found: FoundSite) -> fx.Node | None:
     return found.structure.reduced.total if isinstance(found.structure, Reduction) else None
 
 
-def _lowered(proposal: Proposal | None) -> Lowered | None:
-    return proposal.plan if proposal is not None and isinstance(proposal.plan, Lowered) else None
+def plan_of(proposal: Proposal | None) -> ReductionPlan | None:
+    """What a rule that knows reductions keeps; None where the site is left, or another kind of rule rewrites it."""
+    return proposal.plan if proposal is not None and isinstance(proposal.plan, ReductionPlan) else None
 
 
-def _hands_over(made: Lowered, readers: Sequence[Lowered]) -> bool:
+def _hands_over(made: ReductionPlan, readers: Sequence[ReductionPlan]) -> bool:
     """Whether readers can take just their own rows of a sum: its maker has no norm in the graph that reads them all."""
     divided_equally = bool(readers) and all(reader.division == made.division for reader in readers)
-    return divided_equally and not made.norm_apart
+    return divided_equally and made.division is not None and not made.norm_apart
 
 
 def _is_covered(value: fx.Node, maker: FoundSite, readers: Sequence[FoundSite]) -> bool:
@@ -125,7 +127,7 @@ def _is_covered(value: fx.Node, maker: FoundSite, readers: Sequence[FoundSite]) 
 
 
 def vanishing(found: FoundSite) -> frozenset[fx.Node]:
-    """What disappears with any rewrite of a site by this rule, and the quantization behind it."""
+    """What disappears with any rewrite of a site, and the quantization behind it."""
     structure = found.structure
     assert isinstance(structure, Reduction), f"{found.site.id} was not matched"
     quantized = frozenset() if structure.quantized is None else structure.quantized.nodes

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
-from weaveopt.reductions.candidates import Lowered
+from weaveopt.reductions.sharding import plan_of
 from weaveopt.rule import Chosen
 from weaveopt.sites.reduction import Reduction
 
@@ -55,10 +55,18 @@ def aliasing_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def aliasing_of_groups(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
+    """The same for all rewritten sites of a graph: those of each group by themselves."""
+    groups = dict.fromkeys(each.found.site.groups for each in chosen)
+    return frozenset().union(
+        *(aliasing_values([each for each in chosen if each.found.site.groups == group]) for group in groups)
+    )
+
+
 def _output(chosen: Chosen) -> fx.Node | None:
     """The normalized rows of a site whose kernel can have peers write them where they are read."""
-    lowered, structure = chosen.proposal.plan, chosen.found.structure
-    if not isinstance(lowered, Lowered) or not isinstance(structure, Reduction) or not lowered.may_alias_arena:
+    plan, structure = plan_of(chosen.proposal), chosen.found.structure
+    if plan is None or not isinstance(structure, Reduction) or not plan.may_alias_arena:
         return None
     return None if structure.reduced.norm is None else structure.reduced.norm.output
 

@@ -1,0 +1,29 @@
+"""Time of a kernel that holds a GEMM, from curves by message bytes at several depths `k` of the GEMM.
+
+As `k` grows such a time stays level while other work hides the GEMM, and then grows by the GEMM's own rate: it is
+convex. So a straight line between two measured depths is never below it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+
+def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
+    """The time at `depth` from those at measured depths.
+
+    Linear between two depths, and beyond the last as between the last two. Below the first it is the first's: a smaller
+    GEMM takes no longer. None where that takes two depths and there is one.
+    """
+    depths = sorted(by_depth)
+    if not depths:
+        return None
+    if depth <= depths[0]:
+        return by_depth[depths[0]]
+    if len(depths) == 1:
+        return None
+    right = min(bisect_left(depths, depth), len(depths) - 1)
+    low, high = depths[right - 1], depths[right]
+    slope = max(by_depth[high] - by_depth[low], 0.0) / (high - low)
+    return by_depth[low] + slope * (depth - low)

@@ -1,0 +1,183 @@
+"""Variant `tiles`: one kernel computes the product and pushes every tile to the owner of its rows as it is finished.
+
+Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm_all_reduce.cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from weaveopt.cost_model import Machine, gemm_us, host_us
+from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.curve import at_row, interpolate_us
+from weaveopt.cost_model.depths import at_depth_us
+from weaveopt.cost_model.gemm import num_units
+from weaveopt.cost_model.machine import MEASURED, Curve, Point
+from weaveopt.fabrics.traits import NativePart, is_built
+from weaveopt.ops.gemm_all_reduce.call import WeightLayout
+from weaveopt.ops.gemm_all_reduce.cut import OP, TILE_DTYPES, Cut, HandsOut, parse_variant
+from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term, Values
+from weaveopt.records.norm import NormKind
+from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.reductions.eligible import ROW_ALIGNMENT
+from weaveopt.reductions.prices.estimate import gather_us
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.sites.reduced import Reduced
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: size_rejections() says so
+    _native = None  # type: ignore[assignment]
+
+SYMBOLIC = Rejection("symbolic_tokens", "the kernel is planned for one token count, and this graph's is symbolic")
+Curves = Mapping[Cut, Mapping[int, tuple[Curve, ...]]]
+"""By cut and depth: one for each length of rows."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The kernel at a site, by the cut that is predicted fastest."""
+
+    cut: Cut
+    estimate: Estimate
+    """With the sum handed out whole, where it is read."""
+    gather_us: float
+    """Of it, what handing out the rows of the sum takes."""
+    measured: bool
+    """Whether its time was measured on such a machine."""
+
+
+def form_rejections(
+    reduced: Reduced, layout: WeightLayout, symbolic_tokens: bool, takes_norm: bool
+) -> tuple[Rejection, ...]:
+    """What the kernel does not do at a site, whatever its sizes; `takes_norm`: the norm of the sum is its part."""
+    reasons: list[Rejection] = []
+    if symbolic_tokens:
+        reasons.append(SYMBOLIC)
+    if layout is not WeightLayout.NK:
+        message = "the kernel reads weights that are stored [hidden, k]"
+        reasons.append(Rejection("weight_layout", message, (("layout", layout.value),)))
+    if reduced.post is not None:
+        reasons.append(Rejection("norm_not_supported", "the kernel has no norm ahead of the residual"))
+    if takes_norm and reduced.norm is not None:
+        kind = reduced.norm.form.kind
+        if kind is not NormKind.RMS:
+            reasons.append(Rejection("norm_not_supported", "the kernel knows RMS norms", (("kind", kind.value),)))
+        if reduced.norm.bias is not None:
+            reasons.append(Rejection("norm_not_supported", "the kernel knows no bias of a norm"))
+    return tuple(reasons)
+
+
+def size_rejections(workload: Workload) -> list[Rejection]:
+    """Token counts, rows and types that the kernel does not take."""
+    if not is_built(NativePart.HOST):
+        return [Rejection("native_part_missing", "weaveopt was installed without its native part")]
+    assert workload.gemm is not None, "a site without a GEMM has no tiles"
+    reasons = [] if workload.is_static else [SYMBOLIC]
+    most = _native.product_most_tokens(workload.world)
+    if workload.max_tokens > most:
+        message = f"the kernel takes at most {most} tokens"
+        reasons.append(Rejection("too_many_tokens", message, (("tokens", workload.max_tokens),)))
+    if workload.hidden > _native.PRODUCT_MOST_HIDDEN:
+        message = f"the kernel takes rows of at most {_native.PRODUCT_MOST_HIDDEN} elements"
+        reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
+    if workload.gemm.k % ROW_ALIGNMENT:
+        message = f"the kernel takes products of a depth that is a multiple of {ROW_ALIGNMENT}"
+        reasons.append(Rejection("depth_not_supported", message, (("k", workload.gemm.k),)))
+    handed_out = workload.out_dtype or workload.dtype
+    if workload.dtype not in TILE_DTYPES or handed_out != workload.dtype:
+        values_of = (("dtype", workload.dtype), ("normalized", handed_out))
+        message = "the kernel takes bf16 or fp16, and hands rows out in the same"
+        reasons.append(Rejection("dtype_not_supported", message, values_of))
+    return reasons
+
+
+def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Rejection:
+    """The kernel at a site that it takes; or why its time is not known.
+
+    Terms: `gemm`, as the graph's own would take; `exposed`, what the kernel takes beyond that; `gather`, in full,
+    though the GEMM may hide some of it; `host`. The model's own error is charged for all of it: the GEMM is not the
+    graph's, so what is wrong with its price need not be with this one's.
+    """
+    assert workload.gemm is not None, "a site without a GEMM has no tiles"
+    known = curves_of(machine, fabric, workload.world, HandsOut.NORM if workload.has_norm else HandsOut.SUM)
+    if not known:
+        values: Values = (("machine", machine.name), ("world", workload.world))
+        return Rejection("not_measured", "the kernel was not measured on the machine with so many ranks", values)
+    named = dict(machine.origins)
+    gathered_us = gather_us(machine, workload, fabric)
+    found = []
+    for cut, by_depth in known.items():
+        us = _kernel_us(machine, workload, cut, by_depth)
+        if us is not None:
+            origins = {named[curve.origin].kind for curves in by_depth.values() for curve in curves}
+            estimate = _estimate(machine, workload, us, gathered_us)
+            found.append(Priced(cut, estimate, gathered_us, origins == {MEASURED}))
+    if found:
+        return min(found, key=lambda each: each.estimate.us)
+    values = (("bytes", workload.message_bytes), ("k", workload.gemm.k))
+    return Rejection("beyond_measured", "the kernel was not measured at this size, and is not used there", values)
+
+
+@cache
+def curves_of(machine: Machine, fabric: Fabric, world: int, hands_out: HandsOut) -> Curves:
+    """What the profile keeps of the kernel with so many ranks; other numbers of ranks tell nothing of it."""
+    if fabric not in machine.fabrics:
+        return {}
+    found: dict[Cut, dict[int, tuple[Curve, ...]]] = {}
+    for curve in fabric_costs(machine, fabric).curves_of(OP):
+        measured = parse_variant(curve.variant)
+        if curve.world == world and measured.hands_out is hands_out:
+            by_depth = found.setdefault(measured.cut, {})
+            by_depth[measured.depth] = (*by_depth.get(measured.depth, ()), curve)
+    return found
+
+
+def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_us: float) -> Estimate:
+    slowdown = machine.oversubscription(workload.world, workload.hosts)
+    multiplied_us = gemm_us(machine, workload.gemm, workload.dtype)
+    terms = (
+        Term("gemm", multiplied_us),
+        Term("exposed", kernel_us - multiplied_us),
+        Term("gather", gathered_us),
+        Term("host", host_us(machine) * slowdown),
+    )
+    return Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
+
+
+def _kernel_us(
+    machine: Machine, workload: Workload, cut: Cut, by_depth: Mapping[int, tuple[Curve, ...]]
+) -> float | None:
+    """None where it was not measured at such a size."""
+    assert workload.gemm is not None, "a site without a GEMM has no tiles"
+    found: dict[int, float] = {}
+    for depth, curves in by_depth.items():
+        if at_row(curves, workload.hidden).covers(workload.message_bytes):
+            found[depth] = _at_size_us(machine, workload, cut, curves)
+    return at_depth_us(found, workload.gemm.k)
+
+
+def _at_size_us(machine: Machine, workload: Workload, cut: Cut, curves: tuple[Curve, ...]) -> float:
+    """Read from curves of one depth, as it is and by what a wave of tiles takes; the longer of the two.
+
+    Times were measured at sizes whose tiles fill whole waves. A few rows more may take a wave more.
+    """
+    size, units = workload.message_bytes, num_units(machine, workload.dtype)
+    element_bytes = DTYPE_BYTES[workload.dtype]
+
+    def waves(tokens: int, hidden: int) -> int:
+        return _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units)
+
+    plain_us = interpolate_us(at_row(curves, workload.hidden).points, size)
+    # A profile need not tell of SMs, nor at which length of rows a time was measured.
+    here = 0 if _native is None else waves(workload.tokens, workload.hidden)
+    if here == 0 or not all(curve.row for curve in curves):
+        return plain_us
+    of_a_wave = []
+    for curve in curves:
+        tokens_of = ((point, max(round(point.bytes / (curve.row * element_bytes)), 1)) for point in curve.points)
+        points = tuple(Point(point.bytes, point.us / waves(tokens, curve.row)) for point, tokens in tokens_of)
+        of_a_wave.append(replace(curve, points=points))
+    return max(plain_us, interpolate_us(at_row(of_a_wave, workload.hidden).points, size) * here)

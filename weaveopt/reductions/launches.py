@@ -1,0 +1,64 @@
+"""Launches of the GPU kernels of a reduction, as records: what runs, on which rows, with which tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+Returned = tuple[Tensor, Tensor, Tensor | None]
+"""normalized, sum, and row_scale where there is one."""
+
+VECTOR_BYTES = 16
+"""What a thread moves at once; rows, results and parameters begin at such a boundary."""
+NO_KERNEL = -1
+"""Of a launch that needs the product's operands."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A row of the run-time table as it is launched."""
+
+    max_tokens: int
+    kernel: int
+    """A `_native.GpuKernel` as a number, or `NO_KERNEL`."""
+    num_ctas: int
+    in_place: bool
+    """The kernel reads the partial result from the arena."""
+    aliases_arena: bool
+    """Normalized rows may be the buffer that peers write to."""
+    unsupported: str
+    """Why the device cannot run it; then the library does."""
+
+
+class Piece(NamedTuple):
+    """Tokens that one kernel takes."""
+
+    launch: Launch
+    first: int
+    num_tokens: int
+
+
+class Tiled(NamedTuple):
+    """A product `a [tokens, k] @ weight[hidden, k].t()` that the reducing kernel computes, and how it is cut."""
+
+    a: Tensor
+    weight: Tensor
+    tile_columns: int
+    group_pairs: int
+    finisher_ctas: int
+
+
+class Prepared(NamedTuple):
+    """A call whose kernels are to be launched: its tensors, and its parameters as native code takes them."""
+
+    rows: Tensor
+    """The partial result."""
+    residual: Tensor | None
+    results: Returned
+    pointers: tuple[int, int, int, int, int]
+    values: tuple[int, int]
+    fp32: int
+    kept: tuple[Tensor, ...]

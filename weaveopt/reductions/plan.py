@@ -1,0 +1,46 @@
+"""What neighbours have to know of a candidate at a reduction site, whichever rule proposes it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol, runtime_checkable
+
+from weaveopt.records.candidate import Fabric
+from weaveopt.reductions.prices.workload import Workload
+from weaveopt.reductions.variant import Algorithm
+
+
+@runtime_checkable
+class ReductionPlan(Protocol):
+    """The record that a rule keeps in `Proposal.plan`."""
+
+    @property
+    def division(self) -> tuple[Hashable, ...] | None:
+        """All that says which rank holds which token rows, at every token count; None: as no other plan does."""
+        ...
+
+    @property
+    def gather_us(self) -> float:
+        """What handing out the rows of the sum to every rank costs."""
+        ...
+
+    @property
+    def norm_apart(self) -> bool:
+        """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+        ...
+
+    @property
+    def may_alias_arena(self) -> bool:
+        """Whether peers can write normalized rows where they are read."""
+        ...
+
+
+def two_shot_division(group: str, fabric: Fabric, workload: Workload) -> tuple[Hashable, ...]:
+    """Of any two-shot exchange on GPUs of all rows of a graph of one size: rank `r` of `n` has rows
+    `tokens * r // n` and on.
+
+    Which kernel makes it, and with how many CTAs, changes nothing about that.
+    """
+    assert workload.is_static, f"a graph of {workload.min_tokens} to {workload.max_tokens} tokens goes by its table"
+    shape = (workload.world, workload.hidden, workload.dtype, workload.tokens)
+    return (group, fabric, Algorithm.TWO_SHOT, *shape)
