@@ -24,6 +24,14 @@ class Activation(StrEnum):
     """Of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`."""
 
 
+class Kernels(StrEnum):
+    """Which kernels a GPU runs; CPUs know one way only."""
+
+    TRITON = "triton"
+    HOPPER = "hopper"
+    """Our own for experts of many rows, where they run; else Triton's."""
+
+
 @dataclass(frozen=True)
 class ExpertsCall:
     """One site's constants. `encode()` goes into the graph."""
@@ -38,6 +46,8 @@ class ExpertsCall:
     """Of `clamped_swish`."""
     limit: float = 0.0
     """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
+    kernels: str = Kernels.TRITON
+    """A word of `Kernels`."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
@@ -50,13 +60,16 @@ def decode(text: str) -> ExpertsCall:
         record = json.loads(text)
         call = ExpertsCall(
             str(record["activation"]), bool(record["gated"]), bool(record["interleaved"]),
-            float(record["alpha"]), float(record["limit"]),
+            float(record["alpha"]), float(record["limit"]), str(record["kernels"]),
         )  # fmt: skip
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded moe_experts call: {text!r}: {error}") from None
     known = tuple(activation.value for activation in Activation)
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
+    ways = tuple(way.value for way in Kernels)
+    if call.kernels not in ways:
+        raise WeaveError(f"moe_experts: no kernels {call.kernels!r}; {closest(call.kernels, ways)}")
     if call.interleaved and not call.gated:
         raise WeaveError("moe_experts: interleaved rows are of gate and up, and the call is not gated")
     if call.activation == Activation.CLAMPED_SWISH and not (call.gated and math.isfinite(call.alpha)):
