@@ -138,6 +138,8 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 
 def _weight(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
+    experts, rows, _ = weight.shape
+    of_expert, of_row, _ = weight.stride()
     return _native.ExpertWeight(
-        weight.data_ptr(), *weight.shape[:2], *weight.stride()[:2], 0 if bias is None else bias.data_ptr()
+        weight.data_ptr(), experts, rows, of_expert, of_row, 0 if bias is None else bias.data_ptr()
     )
