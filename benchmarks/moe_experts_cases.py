@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import weaveopt.ops  # noqa: F401
 from weaveopt.mixtures.activation import ActivationName
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts import gpu, hopper
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.plan import Plan
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
@@ -111,8 +111,8 @@ class Data:
     def weave(self, how: Plan) -> Call:
         return lambda at: gpu.launch(self.operands(at), self.model.call, how)
 
-    def planned(self) -> Call:
-        call = self.model.call.encode()
+    def planned(self, kernels: Kernels = Kernels.TRITON) -> Call:
+        call = replace(self.model.call, kernels=kernels).encode()
 
         def run(at: int) -> Tensor:
             of = self.operands(at)
@@ -136,6 +136,10 @@ class Data:
         run = compiled(between_grouped)
         ready = [sorted_rows(self.operands(at)) for at in range(NUM_ROUTINGS)]
         return lambda at: run(ready[at], self.operands(at), self.model.call)
+
+    def runs_hopper(self) -> bool:
+        """Whether a call with `Kernels.HOPPER` is other than one with Triton's."""
+        return hopper.takes(self.operands(0), self.shape)
 
     def fits(self, name: str) -> bool:
         copied = self.shape.rows * 3 * self.model.hidden * self.model.inner * 2

@@ -7,6 +7,8 @@ A case is one rank's share of a layer's experts, on the tokens of all ranks; bf1
 sequences that transformers runs, compiled; `grouped_mm_alone` its two GEMMs and the activation, of rows that were
 sorted beforehand. Each variant's calls run in one CUDA graph over several routings in turn; graphs are replayed in
 turns, and a time is the median. The bound is the larger of active weights at 4.1 TB/s and FLOPs at 720 TFLOP/s.
+A row is of one implementation of ours, `kernels` of its case: `triton`, and `hopper` where it runs; both beside the
+same baselines.
 
 `--sweep` times every launch that `candidates` of the plan lists instead: what the plan is fitted from.
 """
@@ -39,7 +41,8 @@ from benchmarks.moe_experts_cases import (
     make_weights,
     time_in_turns,
 )
-from weaveopt.ops.moe_experts import gpu
+from weaveopt.ops.moe_experts import gpu, hopper
+from weaveopt.ops.moe_experts.call import Kernels
 from weaveopt.ops.moe_experts.plan import Plan, candidates, plan
 
 TOKENS = (1, 8, 64, 512, 2048, 8192)
@@ -56,10 +59,15 @@ def is_right(call: Call, want: torch.Tensor, what: str) -> bool:
     return error < LARGEST_ERROR
 
 
-def row_of(case: Case, data: Data, without: list[str]) -> record.Row | None:
+def rows_of(case: Case, data: Data, without: list[str]) -> list[record.Row]:
     want = expected(data.operands(0), data.model.call)
     graphs = {}
-    for name, make in {"weave": Data.planned, **BASELINES}.items():
+    ours: dict[str, Callable[[Data], Call]] = {
+        str(kernels): partial(Data.planned, kernels=kernels) for kernels in Kernels
+    }
+    if not data.runs_hopper():
+        del ours[Kernels.HOPPER]
+    for name, make in {**ours, **BASELINES}.items():
         if name in without or not data.fits(name):
             continue
         try:
@@ -69,25 +77,33 @@ def row_of(case: Case, data: Data, without: list[str]) -> record.Row | None:
                 graphs[name] = capture(call)
         except RuntimeError as refused:
             print(f"  {name}: {str(refused).splitlines()[0][:140]}", flush=True)
-    if "weave" not in graphs or len(graphs) == 1:
-        return None
     times = time_in_turns(graphs)
-    ours = times.pop("weave")
+    baselines = {name: us for name, us in times.items() if name in BASELINES}
+    return [row_of(name, times[name], case, data, baselines) for name in ours if name in times and baselines]
+
+
+def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str, float]) -> record.Row:
     how = plan(data.shape, gpu.num_sms(data.x.device))
-    gb, tflops = data.weight_bytes / ours / 1e3, data.flops / ours / 1e6
-    others = " ".join(f"{name} {us:.1f}" for name, us in times.items())
+    tile = brief(how) if kernels == Kernels.TRITON else hopper_tile(hopper.plan(data.shape))
+    gb, tflops = data.weight_bytes / us / 1e3, data.flops / us / 1e6
+    others = " ".join(f"{name} {us:.1f}" for name, us in baselines.items())
     print(
-        f"{case.model} {case.tokens} x {case.ranks} {case.routing}: weave {ours:8.1f} us {gb:5.0f} GB/s {tflops:4.0f} "
-        f"TFLOP/s {data.bound_us / ours:4.0%} | {others} | {min(times.values()) / ours:.2f}x | {brief(how)}",
+        f"{case.model} {case.tokens} x {case.ranks} {case.routing}: {kernels} {us:8.1f} us {gb:5.0f} GB/s "
+        f"{tflops:4.0f} TFLOP/s {data.bound_us / us:4.0%} | {others} | {min(baselines.values()) / us:.2f}x | {tile}",
         flush=True,
     )
     return record.row(
-        case={**asdict(case), "experts": data.num_experts}, weave_us=ours, baselines=times, bound_us=data.bound_us,
+        case={**asdict(case), "experts": data.num_experts, "kernels": kernels}, weave_us=us, baselines=baselines,
+        bound_us=data.bound_us,
         parameters={
             "gb_per_s": round(gb), "tflops": round(tflops), "rows": round(data.own_rows),
-            "active_experts": round(data.active, 1), "tile": brief(how),
+            "active_experts": round(data.active, 1), "tile": tile,
         },
     )  # fmt: skip
+
+
+def hopper_tile(how: hopper.HopperPlan) -> str:
+    return f"rows {how.rows}, group {how.group}, combine {how.combine_columns}"
 
 
 def brief(how: Plan) -> str:
@@ -175,8 +191,8 @@ def main() -> None:
                 swept += sweep(case, data)
                 if asked.output is not None:
                     asked.output.write_text(json.dumps(swept, separators=(",", ":")) + "\n")
-            elif (row := row_of(case, data, asked.without)) is not None:
-                rows.append(row)
+            else:
+                rows += rows_of(case, data, asked.without)
             del data
             torch.cuda.empty_cache()
         del weights

@@ -14,7 +14,8 @@ from weaveopt.cost_model.machine import KernelCurve, Machine
 from weaveopt.records.site import DTYPE_BYTES
 
 OPERATION = "experts"
-"""Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP."""
+"""Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. Of kernels with
+a name of their own, it stands before: `hopper bfloat16 rows`."""
 LIBRARY_CALLS = 6
 """Of the library for an expert's rows on a CPU: gather, two GEMMs, activation, product with up, scatter."""
 
@@ -58,20 +59,25 @@ class Mixture:
         return 2.0 * self.rows * (self.wide + self.width) * self.hidden
 
 
-def kernels_us(machine: Machine, mixture: Mixture) -> float | None:
-    """Microseconds of the kernels on a GPU, by their measured curves; None where the profile has none.
+def variant_of(kernels: str, dtype: str, counted: str) -> str:
+    """Of a curve: `kernels` is empty for those without a name; `counted` is `weights` or `rows`."""
+    return f"{kernels} {dtype} {counted}".strip()
+
+
+def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float | None:
+    """Microseconds of the kernels of that name on a GPU, by their measured curves; None where the profile has none.
 
     The longer of reading the weights of the experts with rows, and of the arithmetic.
     """
-    curves = _curves(machine, mixture.dtype)
+    curves = _curves(machine, kernels, mixture.dtype)
     if len(curves) < 2:
         return None
     return max(kernel_curve_us(curves["weights"], mixture.weight_bytes), kernel_curve_us(curves["rows"], mixture.flops))
 
 
 @cache
-def _curves(machine: Machine, dtype: str) -> dict[str, KernelCurve]:
-    named = {f"{dtype} {counted}": counted for counted in ("weights", "rows")}
+def _curves(machine: Machine, kernels: str, dtype: str) -> dict[str, KernelCurve]:
+    named = {variant_of(kernels, dtype, counted): counted for counted in ("weights", "rows")}
     return {named[each.variant]: each for each in machine.kernels if each.op == OPERATION and each.variant in named}
 
 

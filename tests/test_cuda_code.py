@@ -15,7 +15,7 @@ from weaveopt import _native
 ORDERED = ("9ll_packet", "4bulk", "6direct")
 """In the mangled names of kernels that call fabric::begin_call."""
 HOPPER = "sm_90a"
-HOPPER_KERNELS = ("10push_tiles", "7compute")
+HOPPER_KERNELS = ("10push_tiles", "7compute", "12grouped_gemm")
 """In the mangled names of kernels that need Hopper's own instructions: of sources called `*.sm90a.cu`."""
 
 

@@ -238,6 +238,8 @@ PRODUCT_MOST_HIDDEN: int
 
 def shm_buffers(max_tokens: int, hidden: int, dtype: DType, out_dtype: DType, world: int) -> list[BufferNeed]: ...
 
+EXPERT_TILE_ROWS: int
+"""Of tiles of rows sorted by expert, in the GEMMs of `experts_gate_up` and `experts_down`."""
 has_cuda: bool
 """Whether the CUDA part was built; what follows is there only then."""
 
@@ -347,6 +349,38 @@ def gemm(
     stream: int,
 ) -> int: ...
 def gemm_unsupported(dtype: DType, n: int, k: int, device: int) -> str: ...
+
+class ExpertWeight:
+    def __init__(self, data: int, experts: int, rows: int, expert_stride: int, row_stride: int, bias: int) -> None: ...
+
+class ExpertRouting:
+    def __init__(self, order: int, table: int, num_rows: int, group: int) -> None: ...
+
+class ExpertGate:
+    def __init__(self, gated: bool, interleaved: bool, activation: int, alpha: float, limit: float) -> None: ...
+
+def experts_gate_up(
+    x: int,
+    x_stride: int,
+    hidden: int,
+    choices: int,
+    weight: ExpertWeight,
+    routing: ExpertRouting,
+    gate: ExpertGate,
+    inner: int,
+    dtype: DType,
+    stream: int,
+) -> int: ...
+def experts_down(
+    inner: int,
+    inner_width: int,
+    weight: ExpertWeight,
+    routing: ExpertRouting,
+    results: int,
+    dtype: DType,
+    stream: int,
+) -> int: ...
+def experts_unsupported(dtype: DType, hidden: int, inner: int, addresses: int, device: int) -> str: ...
 def cuda_error_text(code: int) -> str: ...
 def has_code(device: int) -> bool: ...
 

@@ -7,6 +7,7 @@ void bind_all_gather_gemm(pybind11::module_& m);
 void bind_all_reduce_norm(pybind11::module_& m);
 void bind_gemm_reduce_scatter(pybind11::module_& m);
 void bind_hierarchical_all_reduce(pybind11::module_& m);
+void bind_moe_experts(pybind11::module_& m);
 void bind_moe_sharded(pybind11::module_& m);
 
 void bind_families(pybind11::module_& m) {
@@ -14,16 +15,19 @@ void bind_families(pybind11::module_& m) {
     bind_all_reduce_norm(m);
     bind_gemm_reduce_scatter(m);
     bind_hierarchical_all_reduce(m);
+    bind_moe_experts(m);
     bind_moe_sharded(m);
 }
 
 #ifdef WEAVE_WITH_CUDA
 void bind_all_reduce_norm_cuda(pybind11::module_& m);
 void bind_gemm_cuda(pybind11::module_& m);
+void bind_moe_experts_cuda(pybind11::module_& m);
 
 void bind_families_cuda(pybind11::module_& m) {
     bind_all_reduce_norm_cuda(m);
     bind_gemm_cuda(m);
+    bind_moe_experts_cuda(m);
 }
 #endif
 

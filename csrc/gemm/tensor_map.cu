@@ -19,22 +19,37 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
     return found;
 }
 
+// `strides` in bytes, one for each dimension but the first.
+int encode(CUtensorMap& map, const void* data, DType dtype, cuuint32_t dimensions, const cuuint64_t* sizes,
+           const cuuint64_t* strides, int32_t box_rows) {
+    constexpr cuuint32_t kBoxColumns = 64;
+    const auto encode_tiled = encoder();
+    if (encode_tiled == nullptr) return cudaErrorNotSupported;
+    const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const cuuint32_t box[3] = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    const CUresult result = encode_tiled(&map, type, dimensions, const_cast<void*>(data), sizes, strides, box, steps,
+                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int64_t columns, int64_t stride,
              int32_t box_rows) {
-    constexpr cuuint32_t kBoxColumns = 64;
-    const auto encode = encoder();
-    if (encode == nullptr) return cudaErrorNotSupported;
-    const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride * size_of(dtype))};
-    const cuuint32_t box[2] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
-    const cuuint32_t steps[2] = {1, 1};
-    const CUresult result =
-        encode(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+    return encode(map, data, dtype, 2, sizes, strides, box_rows);
+}
+
+int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matrices, int64_t rows, int64_t columns,
+                   int64_t matrix_stride, int64_t stride, int32_t box_rows) {
+    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                                 static_cast<cuuint64_t>(matrices)};
+    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride * size_of(dtype)),
+                                   static_cast<cuuint64_t>(matrix_stride * size_of(dtype))};
+    return encode(map, data, dtype, 3, sizes, strides, box_rows);
 }
 
 }  // namespace weave::gemm

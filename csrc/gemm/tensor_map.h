@@ -15,4 +15,8 @@ namespace weave::gemm {
 int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int64_t columns, int64_t stride,
              int32_t box_rows);
 
+// The same of `matrices` of such rows, `matrix_stride` elements from one to the next: boxes lie in one of them.
+int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matrices, int64_t rows, int64_t columns,
+                   int64_t matrix_stride, int64_t stride, int32_t box_rows);
+
 }  // namespace weave::gemm

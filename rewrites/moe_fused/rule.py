@@ -13,6 +13,7 @@ ranks' experts are not computed. The router stays, and so does the all-reduce be
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -23,10 +24,11 @@ from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.mixtures.activation import Activation
-from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.gpu import has_triton
+from weaveopt.ops.moe_experts.hopper import lacks_hopper
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.moe_fused.candidates import RULE, candidates
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, RULE, Host, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
 from weaveopt.sites.mixtures.experts import Experts, Linear
@@ -45,9 +47,10 @@ class MoeFused:
     ) -> Sequence[Proposal]:
         facts, experts = _site(found)
         surroundings = Surroundings.of(context.machine, context.topologies.values())
+        host, transposed = Host(has_triton(), lacks_hopper()), experts.up.transposed or experts.down.transposed
         return tuple(
             Proposal(candidate, experts.nodes)
-            for candidate in candidates(facts, tokens, surroundings, has_triton(), usable_only)
+            for candidate in candidates(facts, transposed, tokens, surroundings, host, usable_only)
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
@@ -56,6 +59,8 @@ class MoeFused:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         facts, experts = _site(chosen.found)
         call = call_of(facts.activation)
+        if chosen.proposal.candidate.variant == HOPPER:
+            call = dataclasses.replace(call, kernels=Kernels.HOPPER)
         x = _node(experts.x)
         operands = [
             x,

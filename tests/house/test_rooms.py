@@ -67,6 +67,7 @@ ROOMS = {
         "rewrites/moe_fused/",
         "weaveopt/ops/moe_experts/",
         "weaveopt/measure/cases/moe_experts.py",
+        "csrc/moe_experts/",
     ),
     "gemm_reduce_scatter": (
         "rewrites/gemm_reduce_scatter/",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.executing import executing
 from tests.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, Family, experts_of, routed
+from tests.preview import previewed
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import cost_model
 from weaveopt.config import Config
@@ -20,15 +21,17 @@ from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
 from weaveopt.cost_model.mixture import Mixture, kernels_us
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.moe_experts.call import Kernels, decode
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.moe_fused.candidates import KERNELS, RULE, candidates
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, RULE, Host, candidates
 from weaveopt.sites.mixture import MixtureFacts
 
 FORCED = Config(force=(RULE,), strict=True)
 BF16, FP32 = torch.bfloat16, torch.float32
 MIXTRAL = FAMILIES[0]
+TRITON = Host(has_triton=True)
 FACTS = MixtureFacts(
     experts=8,
     experts_in_all=8,
@@ -149,8 +152,10 @@ def test_an_activation_that_no_kernel_knows_is_left() -> None:
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
-def _on(machine: Machine, tokens: int, facts: MixtureFacts = FACTS) -> list[tuple[str, float | None, list[str]]]:
-    found = candidates(facts, TokenCounts(tokens), Surroundings(machine), True, usable_only=False)
+def _on(
+    machine: Machine, tokens: int, facts: MixtureFacts = FACTS, transposed: bool = False, host: Host = TRITON
+) -> list[tuple[str, float | None, list[str]]]:
+    found = candidates(facts, transposed, TokenCounts(tokens), Surroundings(machine), host, usable_only=False)
     return [
         (each.variant, None if each.estimate is None else each.estimate.us, [r.code for r in each.rejections])
         for each in found
@@ -177,7 +182,7 @@ def test_weights_that_are_gathered_for_every_choice_cost_more() -> None:
 
 def test_kernels_that_were_not_measured_are_not_used() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=())
-    assert _on(machine, 8) == [(KERNELS, None, ["not_measured"])]
+    assert _on(machine, 8) == [(KERNELS, None, ["not_measured"]), (HOPPER, None, ["not_measured"])]
 
 
 def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
@@ -188,9 +193,49 @@ def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=curves)
     few, many = (kernels_us(machine, Mixture(tokens, 2.0, 8, 6144, 8192, True, "bfloat16")) for tokens in (1, 8192))
     assert few is not None and many is not None and few < many
-    ((_, us, refused),) = _on(machine, 8192)
-    assert us is not None and us >= many and not refused
-    assert _on(machine, 8, replace(FACTS, dtype="float32"))[0][2] == ["dtype_not_supported"]
+    (_, us, refused), (_, _, others) = _on(machine, 8192)
+    assert us is not None and us >= many and not refused and others == ["not_measured"]
+    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 2
+
+
+def _curves(name: str, us: float) -> tuple[KernelCurve, KernelCurve]:
+    points = (SizePoint(1 << 10, us), SizePoint(1 << 60, us))
+    return (
+        KernelCurve("x", "experts", f"{name}bfloat16 weights", "bytes", points),
+        KernelCurve("x", "experts", f"{name}bfloat16 rows", "flop", points),
+    )
+
+
+def test_each_of_the_kernels_has_its_own_curves() -> None:
+    machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
+    (triton, slow, _), (hopper, fast, _) = _on(machine, 8192)
+    assert (triton, hopper) == (KERNELS, HOPPER)
+    assert slow is not None and fast is not None and slow - fast == pytest.approx(400.0)
+
+
+def test_what_speaks_against_the_hopper_kernels() -> None:
+    """All of it, and nothing of it against Triton's."""
+    machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
+    odd = replace(FACTS, hidden=6140)
+    (_, us, none), (_, refused_us, refused) = _on(machine, 8192, odd, True, Host(True, lacks_hopper=True))
+    assert us is not None and not none
+    assert refused_us is None
+    assert refused == ["weights_transposed", "rows_not_aligned", "hopper_kernels_missing"]
+    assert _on(machine, 8192, host=Host(False))[1][2] == ["triton_missing"]
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("hopper ", Kernels.HOPPER), ("", Kernels.TRITON)])
+def test_the_graph_says_which_kernels_were_chosen(
+    name: str, kernels: Kernels, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the profile says; previewed on fake tensors of a machine with GPUs."""
+    experts, inputs = experts_of(MIXTRAL, "grouped_mm", BF16), routed(64, 2, BF16, BF16, foreign=False)
+    machine = replace(cost_model.load("h200x4"), kernels=_curves(name, 0.01))
+    monkeypatch.setattr(cost_model, "load", lambda _: machine)
+    previewed(experts, tuple(inputs), machine="h200x4", force=(RULE,), static=True)
+    (graph,) = graphs
+    (call,) = graph.find_nodes(op="call_function", target=torch.ops.weave.moe_experts.default)
+    assert decode(str(call.args[-1])).kernels == kernels
 
 
 def test_only_experts_with_rows_are_read() -> None:

@@ -1,4 +1,7 @@
-"""The kernels of a mixture's experts on GPUs: few rows an expert, by bytes of weights; many, by FLOP."""
+"""The kernels of a mixture's experts on GPUs: few rows an expert, by bytes of weights; many, by FLOP.
+
+Triton's, and on GPUs of compute capability 9.0 our own beside them, through the same operation.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.machine import KernelCurve, SizePoint
-from weaveopt.cost_model.mixture import OPERATION, Mixture
+from weaveopt.cost_model.mixture import OPERATION, Mixture, variant_of
 from weaveopt.measure import fit
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Sample, slowest
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session
-from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.gpu import has_triton
+from weaveopt.ops.moe_experts.hopper import runs_on
 
-CALL = ExpertsCall("silu", True).encode()
+NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper"}
+"""Of kernels, in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(
     Mixture(tokens, float(CHOICES), experts, hidden, width, True, DTYPE)
@@ -32,11 +37,16 @@ MANY = tuple(
     for hidden, width in ((2048, 1536), (6144, 4096))
     for tokens in (1024, 2048, 4096, 8192)
 )
+SOME = tuple(
+    Mixture(16 * experts, float(CHOICES), experts, hidden, width, True, DTYPE)
+    for experts, hidden, width in ((16, 2048, 768), (32, 2048, 1536), (32, 4096, 1536), (8, 6144, 8192))
+)
+"""As many rows an expert as the Hopper kernels take at least, where the weights still bind: theirs alone."""
 TURNS_BYTES = 256 << 20
 """Weights of so many bytes take turns: in a model those of other layers have driven them out of the cache."""
 
 
-def call_of(mixture: Mixture, device: torch.device) -> Callable[[int], object]:
+def call_of(mixture: Mixture, kernels: Kernels, device: torch.device) -> Callable[[int], object]:
     """Calls on weights that take turns; every token's choices are other ones, uniform over the experts."""
     made = torch.Generator(device=device).manual_seed(0)
 
@@ -47,12 +57,13 @@ def call_of(mixture: Mixture, device: torch.device) -> Callable[[int], object]:
     turns = max(1, min(8, TURNS_BYTES // max(mixture.weight_bytes, 1)))
     weights = [(normal(experts, 2 * width, hidden), normal(experts, hidden, width)) for _ in range(turns)]
     x = normal(mixture.tokens, hidden)
+    call = ExpertsCall("silu", True, kernels=kernels).encode()
     scores = torch.rand(mixture.tokens, experts, generator=made, device=device)
     share, chosen = scores.topk(CHOICES)
 
     def run(index: int) -> object:
         up, down = weights[index % turns]
-        return torch.ops.weave.moe_experts(x, chosen, share, up, None, down, None, CALL)
+        return torch.ops.weave.moe_experts(x, chosen, share, up, None, down, None, call)
 
     return run
 
@@ -72,23 +83,34 @@ class ExpertKernels(Family):
     """On GPUs with Triton; CPU ranks run the library's GEMMs, whose times are in the profile."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: dict[Mixture, Sample] = field(default_factory=dict)
+    times: dict[tuple[Kernels, Mixture], Sample] = field(default_factory=dict)
 
     def measure_alone(self, session: Session) -> None:
         if not has_triton():
             return
-        cases = (*FEW, *MANY)[::3] if session.quick else (*FEW, *MANY)
+        cases = _cases(session.quick, runs_on(session.device))
         mine: list[Sample] = []
-        for done, case in enumerate(cases):
+        for done, (kernels, case) in enumerate(cases):
             session.tell("experts", done, len(cases))
-            mine.append(session.clock.alone(call_of(case, session.device), 30.0))
+            mine.append(session.clock.alone(call_of(case, kernels, session.device), 30.0))
         self.times = dict(zip(cases, slowest(mine), strict=True))
 
     def write(self, draft: Draft) -> None:
         if not self.times:
             return
         origin = draft.origin("experts", self.times.values(), "a mixture's experts, weights out of cache, bfloat16")
-        weights = [(case.weight_bytes, sample.us) for case, sample in self.times.items() if case in FEW]
-        rows = [(case.flops, sample.us) for case, sample in self.times.items() if case in MANY]
-        draft.kernels.append(curve(origin, f"{DTYPE} weights", "bytes", weights))
-        draft.kernels.append(curve(origin, f"{DTYPE} rows", "flop", rows))
+        for kernels, name in NAMES.items():
+            found = {case: sample.us for (used, case), sample in self.times.items() if used == kernels}
+            weights = [(case.weight_bytes, us) for case, us in found.items() if case not in MANY]
+            rows = [(case.flops, us) for case, us in found.items() if case in MANY]
+            if weights and rows:
+                draft.kernels.append(curve(origin, variant_of(name, DTYPE, "weights"), "bytes", weights))
+                draft.kernels.append(curve(origin, variant_of(name, DTYPE, "rows"), "flop", rows))
+
+
+def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
+    """What is timed. With few rows an expert both names mean Triton's kernels: those count for both."""
+    triton = tuple((Kernels.TRITON, case) for case in (*FEW, *MANY))
+    hopper = tuple((Kernels.HOPPER, case) for case in (*FEW, *SOME, *MANY)) if with_hopper else ()
+    step = 3 if quick else 1
+    return (*triton[::step], *hopper[::step])

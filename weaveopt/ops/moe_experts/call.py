@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cache
 
 from weaveopt.errors import WeaveError, closest
 from weaveopt.mixtures.activation import Activation, ActivationName
+
+
+class Kernels(StrEnum):
+    """Which kernels a GPU runs; CPUs know one way only."""
+
+    TRITON = "triton"
+    HOPPER = "hopper"
+    """Our own for experts of many rows, where they run; else Triton's."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,8 @@ class ExpertsCall:
     """Of `clamped_swish`."""
     limit: float = 0.0
     """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
+    kernels: str = Kernels.TRITON
+    """A word of `Kernels`."""
 
     @property
     def act(self) -> Activation:
@@ -42,13 +53,16 @@ def decode(text: str) -> ExpertsCall:
         record = json.loads(text)
         call = ExpertsCall(
             str(record["activation"]), bool(record["gated"]), bool(record["interleaved"]),
-            float(record["alpha"]), float(record["limit"]),
+            float(record["alpha"]), float(record["limit"]), str(record["kernels"]),
         )  # fmt: skip
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded moe_experts call: {text!r}: {error}") from None
     known = tuple(activation.value for activation in ActivationName)
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
+    ways = tuple(way.value for way in Kernels)
+    if call.kernels not in ways:
+        raise WeaveError(f"moe_experts: no kernels {call.kernels!r}; {closest(call.kernels, ways)}")
     if call.interleaved and not call.gated:
         raise WeaveError("moe_experts: interleaved rows are of gate and up, and the call is not gated")
     if call.activation == ActivationName.CLAMPED_SWISH and not (call.gated and math.isfinite(call.alpha)):

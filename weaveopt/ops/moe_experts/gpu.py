@@ -1,4 +1,4 @@
-"""The op on GPUs: which form runs, and the launch of its kernels. Nothing here waits for the device."""
+"""The op on GPUs by Triton: what its kernels take, and their launch. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import cache
 import torch
 
 from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plain import plain
-from weaveopt.ops.moe_experts.plan import Plan, plan, power_of_two
+from weaveopt.ops.moe_experts.plan import Plan, RowTiles, power_of_two
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 Tensor = torch.Tensor
@@ -55,23 +54,14 @@ def has_kernels(operands: Operands, shape: Shape) -> bool:
     return half and few and near and has_triton() and has_tensor_cores(operands.x.device)
 
 
-def on_gpu(operands: Operands, call: ExpertsCall) -> Tensor:
-    """`weave::moe_experts` on a GPU."""
-    shape = checked_shape(operands, call)
-    if not has_kernels(operands, shape):
-        return plain(operands, call)
-    return launch(operands, call, plan(shape, num_sms(operands.x.device), call.gated))
-
-
 def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
-    """All kernels of one call; tensors may lie anywhere that Triton runs."""
+    """All of Triton's kernels of one call; tensors may lie anywhere that Triton runs."""
     from weaveopt.ops.moe_experts import kernels
 
     shape = checked_shape(operands, call)
     x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
-    y = x.new_empty((shape.tokens, shape.hidden))
     if not shape.rows:
-        return y
+        return x.new_empty((shape.tokens, shape.hidden))
     early = how.early and may_launch_early(x.device)
     experts = operands.experts.contiguous()
     order, table = route(experts, shape, how, early)
@@ -96,16 +86,26 @@ def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
         BLOCK_M=how.rows, BLOCK_N=down.columns, BLOCK_K=down.depth, GROUP=how.group, SWAP=down.swap,
         PDL=early, num_warps=down.num_warps, num_stages=down.num_stages, launch_pdl=early,
     )  # fmt: skip
+    return combine(results, experts, operands.weights, x.dtype, shape, how, early)
+
+
+def combine(
+    results: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype, shape: Shape, how: RowTiles, early: bool
+) -> Tensor:
+    """The weighted sum over choices of `results` [splits, rows, H], in `dtype`. `experts` is contiguous."""
+    from weaveopt.ops.moe_experts import kernels
+
+    y = results.new_empty((shape.tokens, shape.hidden), dtype=dtype)
     columns = min(how.combine_columns, power_of_two(shape.hidden))
     kernels.combine[(shape.tokens, -(-shape.hidden // columns))](
-        results, experts, operands.weights, y, *operands.weights.stride(), shape.rows, shape.experts,
-        HIDDEN=shape.hidden, CHOICES=shape.choices, SPLITS=how.splits, BLOCK=columns, PDL=early,
+        results, experts, weights, y, *weights.stride(), shape.rows, shape.experts,
+        HIDDEN=shape.hidden, CHOICES=shape.choices, SPLITS=results.shape[0], BLOCK=columns, PDL=early,
         num_warps=max(1, min(4, columns // 256)), launch_pdl=early,
     )  # fmt: skip
     return y
 
 
-def route(experts: Tensor, shape: Shape, how: Plan, early: bool) -> tuple[Tensor, Tensor]:
+def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Tensor, Tensor]:
     """Rows by expert, and the tiles they make: see `routing_kernels`. `experts` is contiguous."""
     from weaveopt.ops.moe_experts import routing_kernels
 

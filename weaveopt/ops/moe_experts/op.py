@@ -20,9 +20,10 @@ A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts
 
 Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
 tokens (`cpu.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs, one
-adds up. Nothing waits for the device and sizes come from shapes alone, so calls can be captured in CUDA graphs, and
-what is routed where may change between replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but
-E / k times the arithmetic (`plain.py`).
+adds up. A call that names `Kernels.HOPPER` runs native GEMMs instead where experts have many rows on average and the
+GPU, the build and the weights' layout allow it (`hopper.py`). Nothing waits for the device and sizes come from shapes
+alone, so calls can be captured in CUDA graphs, and what is routed where may change between replays. fp32, and GPUs
+without Triton, get the plain expression, graph-safe but E / k times the arithmetic (`plain.py`).
 
 Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is none.
 """
@@ -34,7 +35,7 @@ import torch
 from weaveopt.ops.moe_experts import fake
 from weaveopt.ops.moe_experts.call import decode
 from weaveopt.ops.moe_experts.cpu import on_cpu
-from weaveopt.ops.moe_experts.gpu import on_gpu
+from weaveopt.ops.moe_experts.on_gpu import on_gpu
 from weaveopt.ops.moe_experts.shapes import Operands
 
 Tensor = torch.Tensor

@@ -53,12 +53,27 @@ class Tile:
         return (rows + self.columns * (2 if gated else 1)) * self.depth * 2 * self.num_stages
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One call."""
+class RowTiles:
+    """What a launch says to the kernels that sort rows and add them up."""
 
     rows: int
     """Of a tile, in both GEMMs."""
+    combine_columns: int
+    early: bool
+    """Kernels are launched while the one before still runs, and wait on the device, where that can do it."""
+    one_routing: bool
+
+    def max_tiles(self, shape: Shape) -> int:
+        """No routing needs more: a tile for each expert that has rows, and one for each further `rows` rows."""
+        active = min(shape.experts, shape.rows)
+        return active + (shape.rows - active) // self.rows
+
+
+@dataclass(frozen=True)
+class Plan(RowTiles):
+    """One call of Triton's kernels."""
+
+    rows: int
     gate_up: Tile
     down: Tile
     splits: int = 1
@@ -67,13 +82,7 @@ class Plan:
     """Tiles that go through a block of weights one after another."""
     combine_columns: int = 1024
     early: bool = True
-    """Kernels are launched while the one before still runs, and wait on the device, where that can do it."""
     one_routing: bool = True
-
-    def max_tiles(self, shape: Shape) -> int:
-        """No routing needs more: a tile for each expert that has rows, and one for each further `rows` rows."""
-        active = min(shape.experts, shape.rows)
-        return active + (shape.rows - active) // self.rows
 
 
 def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
@@ -84,7 +93,7 @@ def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
 
 
 def _plan(shape: Shape, num_sms: int) -> Plan:
-    rows = min(max(power_of_two(int(ROOM * shape.rows / shape.experts)), LEAST_ROWS), MOST_ROWS)
+    rows = _rows(shape)
     active = min(shape.experts, shape.rows)
     one_routing = shape.rows <= ONE_ROUTING_ROWS
     if rows > FEW_ROWS:
@@ -99,6 +108,15 @@ def _plan(shape: Shape, num_sms: int) -> Plan:
     down = Tile(64, 128, 4, 4)
     splits = even_splits(active * -(-shape.hidden // down.columns), shape.inner, RESIDENT * num_sms)
     return Plan(rows, gate_up, down, splits, combine_columns=512, one_routing=one_routing)
+
+
+def has_many_rows(shape: Shape) -> bool:
+    """Whether the tensor cores bind, as far as the shape says: experts fill tiles of the most rows."""
+    return _rows(shape) == MOST_ROWS
+
+
+def _rows(shape: Shape) -> int:
+    return min(max(power_of_two(int(ROOM * shape.rows / shape.experts)), LEAST_ROWS), MOST_ROWS)
 
 
 def even_splits(programs: int, depth: int, slots: int) -> int:

@@ -1,0 +1,71 @@
+// The Python face of the experts of a mixture on GPUs. Plain C++: everything that needs CUDA's headers is behind
+// grouped.h.
+#include "base/bindings.h"
+
+#include "moe_experts/grouped.h"
+#include "moe_experts/tiles.h"
+
+namespace py = pybind11;
+
+namespace weave {
+
+void bind_moe_experts(py::module_& m) {
+    m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
+}
+
+#ifdef WEAVE_WITH_CUDA
+void bind_moe_experts_cuda(py::module_& m) {
+    using moe_experts::Gate;
+    using moe_experts::Routing;
+    using moe_experts::Weight;
+    py::class_<Weight>(m, "ExpertWeight")
+        .def(py::init([](uintptr_t data, int64_t experts, int64_t rows, int64_t expert_stride, int64_t row_stride,
+                         uintptr_t bias) {
+                 return Weight{reinterpret_cast<const void*>(data), experts, rows, expert_stride, row_stride,
+                               reinterpret_cast<const void*>(bias)};
+             }),
+             py::arg("data"), py::arg("experts"), py::arg("rows"), py::arg("expert_stride"), py::arg("row_stride"),
+             py::arg("bias"), "[experts, rows, depth]: addresses, strides in elements; a bias of 0 is none.");
+    py::class_<Routing>(m, "ExpertRouting")
+        .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group) {
+                 return Routing{reinterpret_cast<const int32_t*>(order), reinterpret_cast<const int32_t*>(table),
+                                num_rows, group};
+             }),
+             py::arg("order"), py::arg("table"), py::arg("num_rows"), py::arg("group"),
+             "What the routing kernels left, in tiles of EXPERT_TILE_ROWS.");
+    py::class_<Gate>(m, "ExpertGate")
+        .def(py::init([](bool gated, bool interleaved, int32_t activation, float alpha, float limit) {
+                 return Gate{gated, interleaved, activation, alpha, limit};
+             }),
+             py::arg("gated"), py::arg("interleaved"), py::arg("activation"), py::arg("alpha"), py::arg("limit"));
+    m.def(
+        "experts_gate_up",
+        [](uintptr_t x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight, const Routing& routing,
+           const Gate& gate, uintptr_t inner, DType dtype, uintptr_t stream) {
+            py::gil_scoped_release release;
+            return moe_experts::run_gate_up(reinterpret_cast<const void*>(x), x_stride, hidden, choices, weight,
+                                            routing, gate, reinterpret_cast<void*>(inner), dtype,
+                                            reinterpret_cast<void*>(stream));
+        },
+        py::arg("x"), py::arg("x_stride"), py::arg("hidden"), py::arg("choices"), py::arg("weight"), py::arg("routing"),
+        py::arg("gate"), py::arg("inner"), py::arg("dtype"), py::arg("stream"),
+        "inner[p] = act(x[order[p] / choices] @ weight[expert of p].T + bias) on Hopper. A CUDA error code.");
+    m.def(
+        "experts_down",
+        [](uintptr_t inner, int64_t inner_width, const Weight& weight, const Routing& routing, uintptr_t results,
+           DType dtype, uintptr_t stream) {
+            py::gil_scoped_release release;
+            return moe_experts::run_down(reinterpret_cast<const void*>(inner), inner_width, weight, routing,
+                                         reinterpret_cast<void*>(results), dtype, reinterpret_cast<void*>(stream));
+        },
+        py::arg("inner"), py::arg("inner_width"), py::arg("weight"), py::arg("routing"), py::arg("results"),
+        py::arg("dtype"), py::arg("stream"),
+        "results[order[p]] = inner[p] @ weight[expert of p].T + bias on Hopper. A CUDA error code.");
+    m.def("experts_unsupported", &moe_experts::unsupported, py::arg("dtype"), py::arg("hidden"), py::arg("inner"),
+          py::arg("addresses"), py::arg("device"),
+          "Why the device cannot run them; empty where it can. `addresses`: the or of all addresses and strides in "
+          "bytes.");
+}
+#endif
+
+}  // namespace weave

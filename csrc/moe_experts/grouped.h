@@ -1,0 +1,53 @@
+// The GEMMs of a mixture's experts on Hopper (compute capability 9.0), bf16 or fp16, sums in fp32:
+//
+//   inner[p] = act(x[order[p] / choices] * gate_up[expert of p]^T + bias)
+//   results[order[p]] = inner[p] * down[expert of p]^T + bias
+//
+// for positions p of rows sorted by expert, in tiles of 256 rows by the table of ops/moe_experts/routing_kernels.py.
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace weave::moe_experts {
+
+// Of all experts, [experts, rows, depth]; strides in elements, those along the depth are 1.
+struct Weight {
+    const void* data;
+    int64_t experts;
+    int64_t rows;
+    int64_t expert_stride;
+    int64_t row_stride;
+    const void* bias;  // [experts, rows], contiguous; or null
+};
+
+// What the routing kernels left.
+struct Routing {
+    const int32_t* order;
+    const int32_t* table;
+    int64_t num_rows;  // positions at most: tokens * choices
+    int32_t group;     // tiles that go through a column of weights before the next
+};
+
+struct Gate {
+    bool gated;
+    bool interleaved;    // rows of the weight: gate 0, up 0, gate 1, ...; else all gates, then all ups
+    int32_t activation;  // activation.cuh
+    float alpha;
+    float limit;  // 0: none
+};
+
+// Why `device` cannot run them; empty where it can. `addresses` is the or of all addresses and strides in bytes.
+const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device);
+
+// `x` [tokens, hidden] with `x_stride` elements from row to row, `inner` [num_rows, inner_width] contiguous. Both
+// enqueue a kernel and return a CUDA error code; 0 is success.
+int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight,
+                const Routing& routing, const Gate& gate, void* inner, DType dtype, void* stream);
+
+// `results` [num_rows, hidden] contiguous: rows of choices that no expert of the weight has are not written.
+int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
+             DType dtype, void* stream);
+
+}  // namespace weave::moe_experts

@@ -1,0 +1,89 @@
+// Stands in for csrc/gemm/tensor_copy.cuh and csrc/fabric/bulk_copy.cuh.
+#pragma once
+
+#include "machine.h"
+
+// Matrices of rows of 2-byte elements, in boxes of 64 columns.
+struct CUtensorMap {
+    const uint16_t* data;
+    int64_t columns, rows, matrices;
+    int64_t stride, matrix_stride;
+    int32_t box_rows;
+};
+
+namespace weave::fabric {
+
+struct Vec16 {
+    uint32_t word[4];
+};
+
+inline void store(void* to, const Vec16& v) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0) throw std::runtime_error("16 bytes at no multiple of 16");
+    memcpy(to, &v, 16);
+}
+
+inline void arrive_expecting(uint64_t* at, uint32_t bytes) {
+    emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
+    barrier.bytes += bytes;
+    --barrier.pending;
+    barrier.settle();
+}
+
+inline void await_phase(uint64_t* at, uint32_t parity) {
+    emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
+    emulated::await([&barrier, parity] { return (barrier.phase & 1) != parity; });
+}
+
+}  // namespace weave::fabric
+
+namespace weave::gemm {
+
+inline uint32_t shared_address(const void* pointer) {
+    return emulated::address(pointer);
+}
+
+inline uint32_t cluster_rank() {
+    return emulated::running().cta->rank;
+}
+
+inline void await_cluster() {
+    emulated::meet(emulated::cluster->meeting, emulated::kClusterCtas * emulated::kCtaThreads);
+}
+
+inline void init_barrier(uint64_t* at, uint32_t num_arrivals) {
+    const int32_t count = static_cast<int32_t>(num_arrivals);
+    emulated::running().cta->barriers[emulated::address(at)] = {count, count};
+}
+
+inline void publish_barriers() {}
+
+inline void arrive_at(uint64_t* at, uint32_t cta) {
+    emulated::Barrier& barrier = emulated::cluster->ctas[cta].barrier(emulated::address(at));
+    --barrier.pending;
+    barrier.settle();
+}
+
+inline void load_box(emulated::Cta& cta, uint32_t to, const CUtensorMap* map, int64_t x, int64_t y, int64_t z,
+                     uint32_t barrier) {
+    if (to % 1024 != 0) throw std::runtime_error("a box at no multiple of 1024 bytes");
+    emulated::cluster->copies.push_back([&cta, to, map, x, y, z, barrier] {
+        for (int64_t row = 0; row < map->box_rows; ++row) {
+            for (int64_t column = 0; column < 64; ++column) {
+                uint16_t element = 0;
+                if (x + column < map->columns && y + row < map->rows && z < map->matrices)
+                    element = map->data[z * map->matrix_stride + (y + row) * map->stride + x + column];
+                const uint32_t at = to + static_cast<uint32_t>(row * 128 + column * 2);
+                memcpy(cta.memory() + (at ^ (at >> 7 & 7) << 4), &element, 2);
+            }
+        }
+        emulated::Barrier& counts = cta.barrier(barrier);
+        counts.bytes -= map->box_rows * 128;
+        counts.settle();
+    });
+}
+
+inline void load_tile(void* to, const CUtensorMap* map, int32_t x, int32_t y, uint64_t* barrier) {
+    load_box(*emulated::running().cta, emulated::address(to), map, x, y, 0, emulated::address(barrier));
+}
+
+}  // namespace weave::gemm

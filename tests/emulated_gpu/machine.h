@@ -1,0 +1,274 @@
+// A cluster of CTAs on the CPU: threads are coroutines that run in a random order, and what is asynchronous on the GPU
+// (copies, multiplies) happens as late or as early as it may, so that a missing wait gives wrong results here too.
+//
+// The headers beside this one stand in for those of csrc whose functions are single instructions; kernels are compiled
+// from csrc itself. Nothing is said about time, nor about the order of memory between a thread and the copy engine.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <unordered_map>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __CUDA_ARCH_FEAT_SM90_ALL
+#define threadIdx (weave::emulated::running().index)
+#define blockIdx (weave::emulated::running().cta->block)
+#define gridDim (weave::emulated::running().cta->grid)
+
+struct int4 {
+    int x, y, z, w;
+};
+
+inline int32_t min(int32_t a, int32_t b) {
+    return a < b ? a : b;
+}
+inline float __expf(float x) {
+    return expf(x);
+}
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
+
+struct __nv_bfloat16 {
+    uint16_t bits;
+    explicit operator float() const {
+        const uint32_t wide = uint32_t{bits} << 16;
+        float value;
+        memcpy(&value, &wide, 4);
+        return value;
+    }
+};
+
+namespace weave::emulated {
+
+constexpr int kClusterCtas = 2;
+constexpr int kCtaThreads = 384;
+constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kSharedBytes = 228 << 10;
+
+struct Dim {
+    uint32_t x;
+};
+
+// A barrier in shared memory (mbarrier): a phase ends when all arrivals have come and no bytes are missing.
+struct Barrier {
+    int32_t arrivals;
+    int32_t pending;
+    int64_t bytes = 0;
+    uint32_t phase = 0;
+
+    void settle() {
+        if (pending < 0) throw std::runtime_error("more arrivals than a barrier was made for");
+        if (pending == 0 && bytes == 0) {
+            ++phase;
+            pending = arrivals;
+        }
+    }
+};
+
+// Where a number of threads meet; the last one does something first.
+struct Meeting {
+    int32_t here = 0;
+    uint32_t past = 0;
+};
+
+// A group of multiplies that a warp group has begun.
+struct Multiply {
+    uint64_t a, b;
+    bool accumulate;
+    std::vector<float*> sums;  // of each thread
+};
+
+struct MatrixStore {
+    uint32_t to[32], word[32][4];
+    int32_t lanes = 0;
+};
+
+struct Warp {
+    Meeting meeting;
+    int32_t exchanged[32];
+    std::deque<MatrixStore> stores;
+    uint64_t first_store = 0;
+};
+
+struct WarpGroup {
+    Meeting meeting;
+    std::deque<Multiply> multiplies;
+    uint64_t first_multiply = 0;
+};
+
+struct Cta {
+    Dim block, grid;
+    uint32_t rank;
+    std::vector<uint8_t> bytes = std::vector<uint8_t>(kSharedBytes + 1024, 0xff);  // NaN
+    std::unordered_map<uint32_t, Barrier> barriers;
+    Warp warps[kCtaThreads / 32];
+    WarpGroup warp_groups[kCtaThreads / 128];
+
+    uint8_t* memory() { return bytes.data() + (1024 - reinterpret_cast<uintptr_t>(bytes.data()) % 1024) % 1024; }
+    Barrier& barrier(uint32_t at) {
+        const auto found = barriers.find(at);
+        if (found == barriers.end()) throw std::runtime_error("a barrier that was not made");
+        return found->second;
+    }
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
+    Dim index;
+    Cta* cta;
+    bool ended = false;
+    std::function<bool()> ready;  // empty: it can run
+    std::vector<std::function<void()>> chunks;
+    uint64_t num_stores = 0, num_multiplies = 0;
+    std::vector<uint64_t> groups;  // of multiplies: how many had begun at the end of each
+
+    Warp& warp() { return cta->warps[index.x / 32]; }
+    WarpGroup& warp_group() { return cta->warp_groups[index.x / 128]; }
+};
+
+struct Cluster {
+    Cta ctas[kClusterCtas];
+    std::vector<Thread> threads = std::vector<Thread>(kClusterCtas * kCtaThreads);
+    std::vector<std::function<void()>> copies;
+    Meeting meeting;
+    ucontext_t scheduler;
+    std::mt19937 random;
+    std::function<void()> kernel;
+    std::exception_ptr error;
+};
+
+inline Cluster* cluster = nullptr;
+inline Thread* current = nullptr;
+
+inline Thread& running() {
+    return *current;
+}
+
+inline void await(std::function<bool()> ready) {
+    if (ready()) return;
+    Thread* self = current;
+    self->ready = std::move(ready);
+    swapcontext(&self->context, &cluster->scheduler);
+}
+
+// Until `count` threads are here. `last` happens once, before any of them goes on.
+inline void meet(Meeting& meeting, int32_t count, const std::function<void()>& last = [] {}) {
+    const uint32_t past = meeting.past;
+    if (++meeting.here == count) {
+        last();
+        meeting.here = 0;
+        ++meeting.past;
+        return;
+    }
+    await([&meeting, past] { return meeting.past != past; });
+}
+
+inline uint32_t address(const void* pointer) {
+    return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - running().cta->memory());
+}
+
+inline void begin_thread() {
+    try {
+        cluster->kernel();
+    } catch (...) {
+        cluster->error = std::current_exception();
+    }
+    current->ended = true;
+    swapcontext(&current->context, &cluster->scheduler);
+}
+
+// Copies are taken in any order, each sooner or later by chance.
+inline bool copy_some(Cluster& now) {
+    std::vector<std::function<void()>> kept, due;
+    const uint32_t eagerness = now.random() % 4;
+    for (auto& copy : now.copies)
+        (now.random() % 4 <= eagerness ? due : kept).push_back(std::move(copy));
+    now.copies = std::move(kept);
+    for (const auto& copy : due)
+        copy();
+    return !due.empty() || !now.copies.empty();
+}
+
+inline void run_cluster(uint32_t index, uint32_t num_clusters, uint32_t seed, const std::function<void()>& kernel) {
+    Cluster now;
+    cluster = &now;
+    now.kernel = kernel;
+    now.random.seed(seed);
+    for (uint32_t rank = 0; rank < kClusterCtas; ++rank) {
+        Cta& cta = now.ctas[rank];
+        cta.block.x = index * kClusterCtas + rank;
+        cta.grid.x = num_clusters * kClusterCtas;
+        cta.rank = rank;
+        for (uint32_t at = 0; at < kCtaThreads; ++at) {
+            Thread& thread = now.threads[rank * kCtaThreads + at];
+            thread.index.x = at;
+            thread.cta = &cta;
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = kStackBytes;
+            thread.context.uc_link = nullptr;
+            makecontext(&thread.context, begin_thread, 0);
+        }
+    }
+    for (size_t num_ended = 0; num_ended < now.threads.size();) {
+        bool moved = copy_some(now), slept = false;
+        num_ended = 0;
+        // In each round some warps sleep, a whole CTA at times.
+        const uint32_t sleeping_cta = now.random() % 4, share = now.random() % 4;
+        for (size_t warp = 0; warp < now.threads.size() / 32; ++warp) {
+            const bool sleeps = warp / (kCtaThreads / 32) == sleeping_cta || now.random() % 4 < share;
+            for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
+                Thread& thread = now.threads[at];
+                if (thread.ended) {
+                    ++num_ended;
+                    continue;
+                }
+                if (thread.ready && !thread.ready()) continue;
+                slept |= sleeps;
+                if (sleeps) continue;
+                thread.ready = nullptr;
+                current = &thread;
+                swapcontext(&now.scheduler, &thread.context);
+                moved = true;
+                if (now.error) std::rethrow_exception(now.error);
+            }
+        }
+        if (!moved && !slept && num_ended < now.threads.size())
+            throw std::runtime_error(std::to_string(now.threads.size() - num_ended) + " threads wait for ever");
+    }
+    if (!now.copies.empty()) throw std::runtime_error("copies that nobody waited for");
+    for (Cta& cta : now.ctas)
+        for (const auto& [at, barrier] : cta.barriers)
+            if (barrier.pending != barrier.arrivals || barrier.bytes != 0) throw std::runtime_error("an open phase");
+}
+
+}  // namespace weave::emulated
+
+inline void __syncwarp() {
+    weave::emulated::meet(weave::emulated::running().warp().meeting, 32);
+}
+
+inline int32_t __shfl_sync(uint32_t, int32_t value, int32_t source) {
+    weave::emulated::Thread& thread = weave::emulated::running();
+    weave::emulated::Warp& warp = thread.warp();
+    warp.exchanged[thread.index.x % 32] = value;
+    weave::emulated::meet(warp.meeting, 32);
+    const int32_t found = warp.exchanged[source];
+    weave::emulated::meet(warp.meeting, 32);
+    return found;
+}

@@ -1,0 +1,89 @@
+// The GEMMs of a mixture's experts, from csrc/moe_experts, as functions of a library for tests: on the CPU, in bf16.
+#include <string>
+
+#include "moe_experts/grouped.sm90a.cu"
+
+namespace {
+
+int num_sms = 0;
+uint32_t seed = 0;
+std::string failure;
+
+}  // namespace
+
+int cudaGetDevice(int* device) {
+    return *device = 0;
+}
+
+int cudaDeviceGetAttribute(int* value, int, int) {
+    *value = num_sms;
+    return 0;
+}
+
+namespace weave::gemm {
+
+const char* unsupported(DType, int64_t, int64_t, int32_t) {
+    return "";
+}
+
+}  // namespace weave::gemm
+
+namespace weave::moe_experts {
+
+template <Product kProduct>
+int run_grid(const Work& work, int32_t num_ctas) {
+    const uint32_t num_clusters = num_ctas / gemm::kClusterCtas;
+    for (uint32_t index = 0; index < num_clusters; ++index)
+        emulated::run_cluster(index, num_clusters, seed + index, [&] { grouped_gemm<__nv_bfloat16, kProduct>(work); });
+    return 0;
+}
+
+int enqueue_bf16(const Work& work, Product product, int32_t num_ctas, void*) {
+    try {
+        if (product == Product::kGated) return run_grid<Product::kGated>(work, num_ctas);
+        if (product == Product::kPlain) return run_grid<Product::kPlain>(work, num_ctas);
+        return run_grid<Product::kDown>(work, num_ctas);
+    } catch (const std::exception& error) {
+        failure = error.what();
+        return -1;
+    }
+}
+
+int enqueue_fp16(const Work&, Product, int32_t, void*) {
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace weave::moe_experts
+
+extern "C" {
+
+struct Call {
+    const void *x, *gate_up, *gate_up_bias, *down, *down_bias;
+    const int32_t *order, *table;
+    void *inner, *results;
+    int64_t rows, experts, hidden, inner_width, x_stride;
+    int32_t choices, group, gated, interleaved, activation;
+    float alpha, limit;
+    int32_t num_sms;
+    uint32_t seed;
+};
+
+// What failed; empty if nothing did.
+const char* run(const Call* call) {
+    using namespace weave;
+    using namespace weave::moe_experts;
+    num_sms = call->num_sms;
+    seed = call->seed;
+    failure.clear();
+    const int64_t hidden = call->hidden, width = call->inner_width, rows = call->gated ? 2 * width : width;
+    const Weight gate_up{call->gate_up, call->experts, rows, rows * hidden, hidden, call->gate_up_bias};
+    const Weight down{call->down, call->experts, hidden, hidden * width, width, call->down_bias};
+    const Routing routing{call->order, call->table, call->rows, call->group};
+    const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
+    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
+                           DType::kBFloat16, nullptr);
+    if (code == 0) code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
+    if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
+    return failure.c_str();
+}
+}

@@ -1,0 +1,49 @@
+// Stands in for csrc/moe_experts/copies.cuh.
+#pragma once
+
+#include "gemm/tensor_copy.cuh"
+
+namespace weave::moe_experts {
+
+inline void copy_chunk(uint32_t to, const void* from, bool inside) {
+    emulated::Thread& thread = emulated::running();
+    uint8_t* memory = thread.cta->memory() + to;
+    thread.chunks.push_back([memory, from, inside] {
+        if (inside) {
+            memcpy(memory, from, 16);
+        } else {
+            memset(memory, 0, 16);
+        }
+    });
+}
+
+inline void arrive_after_chunks(uint64_t* at) {
+    emulated::Thread& thread = emulated::running();
+    emulated::Barrier& barrier = thread.cta->barrier(emulated::address(at));
+    emulated::cluster->copies.push_back([chunks = std::move(thread.chunks), &barrier] {
+        for (const auto& chunk : chunks)
+            chunk();
+        --barrier.pending;
+        barrier.settle();
+    });
+    thread.chunks.clear();
+}
+
+inline void order_chunks_before_multiplies() {}
+
+inline void load_box_to_both(void* to, const CUtensorMap* map, int32_t x, int32_t y, int32_t z, uint64_t* barrier) {
+    for (emulated::Cta& cta : emulated::cluster->ctas)
+        gemm::load_box(cta, emulated::address(to), map, x, y, z, emulated::address(barrier));
+}
+
+inline void await_kernel_ahead() {}
+
+inline void let_next_kernel_launch() {}
+
+template <class S>
+inline S& shared_memory() {
+    static_assert(sizeof(S) + 1024 <= 227 << 10);
+    return *reinterpret_cast<S*>(emulated::running().cta->memory());
+}
+
+}  // namespace weave::moe_experts

@@ -1,0 +1,102 @@
+"""The native GEMMs of `moe_experts` compiled for the CPU, on an emulated cluster (`tests/emulated_gpu/`), in bf16."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from weaveopt import _native
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.cpu import combine
+from weaveopt.ops.moe_experts.hopper import activation_number
+from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+
+Tensor = torch.Tensor
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "emulated_gpu" / "moe_experts.cpp"
+POISON = -777.0
+"""In results before a call."""
+
+
+class NativeCall(ctypes.Structure):
+    """`Call` of the library."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "gate_up", "gate_up_bias", "down", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("order", "table", "inner", "results")),
+        *((name, ctypes.c_int64) for name in ("rows", "experts", "hidden", "inner_width", "x_stride")),
+        *((name, ctypes.c_int32) for name in ("choices", "group", "gated", "interleaved", "activation")),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("num_sms", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Built once a process."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler, "no C++ compiler, with which the native module is built too"
+    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / "moe_experts.so"
+    command = [compiler, "-std=c++17", "-O2", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{SOURCE.parent}"]
+    command += [f"-I{HERE.parent / 'csrc'}", str(SOURCE), "-o", str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = ctypes.CDLL(str(built))
+    found.run.restype = ctypes.c_char_p
+    return found
+
+
+def routed(experts: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """`order` and `table` as the routing kernels leave them; what they do not write is beyond every row."""
+    chosen, tile_rows = experts.flatten().tolist(), _native.EXPERT_TILE_ROWS
+    order = torch.full((shape.rows,), -(1 << 20), dtype=torch.int32)
+    tiles: list[list[int]] = []
+    first = 0
+    for expert in range(shape.experts):
+        mine = [row for row, each in enumerate(chosen) if each == expert]
+        end = first + len(mine)
+        order[first:end] = torch.tensor(mine, dtype=torch.int32)
+        tiles += [[expert, begin, end, -1] for begin in range(first, end, tile_rows)]
+        first = end
+    return order, torch.tensor([[len(tiles), -1, -1, -1], *tiles], dtype=torch.int32)
+
+
+def rows_of(operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int) -> tuple[Tensor, Tensor]:
+    """What both GEMMs leave, of contiguous weights: `inner` by position, `results` by row; the rest is `POISON`."""
+    shape = checked_shape(operands, call)
+    order, table = routed(operands.experts, shape)
+    inner = torch.full((shape.rows, shape.inner), POISON, dtype=torch.bfloat16)
+    results = torch.full((shape.rows, shape.hidden), POISON, dtype=torch.bfloat16)
+
+    def at(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    asked = NativeCall(
+        at(operands.x), at(operands.gate_up), at(operands.gate_up_bias), at(operands.down), at(operands.down_bias),
+        at(order), at(table), at(inner), at(results),
+        shape.rows, shape.experts, shape.hidden, shape.inner, operands.x.stride(0),
+        shape.choices, group, call.gated, call.interleaved, activation_number(call.activation),
+        call.alpha, call.limit, num_sms, seed,
+    )  # fmt: skip
+    wrong = library().run(ctypes.byref(asked)).decode()
+    assert not wrong, wrong
+    return inner, results
+
+
+def emulated(operands: Operands, call: ExpertsCall, num_sms: int = 4, seed: int = 0, group: int = 2) -> Tensor:
+    """`weave::moe_experts` by these GEMMs and the CPU's sum; asserts that nothing but own rows was written."""
+    shape = checked_shape(operands, call)
+    inner, results = rows_of(operands, call, num_sms, seed, group)
+    own = (operands.experts >= 0) & (operands.experts < shape.experts)
+    assert (inner[int(own.sum()) :] == POISON).all(), "rows behind the last expert's were written"
+    assert (results[~own.flatten()] == POISON).all(), "rows of foreign choices were written"
+    return combine(results.view(shape.tokens, shape.choices, shape.hidden), operands, own)

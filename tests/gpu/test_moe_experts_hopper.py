@@ -1,0 +1,158 @@
+"""The native GEMMs of `moe_experts` on Hopper against the plain expression, in CUDA graphs, and beside NaN."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import weaveopt.ops  # noqa: F401
+from tests.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_operands, poisoned
+from tests.tolerances import KERNEL, assert_close
+from weaveopt.ops.moe_experts import gpu, hopper
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
+from weaveopt.ops.moe_experts.plan import has_many_rows
+from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
+
+SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
+QWEN = Sizes(choices=8, experts=64, hidden=2048, inner=768)
+MIXTRAL = Sizes(choices=2, experts=4, hidden=6144, inner=1024)
+SMALL = Sizes(tokens=300, choices=2, experts=3, hidden=136, inner=264, bias=True)
+
+
+def has_kernels() -> bool:
+    return torch.cuda.is_available() and hopper.runs_on(torch.device("cuda", torch.cuda.current_device()))
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not has_kernels(), reason="they are for GPUs of compute capability 9.0, built with CUDA"),
+]
+
+
+def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.weave.moe_experts(
+        operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
+        operands.down_bias, replace(call, kernels=Kernels.HOPPER).encode(),
+    )  # fmt: skip
+    return result
+
+
+def launch(operands: Operands, call: ExpertsCall, group: int = hopper.GROUP) -> torch.Tensor:
+    """These kernels, however few the rows are."""
+    shape = checked_shape(operands, call)
+    assert not (why := hopper.unsupported(operands, shape)), why
+    return hopper.launch(operands, call, replace(hopper.plan(shape), group=group))
+
+
+def check(operands: Operands, call: ExpertsCall, what: str, group: int = hopper.GROUP) -> torch.Tensor:
+    got = launch(poisoned(operands), call, group)
+    assert_close(got, reference(operands, call), KERNEL, what)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_activation(routing: str, dtype: torch.dtype) -> None:
+    for seed, call in enumerate(CALLS):
+        for bias in (False, True):
+            operands = make_operands(replace(SMALL, bias=bias), call, dtype, seed, routing, "cuda")
+            check(operands, call, f"{call} {routing} bias {bias}")
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (64, 64), (72, 40), (264, 1032), (1024, 520)])
+@pytest.mark.parametrize("call", [SILU, PLAIN, CLAMPED], ids=["gated", "plain", "interleaved"])
+def test_sizes_that_fill_no_tile(hidden: int, inner: int, call: ExpertsCall) -> None:
+    for tokens in (1, 5, 129, 700):
+        sizes = Sizes(tokens=tokens, choices=3, experts=5, hidden=hidden, inner=inner, bias=True)
+        operands = make_operands(sizes, call, torch.bfloat16, tokens, "some_foreign", "cuda")
+        check(operands, call, f"{sizes} {call}")
+
+
+@pytest.mark.parametrize("counts", [(256, 0, 1), (257, 300), (64, 65, 128), (129, 63), (0, 0, 511), (2000,)])
+def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...]) -> None:
+    sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=512, inner=384)
+    operands = make_operands(sizes, SILU, torch.bfloat16, 1, device="cuda")
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))].cuda()
+    check(replace(operands, experts=mixed[:, None]), SILU, str(counts))
+
+
+@pytest.mark.parametrize("tokens", [600, 3000, 8192])
+@pytest.mark.parametrize("routing", ["uniform", "skewed", "one_expert", "some_foreign", "all_foreign"])
+def test_sizes_of_models(tokens: int, routing: str) -> None:
+    for sizes, call in ((QWEN, SILU), (MIXTRAL, SILU)):
+        operands = make_operands(replace(sizes, tokens=tokens), call, torch.bfloat16, tokens, routing, "cuda")
+        assert hopper.takes(operands, checked_shape(operands, call))
+        assert_close(run(operands, call), reference(operands, call), KERNEL, f"{sizes} {tokens} {routing}")
+
+
+@pytest.mark.parametrize("tokens", [1000, 3000])
+def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int) -> None:
+    sizes = replace(QWEN, tokens=tokens)
+    operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(operands, SILU)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(operands, SILU)
+    generator = torch.Generator().manual_seed(1)
+    for routing in (*ROUTINGS, "uniform"):
+        operands.experts.copy_(make_experts(routing, sizes, generator))
+        operands.x.normal_()
+        operands.weights.uniform_()
+        graph.replay()
+        assert_close(got, reference(operands, SILU), KERNEL, f"{tokens} tokens, {routing}")
+
+
+def test_calls_repeat_bit_by_bit() -> None:
+    operands = make_operands(replace(QWEN, tokens=3000), SILU, torch.bfloat16, 3, "skewed", "cuda")
+    first = launch(operands, SILU)
+    for group in (1, 2, 8, 64, 8, 8, 8, 8):
+        assert torch.equal(launch(operands, SILU, group), first), group
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    operands = make_operands(SMALL, SILU, torch.bfloat16, 6, device="cuda")
+    want = launch(operands, SILU)
+    operands.x[4] = math.nan
+    got = launch(operands, SILU)
+    others = [row for row in range(SMALL.tokens) if row != 4]
+    assert got[4].isnan().all() and torch.equal(got[others], want[others])
+
+
+def test_what_they_do_not_take_is_tritons() -> None:
+    """Transposed weights, rows that are not aligned, few rows an expert, fp32; and the result is the same."""
+    many = replace(SMALL, tokens=700)
+    odd = replace(many, hidden=67)
+    for sizes, dtype in (
+        (replace(many, transposed=True), torch.bfloat16),
+        (odd, torch.bfloat16),
+        (replace(many, tokens=20), torch.bfloat16),
+        (replace(many, tokens=70), torch.float32),
+    ):
+        operands = make_operands(sizes, SILU, dtype, 1, device="cuda")
+        assert not hopper.takes(operands, checked_shape(operands, SILU)), sizes
+        assert_close(run(operands, SILU), reference(operands, SILU), KERNEL, str(sizes))
+
+
+def test_rows_of_x_may_lie_apart() -> None:
+    operands = make_operands(replace(SMALL, tokens=700), SILU, torch.bfloat16, 5, device="cuda")
+    apart = torch.full((700, 200), math.nan, dtype=torch.bfloat16, device="cuda")
+    apart[:, 16:152] = operands.x
+    assert torch.equal(launch(replace(operands, x=apart[:, 16:152]), SILU), launch(operands, SILU))
+    columns = replace(operands, x=operands.x.T.contiguous().T)
+    assert torch.equal(launch(columns, SILU), launch(operands, SILU))
+
+
+def test_many_rows_are_counted_in_two_kernels() -> None:
+    operands = make_operands(replace(SMALL, tokens=9000, experts=7), SILU, torch.bfloat16, 8, "skewed", "cuda")
+    shape = checked_shape(operands, SILU)
+    assert has_many_rows(shape) and not hopper.plan(shape).one_routing and gpu.has_kernels(operands, shape)
+    check(operands, SILU, "two kernels route")

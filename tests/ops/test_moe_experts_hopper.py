@@ -1,0 +1,132 @@
+"""The native GEMMs of `moe_experts`: their code on an emulated cluster, against the plain expression."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import binary
+from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned
+from tests.experts_emulated import emulated, rows_of
+from tests.tolerances import KERNEL, assert_close
+from weaveopt import _native
+from weaveopt.ops.moe_experts import hopper
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels, decode
+from weaveopt.ops.moe_experts.plan import has_many_rows
+from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.moe_experts.shapes import Operands, Shape
+
+BF16 = torch.bfloat16
+SILU, PLAIN = CALLS[0], CALLS[3]
+SMALL = Sizes(tokens=23, choices=2, experts=3, hidden=72, inner=40, bias=True)
+"""Depths of two stages and of one, neither whole; columns that fill no tile."""
+
+
+def check(operands: Operands, call: ExpertsCall, what: str, num_sms: int = 4, seed: int = 0, group: int = 2) -> None:
+    got = emulated(poisoned(operands), call, num_sms, seed, group)
+    assert_close(got, reference(operands, call), KERNEL, what)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_activation(routing: str) -> None:
+    for seed, call in enumerate(CALLS):
+        operands = make_operands(replace(SMALL, bias=seed % 2 == 0), call, BF16, seed, routing)
+        check(operands, call, f"{call} {routing}", seed=seed)
+        got = emulated(operands, call)
+        assert_close(got, expected(operands, call).to(BF16), KERNEL, f"{call} {routing}")
+
+
+@pytest.mark.parametrize("counts", [(256, 0, 1), (257, 300), (64, 65, 128), (129, 63), (0, 0, 511), (512,)])
+@pytest.mark.parametrize("call", [SILU, PLAIN], ids=["gated", "plain"])
+def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...], call: ExpertsCall) -> None:
+    """In either panel and either consumer of a tile, and just behind one."""
+    sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=136, inner=264)
+    operands = make_operands(sizes, call, BF16, 1)
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))]
+    check(replace(operands, experts=mixed[:, None]), call, str(counts))
+
+
+@pytest.mark.parametrize(("num_sms", "group"), [(2, 1), (3, 4), (6, 2), (20, 8)])
+def test_tiles_are_shared_out(num_sms: int, group: int) -> None:
+    """Among one cluster and more clusters than there are tiles, in groups of any size; an SM may be left over."""
+    sizes = Sizes(tokens=330, choices=2, experts=3, hidden=520, inner=136, bias=True)
+    check(make_operands(sizes, SILU, BF16, 3, "skewed"), SILU, f"{num_sms} {group}", num_sms=num_sms, group=group)
+
+
+def test_any_order_of_threads_and_copies() -> None:
+    """More stages than the ring has, so that both parities of each come; the same bits in any order."""
+    sizes = Sizes(tokens=200, choices=2, experts=2, hidden=328, inner=392)
+    operands = make_operands(sizes, SILU, BF16, 4, "some_foreign")
+    first = emulated(operands, SILU, seed=0)
+    for seed in range(1, 6):
+        assert torch.equal(emulated(operands, SILU, seed=seed * 1000), first), seed
+    assert_close(first, reference(operands, SILU), KERNEL)
+
+
+def test_rows_of_x_may_lie_apart() -> None:
+    operands = make_operands(SMALL, SILU, BF16, 5)
+    apart = torch.full((SMALL.tokens, 104), math.nan, dtype=BF16)
+    apart[:, 16:88] = operands.x
+    turned = replace(operands, x=apart[:, 16:88])
+    assert torch.equal(emulated(turned, SILU), emulated(operands, SILU))
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    operands = make_operands(replace(SMALL, bias=False), SILU, BF16, 6)
+    want = emulated(operands, SILU)
+    operands.x[4] = math.nan
+    got = emulated(operands, SILU)
+    others = [row for row in range(SMALL.tokens) if row != 4]
+    assert got[4].isnan().all() and torch.equal(got[others], want[others])
+
+
+def test_no_own_rows_write_nothing() -> None:
+    operands = make_operands(SMALL, SILU, BF16, 7, "all_foreign")
+    inner, results = rows_of(operands, SILU, 4, 0, 2)
+    assert inner.unique().numel() == results.unique().numel() == 1
+    assert (emulated(operands, SILU) == 0).all()
+
+
+def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:
+    """No routing needs more of them than the table has room for."""
+    assert hopper.plan(Shape(8192, 8, 128, 2048, 768)).rows == _native.EXPERT_TILE_ROWS
+    for rows, experts in itertools.product((1, 300, 700), (1, 2, 3)):
+        shape = Shape(rows, 1, experts, 64, 64)
+        how = hopper.plan(shape)
+        for counts in itertools.product(range(0, rows + 1, 50), repeat=experts):
+            if sum(counts) <= rows:
+                assert sum(-(-count // how.rows) for count in counts) <= how.max_tiles(shape)
+
+
+def test_they_are_for_many_rows_an_expert() -> None:
+    many = [tokens for tokens in (1, 64, 512, 1024, 2048, 8192) if has_many_rows(Shape(tokens, 8, 128, 2048, 768))]
+    assert many == [1024, 2048, 8192]
+
+
+def test_a_call_says_whose_kernels_it_wants() -> None:
+    call = replace(SILU, kernels=Kernels.HOPPER)
+    assert decode(call.encode()) == call != SILU
+
+
+def test_without_such_a_gpu_they_take_nothing() -> None:
+    operands = make_operands(Sizes(tokens=512, experts=2), SILU, BF16, 1)
+    assert hopper.unsupported(operands, Shape(512, 2, 2, 40, 24))
+    assert not hopper.takes(operands, Shape(512, 2, 2, 40, 24))
+
+
+@binary.needs_cuda_part
+def test_machine_code_multiplies_and_copies_asynchronously() -> None:
+    if "sm_90a" not in binary.architectures():
+        pytest.skip(f"built for {_native.CUDA_ARCHS}: nothing of it runs on Hopper alone")
+    names = [name for name in binary.kernels("sm_90a") if "grouped_gemm" in name]
+    assert len(names) == 6, names
+    gathering = []
+    for name, text in binary.instructions("sm_90a", names).items():
+        assert "HGMMA.64x256x16.F32" in text and "UTMALDG.3D.MULTICAST" in text and "ACQBULK" in text, name
+        gathering.append("LDGSTS" in text)
+    assert sorted(gathering) == [False] * 2 + [True] * 4

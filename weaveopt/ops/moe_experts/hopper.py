@@ -1,0 +1,146 @@
+"""The GEMMs of experts with many rows on Hopper: native kernels, csrc/moe_experts, between Triton's routing and sum.
+
+Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
+persistent grids over the tiles that the routing kernels left, of `EXPERT_TILE_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+import torch
+
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics.traits import NativePart, is_built
+from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.moe_experts import gpu
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles, has_many_rows
+from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: is_built() says so
+    _native = None  # type: ignore[assignment]
+
+Tensor = torch.Tensor
+
+HOPPER = (9, 0)
+"""The compute capability that wgmma exists on."""
+GROUP = 8
+"""Tiles that go through 256 rows of the weight before the next ones: 66 clusters share 8 panels of each."""
+
+
+@dataclass(frozen=True)
+class HopperPlan(RowTiles):
+    """One call of these kernels."""
+
+    rows: int
+    group: int = GROUP
+    combine_columns: int = 2048
+    early: bool = True
+    one_routing: bool = True
+
+
+def plan(shape: Shape) -> HopperPlan:
+    return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=shape.rows <= ONE_ROUTING_ROWS)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the device is one that the kernels were built for, and Triton is there for the others of a call."""
+    if device.type != "cuda" or not is_built(NativePart.CUDA) or not gpu.has_triton():
+        return False
+    return torch.cuda.get_device_capability(device) == HOPPER
+
+
+def lacks_hopper() -> bool:
+    """Whether this host has GPUs, on one of which calls would run Triton's kernels instead."""
+    return torch.cuda.is_available() and not runs_on(torch.device("cuda", torch.cuda.current_device()))
+
+
+def takes(operands: Operands, shape: Shape) -> bool:
+    """Whether the kernels take the call and are meant for its shape."""
+    return has_many_rows(shape) and not unsupported(operands, shape)
+
+
+def unsupported(operands: Operands, shape: Shape) -> str:
+    """Why the kernels cannot run the call; empty where they can."""
+    device = operands.x.device
+    if not runs_on(device):
+        return "the native kernels are for GPUs of compute capability 9.0, built with CUDA, beside Triton"
+    if operands.gate_up.stride(2) != 1 or operands.down.stride(2) != 1:
+        return "weights have to be contiguous along the depth of their products"
+    weights = (operands.gate_up, operands.down)
+    if min(stride for weight in weights for stride in weight.stride()) < 1:
+        return "an expert's weights have to lie by themselves"
+    # Rows that are not contiguous are copied first.
+    tensors = (*weights, operands.x) if operands.x.stride(1) == 1 else weights
+    strides = [stride for each in tensors for stride in each.stride()[:-1]]
+    biases = [bias.data_ptr() for bias in (operands.gate_up_bias, operands.down_bias) if bias is not None]
+    addresses = [
+        *biases,
+        *(each.data_ptr() for each in tensors),
+        *(stride * operands.x.element_size() for stride in strides),
+    ]
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _native.experts_unsupported(_dtype(operands.x), shape.hidden, shape.inner, reduce(or_, addresses), index)
+
+
+def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
+    """All kernels of one call. Raises `WeaveError` where the driver refuses one."""
+    shape = checked_shape(operands, call)
+    x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
+    if not shape.rows:
+        return x.new_empty((shape.tokens, shape.hidden))
+    experts = operands.experts.contiguous()
+    order, table = gpu.route(experts, shape, how, how.early)
+    inner = x.new_empty((shape.rows, shape.inner))
+    results = x.new_empty((1, shape.rows, shape.hidden))
+    routing = _native.ExpertRouting(order.data_ptr(), table.data_ptr(), shape.rows, how.group)
+    gate = _native.ExpertGate(call.gated, call.interleaved, activation_number(call.activation), call.alpha, call.limit)
+    first_bias, second_bias = (_dense(bias) for bias in (operands.gate_up_bias, operands.down_bias))
+    dtype = _dtype(x)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    with torch.cuda.device(x.device):
+        _check(
+            _native.experts_gate_up(
+                x.data_ptr(), x.stride(0), shape.hidden, shape.choices, _weight(operands.gate_up, first_bias), routing,
+                gate, inner.data_ptr(), dtype, stream,
+            ), "first", shape,
+        )  # fmt: skip
+        _check(
+            _native.experts_down(
+                inner.data_ptr(), shape.inner, _weight(operands.down, second_bias), routing, results.data_ptr(), dtype,
+                stream,
+            ), "second", shape,
+        )  # fmt: skip
+    return gpu.combine(results, experts, operands.weights, x.dtype, shape, how, how.early)
+
+
+def activation_number(name: str) -> int:
+    """Of csrc/moe_experts/activation.cuh, which has them in the order of `ActivationName`."""
+    return tuple(ActivationName).index(ActivationName(name))
+
+
+def _check(code: int, which: str, shape: Shape) -> None:
+    if code:
+        raise WeaveError(f"moe_experts: the {which} GEMM of {shape} was refused: {_native.cuda_error_text(code)}")
+
+
+def _dtype(x: Tensor) -> _native.DType:
+    found: _native.DType = getattr(_native.DType, str(x.dtype).removeprefix("torch."))
+    return found
+
+
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _weight(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
+    experts, rows, _ = weight.shape
+    of_expert, of_row, _ = weight.stride()
+    return _native.ExpertWeight(
+        weight.data_ptr(), experts, rows, of_expert, of_row, 0 if bias is None else bias.data_ptr()
+    )

@@ -1,0 +1,21 @@
+"""The op on GPUs: whose kernels run."""
+
+from __future__ import annotations
+
+import torch
+
+from weaveopt.ops.moe_experts import gpu, hopper
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
+from weaveopt.ops.moe_experts.plain import plain
+from weaveopt.ops.moe_experts.plan import plan
+from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
+
+
+def on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+    """`weave::moe_experts` on a GPU."""
+    shape = checked_shape(operands, call)
+    if not gpu.has_kernels(operands, shape):
+        return plain(operands, call)
+    if call.kernels == Kernels.HOPPER and hopper.takes(operands, shape):
+        return hopper.launch(operands, call, hopper.plan(shape))
+    return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))
