@@ -2,7 +2,8 @@
 // (copies, multiplies) happens as late or as early as it may, so that a missing wait gives wrong results here too.
 //
 // The headers beside this one stand in for those of csrc whose functions are single instructions; kernels are compiled
-// from csrc itself. Nothing is said about time, nor about the order of memory between a thread and the copy engine.
+// from csrc itself. Nothing is said about time, about the order of memory between a thread and the copy engine, nor
+// about lanes of a warp that another instruction of the warp brings together anyway.
 #pragma once
 
 #include <ucontext.h>
