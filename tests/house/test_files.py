@@ -33,3 +33,12 @@ def test_every_rule_is_one_file_or_folder_and_has_tests() -> None:
         forms = [ROOT / "rewrites" / f"{name}.py", ROOT / "rewrites" / name / "__init__.py"]
         assert sum(form.is_file() for form in forms) == 1, f"rule {name!r} is not one of {forms}"
         assert (ROOT / "tests" / "rewrites" / f"test_{name}.py").is_file(), f"rule {name!r} has no test file"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports a file of a folder that is no package by its name alone."""
+    folders: dict[str, list[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if not (path.parent / "__init__.py").is_file():
+            folders.setdefault(path.name, []).append(path.parent.name)
+    assert {name: found for name, found in folders.items() if len(found) > 1} == {}

@@ -65,7 +65,7 @@ def own(candidates: Sequence[Candidate], fabric: Fabric) -> list[Candidate]:
 
 
 def chunked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of GPUs, in chunks; `test_gemm_tiles` has what goes in tiles."""
+    """Of GPUs, in chunks; `test_gemm_all_reduce_tiles` has what goes in tiles."""
     return [each for each in own(candidates, Fabric.PEER) if each.variant.startswith("chunks")]
 
 
