@@ -10,7 +10,7 @@ constexpr int kBlockK = 64;
 constexpr int kInstructionK = 16;
 constexpr int kConsumers = 2;
 constexpr int kThreads = emulated::kCtaThreads;
-constexpr int kClusterCtas = emulated::kClusterCtas;
+static_assert(kClusterCtas == emulated::kClusterCtas);
 constexpr int kConsumerRows = kPanelRows / kConsumers;
 constexpr int kLoaderRegisters = 0;
 constexpr int kConsumerRegisters = 0;
