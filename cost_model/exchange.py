@@ -63,8 +63,7 @@ class PushedParts:
 
     experts: float
     weights: float
-    """Read again by every batch but the first. With rows enough for each expert its weights are read for several tiles
-    of rows anyway; what is charged is the whole of them, for a wait that nobody has measured."""
+    """Read once more by every batch but the first, and charged in full: what a batch saves nobody has measured."""
     push: float
     gather: float
     combine: float
@@ -80,7 +79,7 @@ def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batc
     moved = sharded.rows_sent + sharded.rows_returned
     return PushedParts(
         experts=experts_us(machine, sharded),
-        weights=(batches - 1) * memory_us(machine, sharded.of_rank.weight_bytes) if batches > 1 else 0.0,
+        weights=(batches - 1) * memory_us(machine, sharded.of_rank.weight_bytes),
         push=memory_us(machine, 2 * moved * sharded.row_bytes),
         gather=gather_us(machine, sharded),
         combine=combine_us(machine, sharded),

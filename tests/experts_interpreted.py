@@ -150,7 +150,7 @@ def main() -> None:
             try:
                 run()
                 wrong = None
-            except Exception:
+            except Exception:  # whatever it is, it is told, and the other checks still run
                 wrong = traceback.format_exc()[-3000:]
             print(json.dumps({"name": name, "wrong": wrong}), flush=True)
 

@@ -236,8 +236,7 @@ def preview(
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
-        groups = (*captured.groups, *groups_met_in_calls(captured.graph))
-        context = Context(config, machine, dict.fromkeys(groups, known))
+        context = Context(config, machine, dict.fromkeys(_groups(captured), known))
         sink(_steps(captured, context, rules, clock, failure, ask_sensitivity).report)
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
@@ -275,11 +274,15 @@ class _Clock:
         return tuple(self._laps)
 
 
+def _groups(captured: CapturedGraph) -> tuple[str, ...]:
+    """Those that compile the same graph and compare it, and those that meet in calls alone."""
+    return (*captured.groups, *groups_met_in_calls(captured.graph))
+
+
 def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
     """Where the ranks of each group are, and the device that they use in this graph."""
     devices = devices_in(captured.graph)
-    groups = (*captured.groups, *groups_met_in_calls(captured.graph))
-    found = {group: topology.discover(group, config.compile_timeout_s) for group in groups}
+    found = {group: topology.discover(group, config.compile_timeout_s) for group in _groups(captured)}
     return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}
 
 

@@ -73,7 +73,7 @@ def form_rejections(
 def size_rejections(workload: Workload) -> list[Rejection]:
     """Token counts, rows and types that the kernel does not take."""
     if not is_built(NativePart.HOST):
-        return [Rejection("native_part_missing", "weaveopt was installed without its native part")]
+        return [Rejection(NativePart.HOST.code, "weaveopt was installed without its native part")]
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
     reasons = [] if workload.is_static else [SYMBOLIC]
     most = _native.product_most_tokens(workload.world)

@@ -47,6 +47,17 @@ NAME = "expert_exchange"
 
 
 class BoundSite(Protocol):
+    """A call that runs as it was bound."""
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
+        """[tokens, hidden]; None where the library has to run, on all ranks."""
+        ...
+
+
+class FabricSite(BoundSite, Protocol):
     """A call bound to the arena of its group."""
 
     @staticmethod
@@ -62,34 +73,17 @@ class BoundSite(Protocol):
         """
         ...
 
-    @property
-    def traffic(self) -> Traffic: ...
-
-    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
-        """[tokens, hidden]; None where the library has to run, on all ranks."""
-        ...
-
 
 class LibrarySite:
     """A call whose arena could not be had, on any rank."""
 
-    @staticmethod
-    def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
-        return ()
-
-    @staticmethod
-    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> LibrarySite:
-        return LibrarySite()
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(0, 0)
+    traffic = Traffic(0, 0)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
         return None
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+SITES: Mapping[Fabric, type[FabricSite]] = MappingProxyType({Fabric.SHM: ShmSite})
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 
