@@ -1,19 +1,60 @@
 """What the server loads that ranks are forked from: once for all tests, before it has any thread.
 
-Each rank that loaded these by itself would spend more on that than on most tests.
+Each rank that loaded and compiled these by itself would spend more on that than on most tests.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Sequence
 
 import pytest  # noqa: F401  (every test file)
-import torch._inductor.compile_fx  # noqa: F401
+import torch
+import torch._inductor.compile_fx as inductor
+import tqdm
 import transformers.modeling_utils  # noqa: F401
+from functorch.compile import make_boxed_func
+from torch import nn
 
 import weaveopt.backend
 import weaveopt.ops  # noqa: F401
 
+
+class _Block(nn.Module):
+    """A few layers of the kind that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.functional.silu(self.linear(x)) + x)  # type: ignore[no-any-return]
+
+
+def _captured(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> object:
+    def run_as_it_is(module: torch.fx.GraphModule, _: object, **__: object) -> object:
+        return make_boxed_func(module.forward)
+
+    return inductor.compile_fx(graph, inputs, inner_compile=run_as_it_is)
+
+
+def warm_up() -> None:
+    """Compiles once what the first graph of a process has torch load and trace: seconds of every rank that compiles."""
+    tqdm.tqdm.monitor_interval = 0  # else it starts a thread
+    torch.set_num_threads(1)
+    for dynamic in (False, True):
+        with torch.no_grad(), torch._inductor.config.patch(compile_threads=1):  # more than one is a thread here
+            for backend in (_captured, "inductor"):
+                torch.compile(_Block(), backend=backend, dynamic=dynamic)(torch.ones(4, 8))
+        torch.compile(_Block(), backend=_captured, dynamic=dynamic)(torch.ones(4, 8)).sum().backward()
+        torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tasks = os.listdir("/proc/self/task")
+    assert len(tasks) == 1, f"a process that forks ranks must have one thread, found {len(tasks)}"
+
+
+warm_up()
 gc.collect()
 # Ranks never look through what they share with the server, so its pages stay shared.
 gc.freeze()

@@ -139,5 +139,5 @@ def _wrong(outcome: Outcome, rank: int, said: Said, allowed: frozenset[Saying]) 
         yield f"said {said.later!r} in a later call"
     if said.held > 0:
         yield f"still had {said.held} sockets"
-    if said.connected_s > STRANGER_S + SLACK_S:
+    if fault.stranger is not None and said.connected_s > STRANGER_S + SLACK_S:
         yield f"took {said.connected_s:.1f} s to connect"
