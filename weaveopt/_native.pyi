@@ -244,8 +244,6 @@ EXPERT_FEW_TILE_ROWS: int
 """The same with splits: kernels for few rows an expert."""
 EXPERT_FEW_WEIGHT_ROWS: int
 """Of the weight, in a tile of those: where gated, a gate and an up for each column."""
-EXPERT_FEW_DEPTH: int
-"""Columns of the weight that such a tile reads at a time."""
 EXPERT_MOST_SPLITS: int
 """CTAs that may share the depth of such a tile."""
 has_cuda: bool

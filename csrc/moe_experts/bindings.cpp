@@ -13,7 +13,6 @@ void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
     m.attr("EXPERT_FEW_TILE_ROWS") = py::int_(moe_experts::kFewTileRows);
     m.attr("EXPERT_FEW_WEIGHT_ROWS") = py::int_(moe_experts::kBoxes * moe_experts::kFewBoxRows);
-    m.attr("EXPERT_FEW_DEPTH") = py::int_(moe_experts::kFewDepth);
     m.attr("EXPERT_MOST_SPLITS") = py::int_(moe_experts::kMostSplits);
 }
 

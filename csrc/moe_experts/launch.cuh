@@ -14,15 +14,14 @@ namespace weave::moe_experts {
 class Launch {
   public:
     Launch(int32_t cluster_ctas, int32_t num_threads, int32_t num_bytes, void* stream) {
-        attributes_[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes_[0].val.programmaticStreamSerializationAllowed = 1;
-        attributes_[1].id = cudaLaunchAttributeClusterDimension;
-        attributes_[1].val.clusterDim = {static_cast<uint32_t>(cluster_ctas), 1, 1};
+        attributes_[0].id = cudaLaunchAttributeClusterDimension;
+        attributes_[0].val.clusterDim = {static_cast<uint32_t>(cluster_ctas), 1, 1};
+        attributes_[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes_[1].val.programmaticStreamSerializationAllowed = 1;
         config_.blockDim = num_threads;
         config_.dynamicSmemBytes = num_bytes;
         config_.stream = static_cast<cudaStream_t>(stream);
         config_.attrs = attributes_;
-        config_.numAttrs = 2;
     }
     template <class Kernel>
     cudaError_t allow_memory(Kernel kernel) const {
@@ -34,11 +33,13 @@ class Launch {
     template <class Kernel>
     cudaError_t most_clusters(Kernel kernel, int32_t num_ctas, int* found) {
         config_.gridDim = num_ctas;
+        config_.numAttrs = 1;  // the cluster
         return cudaOccupancyMaxActiveClusters(found, kernel, &config_);
     }
     template <class Kernel>
     cudaError_t run(Kernel kernel, int32_t num_ctas, const Work& work) {
         config_.gridDim = num_ctas;
+        config_.numAttrs = 2;
         return cudaLaunchKernelEx(&config_, kernel, work);
     }
 

@@ -240,7 +240,7 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
         ]
 
     (before, above), (behind, below) = us(few.max_tokens), us(few.max_tokens + 1)
-    assert before <= above and behind > below, "the table changes where the curves cross"
+    assert before < above and behind >= below, "the table changes where the curves cross"
     assert not any(
         each.table for each in candidates(FACTS, False, TokenCounts(8), Surroundings(machine), TRITON, usable_only=True)
     )
@@ -286,7 +286,7 @@ def test_a_skew_leaves_fewer_experts_with_rows_and_one_rank_with_more() -> None:
     half = Skew(0.5, 0.125)
     spread = Mixture(64, 2.0, 64, 64, 32, True, "bfloat16")
     skewed = replace(spread, skew=half)
-    assert spread.active == 55 and skewed.active == 44
+    assert spread.active == 55 and skewed.active == 46
     assert spread.rows_of_expert == (2.0, 2.0) and skewed.rows_of_expert == (2.0, 8.0)
     facts = replace(FACTS, experts=16, experts_in_all=64, choices=8, has_foreign=True)
     assert mixture_of(facts, 64, UNIFORM).rows == 128
