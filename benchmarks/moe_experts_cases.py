@@ -138,8 +138,8 @@ class Data:
         return lambda at: run(ready[at], self.operands(at), self.model.call)
 
     def runs_hopper(self) -> bool:
-        """Whether a call with `Kernels.HOPPER` is other than one with Triton's."""
-        return hopper.takes(self.operands(0), self.shape)
+        """Whether calls that name the native kernels are other than one with Triton's."""
+        return not hopper.unsupported(self.operands(0), self.shape)
 
     def fits(self, name: str) -> bool:
         copied = self.shape.rows * 3 * self.model.hidden * self.model.inner * 2

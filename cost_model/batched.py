@@ -8,6 +8,7 @@ from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.records.skew import UNIFORM, Skew
 
 
 def batched_gemm_us(machine: Machine, batch: int, gemm: Gemm, dtype: str) -> float:
@@ -23,9 +24,12 @@ def batched_gemm_us(machine: Machine, batch: int, gemm: Gemm, dtype: str) -> flo
     return max(gemm_us(machine, Gemm(m, k, n * batch), dtype), memory_us(machine, moved))
 
 
-def num_active_experts(experts: int, rows: int) -> int:
-    """Experts that get any of `rows` rows, spread at random: `experts · (1 - (1 - 1 / experts) ** rows)`, rounded."""
-    return max(1, min(experts, rows, round(experts * (1.0 - (1.0 - 1.0 / experts) ** rows))))
+def num_active_experts(experts: int, rows: int, skew: Skew = UNIFORM) -> int:
+    """Experts that get any of `rows` rows, spread at random: `experts · (1 - (1 - 1 / experts) ** rows)`, rounded.
+
+    With a skew the same of each of its two parts.
+    """
+    return skew.active(experts, rows)
 
 
 def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> float:
@@ -37,7 +41,7 @@ def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> f
     if gemm.m <= 0 or experts <= 0:
         return 0.0
     grouped = 1.0 if machine.compiled is None else machine.compiled.grouped
-    return gemm_us(machine, same_work(num_active_experts(experts, gemm.m), gemm), dtype) * grouped
+    return gemm_us(machine, same_work(num_active_experts(experts, gemm.m, machine.skew), gemm), dtype) * grouped
 
 
 def same_work(active: int, gemm: Gemm) -> Gemm:

@@ -1,7 +1,8 @@
 """What a mixture takes whose tokens travel to the ranks of their experts and whose results come home.
 
-Routing is taken as uniform: of a rank's tokens a share of `1 / world` is for each rank's experts, and as many rows come
-to a rank as it sends. A row travels once for each (token, destination), a result for each choice.
+All wait for the busiest rank: what counts is the share of all choices that are of its experts, `1 / world` where
+routing is uniform, and the rows that come to it. A row travels once for each (token, destination), a result for each
+choice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.mixture import Mixture, gemms_us
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.records.skew import UNIFORM, Skew
 
 OWN_BATCH_TOKENS = 512
 """For which a rank's mixture is decided where ranks hold batches of their own: they cannot compare token counts."""
@@ -32,6 +34,8 @@ class ShardedMixture:
     of_rank: Mixture
     """A rank's own tokens, and its experts; its rows are as many as its tokens have choices."""
     world: int
+    skew: Skew = UNIFORM
+    """Of the choices of all tokens, over the experts of all ranks."""
 
     def with_tokens(self, tokens: int) -> ShardedMixture:
         """The same, with so many tokens on each rank."""
@@ -42,18 +46,29 @@ class ShardedMixture:
         return self.of_rank.hidden * DTYPE_BYTES[self.of_rank.dtype]
 
     @property
+    def busiest_share(self) -> float:
+        """Of all choices, those of the busiest rank's experts."""
+        return self.skew.of_busiest_rank(self.of_rank.experts, self.world)[0]
+
+    @property
+    def of_busiest(self) -> Mixture:
+        """What the busiest rank computes, of all ranks' tokens; its `tokens` are one rank's."""
+        share, skew = self.skew.of_busiest_rank(self.of_rank.experts, self.world)
+        return replace(self.of_rank, choices=self.of_rank.choices * share * self.world, skew=skew)
+
+    @property
     def rows_sent(self) -> float:
-        """To other ranks."""
-        missed: float = (1.0 - 1.0 / self.world) ** self.of_rank.choices
+        """From all others to the busiest rank: no rank sends more."""
+        missed: float = (1.0 - self.busiest_share) ** self.of_rank.choices
         return self.of_rank.tokens * (self.world - 1) * (1.0 - missed)
 
     @property
     def rows_returned(self) -> float:
-        return self.of_rank.rows * (self.world - 1) / self.world
+        return self.of_rank.rows * (self.world - 1) * self.busiest_share
 
     @property
     def wire_bytes(self) -> int:
-        """That a rank sends: rows to experts, and results home."""
+        """Of the busiest rank's link: rows to experts, and results home."""
         return round((self.rows_sent + self.rows_returned) * self.row_bytes)
 
 
@@ -79,7 +94,7 @@ def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batc
     moved = sharded.rows_sent + sharded.rows_returned
     return PushedParts(
         experts=experts_us(machine, sharded),
-        weights=(batches - 1) * memory_us(machine, sharded.of_rank.weight_bytes),
+        weights=(batches - 1) * memory_us(machine, sharded.of_busiest.weight_bytes),
         push=memory_us(machine, 2 * moved * sharded.row_bytes),
         gather=gather_us(machine, sharded),
         combine=combine_us(machine, sharded),
@@ -90,7 +105,7 @@ def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batc
 
 def experts_us(machine: Machine, sharded: ShardedMixture) -> float:
     """Both grouped GEMMs and the pass between them, in microseconds."""
-    mixture = sharded.of_rank
+    mixture = sharded.of_busiest
     between = mixture.rows * (mixture.wide + mixture.width) * DTYPE_BYTES[mixture.dtype]
     return gemms_us(machine, mixture) + memory_us(machine, between)
 
@@ -103,7 +118,7 @@ def combine_us(machine: Machine, sharded: ShardedMixture) -> float:
 
 def gather_us(machine: Machine, sharded: ShardedMixture) -> float:
     """Rows into the order of the experts, and results out of it."""
-    return memory_us(machine, 4 * sharded.of_rank.rows * sharded.row_bytes)
+    return memory_us(machine, 4 * sharded.of_busiest.rows * sharded.row_bytes)
 
 
 def library_exchange_us(machine: Machine, sharded: ShardedMixture, hosts: int = 1) -> float:

@@ -12,6 +12,7 @@ from weaveopt.cost_model.busy_hosts import BusyHosts
 from weaveopt.cost_model.records import KEYED, NAMED
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import MachineSummary
+from weaveopt.records.skew import UNIFORM, Skew
 
 MEASURED = "measured"
 TRANSFERS = frozenset({"segment", "ll_packet", "bulk", "direct"})
@@ -321,6 +322,8 @@ class Machine:
     """Kernels of a rank's own that have no block above."""
     busy_hosts: tuple[BusyHosts, ...] = ()
     """What exchanges between hosts take, by numbers of hosts and of ranks on each."""
+    skew: Skew = UNIFORM
+    """How choices are taken to spread over the experts of mixtures."""
 
     def __hash__(self) -> int:
         """Cheap, because machines are keys of caches that every site asks; equality still compares everything."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from weaveopt.cost_model.batched import grouped_gemm_us, num_active_experts
@@ -11,7 +12,9 @@ from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import KernelCurve, Machine
+from weaveopt.records.candidate import Values
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.records.skew import UNIFORM, Skew
 
 OPERATION = "experts"
 """Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. Of kernels with
@@ -28,11 +31,13 @@ class Mixture:
     choices: float
     """Of a token, on average, that are experts of this rank."""
     experts: int
-    """That tokens choose from on this rank, uniformly."""
+    """That tokens choose from on this rank."""
     hidden: int
     width: int
     gated: bool
     dtype: str
+    skew: Skew = UNIFORM
+    """Of the choices of this rank's experts."""
 
     @property
     def rows(self) -> int:
@@ -47,7 +52,12 @@ class Mixture:
     @property
     def active(self) -> int:
         """Experts with any rows."""
-        return num_active_experts(self.experts, self.rows) if self.rows else 0
+        return num_active_experts(self.experts, self.rows, self.skew) if self.rows else 0
+
+    @property
+    def rows_of_expert(self) -> tuple[float, float]:
+        """Of one of this rank's on average, and of the busiest."""
+        return self.rows / self.experts, self.skew.rows_of_busiest(self.experts, self.rows)
 
     @property
     def weight_bytes(self) -> int:
@@ -59,6 +69,12 @@ class Mixture:
         return 2.0 * self.rows * (self.wide + self.width) * self.hidden
 
 
+def rows_by_expert(mixture: Mixture, assumed: Skew) -> Values:
+    """For reports: rows of an expert on average and of the busiest, and the spread that they rest on."""
+    mean, busiest = mixture.rows_of_expert
+    return (("expert_rows", round(mean, 1)), ("busiest_expert_rows", round(busiest, 1)), ("routing", str(assumed)))
+
+
 def variant_of(kernels: str, dtype: str, counted: str) -> str:
     """Of a curve: `kernels` is empty for those without a name; `counted` is `weights` or `rows`."""
     return f"{kernels} {dtype} {counted}".strip()
@@ -67,12 +83,21 @@ def variant_of(kernels: str, dtype: str, counted: str) -> str:
 def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float | None:
     """Microseconds of the kernels of that name on a GPU, by their measured curves; None where the profile has none.
 
-    The longer of reading the weights of the experts with rows, and of the arithmetic.
+    The longer of reading the weights of the experts with rows, and of the arithmetic. Less of it than was ever measured
+    goes on at the rate of the least: what a call costs at least is in the time of its weights.
     """
     curves = _curves(machine, kernels, mixture.dtype)
     if len(curves) < 2:
         return None
-    return max(kernel_curve_us(curves["weights"], mixture.weight_bytes), kernel_curve_us(curves["rows"], mixture.flops))
+    least = curves["rows"].points[0].size
+    arithmetic_us = kernel_curve_us(curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)
+    return max(kernel_curve_us(curves["weights"], mixture.weight_bytes), arithmetic_us)
+
+
+def fastest_kernels(machine: Machine, mixture: Mixture, kernels: Sequence[str]) -> str | None:
+    """Which of the kernels of these names take least for the mixture, the first of equals; None: none was measured."""
+    times = [(us, at) for at, name in enumerate(kernels) if (us := kernels_us(machine, mixture, name)) is not None]
+    return kernels[min(times)[1]] if times else None
 
 
 @cache
@@ -87,7 +112,8 @@ def gemms_us(machine: Machine, mixture: Mixture) -> float:
         return 0.0
     up = Gemm(mixture.rows, mixture.hidden, mixture.wide)
     down = Gemm(mixture.rows, mixture.width, mixture.hidden)
-    return sum(grouped_gemm_us(machine, mixture.experts, gemm, mixture.dtype) for gemm in (up, down))
+    routed = machine if machine.skew == mixture.skew else replace(machine, skew=mixture.skew)
+    return sum(grouped_gemm_us(routed, mixture.experts, gemm, mixture.dtype) for gemm in (up, down))
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,9 @@ def _machine(path: Path, shipped: bool) -> Machine:
     document = checked(str(path), _read(path), shipped)
     if schema_of(document) == schema_1.SCHEMA:
         document = schema_1.upgraded(str(path), document)
-    machine = from_document(Machine, document)
+    try:
+        machine = from_document(Machine, document)
+    except ValueError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
     check(str(path), machine)
     return machine

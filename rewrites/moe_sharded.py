@@ -22,6 +22,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.exchange import PushedParts, pushed_parts
+from weaveopt.cost_model.mixture import rows_by_expert
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
@@ -81,10 +82,12 @@ class MoeSharded:
 def _candidates(
     facts: ExchangeFacts, given: ExpertExchangeCall, tokens: TokenCounts, context: Context, usable_only: bool
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    machine, sharded = context.machine, facts.sharded(tokens.hint)
+    machine, sharded = context.machine, facts.sharded(tokens.hint, context.machine.skew)
+    busiest = sharded.of_busiest
     sizes = (
-        ("rows", sharded.of_rank.rows),
-        ("active_experts", sharded.of_rank.active),
+        ("rows", busiest.rows),
+        ("active_experts", busiest.active),
+        *rows_by_expert(busiest, sharded.skew),
         ("wire_bytes", sharded.wire_bytes),
     )
     for fabric, unreachable in reaching(context.topologies[facts.group], machine, SITES):

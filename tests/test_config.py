@@ -36,6 +36,9 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         ({"disable": [1]}, "list of names"),
         ({"disable": ["all_reduce_rms"]}, "did you mean 'all_reduce_rms_norm'"),
         ({"machine": 3}, "a name or a file"),
+        ({"skew": "0.5"}, "ROWS:EXPERTS, such as 0.5:0.125"),
+        ({"skew": "0.1:0.5"}, "smaller share of experts"),
+        ({"skew": "nan:nan"}, "smaller share of experts"),
     ],
 )
 def test_a_wrong_option_is_one_clear_line(options: dict[str, object], words: str) -> None:

@@ -239,7 +239,13 @@ PRODUCT_MOST_HIDDEN: int
 def shm_buffers(max_tokens: int, hidden: int, dtype: DType, out_dtype: DType, world: int) -> list[BufferNeed]: ...
 
 EXPERT_TILE_ROWS: int
-"""Of tiles of rows sorted by expert, in the GEMMs of `experts_gate_up` and `experts_down`."""
+"""Of tiles of rows sorted by expert, in the GEMMs of `experts_gate_up` and `experts_down` with 0 splits."""
+EXPERT_FEW_TILE_ROWS: int
+"""The same with splits: kernels for few rows an expert."""
+EXPERT_FEW_WEIGHT_ROWS: int
+"""Of the weight, in a tile of those: where gated, a gate and an up for each column."""
+EXPERT_MOST_SPLITS: int
+"""CTAs that may share the depth of such a tile."""
 has_cuda: bool
 """Whether the CUDA part was built; what follows is there only then."""
 
@@ -367,6 +373,7 @@ def experts_gate_up(
     weight: ExpertWeight,
     routing: ExpertRouting,
     gate: ExpertGate,
+    splits: int,
     inner: int,
     dtype: DType,
     stream: int,
@@ -376,6 +383,7 @@ def experts_down(
     inner_width: int,
     weight: ExpertWeight,
     routing: ExpertRouting,
+    splits: int,
     results: int,
     dtype: DType,
     stream: int,

@@ -39,6 +39,7 @@ from weaveopt.pipeline.specialize import guard, specialize
 from weaveopt.pipeline.variants import variants
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, WorkFailure
+from weaveopt.records.skew import Skew
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
 from weaveopt.rule import CapturedGraph, Context, HooksInductor, RuleSet
@@ -108,7 +109,7 @@ def optimize(
     clock.lap("capture")
     topologies = _topologies(captured, config)
     choice = _machine_for(config, topologies, captured)
-    context = Context(config, choice.machine, topologies, _not_measured(choice))
+    context = Context(config, _routed(choice.machine, config), topologies, _not_measured(choice))
     steps = _steps(captured, context, rules, clock, failure)
     report = steps.report
     try:
@@ -236,7 +237,7 @@ def preview(
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
-        context = Context(config, machine, dict.fromkeys(_groups(captured), known))
+        context = Context(config, _routed(machine, config), dict.fromkeys(_groups(captured), known))
         sink(_steps(captured, context, rules, clock, failure, ask_sensitivity).report)
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
@@ -296,6 +297,11 @@ def _machine_for(config: Config, topologies: Mapping[str, Topology], captured: C
     found = {gpu for known in on_gpus for gpu in known.gpus} or {*gpus.gpus_of([gpus.describe()])}
     per_host = max((known.world // known.num_hosts for known in topologies.values()), default=1)
     return cost_model.choose(tuple(found), per_host)
+
+
+def _routed(machine: Machine, config: Config) -> Machine:
+    """The machine, with the spread of choices over experts that the options name."""
+    return machine if config.skew is None else replace(machine, skew=Skew.parse(config.skew))
 
 
 def _not_measured(choice: Choice) -> Rejection | None:

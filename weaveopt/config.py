@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from weaveopt.errors import OptionError, closest
+from weaveopt.records.skew import Skew
 
 OptionValue = bool | int | float | str | tuple[str, ...] | None
 
@@ -34,6 +35,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_tokens", "WEAVE_MAX_TOKENS", 8192, "largest token count planned for where a shape is dynamic"),
     Option("arena_bytes", "WEAVE_ARENA_BYTES", 0, "least symmetric memory of a group (0: what the plan needs)"),
     Option("timeout_s", "WEAVE_TIMEOUT_S", 120.0, "longest wait for a peer inside an operation"),
+    Option(
+        "skew", "WEAVE_SKEW", None, "share of a mixture's rows on a share of its experts: 0.5:0.125 (default: uniform)"
+    ),
     Option("compile_timeout_s", "WEAVE_COMPILE_TIMEOUT_S", 1800.0, "longest wait for a peer that is still compiling"),
 )
 
@@ -55,6 +59,7 @@ class Config:
     max_tokens: int = 8192
     arena_bytes: int = 0
     timeout_s: float = 120.0
+    skew: str | None = None
     compile_timeout_s: float = 1800.0
     inductor: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     """Options handed on to Inductor."""
@@ -106,6 +111,11 @@ def _checked(option: Option, value: OptionValue | list[str]) -> OptionValue:
         if option.name.endswith("timeout_s") and value == 0:
             raise OptionError(f"{where}, expected more than 0 seconds")
         return type(default)(value)
+    if option.name == "skew" and isinstance(value, str):
+        try:
+            return str(Skew.parse(value))
+        except ValueError as error:
+            raise OptionError(f"{where}: {error}") from None
     if value is not None and not isinstance(value, str):
         raise OptionError(f"{where}, expected a name or a file")
     return value

@@ -30,18 +30,11 @@
 #include "gemm/mainloop.cuh"
 #include "moe_experts/activation.cuh"
 #include "moe_experts/copies.cuh"
-#include "moe_experts/tiles.h"
+#include "moe_experts/work.cuh"
 
 namespace weave::moe_experts {
 
 using fabric::await_phase;
-
-// Which GEMM, and what a tile's two boxes of the weight are.
-enum class Product : int32_t {
-    kGated = 0,  // first: gates and ups of the same 128 columns
-    kPlain = 1,  // first, without a gate: 256 columns
-    kDown = 2,   // second: 256 columns
-};
 
 constexpr int kStages = 4;
 constexpr int kSums = kWeightRows / 2;  // of a thread
@@ -54,29 +47,6 @@ struct Shared {
     uint8_t b[kStages][kBytesOfB];
     uint8_t staged[gemm::kConsumers * 4][kStagedRows * kStagedColumns * 2];
     uint64_t full[kStages], empty[kStages];
-};
-
-struct Work {
-    CUtensorMap weight[kBoxes];  // boxes of 128 rows: by x, row and expert
-    CUtensorMap rows;            // second GEMM: what the first one left, in boxes of 128 rows
-    const int32_t* table;        // routing_kernels.py
-    const int32_t* order;
-    const uint8_t* x;     // first GEMM
-    const void* bias;     // of T, or null
-    void* out;            // of T
-    int64_t bias_stride;  // elements, from expert to expert
-    int32_t bias_step;    // from column to column
-    int32_t up_bias;      // from a gate to its up
-    int32_t x_chunks;     // of 16 bytes, from row to row of x
-    int32_t choices;
-    int32_t depth;   // of the product
-    int32_t blocks;  // stages that it takes
-    int32_t width;   // columns of the result
-    int32_t columns;
-    int32_t group;
-    Activation activation;
-    float alpha;
-    float limit;  // 0: none
 };
 
 // One CTA's part of an item.

@@ -3,24 +3,32 @@
 by_expert     CPU ranks: tokens sorted by expert, the library's GEMMs over the rows of each
 kernels       GPUs: routing, two grouped GEMMs that gather and scatter rows themselves, and a sum in the choices' order,
               in Triton
-hopper        the same with GEMMs of our own, for compute capability 9.0; with few rows an expert it is `kernels`
+hopper        the same with GEMMs of our own, for compute capability 9.0, made for experts with many rows
+hopper few    those made for experts with few rows, where weights are streamed
+
+Which of the last three serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
+several counts holds a table of them; every kernel takes any number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from weaveopt.cost_model import host_us
-from weaveopt.cost_model.mixture import Mixture, cpu_parts, kernels_us
+from weaveopt.cost_model import Machine, host_us
+from weaveopt.cost_model.mixture import Mixture, cpu_parts, fastest_kernels, kernels_us, rows_by_expert
+from weaveopt.cost_model.token_grid import grid_of
 from weaveopt.inductor.calls import GEMM, MEMORY
 from weaveopt.inductor.kernels import Surroundings
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
 from weaveopt.records.site import TokenCounts
+from weaveopt.records.skew import Skew
 from weaveopt.sites.mixture import MixtureFacts
+from weaveopt.solver.boundaries import runs
 
 RULE = "moe_fused"
-BY_EXPERT, KERNELS, HOPPER = "by_expert", "kernels", "hopper"
+BY_EXPERT, KERNELS, HOPPER, HOPPER_FEW = "by_expert", "kernels", "hopper", "hopper few"
 HALVES = ("bfloat16", "float16")
 ROW_MULTIPLE = 8
 """Elements: rows of the Hopper kernels' operands begin at multiples of 16 bytes."""
@@ -35,20 +43,24 @@ class Host:
     """GPUs are here, and the Hopper kernels do not run on them."""
 
 
-CURVES = {KERNELS: "", HOPPER: HOPPER}
+CURVES = {KERNELS: "", HOPPER: HOPPER, HOPPER_FEW: HOPPER_FEW}
 """What the kernels of a candidate are called in a profile."""
+VARIANTS = {name: variant for variant, name in CURVES.items()}
 
 
-def mixture_of(facts: MixtureFacts, tokens: TokenCounts) -> Mixture:
-    """What this rank computes at the hint, its choices spread uniformly over the experts."""
+def mixture_of(facts: MixtureFacts, tokens: int, skew: Skew) -> Mixture:
+    """What the rank computes that has the busiest experts, whose choices spread like that over all experts."""
+    ranks = max(facts.experts_in_all // facts.experts, 1) if facts.has_foreign else 1
+    share, here = skew.of_busiest_rank(facts.experts, ranks) if ranks > 1 else (1.0, skew)
     return Mixture(
-        tokens=tokens.hint,
-        choices=facts.choices_here,
+        tokens=tokens,
+        choices=min(facts.choices_here * share * ranks, float(facts.choices)),
         experts=facts.experts,
         hidden=facts.hidden,
         width=facts.width,
         gated=facts.activation.gated,
         dtype=facts.dtype,
+        skew=here,
     )
 
 
@@ -61,8 +73,10 @@ def candidates(
     usable_only: bool,
 ) -> Iterator[Candidate]:
     """`transposed`: whether a weight lies as `[experts, in, out]`."""
-    machine, mixture = surroundings.machine, mixture_of(facts, tokens)
-    parameters = (("active_experts", mixture.active), ("rows", mixture.rows))
+    machine = surroundings.machine
+    mixture = mixture_of(facts, tokens.hint, machine.skew)
+    sizes = (("active_experts", mixture.active), ("rows", mixture.rows))
+    parameters = (*sizes, *rows_by_expert(mixture, machine.skew))
     if machine.device == "cpu":
         parts = cpu_parts(machine, mixture)
         shared, waited = surroundings.oversubscription, host_us(machine) * surroundings.oversubscription
@@ -70,16 +84,38 @@ def candidates(
         yield Candidate(RULE, Fabric.LIBRARY, BY_EXPERT, parameters, Estimate(terms, machine.relative_error))
         return
     against = tuple(_against(facts, host))
-    for variant, reasons in ((KERNELS, against), (HOPPER, (*against, *_against_hopper(facts, transposed, host)))):
+    against_hopper = (*against, *_against_hopper(facts, transposed, host))
+    refused = {KERNELS: against, HOPPER: against_hopper, HOPPER_FEW: against_hopper}
+    able = [name for variant, name in CURVES.items() if not refused[variant]]
+    fastest = fastest_kernels(machine, mixture, able)
+    for variant, reasons in refused.items():
         us = None if reasons else kernels_us(machine, mixture, CURVES[variant])
         if not reasons and us is None:
             message = "the profile holds no time of these kernels: measure it with `weaveopt calibrate`"
             reasons = (Rejection("not_measured", message, (("profile", machine.name), ("dtype", facts.dtype))),)
         if us is not None:
             estimate = Estimate((Term(RULE, us + host_us(machine)),), machine.relative_error)
-            yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, estimate)
+            several = CURVES[variant] == fastest and not tokens.is_static
+            table = _by_tokens(machine, facts, tokens, tuple(able)) if several else ()
+            yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, estimate, table=table)
         elif not usable_only:
             yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, rejections=reasons)
+
+
+@cache
+def _by_tokens(
+    machine: Machine, facts: MixtureFacts, tokens: TokenCounts, kernels: tuple[str, ...]
+) -> tuple[TableRow, ...]:
+    """Which of `kernels` serves which token counts that the graph may see."""
+
+    def fastest(count: int) -> str | None:
+        return fastest_kernels(machine, mixture_of(facts, count, machine.skew), kernels)
+
+    found = list(runs(fastest, grid_of((tokens.hint,), tokens.most, max(tokens.least, 1))))
+    lasts = [first - 1 for first, _ in found[1:]] + [tokens.most]
+    return tuple(
+        TableRow(last, VARIANTS[name]) for last, (_, name) in zip(lasts, found, strict=True) if name is not None
+    )
 
 
 def _against(facts: MixtureFacts, host: Host) -> Iterator[Rejection]:

@@ -28,12 +28,15 @@ from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.gpu import has_triton
 from weaveopt.ops.moe_experts.hopper import lacks_hopper
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.moe_fused.candidates import HOPPER, RULE, Host, candidates
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, HOPPER_FEW, KERNELS, RULE, Host, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
 from weaveopt.sites.mixtures.experts import Experts, Linear
 
 aten = torch.ops.aten
+
+
+_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER, HOPPER_FEW: Kernels.HOPPER_FEW}
 
 
 class MoeFused:
@@ -58,9 +61,12 @@ class MoeFused:
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         facts, experts = _site(chosen.found)
-        call = call_of(facts.activation)
-        if chosen.proposal.candidate.variant == HOPPER:
-            call = dataclasses.replace(call, kernels=Kernels.HOPPER)
+        candidate = chosen.proposal.candidate
+        call = dataclasses.replace(
+            call_of(facts.activation),
+            kernels=_KERNELS.get(candidate.table[-1].variant if candidate.table else candidate.variant, Kernels.TRITON),
+            table=tuple((row.max_tokens, _KERNELS[row.variant]) for row in candidate.table[:-1]),
+        )
         x = _node(experts.x)
         operands = [
             x,

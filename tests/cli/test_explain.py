@@ -16,6 +16,7 @@ from weaveopt.pipeline.sensitivity import words
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision, Report
 from weaveopt.reporting import document as report_json
+from weaveopt.reporting.memory import routing_lines
 
 EMBEDDING = 1
 """All-reduces behind the embedding, which is shared by vocabulary."""
@@ -79,12 +80,14 @@ def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:
 
 
 def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
-    report = _explain("mixtral-8x22b --tp 2 --machine cpu --phase decode --batch 4 --seq 128", tmp_path)
+    words = "mixtral-8x22b --tp 2 --machine cpu --phase decode --batch 4 --seq 128 --skew 0.5:0.25"
+    report = _explain(words, tmp_path)
     (graph,) = report.graphs
     assert (graph.phase, graph.tokens) == ("decode", 4)
     assert _num_all_reduces(report) == 2 * 56 + EMBEDDING
     assert sum(d.site.count for d in graph.decisions if d.rewritten) > 0
     assert sum(plan.num_bytes for plan in graph.plans) > 0
+    assert list(routing_lines(graph)) == ["rows by expert: 1 on average, 2 of the busiest (routing 0.5:0.25)"]
 
 
 def test_defaults_disable_why_and_trace(

@@ -55,13 +55,18 @@ struct __nv_bfloat16 {
 
 namespace weave::emulated {
 
-constexpr int kClusterCtas = 2;
-constexpr int kCtaThreads = 384;
+constexpr uint32_t kMostCtaThreads = 384;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kSharedBytes = 228 << 10;
 
 struct Dim {
     uint32_t x;
+};
+
+// Of one cluster.
+struct Size {
+    uint32_t ctas;
+    uint32_t cta_threads;
 };
 
 // A barrier in shared memory (mbarrier): a phase ends when all arrivals have come and no bytes are missing.
@@ -86,8 +91,9 @@ struct Meeting {
     uint32_t past = 0;
 };
 
-// A group of multiplies that a warp group has begun.
+// A multiply that a warp group has begun: 64 rows by `columns`.
 struct Multiply {
+    int32_t columns;
     uint64_t a, b;
     bool accumulate;
     std::vector<float*> sums;  // of each thread
@@ -106,7 +112,7 @@ struct Warp {
 };
 
 struct WarpGroup {
-    Meeting meeting;
+    Meeting meeting, named;
     std::deque<Multiply> multiplies;
     uint64_t first_multiply = 0;
 };
@@ -116,8 +122,8 @@ struct Cta {
     uint32_t rank;
     std::vector<uint8_t> bytes = std::vector<uint8_t>(kSharedBytes + 1024, 0xff);  // NaN
     std::unordered_map<uint32_t, Barrier> barriers;
-    Warp warps[kCtaThreads / 32];
-    WarpGroup warp_groups[kCtaThreads / 128];
+    Warp warps[kMostCtaThreads / 32];
+    WarpGroup warp_groups[kMostCtaThreads / 128];
 
     uint8_t* memory() { return bytes.data() + (1024 - reinterpret_cast<uintptr_t>(bytes.data()) % 1024) % 1024; }
     Barrier& barrier(uint32_t at) {
@@ -143,8 +149,10 @@ struct Thread {
 };
 
 struct Cluster {
-    Cta ctas[kClusterCtas];
-    std::vector<Thread> threads = std::vector<Thread>(kClusterCtas * kCtaThreads);
+    explicit Cluster(Size size) : size(size), ctas(size.ctas), threads(size.ctas * size.cta_threads) {}
+    Size size;
+    std::vector<Cta> ctas;
+    std::vector<Thread> threads;
     std::vector<std::function<void()>> copies;
     Meeting meeting;
     ucontext_t scheduler;
@@ -205,18 +213,19 @@ inline bool copy_some(Cluster& now) {
     return !due.empty() || !now.copies.empty();
 }
 
-inline void run_cluster(uint32_t index, uint32_t num_clusters, uint32_t seed, const std::function<void()>& kernel) {
-    Cluster now;
+inline void run_cluster(Size size, uint32_t index, uint32_t num_clusters, uint32_t seed,
+                        const std::function<void()>& kernel) {
+    Cluster now(size);
     cluster = &now;
     now.kernel = kernel;
     now.random.seed(seed);
-    for (uint32_t rank = 0; rank < kClusterCtas; ++rank) {
+    for (uint32_t rank = 0; rank < size.ctas; ++rank) {
         Cta& cta = now.ctas[rank];
-        cta.block.x = index * kClusterCtas + rank;
-        cta.grid.x = num_clusters * kClusterCtas;
+        cta.block.x = index * size.ctas + rank;
+        cta.grid.x = num_clusters * size.ctas;
         cta.rank = rank;
-        for (uint32_t at = 0; at < kCtaThreads; ++at) {
-            Thread& thread = now.threads[rank * kCtaThreads + at];
+        for (uint32_t at = 0; at < size.cta_threads; ++at) {
+            Thread& thread = now.threads[rank * size.cta_threads + at];
             thread.index.x = at;
             thread.cta = &cta;
             getcontext(&thread.context);
@@ -230,9 +239,9 @@ inline void run_cluster(uint32_t index, uint32_t num_clusters, uint32_t seed, co
         bool moved = copy_some(now), slept = false;
         num_ended = 0;
         // In each round some warps sleep, a whole CTA at times.
-        const uint32_t sleeping_cta = now.random() % 4, share = now.random() % 4;
+        const uint32_t sleeping_cta = now.random() % (2 * size.ctas), share = now.random() % 4;
         for (size_t warp = 0; warp < now.threads.size() / 32; ++warp) {
-            const bool sleeps = warp / (kCtaThreads / 32) == sleeping_cta || now.random() % 4 < share;
+            const bool sleeps = warp / (size.cta_threads / 32) == sleeping_cta || now.random() % 4 < share;
             for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
                 Thread& thread = now.threads[at];
                 if (thread.ended) {

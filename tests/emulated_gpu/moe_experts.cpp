@@ -30,26 +30,41 @@ const char* unsupported(DType, int64_t, int64_t, int32_t) {
 
 namespace weave::moe_experts {
 
-template <Product kProduct>
-int run_grid(const Work& work, int32_t num_ctas) {
-    const uint32_t num_clusters = num_ctas / gemm::kClusterCtas;
-    for (uint32_t index = 0; index < num_clusters; ++index)
-        emulated::run_cluster(index, num_clusters, seed + index, [&] { grouped_gemm<__nv_bfloat16, kProduct>(work); });
-    return 0;
-}
-
-int enqueue_bf16(const Work& work, Product product, int32_t num_ctas, void*) {
+template <class Kernel>
+int run_clusters(emulated::Size size, const Kernel& kernel) {
+    const uint32_t num_clusters = num_sms / size.ctas;
+    if (num_clusters == 0) return cudaErrorInvalidValue;
     try {
-        if (product == Product::kGated) return run_grid<Product::kGated>(work, num_ctas);
-        if (product == Product::kPlain) return run_grid<Product::kPlain>(work, num_ctas);
-        return run_grid<Product::kDown>(work, num_ctas);
+        for (uint32_t index = 0; index < num_clusters; ++index)
+            emulated::run_cluster(size, index, num_clusters, seed + index, kernel);
     } catch (const std::exception& error) {
         failure = error.what();
         return -1;
     }
+    return cudaSuccess;
+}
+
+int enqueue_bf16(const Work& work, Product product, int32_t, void*) {
+    return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
+        if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated>(work);
+        if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain>(work);
+        grouped_gemm<__nv_bfloat16, Product::kDown>(work);
+    });
+}
+
+int enqueue_few_bf16(const Work& work, Product product, int32_t splits, void*) {
+    return run_clusters({static_cast<uint32_t>(splits), kFewThreads}, [&] {
+        if (product == Product::kGated) return few_rows_gemm<__nv_bfloat16, Product::kGated>(work);
+        if (product == Product::kPlain) return few_rows_gemm<__nv_bfloat16, Product::kPlain>(work);
+        few_rows_gemm<__nv_bfloat16, Product::kDown>(work);
+    });
 }
 
 int enqueue_fp16(const Work&, Product, int32_t, void*) {
+    return cudaErrorInvalidValue;
+}
+
+int enqueue_few_fp16(const Work&, Product, int32_t, void*) {
     return cudaErrorInvalidValue;
 }
 
@@ -64,6 +79,7 @@ struct Call {
     int64_t rows, experts, hidden, inner_width, x_stride;
     int32_t choices, group, gated, interleaved, activation;
     float alpha, limit;
+    int32_t splits;
     int32_t num_sms;
     uint32_t seed;
 };
@@ -80,9 +96,10 @@ const char* run(const Call* call) {
     const Weight down{call->down, call->experts, hidden, hidden * width, width, call->down_bias};
     const Routing routing{call->order, call->table, call->rows, call->group};
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
-    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
-                           DType::kBFloat16, nullptr);
-    if (code == 0) code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
+    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->splits,
+                           call->inner, DType::kBFloat16, nullptr);
+    if (code == 0)
+        code = run_down(call->inner, width, down, routing, call->splits, call->results, DType::kBFloat16, nullptr);
     if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
     return failure.c_str();
 }

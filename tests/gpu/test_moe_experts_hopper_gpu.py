@@ -13,7 +13,6 @@ from tests.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_opera
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.moe_experts import gpu, hopper
 from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
-from weaveopt.ops.moe_experts.plan import has_many_rows
 from weaveopt.ops.moe_experts.reference import reference
 from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
@@ -33,25 +32,37 @@ pytestmark = [
 ]
 
 
-def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+BOTH = (Kernels.HOPPER, Kernels.HOPPER_FEW)
+
+
+def run(operands: Operands, call: ExpertsCall, kernels: Kernels = Kernels.HOPPER) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
-        operands.down_bias, replace(call, kernels=Kernels.HOPPER).encode(),
+        operands.down_bias, replace(call, kernels=kernels).encode(),
     )  # fmt: skip
     return result
 
 
-def launch(operands: Operands, call: ExpertsCall, group: int = hopper.GROUP) -> torch.Tensor:
+def launch(
+    operands: Operands, call: ExpertsCall, group: int = hopper.GROUP, kernels: Kernels = Kernels.HOPPER
+) -> torch.Tensor:
     """These kernels, however few the rows are."""
     shape = checked_shape(operands, call)
     assert not (why := hopper.unsupported(operands, shape)), why
-    return hopper.launch(operands, call, replace(hopper.plan(shape), group=group))
+    how = hopper.plan(shape, kernels, gpu.num_sms(operands.x.device), call.gated)
+    return hopper.launch(operands, call, replace(how, group=group))
 
 
-def check(operands: Operands, call: ExpertsCall, what: str, group: int = hopper.GROUP) -> torch.Tensor:
-    got = launch(poisoned(operands), call, group)
-    assert_close(got, reference(operands, call), KERNEL, what)
-    return got
+def split(operands: Operands, call: ExpertsCall, splits: int) -> torch.Tensor:
+    """Those of few rows, with so many CTAs for each tile's depth."""
+    how = hopper.plan(checked_shape(operands, call), Kernels.HOPPER_FEW, 132, call.gated)
+    return hopper.launch(operands, call, replace(how, gate_up_splits=splits, down_splits=splits))
+
+
+def check(operands: Operands, call: ExpertsCall, what: str) -> None:
+    for kernels in BOTH:
+        got = launch(poisoned(operands), call, kernels=kernels)
+        assert_close(got, reference(operands, call), KERNEL, f"{kernels} {what}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,27 +92,46 @@ def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...]) -> None:
     check(replace(operands, experts=mixed[:, None]), SILU, str(counts))
 
 
-@pytest.mark.parametrize("tokens", [600, 3000, 8192])
+@pytest.mark.parametrize(
+    ("tokens", "kernels"), [(600, BOTH), (3000, BOTH[:1]), (8192, BOTH[:1]), *((t, BOTH[1:]) for t in (1, 2, 8, 64))]
+)
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "one_expert", "some_foreign", "all_foreign"])
-def test_sizes_of_models(tokens: int, routing: str) -> None:
+def test_sizes_of_models(tokens: int, kernels: tuple[Kernels, ...], routing: str) -> None:
     for sizes, call in ((QWEN, SILU), (MIXTRAL, SILU)):
         operands = make_operands(replace(sizes, tokens=tokens), call, torch.bfloat16, tokens, routing, "cuda")
-        assert hopper.takes(operands, checked_shape(operands, call))
-        assert_close(run(operands, call), reference(operands, call), KERNEL, f"{sizes} {tokens} {routing}")
+        assert not hopper.unsupported(operands, checked_shape(operands, call))
+        for each in kernels:
+            got = run(operands, call, each)
+            assert_close(got, reference(operands, call), KERNEL, f"{each} {sizes} {tokens} {routing}")
 
 
-@pytest.mark.parametrize("tokens", [1000, 3000])
-def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", [(1, 8, 9, 16, 17, 24, 25, 32), (33, 0, 64, 5), (7,)])
+def test_few_rows_whose_depth_is_shared(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Every width of a multiply, in clusters of every size, each again and again with the same bits."""
+    sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=1160, inner=712, bias=True)
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    for call in (SILU, PLAIN, CLAMPED):
+        operands = replace(make_operands(sizes, call, dtype, 1, device="cuda"), experts=ids.cuda()[:, None])
+        for splits in (1, 2, 4, 8):
+            got = split(operands, call, splits)
+            assert_close(got, reference(operands, call), KERNEL, f"{counts} {call} {splits}")
+            for _ in range(20):
+                assert torch.equal(split(operands, call, splits), got), f"{counts} {call} {splits}"
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(1000, BOTH[0]), (3000, BOTH[0]), (8, BOTH[1]), (100, BOTH[1])])
+def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int, kernels: Kernels) -> None:
     sizes = replace(QWEN, tokens=tokens)
     operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(operands, SILU)
+        run(operands, SILU, kernels)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(operands, SILU)
+        got = run(operands, SILU, kernels)
     generator = torch.Generator().manual_seed(1)
     for routing in (*ROUTINGS, "uniform"):
         operands.experts.copy_(make_experts(routing, sizes, generator))
@@ -118,28 +148,29 @@ def test_calls_repeat_bit_by_bit() -> None:
         assert torch.equal(launch(operands, SILU, group), first), group
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+@pytest.mark.parametrize("kernels", BOTH)
+def test_what_is_not_finite_stays_in_its_row(kernels: Kernels) -> None:
     operands = make_operands(SMALL, SILU, torch.bfloat16, 6, device="cuda")
-    want = launch(operands, SILU)
+    want = launch(operands, SILU, kernels=kernels)
     operands.x[4] = math.nan
-    got = launch(operands, SILU)
+    got = launch(operands, SILU, kernels=kernels)
     others = [row for row in range(SMALL.tokens) if row != 4]
     assert got[4].isnan().all() and torch.equal(got[others], want[others])
 
 
 def test_what_they_do_not_take_is_tritons() -> None:
-    """Transposed weights, rows that are not aligned, few rows an expert, fp32; and the result is the same."""
+    """Transposed weights, rows that are not aligned, fp32; and the result is the same."""
     many = replace(SMALL, tokens=700)
     odd = replace(many, hidden=67)
     for sizes, dtype in (
         (replace(many, transposed=True), torch.bfloat16),
         (odd, torch.bfloat16),
-        (replace(many, tokens=20), torch.bfloat16),
         (replace(many, tokens=70), torch.float32),
     ):
         operands = make_operands(sizes, SILU, dtype, 1, device="cuda")
-        assert not hopper.takes(operands, checked_shape(operands, SILU)), sizes
-        assert_close(run(operands, SILU), reference(operands, SILU), KERNEL, str(sizes))
+        assert hopper.unsupported(operands, checked_shape(operands, SILU)), sizes
+        for kernels in BOTH:
+            assert_close(run(operands, SILU, kernels), reference(operands, SILU), KERNEL, str(sizes))
 
 
 def test_rows_of_x_may_lie_apart() -> None:
@@ -154,5 +185,6 @@ def test_rows_of_x_may_lie_apart() -> None:
 def test_many_rows_are_counted_in_two_kernels() -> None:
     operands = make_operands(replace(SMALL, tokens=9000, experts=7), SILU, torch.bfloat16, 8, "skewed", "cuda")
     shape = checked_shape(operands, SILU)
-    assert has_many_rows(shape) and not hopper.plan(shape).one_routing and gpu.has_kernels(operands, shape)
+    assert not any(hopper.plan(shape, kernels, 132).one_routing for kernels in BOTH)
+    assert gpu.has_kernels(operands, shape)
     check(operands, SILU, "two kernels route")

@@ -28,6 +28,7 @@ from weaveopt.ops.moe_sharded.op import SITES
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
+from weaveopt.records.skew import Skew
 from weaveopt.rewrites.moe_sharded import RULE, MoeSharded
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.exchange import ExchangeMatcher
@@ -173,6 +174,21 @@ def test_rows_are_counted_once_for_each_destination() -> None:
     assert sharded.rows_returned == pytest.approx(100)
     assert replace(sharded, of_rank=replace(sharded.of_rank, choices=50)).rows_sent == pytest.approx(100)
     assert replace(sharded, world=1).rows_sent == 0
+
+
+def test_all_wait_for_the_busiest_rank() -> None:
+    """Half of the choices are of a quarter of the experts, which are one rank's."""
+    mixture = Mixture(100, 2, 8, HIDDEN, INNER, True, "bfloat16")
+    even, uneven = ShardedMixture(mixture, 4), ShardedMixture(mixture, 4, Skew(0.5, 0.25))
+    assert (even.of_busiest.rows, uneven.of_busiest.rows) == (200, 400) and even.of_busiest == mixture
+    assert uneven.rows_returned == pytest.approx(2 * even.rows_returned) == 300
+    assert uneven.rows_sent == pytest.approx(300 * (1 - 0.5**2)) and even.rows_sent == pytest.approx(
+        300 * (1 - 0.75**2)
+    )
+    spread = ShardedMixture(mixture, 4, Skew(0.5, 0.125)).of_busiest
+    assert spread.rows == round(800 * (0.5 + 4 * 0.5 / 28)) and spread.rows_of_expert[1] == pytest.approx(100, abs=0.1)
+    machine = cost_model.load("cpu")
+    assert experts_us(machine, uneven) > experts_us(machine, even)
 
 
 def test_what_was_not_measured_is_not_used() -> None:

@@ -59,6 +59,8 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
         options["machine"] = asked.machine
     if asked.disable:
         options["disable"] = asked.disable
+    if asked.skew:
+        options["skew"] = asked.skew
     config = resolve(options, rules=rewrites.names())
     machine = cost_model.load(config.machine or DEFAULT_MACHINE)
     assert asked.model is not None, "a question without MODEL is a comparison"

@@ -30,6 +30,7 @@ class Question:
     full: bool
     dtype: str | None
     disable: tuple[str, ...]
+    skew: str | None
     why: str | None
     compare: tuple[Path, Path] | None
     format: str | None
@@ -70,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
     parser.add_argument(
         "--disable", action="append", default=[], metavar="RULE", help="rule that may not be used (may be repeated)"
+    )
+    parser.add_argument(
+        "--skew",
+        metavar="ROWS:EXPERTS",
+        help="share of the rows of mixtures that a share of their experts gets, such as 0.5:0.125 (default: uniform)",
     )
     parser.add_argument("--why", metavar="SITE", help="everything on one site, by id or module")
     parser.add_argument(

@@ -168,7 +168,7 @@ class ExchangeCall:
     name: str = MEMORY
 
     def us(self, machine: Machine, ratio: float) -> float:
-        sharded = self.sharded
+        sharded = replace(self.sharded, skew=machine.skew)
         if self.grows:
             sharded = sharded.with_tokens(max(round(sharded.of_rank.tokens * ratio), 1))
         computed = experts_us(machine, sharded) + library_kernels_us(machine, sharded)

@@ -24,6 +24,20 @@ def table_lines(graph: GraphReport) -> Iterator[str]:
     yield from lines
 
 
+def routing_lines(graph: GraphReport) -> Iterator[str]:
+    """What estimates of mixtures rest on: how many rows experts are taken to have."""
+    lines: dict[str, None] = {}
+    for decision in graph.decisions:
+        for candidate in (decision.chosen, *decision.alternatives):
+            found = dict(candidate.parameters)
+            if "routing" in found:
+                mean, busiest = found["expert_rows"], found["busiest_expert_rows"]
+                lines[
+                    f"rows by expert: {mean:g} on average, {busiest:g} of the busiest (routing {found['routing']})"
+                ] = None
+    yield from lines
+
+
 def table_text(table: Sequence[TableRow], max_tokens: int) -> str:
     """What runs by token count; where it ends before `max_tokens`, what runs above."""
     rows: list[str] = []

@@ -14,7 +14,7 @@ from rich.text import Text
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
 from weaveopt.reporting import generation, sections
-from weaveopt.reporting.memory import note_lines, table_lines, unmeasured_line
+from weaveopt.reporting.memory import note_lines, routing_lines, table_lines, unmeasured_line
 from weaveopt.reporting.reasons import collapse, collect, tried
 
 DEFAULT_WIDTH = 120
@@ -101,7 +101,7 @@ def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     parts.append(Text(_total_line(graph)))
     parts.extend(Text(line) for line in _variant_lines(graph))
     parts.extend(sections.whole(graph))
-    parts.extend(Text(line) for line in (*table_lines(graph), *unmeasured_line(graph)))
+    parts.extend(Text(line) for line in (*table_lines(graph), *routing_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))
     parts.extend(sections.sensitivity(graph))
     parts.extend(sections.arena(graph))

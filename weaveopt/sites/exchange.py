@@ -21,6 +21,7 @@ from weaveopt.graph.facts import count_tokens, module_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Fabric, Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
+from weaveopt.records.skew import Skew
 from weaveopt.rule import Context, FoundSite
 
 KIND = "expert_exchange"
@@ -47,10 +48,10 @@ class ExchangeFacts:
     def values(self) -> Values:
         return values_of(self)
 
-    def sharded(self, tokens: int) -> ShardedMixture:
-        """Of so many tokens on each rank."""
+    def sharded(self, tokens: int, skew: Skew) -> ShardedMixture:
+        """Of so many tokens on each rank, whose choices spread like that."""
         of_rank = Mixture(tokens, self.choices, self.experts, self.hidden, self.width, self.gated, self.dtype)
-        return ShardedMixture(of_rank, self.world)
+        return ShardedMixture(of_rank, self.world, skew)
 
 
 class ExchangeMatcher:

@@ -9,8 +9,7 @@ namespace weave::gemm {
 constexpr int kBlockK = 64;
 constexpr int kInstructionK = 16;
 constexpr int kConsumers = 2;
-constexpr int kThreads = emulated::kCtaThreads;
-static_assert(kClusterCtas == emulated::kClusterCtas);
+constexpr int kThreads = 384;
 constexpr int kConsumerRows = kPanelRows / kConsumers;
 constexpr int kLoaderRegisters = 0;
 constexpr int kConsumerRegisters = 0;
@@ -49,15 +48,21 @@ inline uint64_t along_k(uint64_t operand, int step) {
 
 inline void open_multiplies() {}
 
-inline void multiply_add(float (&d)[128], uint64_t a, uint64_t b, bool accumulate, const __nv_bfloat16*) {
+// Of sums from `d` on.
+inline void begin_multiply(int32_t columns, float* d, uint64_t a, uint64_t b, bool accumulate) {
     emulated::Thread& thread = emulated::running();
     emulated::WarpGroup& group = thread.warp_group();
     const size_t at = thread.num_multiplies++ - group.first_multiply;
-    if (at == group.multiplies.size()) group.multiplies.push_back({a, b, accumulate, std::vector<float*>(128)});
+    if (at == group.multiplies.size())
+        group.multiplies.push_back({columns, a, b, accumulate, std::vector<float*>(128)});
     emulated::Multiply& begun = group.multiplies.at(at);
-    if (begun.a != a || begun.b != b || begun.accumulate != accumulate)
+    if (begun.columns != columns || begun.a != a || begun.b != b || begun.accumulate != accumulate)
         throw std::runtime_error("threads of a warp group multiply different things");
     begun.sums[thread.index.x % 128] = d;
+}
+
+inline void multiply_add(float (&d)[128], uint64_t a, uint64_t b, bool accumulate, const __nv_bfloat16*) {
+    begin_multiply(256, d, a, b, accumulate);
 }
 
 inline void close_multiplies() {
@@ -76,13 +81,13 @@ inline void read_row(emulated::Cta& cta, uint64_t operand, int row, float (&out)
 }
 
 inline void multiply_now(emulated::Cta& cta, const emulated::Multiply& begun) {
-    std::vector<float> a(64 * kInstructionK), b(256 * kInstructionK);
+    std::vector<float> a(64 * kInstructionK), b(begun.columns * kInstructionK);
     for (int row = 0; row < 64; ++row)
         read_row(cta, begun.a, row, *reinterpret_cast<float (*)[kInstructionK]>(&a[row * kInstructionK]));
-    for (int row = 0; row < 256; ++row)
+    for (int row = 0; row < begun.columns; ++row)
         read_row(cta, begun.b, row, *reinterpret_cast<float (*)[kInstructionK]>(&b[row * kInstructionK]));
     for (int thread = 0; thread < 128; ++thread) {
-        for (int i = 0; i < 128; ++i) {
+        for (int i = 0; i < begun.columns / 2; ++i) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8;
             const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
             float sum = begun.accumulate ? begun.sums[thread][i] : 0;

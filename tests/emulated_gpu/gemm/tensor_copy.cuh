@@ -29,6 +29,12 @@ inline void arrive_expecting(uint64_t* at, uint32_t bytes) {
     barrier.settle();
 }
 
+inline void arrive(uint64_t* at) {
+    emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
+    --barrier.pending;
+    barrier.settle();
+}
+
 inline void await_phase(uint64_t* at, uint32_t parity) {
     emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
     emulated::await([&barrier, parity] { return (barrier.phase & 1) != parity; });
@@ -47,7 +53,7 @@ inline uint32_t cluster_rank() {
 }
 
 inline void await_cluster() {
-    emulated::meet(emulated::cluster->meeting, emulated::kClusterCtas * emulated::kCtaThreads);
+    emulated::meet(emulated::cluster->meeting, static_cast<int32_t>(emulated::cluster->threads.size()));
 }
 
 inline void init_barrier(uint64_t* at, uint32_t num_arrivals) {

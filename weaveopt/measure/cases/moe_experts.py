@@ -1,6 +1,7 @@
 """The kernels of a mixture's experts on GPUs: few rows an expert, by bytes of weights; many, by FLOP.
 
-Triton's, and on GPUs of compute capability 9.0 our own beside them, through the same operation.
+Triton's, and on GPUs of compute capability 9.0 our own beside them, for many rows an expert and for few, through the
+same operation. All are measured at all sizes: which of them serve a token count is read off their curves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.gpu import has_triton
 from weaveopt.ops.moe_experts.hopper import runs_on
 
-NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper"}
+NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.HOPPER_FEW: "hopper few"}
 """Of kernels, in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(
@@ -41,7 +42,7 @@ SOME = tuple(
     Mixture(16 * experts, float(CHOICES), experts, hidden, width, True, DTYPE)
     for experts, hidden, width in ((16, 2048, 768), (32, 2048, 1536), (32, 4096, 1536), (8, 6144, 8192))
 )
-"""As many rows an expert as the Hopper kernels take at least, where the weights still bind: theirs alone."""
+"""64 rows an expert, where the weights may still bind."""
 TURNS_BYTES = 256 << 20
 """Weights of so many bytes take turns: in a model those of other layers have driven them out of the cache."""
 
@@ -109,8 +110,6 @@ class ExpertKernels(Family):
 
 
 def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
-    """What is timed. With few rows an expert both names mean Triton's kernels: those count for both."""
-    triton = tuple((Kernels.TRITON, case) for case in (*FEW, *MANY))
-    hopper = tuple((Kernels.HOPPER, case) for case in (*FEW, *SOME, *MANY)) if with_hopper else ()
-    step = 3 if quick else 1
-    return (*triton[::step], *hopper[::step])
+    """What is timed: with `quick` a third of it."""
+    measured = tuple(NAMES) if with_hopper else (Kernels.TRITON,)
+    return tuple((kernels, case) for kernels in measured for case in (*FEW, *SOME, *MANY)[:: 3 if quick else 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ class Kernels(StrEnum):
     TRITON = "triton"
     HOPPER = "hopper"
     """Our own for experts of many rows, where they run; else Triton's."""
+    HOPPER_FEW = "hopper_few"
+    """Our own for experts of few rows, where they run; else Triton's."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,17 @@ class ExpertsCall:
     """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
     kernels: str = Kernels.TRITON
     """A word of `Kernels`."""
+    table: tuple[tuple[int, str], ...] = ()
+    """Up to so many tokens other kernels, ascending: `kernels` run beyond the last row."""
 
     @property
     def act(self) -> Activation:
         """What stands between the GEMMs."""
         return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
+
+    def kernels_at(self, tokens: int) -> str:
+        """Whose kernels run for so many tokens."""
+        return next((kernels for most, kernels in self.table if tokens <= most), self.kernels)
 
     def encode(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
@@ -54,6 +63,7 @@ def decode(text: str) -> ExpertsCall:
         call = ExpertsCall(
             str(record["activation"]), bool(record["gated"]), bool(record["interleaved"]),
             float(record["alpha"]), float(record["limit"]), str(record["kernels"]),
+            tuple((int(most), str(kernels)) for most, kernels in record["table"]),
         )  # fmt: skip
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded moe_experts call: {text!r}: {error}") from None
@@ -61,8 +71,11 @@ def decode(text: str) -> ExpertsCall:
     if call.activation not in known:
         raise WeaveError(f"moe_experts: no activation {call.activation!r}; {closest(call.activation, known)}")
     ways = tuple(way.value for way in Kernels)
-    if call.kernels not in ways:
-        raise WeaveError(f"moe_experts: no kernels {call.kernels!r}; {closest(call.kernels, ways)}")
+    for kernels in (call.kernels, *(each for _, each in call.table)):
+        if kernels not in ways:
+            raise WeaveError(f"moe_experts: no kernels {kernels!r}; {closest(kernels, ways)}")
+    if any(most >= above for (most, _), (above, _) in itertools.pairwise(call.table)):
+        raise WeaveError(f"moe_experts: token counts of a table ascend, found {call.table}")
     if call.interleaved and not call.gated:
         raise WeaveError("moe_experts: interleaved rows are of gate and up, and the call is not gated")
     if call.activation == ActivationName.CLAMPED_SWISH and not (call.gated and math.isfinite(call.alpha)):

@@ -1,7 +1,8 @@
-"""The GEMMs of experts with many rows on Hopper: native kernels, csrc/moe_experts, between Triton's routing and sum.
+"""The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between Triton's routing and sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
-persistent grids over the tiles that the routing kernels left, of `EXPERT_TILE_ROWS` rows.
+persistent grids over the tiles that the routing kernels left: of `EXPERT_TILE_ROWS` rows for experts with many of them,
+of `EXPERT_FEW_TILE_ROWS` for few, where the CTAs of a cluster may share the depth of a tile. Either takes any rows.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.mixtures.activation import ActivationName
 from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles, has_many_rows
+from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
+from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles, even_clusters
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 try:
@@ -30,7 +31,8 @@ Tensor = torch.Tensor
 HOPPER = (9, 0)
 """The compute capability that wgmma exists on."""
 GROUP = 8
-"""Tiles that go through 256 rows of the weight before the next ones: 66 clusters share 8 panels of each."""
+"""Tiles that go through a part of the weight before the next one: 66 clusters share 8 panels of each. Of few rows, an
+expert's tiles follow one another, and all but the first find the weight in the L2."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,32 @@ class HopperPlan(RowTiles):
     """One call of these kernels."""
 
     rows: int
+    gate_up_splits: int = 0
+    """0: of many rows. Of few: CTAs that share the depth of a tile of the first GEMM."""
+    down_splits: int = 0
+    """Of the second one."""
     group: int = GROUP
     combine_columns: int = 2048
     early: bool = True
     one_routing: bool = True
 
 
-def plan(shape: Shape) -> HopperPlan:
-    return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=shape.rows <= ONE_ROUTING_ROWS)
+def plan(shape: Shape, kernels: str, num_sms: int, gated: bool = True) -> HopperPlan:
+    """The launch of `kernels` for `shape`. It counts all choices as own, each expert's in one tile."""
+    one_routing = shape.rows <= ONE_ROUTING_ROWS
+    if kernels != Kernels.HOPPER_FEW:
+        return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=one_routing)
+    active, at_once = min(shape.experts, shape.rows), _native.EXPERT_FEW_WEIGHT_ROWS
+    first = active * -(-shape.inner // (at_once // 2 if gated else at_once))
+    second = active * -(-shape.hidden // at_once)
+    most = _native.EXPERT_MOST_SPLITS
+    return HopperPlan(
+        rows=_native.EXPERT_FEW_TILE_ROWS,
+        gate_up_splits=even_clusters(first, shape.hidden, num_sms, most),
+        down_splits=even_clusters(second, shape.inner, num_sms, most),
+        combine_columns=512,
+        one_routing=one_routing,
+    )
 
 
 def runs_on(device: torch.device) -> bool:
@@ -58,11 +78,6 @@ def runs_on(device: torch.device) -> bool:
 def lacks_hopper() -> bool:
     """Whether this host has GPUs, on one of which calls would run Triton's kernels instead."""
     return torch.cuda.is_available() and not runs_on(torch.device("cuda", torch.cuda.current_device()))
-
-
-def takes(operands: Operands, shape: Shape) -> bool:
-    """Whether the kernels take the call and are meant for its shape."""
-    return has_many_rows(shape) and not unsupported(operands, shape)
 
 
 def unsupported(operands: Operands, shape: Shape) -> str:
@@ -107,13 +122,13 @@ def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
         _check(
             _native.experts_gate_up(
                 x.data_ptr(), x.stride(0), shape.hidden, shape.choices, _weight(operands.gate_up, first_bias), routing,
-                gate, inner.data_ptr(), dtype, stream,
+                gate, how.gate_up_splits, inner.data_ptr(), dtype, stream,
             ), "first", shape,
         )  # fmt: skip
         _check(
             _native.experts_down(
-                inner.data_ptr(), shape.inner, _weight(operands.down, second_bias), routing, results.data_ptr(), dtype,
-                stream,
+                inner.data_ptr(), shape.inner, _weight(operands.down, second_bias), routing, how.down_splits,
+                results.data_ptr(), dtype, stream,
             ), "second", shape,
         )  # fmt: skip
     return gpu.combine(results, experts, operands.weights, x.dtype, shape, how, how.early)

@@ -110,11 +110,6 @@ def _plan(shape: Shape, num_sms: int) -> Plan:
     return Plan(rows, gate_up, down, splits, combine_columns=512, one_routing=one_routing)
 
 
-def has_many_rows(shape: Shape) -> bool:
-    """Whether the tensor cores bind, as far as the shape says: experts fill tiles of the most rows."""
-    return _rows(shape) == MOST_ROWS
-
-
 def _rows(shape: Shape) -> int:
     return min(max(power_of_two(int(ROOM * shape.rows / shape.experts)), LEAST_ROWS), MOST_ROWS)
 
@@ -124,6 +119,15 @@ def even_splits(programs: int, depth: int, slots: int) -> int:
     counts = range(1, max(1, min(MAX_SPLITS, depth // LEAST_DEPTH)) + 1)
     even = {
         count: min(filled(programs * count, slots), filled(-(-programs // FOREIGN) * count, slots)) for count in counts
+    }
+    return next(count for count in counts if even[count] >= GOOD_ENOUGH * max(even.values()))
+
+
+def even_clusters(items: int, depth: int, num_sms: int, most: int) -> int:
+    """CTAs that share the depth of each of `items` tiles, up to `most`: the fewest whose last wave is nearly whole."""
+    counts = [1 << power for power in range(most.bit_length()) if not power or depth >> power >= LEAST_DEPTH]
+    even = {
+        count: min(filled(items, num_sms // count), filled(-(-items // FOREIGN), num_sms // count)) for count in counts
     }
     return next(count for count in counts if even[count] >= GOOD_ENOUGH * max(even.values()))
 
