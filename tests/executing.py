@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.fx as fx
 from functorch.compile import make_boxed_func
 
@@ -18,6 +19,7 @@ from weaveopt.records.report import GraphReport
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
 from weaveopt.rule import RuleSet
+from weaveopt.verification.trial import Call, Make
 
 FORCED = Config(
     force=("all_reduce_rms_norm", "causal_attention", "moe_fused"), strict=True, timeout_s=30.0, compile_timeout_s=60.0
@@ -25,13 +27,20 @@ FORCED = Config(
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""
 
 
-def executing(config: Config, reports: list[GraphReport], rules: RuleSet = RULES) -> Callable[..., object]:
-    """A dynamo backend; the reports of its graphs are appended to `reports`."""
+def as_it_is(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call:
+    """Makes a call that runs the graph node by node."""
+    return lambda values: module(*values)
+
+
+def executing(
+    config: Config, reports: list[GraphReport], rules: RuleSet = RULES, make: Make = as_it_is
+) -> Callable[..., object]:
+    """A dynamo backend; the reports of its graphs are appended to `reports`. `make` is for what `verify` times."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        done = optimize(module, inputs, config, entry, rules, is_backward=backward, is_inference=inference)
+        done = optimize(module, inputs, config, entry, rules, make, is_backward=backward, is_inference=inference)
         guard(done.captured, done.report.regime, done.numbers)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)

@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="weave")`: the steps in order, and then Inductor.
 
-    capture -> variants -> [ recognize -> regime -> price -> decide ] for each -> plan -> rewrite -> bind
+    capture -> variants -> [ recognize -> regime -> price -> (verify ->) decide ] for each -> plan -> rewrite -> bind
 
 The steps sit where Inductor's own compile of one graph begins (`inner_compile`), so they see inference,
 forward and backward graphs after AOTAutograd, on every compile. AOTAutograd's cache would skip them on a warm
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -20,7 +21,7 @@ import torch.fx as fx
 from weaveopt import cost_model
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.cost_model import Choice, Machine
-from weaveopt.errors import WeaveError
+from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import gpus, topology
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in, groups_met_in_calls, runs_on_gpu
@@ -30,7 +31,7 @@ from weaveopt.pipeline.bind import await_peers, bind, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
-from weaveopt.pipeline.price import price
+from weaveopt.pipeline.price import PricedGraph, price
 from weaveopt.pipeline.problem import Frame
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
@@ -43,6 +44,8 @@ from weaveopt.records.skew import Skew
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
 from weaveopt.rule import CapturedGraph, Context, HooksInductor, RuleSet
+from weaveopt.verification.trial import Make
+from weaveopt.verification.verify import Verified, verify
 
 _graph_numbers = count()
 
@@ -64,12 +67,13 @@ def weave(
         config = resolve(options, seams.known_options(), rules.names)
         entry = registry.open_entry(example_inputs, graph_module)
         hooks = [hook for rule in rules.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
+        make = partial(seams.compile_alone, hooks=hooks)
 
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
             optimized = optimize(
-                module, inputs, config, entry, rules, is_backward=is_backward, is_inference=is_inference
+                module, inputs, config, entry, rules, make, is_backward=is_backward, is_inference=is_inference
             )
             compiled = seams.compile_graph(module, inputs, arguments, hooks)
             guard(optimized.captured, optimized.report.regime, optimized.numbers)
@@ -99,18 +103,23 @@ def optimize(
     config: Config,
     entry: registry.Entry,
     rules: RuleSet = RULES,
+    make: Make = seams.compile_alone,
     *,
     is_backward: bool,
     is_inference: bool,
 ) -> Optimized:
-    """All steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed."""
+    """All steps on one graph; `module` gets the rewritten graph, or stays as it is where a step failed.
+
+    With the option `verify`, `make` compiles what is timed.
+    """
     clock = _Clock()
     captured, failure = _capture(module, inputs, is_backward, is_inference)
     clock.lap("capture")
     topologies = _topologies(captured, config)
     choice = _machine_for(config, topologies, captured)
     context = Context(config, _routed(choice.machine, config), topologies, _not_measured(choice))
-    steps = _steps(captured, context, rules, clock, failure)
+    time_candidates = partial(verify, rules=rules, context=context, make=make) if config.verify else None
+    steps = _steps(captured, context, rules, clock, failure, time_candidates=time_candidates)
     report = steps.report
     try:
         # Ranks agree even where a step failed on this one: the others must not go on without it.
@@ -161,6 +170,7 @@ def _steps(
     clock: _Clock,
     failure: Fallback | None,
     ask_sensitivity: bool = False,
+    time_candidates: Callable[[PricedGraph], Verified] | None = None,
 ) -> _Steps:
     """Variants to rewrite. A failure is a fallback that the report holds: the graph runs unrewritten."""
     clock.restart()  # ranks may have waited for each other since
@@ -171,6 +181,7 @@ def _steps(
     try:
         regime: Regime | None = None
         every: list[DecidedGraph] = []
+        timed: dict[str, tuple[str, ...]] = {}
         found_variants = variants(captured, rules, context)
         clock.lap(step)
         for variant in found_variants:
@@ -184,6 +195,11 @@ def _steps(
             step = "price"
             priced = price(variant, frame, frame.problem(tokens), context)
             clock.lap(step)
+            if time_candidates is not None:
+                step = "verify"
+                verified = time_candidates(priced)
+                priced, timed[variant.variant] = verified.priced, verified.lines
+                clock.lap(step)
             step = "decide"
             every.append(decide(priced, rules, context))
             clock.lap(step)
@@ -196,6 +212,8 @@ def _steps(
         step = "rewrite"
         rounding = rewrite(best, planned, rules, context)
         clock.lap(step)
+    except (AgreementError, PeerTimeoutError):  # ranks that time candidates together: no graph runs without a peer
+        raise
     except Exception as error:  # whatever went wrong, the unrewritten graph is still right
         failed = Fallback(captured.name, step, _first_line(error))
         return _Steps(replace(plain, fallbacks=(failed,), steps_us=clock.laps), captured.graph)
@@ -212,6 +230,7 @@ def _steps(
         sensitivity=sensitivity,
         variants=compared,
         variant=best.priced.captured.variant,
+        timed=timed.get(best.priced.captured.variant, ()),
     )
     numbers = {str(number): number for chosen in best.chosen for number in chosen.found.numbers}
     return _Steps(report, best.priced.captured.graph, tuple(numbers.values()), every[0])

@@ -31,6 +31,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("disable", "WEAVE_DISABLE", (), "rules that may not be used"),
     Option("force", "WEAVE_FORCE", (), "rules used wherever they are allowed, whatever the cost model predicts"),
     Option("machine", "WEAVE_MACHINE", None, "machine profile: a shipped name or a JSON file (default: what is found)"),
+    Option("verify", "WEAVE_VERIFY", False, "time the best candidates on the ranks, and choose by that"),
+    Option("verify_budget_s", "WEAVE_VERIFY_BUDGET_S", 60.0, "longest time that this takes for one graph"),
     Option("cuda_graphs", "WEAVE_CUDA_GRAPHS", False, "let Inductor replay the compiled graph as a CUDA graph"),
     Option("max_tokens", "WEAVE_MAX_TOKENS", 8192, "largest token count planned for where a shape is dynamic"),
     Option("arena_bytes", "WEAVE_ARENA_BYTES", 0, "least symmetric memory of a group (0: what the plan needs)"),
@@ -55,6 +57,8 @@ class Config:
     disable: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     machine: str | None = None
+    verify: bool = False
+    verify_budget_s: float = 60.0
     cuda_graphs: bool = False
     max_tokens: int = 8192
     arena_bytes: int = 0

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rewrites",),
     ("pipeline",),
     ("reporting", "measure"),
+    ("verification",),
     ("backend", "accelerator", "generation", "experts"),
     ("cli",),
 )

@@ -7,11 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.fx as fx
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options, list_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.utils import BoxedBool
+from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from weaveopt.config import Config
 from weaveopt.inductor.one_row import store_rows
@@ -71,6 +77,24 @@ def compile_graph(
     return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
 
 
+def compile_alone(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], hooks: Sequence[ReuseHook] = ()
+) -> Callable[[list[torch.Tensor]], object]:
+    """Inductor's compile of a graph that is called by itself with tensors of the sizes of `inputs`.
+
+    What comes back takes them as one list. It makes no CUDA graph of its own, whatever the options say: whoever times
+    it captures many calls in one. Nothing of the compile that it may be called from is seen or left behind.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(each, static_shapes=True) for each in inputs]
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode):
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
+        arguments = {"cudagraphs": BoxedBool(False), "is_inference": True}
+        compiled = compile_graph(module, fakes, arguments, hooks)
+    assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
+    return compiled
+
+
 def _forget_mesh_hashes(inputs: Sequence[object]) -> None:
     """Make the key of Inductor's graph cache the same in every process.
 
@@ -96,7 +120,6 @@ def _keep_from_reuse(op: torch._ops.OpOverload, keeps: ReusePredicate) -> None:
         return
     _kept_from_reuse.add(op)
     from torch._inductor.lowering import lowerings, make_fallback
-    from torch._inductor.virtualized import V
 
     make_fallback(op)
     call_op = lowerings[op]

@@ -64,6 +64,38 @@ def slowest(samples: Sequence[Sample], group: dist.ProcessGroup | None = None) -
     return [Sample(float(us), float(spread)) for us, spread in found.reshape(-1, 2)]
 
 
+class Meeting(Protocol):
+    """How ranks that measure together wait for one another, and hear of each other's times."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks, on the host, with nothing left to do on the device."""
+        ...
+
+    def slowest(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Of each sample the largest time, and the largest spread, of all ranks."""
+        ...
+
+    def align(self, signal: torch.Tensor) -> None:
+        """Has the device wait for all ranks: enqueued, not waited for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """A meeting through collectives of a process group, for ranks that do nothing else; None: all ranks."""
+
+    group: dist.ProcessGroup | None = None
+
+    def barrier(self) -> None:
+        barrier(self.group)
+
+    def slowest(self, samples: Sequence[Sample]) -> list[Sample]:
+        return slowest(samples, self.group)
+
+    def align(self, signal: torch.Tensor) -> None:
+        dist.all_reduce(signal, group=self.group)
+
+
 class Clock(Protocol):
     """How steps are timed on a kind of device."""
 
@@ -73,6 +105,14 @@ class Clock(Protocol):
 
     def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
         """A step that the group takes together. All measure as often as the others; the slowest rank's time."""
+        ...
+
+    def in_turns(self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting) -> list[Sample]:
+        """Several such steps, pass by pass, each in its turn: what disturbs one of them disturbs the others too."""
+        ...
+
+    def takes_s(self, expected_us: float) -> float:
+        """About how many seconds `in_turns` takes for a step."""
         ...
 
 
@@ -101,20 +141,31 @@ class CpuClock:
         return min((sample_of(times()) for _ in range(self.NUM_PASSES)), key=lambda sample: sample.us)
 
     def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
-        def once(index: int) -> float:
+        [sample] = self.in_turns([launch], [expected_us], Collectives(group))
+        return sample
+
+    def in_turns(self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting) -> list[Sample]:
+        def once(launch: Launch, index: int) -> float:
             start = time.perf_counter()
             launch(index)
             return (time.perf_counter() - start) * 1e6
 
         # No rank may stop by its own clock.
-        probe = torch.tensor([max(once(index) for index in range(4))], dtype=torch.float64)
-        dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=group)
-        count = int(min(400, max(8, self.LONGEST_S * 1e6 / probe.item())))
-        passes = []
+        probes = ranks.slowest([Sample(max(once(launch, index) for index in range(4)), 0.0) for launch in launches])
+        counts = [self._count(probe.us) for probe in probes]
+        passes: list[list[Sample]] = [[] for _ in launches]
         for _ in range(self.NUM_PASSES):
-            barrier(group)
-            passes += slowest([sample_of([once(index) for index in range(count)])], group)
-        return min(passes, key=lambda sample: sample.us)
+            for launch, count, found in zip(launches, counts, passes, strict=True):
+                ranks.barrier()
+                found += ranks.slowest([sample_of([once(launch, index) for index in range(count)])])
+        return [min(found, key=lambda sample: sample.us) for found in passes]
+
+    def takes_s(self, expected_us: float) -> float:
+        return (4 + self.NUM_PASSES * self._count(expected_us)) * expected_us * 1e-6
+
+    def _count(self, us: float) -> int:
+        """Calls of a pass."""
+        return int(min(400, max(8, self.LONGEST_S * 1e6 / max(us, 1e-3))))
 
 
 @functools.cache
@@ -160,8 +211,12 @@ class CudaClock:
         # A pool lives as long as a graph that uses it.
         self._keeper = capture(lambda: self._settle.add_(0), self._pool)
 
+    def _length(self, expected_us: float, least: int) -> int:
+        """Calls of a chain."""
+        return int(min(64, max(least, self.CHAIN_US / max(expected_us, 1.0))))
+
     def _chain(self, launch: Launch, expected_us: float, least: int = 2) -> tuple[torch.cuda.CUDAGraph, int]:
-        count = int(min(64, max(least, self.CHAIN_US / max(expected_us, 1.0))))
+        count = self._length(expected_us, least)
 
         def run() -> None:
             for index in range(count):
@@ -196,28 +251,34 @@ class CudaClock:
         return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
     def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
-        """A barrier on the device, a small all-reduce of all ranks, precedes each replay."""
-        barrier(group)
-        graph, count = self._chain(launch, expected_us, least=4)
-        best: Sample | None = None
-        for effort in (1, 2):
-            [found] = slowest([sample_of(self._in_step(graph, 8 * effort, count, group))], group)
-            best = found if best is None else min(best, found, key=lambda sample: sample.spread)
-            if best.spread <= NOISY:
-                break
-        barrier(group)
-        graph.reset()
-        assert best is not None
-        return best
+        [sample] = self.in_turns([launch], [expected_us], Collectives(group))
+        return sample
 
-    def _in_step(
-        self, graph: torch.cuda.CUDAGraph, replays: int, count: int, group: dist.ProcessGroup | None
-    ) -> list[float]:
-        barrier(group)
+    def in_turns(self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting) -> list[Sample]:
+        """A barrier on the device, a small all-reduce of all ranks, precedes each replay."""
+        ranks.barrier()
+        chains = [self._chain(each, us, least=4) for each, us in zip(launches, expected_us, strict=True)]
+        best: list[Sample | None] = [None for _ in chains]
+        for effort in (1, 2):
+            for index, (graph, count) in enumerate(chains):
+                before = best[index]
+                if before is None or before.spread > NOISY:
+                    [found] = ranks.slowest([sample_of(self._in_step(graph, 8 * effort, count, ranks))])
+                    best[index] = found if before is None else min(before, found, key=lambda sample: sample.spread)
+        ranks.barrier()
+        for graph, _ in chains:
+            graph.reset()
+        return [sample for sample in best if sample is not None]
+
+    def takes_s(self, expected_us: float) -> float:
+        return 30 * self._length(expected_us, 4) * expected_us * 1e-6  # run, captured, 9 replays, 17 where it is noisy
+
+    def _in_step(self, graph: torch.cuda.CUDAGraph, replays: int, count: int, ranks: Meeting) -> list[float]:
+        ranks.barrier()
         torch.cuda._sleep(HEAD_START_CYCLES)
         events = []
         for _ in range(replays + 1):
-            dist.all_reduce(self._settle, group=group)
+            ranks.align(self._settle)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()

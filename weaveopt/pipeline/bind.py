@@ -48,7 +48,7 @@ def bind(groups: Sequence[str], report: GraphReport, context: Context) -> str:
     real = [group for group in groups if not context.topologies[group].fake and context.topologies[group].world > 1]
     shared = [group for group in real if _compare(group, describe(group, report, context), len(real), timeout_s)]
     # A rank that has no arena in one group still takes part in the next: the others wait for it there.
-    failures = [_reserve(plan, context) for plan in report.plans if not context.topologies[plan.group].fake]
+    failures = [reserve(plan, context) for plan in report.plans if not context.topologies[plan.group].fake]
     why = next((failure for failure in failures if failure), "")
     return _spread(why, shared, timeout_s)
 
@@ -65,7 +65,7 @@ class _Refused:
 _refused: dict[str, _Refused] = {}
 
 
-def _reserve(plan: MemoryPlan, context: Context) -> str:
+def reserve(plan: MemoryPlan, context: Context) -> str:
     """Why there is no arena for `plan`, the same on all ranks of its group; empty where there is one.
 
     What a process group could not have it is not asked for again, nor for anything larger: trying may take long.

@@ -53,7 +53,7 @@ def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGrap
         proposal = problem.settled(index, choices)
         if proposal is not None:
             chosen.append(Chosen(site.found, proposal))
-    settled = _settled(tuple(chosen), rules, context)
+    settled = settle(tuple(chosen), rules, context)
     final = {each.found.site.id: each.proposal.candidate for each in settled}
     decisions = tuple(replace(each, chosen=final.get(each.site.id, each.chosen)) for each in decisions)
     return DecidedGraph(priced, decisions, settled, priced.predicted_us(decisions))
@@ -101,7 +101,7 @@ def _against_variant(
     return (Rejection("no_saving", message, (*values, ("error_us", round(error_us, 2)))),)
 
 
-def _settled(chosen: tuple[Chosen, ...], rules: RuleSet, context: Context) -> tuple[Chosen, ...]:
+def settle(chosen: tuple[Chosen, ...], rules: RuleSet, context: Context) -> tuple[Chosen, ...]:
     """Every proposal in its final form: rules set the flags that depend on what was chosen around them."""
     final: dict[str, Chosen] = {each.found.site.id: each for each in chosen}
     for rule in rules.site_rules:
@@ -152,15 +152,20 @@ class _Outcome:
             return Rejection("overlaps", "another rewrite that saves more uses the same nodes")
         values: list[tuple[str, Scalar]] = []
         chosen = self.problem.sites[index].proposal(self.choices[index])
+        timed = candidate.estimate is not None and candidate.estimate.measured is not None
         if candidate.estimate is not None:
-            values.append(("predicted_us", round(candidate.estimate.us, 2)))
+            name = "measured_us" if timed else "predicted_us"
+            values.append((name, round(candidate.estimate.decided_us, 2)))
         gained_us = sum(each.us(self.choices) - each.us(instead) for each in self.problem.reading(index))
         if gained_us:
             values.append(("neighbours_gain_us", round(gained_us, 2)))
         if chosen is not None:
-            return Rejection("slower_candidate", "the candidate that was chosen is predicted faster", tuple(values))
-        values.insert(0, ("unfused_us", round(self.problem.sites[index].baseline.us, 2)))
+            message = f"the candidate that was chosen {'was measured' if timed else 'is predicted'} faster"
+            return Rejection("slower_candidate", message, tuple(values))
+        values.insert(0, ("unfused_us", round(self.problem.sites[index].baseline.decided_us, 2)))
         if candidate.estimate is not None:
             values.append(("error_us", round(candidate.estimate.error_us, 2)))
         message = "the predicted saving does not exceed the model's own error"
+        if timed:
+            message = "the measured saving does not exceed what such times vary by"
         return Rejection("no_saving", message, tuple(values))

@@ -171,8 +171,8 @@ def _cost_us(site: PricedSite, proposal: Proposal) -> float:
     estimate = proposal.candidate.estimate
     if estimate is None:
         return 0.0
-    charged = estimate.us if proposal.candidate.choice in site.forced else estimate.us_with_margin
-    return charged - site.baseline.us
+    charged = estimate.decided_us if proposal.candidate.choice in site.forced else estimate.us_with_margin
+    return charged - site.baseline.decided_us
 
 
 def _is_forced(site: PricedSite) -> bool:
@@ -232,8 +232,17 @@ class Frame:
             if index != kind and not usable_only:
                 first = self._like(first, index, asked)
             sites.append(first)
+        return self.problem_of(sites, asked)
+
+    def problem_of(self, sites: Sequence[PricedSite], context: Context | None = None) -> Problem:
+        """Of these sites, whatever they are said to cost."""
         exclusions = _exclusions(self._overlapping, sites)
-        return Problem(tuple(sites), self._interactions(sites, asked), exclusions, self._steps)
+        interactions = self._interactions(sites, context or self._context)
+        return Problem(tuple(sites), interactions, exclusions, self._steps)
+
+    def proposals(self, found: FoundSite) -> Sequence[Proposal]:
+        """What the rules propose at a site that a copy of the graph has, in the order of the priced site's own."""
+        return self._proposals(found, found.site.tokens, self._context, usable_only=False)
 
     def _priced(self, index: int, tokens: TokenCounts, context: Context, usable_only: bool) -> PricedSite:
         found = self.sites[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 
 Scalar = bool | int | float | str
@@ -47,34 +47,54 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A time that the ranks measured, the slowest one's, and what such a time varies by."""
+
+    us: float
+    relative_error: float = 0.0
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """Predicted time as a sum of named terms, with the model's own relative error."""
+    """Predicted time as a sum of named terms, with the model's own relative error; measured too with `verify`."""
 
     terms: tuple[Term, ...]
     relative_error: float = 0.0
+    measured: Measured | None = None
 
     @property
     def us(self) -> float:
+        """Predicted."""
         return sum(term.us for term in self.terms)
 
     @property
+    def decided_us(self) -> float:
+        """What decides: the measured time, where there is one."""
+        return self.us if self.measured is None else self.measured.us
+
+    @property
     def error_us(self) -> float:
-        return abs(self.us) * self.relative_error
+        error = self.relative_error if self.measured is None else self.measured.relative_error
+        return abs(self.decided_us) * error
 
     @property
     def us_with_margin(self) -> float:
-        """What a rewrite is charged: its time, and the model's own error on top."""
-        return self.us + self.error_us
+        """What a rewrite is charged: its time, and on top the model's own error, or what a measured time varies by."""
+        return self.decided_us + self.error_us
 
     def plus(self, other: Estimate) -> Estimate:
-        """Both, one after the other: terms of one name added up, those that come to 0 left out, errors added."""
+        """Both, one after the other: terms of one name added up, those that come to 0 left out, errors added.
+
+        What `other` is predicted to take adds to a measured time too.
+        """
         summed: dict[str, float] = {}
         for term in (*self.terms, *other.terms):
             summed[term.name] = summed.get(term.name, 0.0) + term.us
         found = tuple(Term(name, us) for name, us in summed.items() if us != 0.0)
         total_us = sum(term.us for term in found)
         error_us = self.relative_error * self.us + other.relative_error * other.us
-        return Estimate(found, max(error_us / total_us, 0.0) if total_us else 0.0)
+        measured = None if self.measured is None else replace(self.measured, us=self.measured.us + other.decided_us)
+        return Estimate(found, max(error_us / total_us, 0.0) if total_us else 0.0, measured)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Decision:
     def saving_us(self) -> float:
         if self.baseline is None or self.chosen.estimate is None:
             return 0.0
-        return self.baseline.us - self.chosen.estimate.us
+        return self.baseline.decided_us - self.chosen.estimate.decided_us
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,8 @@ class GraphReport:
     """The graphs that were compared; the first is the captured one."""
     variant: str = "captured"
     """The one that runs."""
+    timed: tuple[str, ...] = ()
+    """What the option `verify` had the ranks measure, a line each, and what it left to the prediction, and why."""
 
     @property
     def num_rewritten(self) -> int:

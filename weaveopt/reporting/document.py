@@ -88,6 +88,7 @@ def _graph(graph: GraphReport) -> Json:
         "work_failure": None if graph.work_failure is None else asdict(graph.work_failure),
         "layers": [_part(part) for part in parts(graph)] if graph.work else [],
         "whole": _before_and_after(before, after) if graph.work else None,
+        "timed": list(graph.timed),
         "sensitivity": [_sensitivity(found) for found in graph.sensitivity],
     }
 
@@ -154,6 +155,7 @@ def _decision(decision: Decision) -> Json:
         "unfused_us": None if decision.baseline is None else decision.baseline.us,
         "unfused_exposed_us": None if decision.baseline is None else exposed_us(decision.baseline),
         "unfused_terms": None if decision.baseline is None else _terms(decision.baseline),
+        "unfused_measured": None if decision.baseline is None else _measured(decision.baseline),
         "unfused_relative_error": None if decision.baseline is None else decision.baseline.relative_error,
         "alternatives": [_candidate(candidate) for candidate in decision.alternatives],
     }
@@ -175,12 +177,18 @@ def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str
         "exposed_us": None if estimate is None else exposed_us(estimate),
         "relative_error": None if estimate is None else estimate.relative_error,
         "terms": None if estimate is None else _terms(estimate),
+        "measured": None if estimate is None else _measured(estimate),
         rejected_key: _rejections(candidate.rejections),
     }
 
 
 def _terms(estimate: Estimate) -> Json:
     return [{"name": term.name, "us": term.us} for term in estimate.terms]
+
+
+def _measured(estimate: Estimate) -> Json:
+    found = estimate.measured
+    return None if found is None else {"us": found.us, "relative_error": found.relative_error}
 
 
 def _rejections(rejections: Iterable[Rejection]) -> Json:

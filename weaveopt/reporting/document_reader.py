@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from weaveopt.errors import WeaveError
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Measured, Rejection, TableRow, Term
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import (
     Decision,
@@ -95,6 +95,7 @@ def _read_graph(graph: Reader) -> GraphReport:
         regime=_read_regime(graph.optional("regime")),
         variants=tuple(map(_read_variant, graph["variants"])),
         variant=graph["variant"].text(),
+        timed=tuple(line.text() for line in graph.optional_list("timed")),
     )
 
 
@@ -183,7 +184,11 @@ def _read_decision(site: Reader) -> Decision:
         alternatives=tuple(_read_candidate(candidate) for candidate in site["alternatives"]),
         baseline=None
         if site["unfused_terms"].missing
-        else Estimate(_read_terms(site["unfused_terms"]), site["unfused_relative_error"].number()),
+        else Estimate(
+            _read_terms(site["unfused_terms"]),
+            site["unfused_relative_error"].number(),
+            _read_measured(site.optional("unfused_measured")),
+        ),
     )
 
 
@@ -191,7 +196,11 @@ def _read_candidate(candidate: Reader, rejected_key: str = "rejected") -> Candid
     estimate = (
         None
         if candidate["terms"].missing
-        else Estimate(_read_terms(candidate["terms"]), candidate["relative_error"].number())
+        else Estimate(
+            _read_terms(candidate["terms"]),
+            candidate["relative_error"].number(),
+            _read_measured(candidate.optional("measured")),
+        )
     )
     return Candidate(
         choice=candidate["choice"].text(),
@@ -219,6 +228,10 @@ def _member(kind: type[Member], value: Reader) -> Member:
 
 def _read_terms(terms: Reader) -> tuple[Term, ...]:
     return tuple(Term(term["name"].text(), term["us"].number()) for term in terms)
+
+
+def _read_measured(measured: Reader) -> Measured | None:
+    return None if measured.missing else Measured(measured["us"].number(), measured["relative_error"].number())
 
 
 def _read_rejections(rejections: Reader) -> tuple[Rejection, ...]:

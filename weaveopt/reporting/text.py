@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weaveopt.records.candidate import LEAVE, Candidate, Fabric
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric
 from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
 from weaveopt.reporting import generation, sections
 from weaveopt.reporting.memory import note_lines, routing_lines, table_lines, unmeasured_line
@@ -100,6 +100,7 @@ def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
     parts.append(Text(_total_line(graph)))
     parts.extend(Text(line) for line in _variant_lines(graph))
+    parts.extend(Text(f"verify: {line}") for line in graph.timed)
     parts.extend(sections.whole(graph))
     parts.extend(Text(line) for line in (*table_lines(graph), *routing_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))
@@ -124,20 +125,23 @@ def _variant_lines(graph: GraphReport) -> Iterator[str]:
 
 def _table(rows: tuple[Row, ...], width: int) -> Table:
     """The rows in columns whose widths are set here: rich drops columns where it runs out of width."""
-    cells = [_cells(row) for row in rows]
-    numbers = {"×": 3, "unfused us": 12, "predicted us": 12, "saved": 5}
+    timed = any(row.decisions[0].baseline is not None and row.decisions[0].baseline.measured for row in rows)
+    cells = [_cells(row, timed) for row in rows]
+    counts, columns = 3, [("unfused us", 12), ("predicted us", 12), ("saved", 5)]
+    if timed:
+        columns = [("unfused us", 10), ("measured", 8), ("predicted us", 12), ("measured", 8), ("saved", 5)]
     fabric = max(len(name.value) for name in Fabric)
-    rest = width - sum(numbers.values()) - fabric - 7
+    rest = width - counts - sum(column_width for _, column_width in columns) - fabric - len(columns) - 4
     choice = min(max(len(word) for row in cells for word in ("choice", *str(row[3]).split())), rest // 3)
     site = min(max(len(row.module) for row in rows), (rest - choice) * 3 // 5)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("site", overflow="fold", width=site)
-    table.add_column("×", justify="right", width=numbers["×"])
+    table.add_column("×", justify="right", width=counts)
     table.add_column("form", overflow="fold", width=rest - choice - site)
     table.add_column("choice", overflow="fold", width=choice)
     table.add_column("fabric", overflow="fold", width=fabric)
-    for name in ("unfused us", "predicted us", "saved"):
-        table.add_column(name, justify="right", overflow="fold", width=numbers[name])
+    for name, column_width in columns:
+        table.add_column(name, justify="right", overflow="fold", width=column_width)
     for row_cells in cells:
         table.add_row(*row_cells)
     return table
@@ -155,11 +159,12 @@ def rows_of(graph: GraphReport) -> tuple[Row, ...]:
     return tuple(Row(collapse(decisions[0].site.module), tuple(decisions)) for decisions in equal.values())
 
 
-def _cells(row: Row) -> tuple[str | Text, ...]:
+def _cells(row: Row, timed: bool) -> tuple[str | Text, ...]:
     first = row.decisions[0]
-    unfused = first.baseline.us if first.baseline else None
-    predicted = first.chosen.estimate.us if first.chosen.estimate else None
-    saved = "" if not unfused or predicted is None else f"{first.saving_us / unfused:.0%}"
+    before, after = first.baseline, first.chosen.estimate
+    saved = ""
+    if before is not None and before.decided_us and after is not None:
+        saved = f"{first.saving_us / before.decided_us:.0%}"
     choice = Text(choice_words(first.chosen), style="" if first.chosen.choice == LEAVE else "green")
     return (
         row.module,
@@ -167,10 +172,18 @@ def _cells(row: Row) -> tuple[str | Text, ...]:
         first.site.description or "not recognized",
         choice,
         first.chosen.fabric.value,
-        _us(unfused),
-        _us(predicted),
+        *_times(before, timed),
+        *_times(after, timed),
         saved,
     )
+
+
+def _times(estimate: Estimate | None, timed: bool) -> tuple[str, ...]:
+    """Predicted, and measured beside it where anything of the table was."""
+    predicted = _us(None if estimate is None else estimate.us)
+    if not timed:
+        return (predicted,)
+    return predicted, _us(None if estimate is None or estimate.measured is None else estimate.measured.us)
 
 
 def choice_words(candidate: Candidate) -> str:
@@ -191,6 +204,11 @@ def _total_line(graph: GraphReport) -> str:
     unfused, predicted = graph.unfused_us, graph.predicted_us
     saved = f" ({1 - predicted / unfused:.0%} saved)" if unfused else ""
     times = f"all sites {_us(unfused)} -> {_us(predicted)} us{saved}"
+    timed = [d for d in graph.decisions if d.baseline is not None and d.baseline.measured is not None]
+    if timed:
+        before = sum(d.baseline.decided_us * d.site.count for d in timed if d.baseline is not None)
+        saving = sum(d.saving_us * d.site.count for d in timed)
+        times += f"; those that were timed {_us(before)} -> {_us(before - saving)} us ({saving / before:.0%} saved)"
     return f"{total} collectives: {rewritten} rewritten, {total - rewritten} left; {times}"
 
 

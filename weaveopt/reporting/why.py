@@ -86,7 +86,9 @@ def _estimate(estimate: Estimate | None) -> str:
         return "not estimated"
     terms = "".join(f" {'-' if term.us < 0 else '+'} {term.name} {abs(term.us):,.2f}" for term in estimate.terms)
     exposed = f", communication exposed {exposed_us(estimate):,.2f}"
-    return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}{exposed}"
+    found = estimate.measured
+    measured = "" if found is None else f"; measured {found.us:,.2f} us ±{found.relative_error:.0%}"
+    return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}{exposed}{measured}"
 
 
 def _reason(rejection: Rejection) -> str:

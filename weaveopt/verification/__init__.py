@@ -1,0 +1,1 @@
+"""The option `verify`: the best candidates of a site run on the ranks themselves, and their times decide."""

@@ -1,0 +1,206 @@
+"""Contests: the sites of a graph whose candidates are timed, each kind once, and what is known of such times.
+
+A time belongs to what a site computes, its token count, its group and the candidate, and is measured once in a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from weaveopt.cost_model import timing
+from weaveopt.fabrics.topology import Topology
+from weaveopt.inductor.kernels import Kernel
+from weaveopt.pipeline.price import PricedGraph
+from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric, Measured, Rejection, Values
+from weaveopt.rule import Context, PricedSite, Proposal
+
+Label = tuple[str, Fabric, str, Values]
+"""A candidate, whatever it is predicted to take."""
+Outcome = Measured | Rejection
+"""What came of timing a candidate: a time, or why it could not be run."""
+_LEFT: Label = (LEAVE, Fabric.LIBRARY, "", ())
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A kind of site, and those of its candidates that are timed beside the site as it is."""
+
+    index: int
+    """Position of the first site of the kind."""
+    site: PricedSite
+    positions: tuple[int, ...]
+    """Of the proposals that run."""
+    key: Hashable
+    """What the site computes, whatever its token count, and where."""
+    works: Hashable
+    """What its kernels do, token count included."""
+
+    @property
+    def tokens(self) -> int:
+        return self.site.found.site.tokens.hint
+
+    @property
+    def runners(self) -> dict[Label, Estimate]:
+        """What was predicted; first the site as it is."""
+        found = {_LEFT: self.site.baseline}
+        for position in self.positions:
+            candidate = self.site.proposals[position].candidate
+            assert candidate.estimate is not None, f"{candidate.choice} has no price"
+            found[_label(candidate)] = candidate.estimate
+        return found
+
+    def words(self, group: str) -> str:
+        """For the comparison between the ranks of a group. Other groups of a mesh have names of their own."""
+        site = self.site.found.site
+        known = f"{site.kind} {site.tokens} {len(self.positions)}"
+        if site.groups and group not in site.groups:
+            return known
+        return f"{known} {site.id} {site.facts} {list(self.runners)}"
+
+
+def contests_of(priced: PricedGraph, context: Context) -> tuple[Contest, ...]:
+    """In the order of the graph. Sites that nothing may be done at have none, nor have those of several groups."""
+    frame, found = priced.frame, []
+    for index in dict.fromkeys(frame.kinds):
+        site = priced.problem.sites[index]
+        names = {position: site.proposals[position].candidate for position in site.choices}
+        forced = [position for position in site.choices if names[position].choice in site.forced]
+        candidates = {position: names[position] for position in forced or site.choices}
+        if not candidates or len(site.found.site.groups) > 1 or site.found.facts is None:
+            continue
+        runners = [_runner(each) for each in candidates.values()]
+        if any(runner is None for runner in runners):
+            continue  # what has no price cannot be compared
+        taken = timing.shortlist([runner for runner in runners if runner is not None])
+        labelled = {_label(candidates[at]): at for at in reversed([[*candidates][each] for each in taken])}
+        positions = tuple(reversed(labelled.values()))
+        kernels = frame.kernels(index, site.found.nodes)
+        found.append(Contest(index, site, positions, _key(site, kernels, context), _works(kernels)))
+    return tuple(found)
+
+
+def _runner(candidate: Candidate) -> timing.Runner | None:
+    estimate = candidate.estimate
+    if estimate is None:
+        return None
+    return timing.Runner(f"{candidate.choice} {candidate.fabric.value}", estimate.us, estimate.error_us)
+
+
+def _label(candidate: Candidate) -> Label:
+    return (candidate.choice, candidate.fabric, candidate.variant, candidate.parameters)
+
+
+def _key(site: PricedSite, kernels: tuple[Kernel, ...], context: Context) -> Hashable:
+    known = site.found.site
+    where = tuple(_place(context.topologies[group]) for group in known.groups)
+    names = tuple(kernel.name for kernel in kernels)
+    return (known.kind, where, site.found.facts, known.description, names, context.machine.device)
+
+
+def _place(topology: Topology) -> Hashable:
+    return (topology.group.ranks, topology.hosts, topology.device)
+
+
+def _works(kernels: tuple[Kernel, ...]) -> Hashable:
+    return tuple((kernel.name, kernel.work) for kernel in kernels)
+
+
+# --- what was timed in this process -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Run:
+    outcomes: Mapping[Label, Outcome]
+    predicted: Mapping[Label, float]
+
+
+_runs: dict[Hashable, dict[tuple[int, Hashable], _Run]] = {}
+
+
+def forget() -> None:
+    """All times that this process measured."""
+    _runs.clear()
+
+
+def remember(contest: Contest, outcomes: Mapping[Label, Outcome]) -> None:
+    predicted = {label: estimate.us for label, estimate in contest.runners.items()}
+    known = _runs.setdefault(contest.key, {}).setdefault((contest.tokens, contest.works), _Run({}, {}))
+    run = _Run({**known.outcomes, **outcomes}, {**known.predicted, **predicted})
+    _runs[contest.key][contest.tokens, contest.works] = run
+
+
+def recall(contest: Contest) -> tuple[int, dict[Label, Outcome]] | None:
+    """The token count that all runners of a contest were timed at, and their times as they are here.
+
+    The same count, else the nearest: then a time is the prediction times what was measured over what was predicted.
+    """
+    known = _runs.get(contest.key, {})
+    wanted = contest.runners
+    run = known.get((contest.tokens, contest.works))
+    if run is not None and wanted.keys() <= run.outcomes.keys():
+        return contest.tokens, {label: run.outcomes[label] for label in wanted}
+    near: dict[int, dict[Label, Label]] = {}
+    runs: dict[int, _Run] = {}
+    for (tokens, _), each in known.items():
+        pairs = None if tokens == contest.tokens else _pairs(wanted, each)  # of equal counts, kernels that differ
+        if pairs is not None:
+            near.setdefault(tokens, pairs)
+            runs.setdefault(tokens, each)
+    tokens = timing.nearest(tuple(near), contest.tokens)
+    if tokens is None:
+        return None
+    found: dict[Label, Outcome] = {}
+    for label, estimate in wanted.items():
+        other = near[tokens][label]
+        outcome = runs[tokens].outcomes[other]
+        if isinstance(outcome, Measured):
+            outcome = replace(outcome, us=round(outcome.us * estimate.us / runs[tokens].predicted[other], 3))
+        found[label] = outcome
+    return tokens, found
+
+
+def _pairs(wanted: Mapping[Label, Estimate], run: _Run) -> dict[Label, Label] | None:
+    """Of each candidate the one that was timed at another token count; None where one was not.
+
+    Parameters change with the token count: a candidate is known by rule, fabric and kernel, if one alone has them.
+    """
+    found = {}
+    for label in wanted:
+        same = [each for each in run.outcomes if each[:3] == label[:3]]
+        exact = [each for each in same if each == label] or same
+        if len(exact) != 1 or run.predicted[exact[0]] <= 0.0:
+            return None
+        found[label] = exact[0]
+    return found if len(set(found.values())) == len(found) else None
+
+
+# --- what comes of it -------------------------------------------------------------------------------------------------
+
+
+def settled(contest: Contest, outcomes: Mapping[Label, Outcome]) -> PricedSite | None:
+    """The site with measured times, and without the candidates that were not timed or could not be run.
+
+    None where the site as it is could not be run: there is nothing to compare with.
+    """
+    left = outcomes[_LEFT]
+    if isinstance(left, Rejection):
+        return None
+    site, proposals = contest.site, list(contest.site.proposals)
+    for position in site.choices:
+        proposals[position] = _settled(proposals[position], position in contest.positions, outcomes)
+    choices = tuple(position for position in site.choices if proposals[position].candidate.allowed)
+    baseline = replace(site.baseline, measured=left)
+    return replace(site, baseline=baseline, proposals=tuple(proposals), choices=choices)
+
+
+def _settled(proposal: Proposal, ran: bool, outcomes: Mapping[Label, Outcome]) -> Proposal:
+    candidate = proposal.candidate
+    outcome = outcomes[_label(candidate)] if ran else _NOT_TIMED
+    if isinstance(outcome, Rejection):
+        return replace(proposal, candidate=replace(candidate, rejections=(outcome,)))
+    assert candidate.estimate is not None
+    return replace(proposal, candidate=replace(candidate, estimate=replace(candidate.estimate, measured=outcome)))
+
+
+_NOT_TIMED = Rejection("not_timed", "other candidates were predicted faster, and those were timed")

@@ -1,0 +1,136 @@
+"""A site as a graph of its own: what it runs between the values that it reads and those that others read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
+
+SEED = 0
+SCALE = 0.1
+"""Of the random numbers that stand for the values of a model: sums of many of them stay small."""
+
+
+class NotTimedError(Exception):
+    """Why a site cannot be run by itself; the prediction decides there."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Symbols as numbers: by their hints in this call, or as a regime is decided for."""
+
+    known: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(count: torch.SymInt | None, tokens: int) -> Sizes:
+        """With `tokens` for a token count that is a multiple of one symbol; hints for all else."""
+        if count is None or count.node.hint == tokens:
+            return Sizes()
+        symbols, [factor, _] = count.node.expr.free_symbols, count.node.expr.as_coeff_Mul()
+        if len(symbols) != 1 or count.node.expr != factor * next(iter(symbols)) or tokens % int(factor):
+            raise NotTimedError(f"{count.node.expr} tokens cannot be made {tokens}")
+        return Sizes({next(iter(symbols)): tokens // int(factor)})
+
+    def number(self, value: object) -> int | float | bool:
+        """A number, or a symbol's value."""
+        if isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, torch.SymInt):
+            shape_env = value.node.shape_env
+            found = value.node.expr.xreplace({**shape_env.backed_var_to_val, **self.known})
+            if not found.is_number:
+                raise NotTimedError(f"the size {value.node.expr} has no value yet")
+            return int(found)
+        if isinstance(value, torch.SymFloat | torch.SymBool) and value.node.hint is not None:
+            return value.node.hint  # type: ignore[no-any-return]
+        raise NotTimedError(f"it reads a {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some nodes of a graph, to be called with tensors like `inputs`."""
+
+    module: fx.GraphModule
+    inputs: tuple[torch.Tensor, ...]
+    """Fake ones, as the graph has them."""
+    sizes: Sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one set of real inputs."""
+        return sum(_storage(value, self.sizes) * value.dtype.itemsize for value in self.inputs)
+
+    def real_inputs(self) -> list[torch.Tensor]:
+        """Random numbers of their shapes, strides, dtypes and devices. torch's own generators are not touched."""
+        made = []
+        for value in self.inputs:
+            generator = torch.Generator(value.device).manual_seed(SEED)
+            flat = torch.empty(_storage(value, self.sizes), device=value.device)
+            flat = flat.normal_(std=SCALE, generator=generator).to(value.dtype)
+            shape, strides = (_numbers(each, self.sizes) for each in (value.shape, value.stride()))
+            made.append(flat.as_strided(shape, strides))
+        return made
+
+
+def readers_of(graph: fx.Graph, nodes: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
+    """The nodes outside of `nodes` that read one of them."""
+    return tuple(node for node in graph.nodes if node not in nodes and nodes.intersection(node.all_input_nodes))
+
+
+def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.Node], sizes: Sizes) -> Part:
+    """What runs between `outside`, nodes that are no part of it, and what `readers` read beside those.
+
+    Raises `NotTimedError` where it reads anything but floating-point tensors and numbers: how long a kernel takes
+    rests on what whole numbers and flags say (which expert, how far a cache is filled), and here they would be made up.
+    """
+    results = dict.fromkeys(
+        node for reader in readers if not reader._erased for node in reader.all_input_nodes if node not in outside
+    )
+    wanted, read, pending = set(results), set(), list(results)
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in outside:
+                read.add(node)
+            elif node not in wanted:
+                wanted.add(node)
+                if not _is_number(node):
+                    pending.append(node)
+    part = fx.Graph()
+    values: dict[fx.Node, object] = {}
+    inputs = []
+    for node in (each for each in graph.nodes if each in read or each in wanted):
+        value = node.meta.get("val")
+        if _is_number(node):
+            values[node] = sizes.number(value)
+        elif node in read:
+            if not isinstance(value, torch.Tensor):
+                raise NotTimedError(f"it reads a {type(value).__name__}")
+            if not value.dtype.is_floating_point:
+                raise NotTimedError(f"it reads {value.dtype} values, which its time may rest on")
+            values[node] = part.placeholder(node.name)
+            inputs.append(value)
+    for node in graph.nodes:
+        if node in wanted and node not in values:
+            args, kwargs = (fx.map_arg(each, values.__getitem__) for each in (node.args, node.kwargs))
+            values[node] = part.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
+    part.output(tuple(values[node] for node in results if isinstance(values[node], fx.Node)))
+    return Part(fx.GraphModule(torch.nn.Module(), part), tuple(inputs), sizes)
+
+
+def _is_number(node: fx.Node) -> bool:
+    number = torch.SymInt | torch.SymFloat | torch.SymBool | bool | int | float
+    return isinstance(node.meta.get("val"), number)
+
+
+def _storage(value: torch.Tensor, sizes: Sizes) -> int:
+    shape, strides = _numbers(value.shape, sizes), _numbers(value.stride(), sizes)
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
+def _numbers(values: Sequence[int | torch.SymInt], sizes: Sizes) -> list[int]:
+    return [int(sizes.number(value)) for value in values]

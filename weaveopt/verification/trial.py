@@ -1,0 +1,104 @@
+"""A trial: one candidate of one site, rewritten as it would be in the model, as a function to be called and timed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from weaveopt.measure.clock import Launch
+from weaveopt.pipeline.decide import DecidedGraph, settle
+from weaveopt.pipeline.plan import plan
+from weaveopt.pipeline.price import PricedGraph
+from weaveopt.pipeline.recognize import recognize
+from weaveopt.pipeline.rewrite import rewrite
+from weaveopt.records.memory import MemoryPlan
+from weaveopt.rule import Chosen, Context, RuleSet
+from weaveopt.verification.part import NotTimedError, Part, Sizes, part_of, readers_of
+
+COLD_BYTES = 64 << 20
+"""Inputs take turns, up to so many bytes of them: today's GPUs keep less in their caches (50 MB and below)."""
+MOST_SETS = 4
+
+
+Call = Callable[[list[torch.Tensor]], object]
+
+
+class Make(Protocol):
+    """Compiles a graph that is called by itself."""
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call:
+        """`inputs` are real; what comes back takes such tensors, as one list that it may clear."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    call: Call
+    sets: tuple[list[torch.Tensor], ...]
+    plans: tuple[MemoryPlan, ...]
+    """The memory that it needs, not reserved yet."""
+
+    @property
+    def launch(self) -> Launch:
+        return lambda index: self.call(list(self.sets[index % len(self.sets)]))
+
+
+def trial_of(
+    priced: PricedGraph, index: int, position: int | None, rules: RuleSet, context: Context, make: Make
+) -> Trial:
+    """Of the proposal at `position` of the site `index`, alone in its graph; None: of the site as it is.
+
+    The graph itself is not touched. Raises whatever a step raises, and `NotTimedError`.
+    """
+    site = priced.problem.sites[index]
+    sizes = Sizes.of(priced.captured.symbolic_tokens if site.found.is_symbolic else None, site.found.site.tokens.hint)
+    plans: tuple[MemoryPlan, ...] = ()
+    if position is None:
+        graph, nodes = priced.captured.graph, site.found.nodes
+        part = part_of(graph, frozenset(graph.nodes) - nodes, readers_of(graph, nodes), sizes)
+    else:
+        part, plans = _rewritten(priced, index, position, rules, context, sizes)
+    with unset_fake_temporarily(), torch.no_grad():
+        sets = _sets(part)
+        call = make(part.module, sets[0])
+    return Trial(call, sets, plans)
+
+
+def _sets(part: Part) -> tuple[list[torch.Tensor], ...]:
+    count = min(MOST_SETS, math.ceil(COLD_BYTES / max(part.num_bytes, 1)))
+    return tuple(part.real_inputs() for _ in range(max(count, 1)))
+
+
+def _rewritten(
+    priced: PricedGraph, index: int, position: int, rules: RuleSet, context: Context, sizes: Sizes
+) -> tuple[Part, tuple[MemoryPlan, ...]]:
+    captured = replace(priced.captured, graph=_copy(priced.captured.graph))
+    every = recognize(captured, rules, context)
+    if [each.site.id for each in every] != [each.site.id for each in priced.frame.sites]:
+        raise NotTimedError("a copy of the graph has other sites")
+    found = replace(every[index], site=priced.problem.sites[index].found.site)
+    proposal = priced.frame.proposals(found)[position]
+    outside = frozenset(captured.graph.nodes) - found.nodes
+    readers = readers_of(captured.graph, found.nodes)
+    chosen = settle((Chosen(found, proposal),), rules, context)
+    decided = DecidedGraph(replace(priced, captured=captured), (), chosen, None)
+    planned = plan(decided, rules, context)
+    rewrite(decided, planned, rules, context)
+    return part_of(captured.graph, outside, readers, sizes), planned.plans
+
+
+def _copy(original: fx.Graph) -> fx.Graph:
+    graph = fx.Graph()
+    output = graph.graph_copy(original, val_map={}, return_output_node=True)
+    assert isinstance(output, tuple)
+    value, output_node = output
+    graph.output(value).meta.update(output_node.meta)
+    graph._codegen = copy.copy(original._codegen)
+    return graph

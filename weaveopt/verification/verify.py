@@ -1,0 +1,212 @@
+"""Verify: between price and decide, the ranks themselves time the best candidates of each kind of site.
+
+All ranks take the same steps: which sites, which candidates, whether one could be made, how long it took (of all ranks
+the longest) and whether time is left are told through the stores of the graph's groups before anything rests on them.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from weaveopt.cost_model import timing
+from weaveopt.errors import AgreementError, PeerTimeoutError
+from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Meeting
+from weaveopt.pipeline.bind import reserve
+from weaveopt.pipeline.price import PricedGraph
+from weaveopt.records.candidate import Measured, Rejection
+from weaveopt.rule import Context, RuleSet
+from weaveopt.verification.contest import Contest, Label, Outcome, contests_of, recall, remember, settled
+from weaveopt.verification.meeting import Alone, Council, GroupMeeting
+from weaveopt.verification.trial import Make, Trial, trial_of
+
+_RAISED = (AgreementError, PeerTimeoutError)
+"""What ends a run everywhere else ends it here."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A priced graph with measured times, and what there is to say of them, a line each."""
+
+    priced: PricedGraph
+    lines: tuple[str, ...]
+
+
+def verify(priced: PricedGraph, rules: RuleSet, context: Context, make: Make) -> Verified:
+    """Times at most a handful of candidates of each kind of site, unfused among them; what is known is not timed again.
+
+    Sites beyond the option `verify_budget_s`, and those that cannot run by themselves, keep their predicted times.
+    Raises `AgreementError` and `PeerTimeoutError` as every meeting and every operation does.
+    """
+    topologies = {name: context.topologies[name] for name in priced.captured.groups}
+    if any(known.fake for known in topologies.values()):
+        return Verified(priced, ("nothing was timed: the process group has no peers",))
+    groups = tuple(sorted(name for name, known in topologies.items() if known.world > 1))
+    council = Council(groups, context.config.compile_timeout_s)
+    contests = contests_of(priced, context)
+    if not council.alike({group: "\n".join(each.words(group) for each in contests) for group in groups}):
+        return Verified(priced, ("nothing was timed: the ranks have other candidates",))  # bind says which
+    referee = _Referee(priced, rules, context, make, council)
+    sites = list(priced.problem.sites)
+    lines = []
+    for contest in contests:
+        outcomes = referee.outcomes(contest)
+        site = None if outcomes is None else settled(contest, outcomes)
+        lines.append(f"{contest.site.found.site.id}: {referee.said}")
+        if site is None:
+            continue
+        for index, kind in enumerate(priced.frame.kinds):
+            # Candidates of sites of one kind are the same objects, unless a site's own nodes allow others.
+            own = [each.candidate for each in priced.problem.sites[index].proposals]
+            if kind == contest.index and own == [each.candidate for each in contest.site.proposals]:
+                pairs = zip(sites[index].proposals, site.proposals, strict=True)
+                proposals = tuple(replace(each, candidate=timed.candidate) for each, timed in pairs)
+                sites[index] = replace(site, found=sites[index].found, proposals=proposals)
+    problem = priced.frame.problem_of(sites)
+    return Verified(replace(priced, problem=problem), tuple(lines))
+
+
+class _Referee:
+    """Runs contests one after the other, and says what came of the last one."""
+
+    def __init__(self, priced: PricedGraph, rules: RuleSet, context: Context, make: Make, council: Council) -> None:
+        self._priced, self._rules, self._context, self._make = priced, rules, context, make
+        self._council = council
+        self._began = time.perf_counter()
+        self._is_over = False
+        self.said = ""
+
+    def outcomes(self, contest: Contest) -> dict[Label, Outcome] | None:
+        """Of every runner; None where the prediction has to decide."""
+        found = recall(contest)
+        tokens = 0 if found is None else found[0]
+        # Ranks may remember differently, those of another group's earlier graphs say.
+        most, least = self._council.most([float(tokens), -float(tokens)])
+        if found is not None and most == -least:
+            times = "timed before" if tokens == contest.tokens else f"timed before, at {tokens} tokens"
+            self.said = f"{len(found[1])} candidates, {times}"
+            return found[1]
+        if self._is_over or self._has_ended(0.0):
+            return self._ended()
+        positions: tuple[int | None, ...] = (None, *contest.positions)
+        labels = [*contest.runners]
+        failures: dict[Label, Rejection] = {}
+        trials: dict[Label, Trial] = {}
+        for label, position in zip(labels, positions, strict=True):
+            trial = self._made(contest, position, label, failures)
+            if trial is not None:
+                trials[label] = trial
+            elif position is None:
+                break  # there is nothing to compare with
+        expected_us = {} if labels[0] in failures else self._tried(trials, failures)
+        if labels[0] in failures:
+            self.said = f"not timed: {failures[labels[0]].message}"
+            return None
+        clock = _clock(contest, self._context)
+        if self._has_ended(sum(clock.takes_s(us) for us in expected_us.values())):
+            return self._ended()
+        outcomes: dict[Label, Outcome] = {**failures, **self._times(contest, trials, expected_us, clock)}
+        remember(contest, outcomes)
+        self.said = f"{len(expected_us)} candidates timed at {contest.tokens} tokens"
+        if failures:
+            self.said += f", {len(failures)} could not be run"
+        return outcomes
+
+    def _made(
+        self, contest: Contest, position: int | None, label: Label, failures: dict[Label, Rejection]
+    ) -> Trial | None:
+        """None, and a reason, where some rank cannot make it or has no memory for it."""
+        trial, why = None, ""
+        try:
+            trial = trial_of(self._priced, contest.index, position, self._rules, self._context, self._make)
+        except _RAISED:
+            raise
+        except Exception as error:  # whatever went wrong, the others must not wait for it
+            why = _words(error)
+        if self._failed(label, why, failures):
+            return None
+        assert trial is not None
+        # Ranks of a group reserve together, or have all failed.
+        whys = [reserve(plan, self._context) for plan in trial.plans]
+        return None if self._failed(label, "; ".join(filter(None, whys)), failures) else trial
+
+    def _tried(self, trials: dict[Label, Trial], failures: dict[Label, Rejection]) -> dict[Label, float]:
+        """Each called twice: microseconds of the second call, of all ranks the longest. What fails is dropped."""
+        found: dict[Label, float] = {}
+        for label, trial in trials.items():
+            why, us = "", 0.0
+            try:
+                with unset_fake_temporarily(), torch.no_grad():
+                    for _ in range(2):
+                        _finish()
+                        start = time.perf_counter()
+                        trial.launch(0)
+                        _finish()
+                        us = (time.perf_counter() - start) * 1e6
+            except _RAISED:
+                raise
+            except Exception as error:
+                why = _words(error)
+            if not self._failed(label, why, failures):
+                [found[label]] = self._council.most([us])
+        return found
+
+    def _times(
+        self, contest: Contest, trials: dict[Label, Trial], expected_us: dict[Label, float], clock: Clock
+    ) -> dict[Label, Measured]:
+        with unset_fake_temporarily(), torch.no_grad():
+            launches = [trials[label].launch for label in expected_us]
+            samples = clock.in_turns(launches, [*expected_us.values()], self._meeting(contest))
+        values = [value for sample in samples for value in (sample.us, sample.spread)]
+        told = self._council.most(values)  # ranks of other groups have the same graph
+        pairs = zip(expected_us, told[::2], told[1::2], strict=True)
+        return {label: Measured(round(us, 3), round(timing.error_of(spread), 4)) for label, us, spread in pairs}
+
+    def _meeting(self, contest: Contest) -> Meeting:
+        for group in contest.site.found.site.groups:
+            if self._context.topologies[group].world > 1:
+                return GroupMeeting(group, self._context.config.compile_timeout_s)
+        return Alone()
+
+    def _failed(self, label: Label, why: str, failures: dict[Label, Rejection]) -> bool:
+        """Whether some rank has a reason against it."""
+        [failed] = self._council.most([float(bool(why))])
+        if failed:
+            found = why or "another rank could not"
+            failures[label] = Rejection("not_run", f"it could not be run by itself on the ranks: {found}")
+        return bool(failed)
+
+    def _has_ended(self, more_s: float) -> bool:
+        """Whether no time is left for what takes `more_s`; the same on all ranks."""
+        [spent_s] = self._council.most([time.perf_counter() - self._began + more_s])
+        self._is_over = spent_s > self._context.config.verify_budget_s
+        return self._is_over
+
+    def _ended(self) -> None:
+        budget_s = self._context.config.verify_budget_s
+        self.said = f"not timed: the budget of {budget_s:g} s (option verify_budget_s) is spent"
+
+
+def _clock(contest: Contest, context: Context) -> Clock:
+    groups = contest.site.found.site.groups
+    return _clock_of(context.topologies[groups[0]].device if groups else context.machine.device)
+
+
+@functools.cache
+def _clock_of(device: str) -> Clock:
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _words(error: Exception) -> str:
+    lines: Sequence[str] = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
