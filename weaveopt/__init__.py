@@ -42,7 +42,9 @@ def report(model: object | None = None) -> Report:
 def __getattr__(name: str) -> object:
     """`generate` on its first use: it imports transformers."""
     if name == "generate":
-        from weaveopt.generation.entry import generate
-
+        try:
+            from weaveopt.generation.entry import generate
+        except ImportError as error:
+            raise WeaveError(f"weaveopt.generate needs transformers 5.23 or newer: {error}") from error
         return generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

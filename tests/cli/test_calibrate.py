@@ -191,6 +191,9 @@ def test_one_process_is_refused(
         monkeypatch.setenv(name, value)
     assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
     assert "WORLD_SIZE is 1" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
+    assert "WORLD_SIZE is 'two', expected a number" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -45,6 +45,8 @@ def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("explain", "MODEL"),
         ("explain llama-3.3-7b --tp 8", "did you mean 'llama-3.3-70b'"),
         ("explain zzz", "known: "),
+        (f"explain {'z' * 300}", "known: "),
+        (f"explain {'z' * 300}.json", "File name too long"),
         ("explain ./nowhere/config.json", "No such file"),
         ("explain llama-3.3-70b --tp 16 --nodes 2", "2, 4, 8 do"),
         ("explain llama-3.3-70b --tp 3", "64 query, 8 key-value"),
@@ -65,6 +67,8 @@ def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("explain llama-3.3-70b --tp 8 --nodes 3", "evenly"),
         ("explain llama-3.3-70b --tp 8 --nodes 1 --machine h200x4", "raise --nodes"),
         ("explain llama-3.3-70b --tp 8 --machine h1000x8", "h100x8"),
+        (f"explain llama-3.3-70b --machine {'z' * 300}", "neither a shipped profile nor a JSON file"),
+        ("explain llama-3.3-70b --machine ~nobody/x.json", "No such file"),
         ("explain llama-3.3-70b --tp 8 --disable all_reduce_norm", "did you mean 'all_reduce_rms_norm'"),
         ("explain llama-3.3-70b --tp 8 --why x --format json", "--format json"),
         ("explain llama-3.3-70b --tp 8 --output /no/such/place/report.json --format json", "no directory"),
@@ -198,6 +202,16 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     assert all(name in done.stdout for name in ("llama-3.3-70b", "--why", "--machine", "--compare", "svg"))
 
 
+def test_a_package_that_is_too_old_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_old(_: object) -> int:
+        raise ImportError("cannot import name 'DistributedConfig' from 'transformers'\n(/somewhere)")
+
+    monkeypatch.setattr(explain, "run", too_old)
+    assert "'transformers' (/somewhere) (see weaveopt doctor)" in _error(["explain", "llama-3.3-70b"], capsys)
+
+
 def test_interrupt_and_closed_pipe_are_quiet(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +224,25 @@ def test_interrupt_and_closed_pipe_are_quiet(
     line = f"{sys.executable} -m weaveopt.cli.main doctor | true"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
+
+
+def test_output_that_cannot_be_written_is_one_line_or_quiet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, a closed standard output, and one whose encoding lacks a sign of the report."""
+    line = f"{sys.executable} -m weaveopt.cli.main explain --help >&-"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    monkeypatch.setattr(explain, "run", lambda _: print("1 × 2") or 0)
+    with open("/dev/full", "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main.main(["explain", "llama-3.3-70b"]) == 2
+    assert capfd.readouterr().err == "weaveopt: error: No space left on device\n"
+    sink = io.BytesIO()
+    with io.TextIOWrapper(sink, encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main.main(["explain", "llama-3.3-70b"]) == 0
+        assert sink.getvalue() == b"1 ? 2\n"
 
 
 def test_every_preset_is_named_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:

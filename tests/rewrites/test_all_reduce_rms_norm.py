@@ -165,9 +165,15 @@ def _four_dimensions(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ..
     return (forms.rms(total, w.norm),)
 
 
+def _sequences_first(w: forms.Weights, x: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+    """The residual's strides are those of both results."""
+    total = r.transpose(0, 1).contiguous().transpose(0, 1) + forms.all_reduce(x @ w.product)
+    return forms.rms(total, w.norm), total
+
+
 @pytest.mark.parametrize(
     ("form", "codes"),
-    [(_four_dimensions, ["shape_not_known"])],
+    [(_four_dimensions, ["shape_not_known"]), (_sequences_first, ["layout_not_supported"] * 2)],
 )
 def test_what_the_rule_does_not_take_is_its_own_candidate_with_all_reasons(form: object, codes: list[str]) -> None:
     """The site is recognized, and another rule might take it."""
@@ -188,6 +194,14 @@ def test_a_norm_that_the_kernels_do_not_take_stays_in_the_graph() -> None:
     (decision,) = report.decisions
     assert decision.rewritten and decision.chosen.variant.endswith("norm apart")
     assert ["dtype_changes"] in [[r.code for r in each.rejections] for each in decision.alternatives]
+
+
+def test_no_tokens_ask_for_no_memory() -> None:
+    """An arena of no bytes is refused, and a group that was refused one gets no other."""
+    weights = forms.make_weights(torch.float32)
+    report = previewed(lambda x, r: forms.pre_norm(weights, x, r), inputs(torch.float32, tokens=(2, 0)))
+    assert report.plans == () and report.fallbacks == ()
+    assert [[r.code for r in d.site.rejections] for d in report.decisions] == [["no_tokens"]]
 
 
 def test_one_rank_is_left_alone() -> None:

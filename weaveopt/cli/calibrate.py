@@ -61,13 +61,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def question(args: argparse.Namespace) -> Question:
     """The arguments, typed. Raises `OptionError` for what cannot be meant."""
     asked = Question(args.output, args.name, args.device, args.quick, args.base)
-    if not asked.output.absolute().parent.is_dir():
-        raise OptionError(f"--output {asked.output}: no directory {asked.output.absolute().parent}")
-    if asked.output.is_dir():
+    folder = asked.output.absolute().parent
+    if not os.path.isdir(folder):  # false too where one may not look
+        raise OptionError(f"--output {asked.output}: no directory {folder}")
+    if not os.access(folder, os.W_OK):  # now, and not behind minutes of measuring
+        raise OptionError(f"--output {asked.output}: {folder} is not writable")
+    if os.path.isdir(asked.output):
         raise OptionError(f"--output {asked.output}: is a directory, expected a file")
-    missing = [name for name in LAUNCHED if name not in os.environ]
-    if missing or int(os.environ["WORLD_SIZE"]) < 2:
-        found = f"{missing[0]} is not set" if missing else "WORLD_SIZE is 1"
+    wrong = [name for name in LAUNCHED if not os.environ.get(name, "").isdecimal()]
+    if wrong or int(os.environ["WORLD_SIZE"]) < 2:
+        value = os.environ.get(wrong[0]) if wrong else None
+        if not wrong:
+            found = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
+        else:
+            found = f"{wrong[0]} is not set" if value is None else f"{wrong[0]} is {value!r}, expected a number"
         raise OptionError(
             f"calibrate measures at least 2 ranks together and found one process ({found}): start it with "
             "torchrun --nproc-per-node N -m weaveopt.cli.main calibrate, or with accelerate launch"
@@ -92,7 +99,11 @@ def run(asked: Question) -> int:
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
-    dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    except (dist.DistError, ValueError) as error:  # no MASTER_ADDR, a port in use, a rank that does not come
+        words = " ".join(str(error).split())[:300]
+        raise OptionError(f"the ranks do not meet: {words}; start them with torchrun or accelerate launch") from error
     _measure(asked, device, base)
     sys.stdout.flush()
     sys.stderr.flush()

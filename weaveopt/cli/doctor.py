@@ -193,7 +193,7 @@ def _cores() -> Check:
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} usable core(s)"
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local.isdigit() and int(local) > cores:
+    if local.isdecimal() and int(local) > cores:
         return Check(
             "cores", Status.NOTE, f"{found}, {local} ranks on this host", f"launch at most {cores} CPU ranks here"
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import NoReturn
 
 from weaveopt.cli import calibrate, doctor, explain, question
@@ -38,7 +40,13 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _run(command: str, args: argparse.Namespace) -> int:
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as stop:  # --help and errors
+        return stop.code if isinstance(stop.code, int) else MISUSE
+    command = args.command
+    del args.command
     if command == "explain":
         return explain.run(question.question(args))
     if command == "calibrate":
@@ -47,25 +55,56 @@ def _run(command: str, args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code. Never shows a traceback for a `WeaveError`."""
+    """Run one command line; returns the exit code. Misuse and what the system refuses are one line, no traceback."""
+    with _streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
-        args = parser().parse_args(argv)
-        command = args.command
-        del args.command
-        code = _run(command, args)
-        sys.stdout.flush()  # here, where a reader that went away is caught, and not at exit
+        code = _run(argv)
+        sys.stdout.flush()  # here, where a reader that went away or a full disk is caught, and not at exit
         return code
     except WeaveError as error:
         print(f"weaveopt: error: {' '.join(str(error).split())}", file=sys.stderr)
         return MISUSE
-    except SystemExit as stop:  # argparse: --help and errors
-        return stop.code if isinstance(stop.code, int) else MISUSE
+    except ImportError as error:  # a package that is missing, or too old
+        print(f"weaveopt: error: {' '.join(str(error).split())[:300]} (see weaveopt doctor)", file=sys.stderr)
+        return MISUSE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader went away; what is still buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:  # of the system, not of the question: a full disk, a working directory that is gone
+        _drop_output()
+        print(f"weaveopt: error: {_words(error)}", file=sys.stderr)
+        return MISUSE
+
+
+def _words(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return " ".join(f"{where}{error.strerror or error or type(error).__name__}".split())
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Standard streams that take every word: a closed one (`>&-`) swallows it, and an encoding that lacks a sign of
+    the report, such as `×`, gets a question mark for it."""
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context({"stdout": redirect_stdout, "stderr": redirect_stderr}[name](nowhere))
+            elif isinstance(stream := getattr(sys, name), io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="replace")
+        yield
+
+
+def _drop_output() -> None:
+    """What is still buffered must not raise again at exit."""
+    with suppress(io.UnsupportedOperation):  # a stream in memory
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ def load(model: str) -> Source:
     if model in presets.names():
         return Source(model, _from_text(presets.text(model), f"preset {model}"))
     path = Path(model)
-    if path.exists() or model.endswith(".json") or model.startswith((".", os.sep, "~")):
-        file = path / "config.json" if path.is_dir() else path
+    # `os.path` says no, where `Path` raises, to names that are too long and places that one may not look at.
+    if os.path.exists(path) or model.endswith(".json") or model.startswith((".", os.sep, "~")):
+        file = path / "config.json" if os.path.isdir(path) else path
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

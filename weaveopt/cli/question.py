@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def question(args: argparse.Namespace) -> Question:
         _check_model(asked)
     else:
         _check_comparison(asked)
-    if asked.output is not None and not asked.output.absolute().parent.is_dir():
+    if asked.output is not None and not os.path.isdir(asked.output.absolute().parent):
         raise OptionError(f"--output {asked.output}: no directory {asked.output.absolute().parent}")
     return asked
 

@@ -87,6 +87,11 @@ def tokens_of(value: torch.Tensor) -> int | torch.SymInt:
     return math.prod(value.shape[:-1])
 
 
+def is_empty(value: torch.Tensor) -> bool:
+    """Whether the graph was compiled for a value without elements."""
+    return any(isinstance(size, int) and size == 0 for size in value.shape)
+
+
 def count_tokens(value: torch.Tensor, bound: int) -> tuple[int, int]:
     """Tokens of `[..., hidden]`: the count to estimate for, and the largest to plan for (`bound` if dynamic)."""
     leading = value.shape[:-1]

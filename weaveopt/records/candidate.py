@@ -106,6 +106,10 @@ class Rejection:
     values: Values = ()
 
 
+NO_TOKENS = Rejection("no_tokens", "the token count is 0: there is nothing to reduce or to gather")
+"""An arena of no bytes cannot be had."""
+
+
 @dataclass(frozen=True)
 class TableRow:
     """One row of a run-time table: which kernel variant serves calls of up to `max_tokens` tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.fx as fx
 
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Rejection
@@ -24,7 +25,26 @@ def refused_anywhere(facts: ReductionFacts, structure: Reduction) -> tuple[Rejec
     total = tensor_of(reduced.total)
     if total is None or total.ndim not in (2, 3):
         reasons.append(Rejection("shape_not_known", "the sum is neither [tokens, hidden] nor [batch, seq, hidden]"))
+    results = [reduced.total, *((reduced.norm.output,) if reduced.norm is not None else ())]
+    reasons += [reason for node in results if (reason := _layout_refused(node)) is not None]
     return tuple(reasons)
+
+
+def _layout_refused(result: fx.Node) -> Rejection | None:
+    """Kernels make contiguous results; a result of the graph may have the strides of its residual, say."""
+    value = tensor_of(result)
+    if value is None or not any(user.op == "output" for user in result.users):
+        return None
+    strides: list[object] = []
+    step: int | torch.SymInt = 1
+    for size in reversed(value.shape):
+        strides.append(step)
+        step = step * size
+    found = tuple(map(str, value.stride()))
+    if found == tuple(map(str, reversed(strides))):
+        return None
+    message = "a result of the graph is not contiguous, and the kernels' are"
+    return Rejection("layout_not_supported", message, (("node", result.name), ("strides", ", ".join(found))))
 
 
 def norms_refused(reduced: Reduced) -> tuple[Rejection, ...]:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, module_of
+from weaveopt.graph.facts import DTYPE_NAMES, count_tokens, group_of, is_empty, module_of
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.scalars import casts_of, symbols_of
-from weaveopt.records.candidate import Rejection, Values, values_of
+from weaveopt.records.candidate import NO_TOKENS, Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.norms import find_norms
@@ -194,6 +194,8 @@ def _facts(structure: Reduction, absorbed: frozenset[fx.Node], context: Context)
     if value.dtype not in DTYPE_NAMES:
         values = (("dtype", str(value.dtype).removeprefix("torch.")),)
         return Rejection("dtype_not_supported", "the kernels take bfloat16, float16 and float32", values)
+    if is_empty(value):
+        return NO_TOKENS
     a = None if structure.gemm is None else tensor_of(structure.gemm.args[-2])  # type: ignore[arg-type]
     return ReductionFacts(
         group=group,

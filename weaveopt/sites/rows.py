@@ -15,8 +15,9 @@ import torch.fx as fx
 
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.arrangement import Arrangement, Dim, Factor, Size, merged, quotient, size_of, taken
-from weaveopt.graph.facts import group_of
-from weaveopt.records.candidate import Rejection
+from weaveopt.graph.facts import group_of, is_empty
+from weaveopt.graph.pattern import tensor_of
+from weaveopt.records.candidate import NO_TOKENS, Rejection
 
 
 @dataclass(frozen=True)
@@ -127,4 +128,7 @@ def against_group(collective: fx.Node, world: int, topology: Topology | None) ->
     sizes = (("group_size", world), ("world", topology.world))
     if world != topology.world:
         return (Rejection("group_not_known", "the collective names another number of ranks than its group has", sizes),)
-    return () if world > 1 else (Rejection("one_rank", "the group has one rank: nothing travels", sizes),)
+    if world < 2:
+        return (Rejection("one_rank", "the group has one rank: nothing travels", sizes),)
+    value = tensor_of(collective)
+    return (NO_TOKENS,) if value is not None and is_empty(value) else ()
