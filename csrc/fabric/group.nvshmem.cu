@@ -16,14 +16,10 @@ void check(cudaError_t error, const char* what) {
     if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-const char* const kSteps[] = {"host step 0", "host step 1", "host step 2",  "host step 3",
-                              "host step 4", "host step 5", "host step 6",  "host step 7",
-                              "host step 8", "host step 9", "host step 10", "host step 11"};
-
-const char* name_of(uint32_t slot) {
+// What a wait was for: a step of the exchange, or what the peer runs.
+std::string name_of(uint32_t slot) {
     if (slot == static_cast<uint32_t>(Slot::kTag)) return "tag";
-    const uint32_t step = slot - static_cast<uint32_t>(Slot::kHostStep);
-    return step < sizeof(kSteps) / sizeof(kSteps[0]) ? kSteps[step] : "";
+    return "host step " + std::to_string(slot - static_cast<uint32_t>(Slot::kHostStep));
 }
 
 }  // namespace
@@ -62,7 +58,8 @@ void start(int32_t rank, int32_t world, const std::string& id, int32_t device) {
                                  std::to_string(world));
 }
 
-Group::Group(int32_t device, int64_t num_bytes) : num_bytes_(num_bytes), maker_(getpid()) {
+Group::Group(int32_t device, int64_t num_bytes, std::vector<std::string> hosts)
+    : num_bytes_(num_bytes), hosts_(std::move(hosts)), maker_(getpid()) {
     if (nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED) throw std::runtime_error("NVSHMEM was not started");
     rank_ = nvshmem_my_pe();
     world_ = nvshmem_n_pes();
@@ -112,7 +109,9 @@ Status Group::status() const {
     if (status.ok()) return status;
     __sync_synchronize();
     status.peer = record->peer;
-    status.slot = name_of(record->slot);
+    slot_ = name_of(record->slot);
+    if (status.peer >= 0 && status.peer < static_cast<int32_t>(hosts_.size())) slot_ += " of " + hosts_[status.peer];
+    status.slot = slot_.c_str();
     status.expected = record->expected;
     status.seen = record->seen;
     status.own_tag = record->own_tag;

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/status.h"
 #include "fabric/arena.h"
@@ -22,10 +24,12 @@ void start(int32_t rank, int32_t world, const std::string& id, int32_t device);
 
 class Group {
   public:
+    // `hosts`: the names of the ranks' hosts, for what status() says.
+    //
     // All ranks that were started call it at the same point. Throws std::runtime_error if NVSHMEM has not so much
     // memory. All of the arena is zero; peers may write to it once all ranks are through. It stays until the process
     // ends: giving it back needs all ranks at once.
-    Group(int32_t device, int64_t num_bytes);
+    Group(int32_t device, int64_t num_bytes, std::vector<std::string> hosts);
     ~Group();
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
@@ -40,7 +44,8 @@ class Group {
     // Throws std::invalid_argument if there is no such channel.
     GroupView view(int32_t channel, uint64_t timeout_ns) const;
 
-    // What the kernels said; code kOk if nothing. Reading it lets a kernel that gave up end.
+    // What the kernels said; code kOk if nothing. Its slot, step and host, is good until the next call. Reading it lets
+    // a kernel that gave up end.
     Status status() const;
     void acknowledge();
     // Ends every wait of this rank's kernels with `code`.
@@ -49,6 +54,8 @@ class Group {
   private:
     int32_t rank_, world_;
     int64_t num_bytes_;
+    std::vector<std::string> hosts_;
+    mutable std::string slot_;  // what status() points to
     char* base_ = nullptr;
     Record* record_ = nullptr;         // host address
     Record* device_record_ = nullptr;  // the same for kernels

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "fabric/nvshmem.h"
 #include "hierarchical_all_reduce/gpu.h"
@@ -138,8 +139,8 @@ PYBIND11_MODULE(_nvshmem, m) {
         py::arg("rank"), py::arg("world"), py::arg("unique_id"), py::arg("device"),
         "Joins the ranks of one group, which all call it; once in a process.");
     py::class_<Group, std::shared_ptr<Group>>(m, "NvshmemGroup")
-        .def(py::init<int32_t, int64_t>(), py::arg("device"), py::arg("num_bytes"),
-             py::call_guard<py::gil_scoped_release>())
+        .def(py::init<int32_t, int64_t, std::vector<std::string>>(), py::arg("device"), py::arg("num_bytes"),
+             py::arg("hosts"), py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("address", [](const Group& group) { return reinterpret_cast<uintptr_t>(group.base()); })
         .def_property_readonly("num_direct",
                                [](const Group& group) {

@@ -68,9 +68,10 @@ Doubling doubling(int32_t host, int32_t hosts) {
 std::vector<fabric::BufferNeed> doubling_needs(int64_t tokens, int64_t hidden, int32_t hosts) {
     const int64_t half = (num_slots(hosts) * slot_bytes(tokens, hidden) + kAlignment - 1) / kAlignment * kAlignment;
     const int64_t messages = kNumHalves * half;
+    std::vector<fabric::BufferNeed> needs = {{"host_inbox", messages, 0u, true}, {"host_outbox", messages, 0u, true}};
     // Between two hosts nothing is added twice.
-    const int64_t sums = hosts > 2 ? tokens * hidden * 4 : 0;
-    return {{"host_inbox", messages, 0u, true}, {"host_outbox", messages, 0u, true}, {"host_sums", sums, 0u, true}};
+    if (hosts > 2) needs.push_back({"host_sums", tokens * hidden * 4, 0u, true});
+    return needs;
 }
 
 }  // namespace weave::hosts

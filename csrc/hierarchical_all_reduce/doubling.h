@@ -60,8 +60,8 @@ int32_t num_slots(int32_t hosts);
 // more than kMostHosts, or a host that is none of them.
 Doubling doubling(int32_t host, int32_t hosts);
 
-// What calls of up to `tokens` tokens need of every arena: "host_inbox", "host_outbox", "host_sums". All begin as
-// zeros.
+// What calls of up to `tokens` tokens need of every arena: "host_inbox", "host_outbox", and among more than two hosts
+// "host_sums". All begin as zeros.
 std::vector<fabric::BufferNeed> doubling_needs(int64_t tokens, int64_t hidden, int32_t hosts);
 
 }  // namespace weave::hosts

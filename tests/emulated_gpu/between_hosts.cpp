@@ -58,9 +58,9 @@ const char* run(const Asked* asked) {
         world.ranks.resize(asked->hosts);
         const int64_t element = asked->bf16 ? 2 : 4, hidden = asked->hidden;
         const int32_t most = *std::max_element(asked->tokens, asked->tokens + asked->num_calls);
-        int64_t offset = fabric::kHeaderBytes, offsets[3], half = 0;
+        int64_t offset = fabric::kHeaderBytes, offsets[3] = {}, half = 0;
         const auto needs = doubling_needs(most, hidden, asked->hosts);
-        for (int i = 0; i < 3; ++i) {
+        for (std::size_t i = 0; i < needs.size(); ++i) {
             offsets[i] = offset;
             offset += (needs[i].num_bytes + 255) / 256 * 256;
         }

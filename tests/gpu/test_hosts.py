@@ -35,4 +35,4 @@ def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
 
 def test_a_rank_that_leaves_a_call_out_is_named() -> None:
     said = run(2, "--fault")
-    assert "rank 0 raised" in said and "peer rank 1 did not signal within 2 s (slot host step 0" in said, said
+    assert "rank 0 raised" in said and "peer rank 1 did not signal within 2 s (slot host step 0 of" in said, said

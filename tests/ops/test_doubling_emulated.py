@@ -13,10 +13,14 @@ import torch
 from tests.hosts_emulated import EPS, Case, Made, run
 from tests.tcp_ranks import make_call
 from tests.tolerances import KERNEL, assert_close
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Lifetime
 from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import decode
 from weaveopt.reductions.operands import Operands
 from weaveopt.reductions.reference import reference
-from weaveopt.reductions.variant import Algorithm
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 NORM = NormSpec(NormKind.RMS, EPS, 0.0, False)
 
@@ -62,6 +66,19 @@ def test_rows(case: Case) -> None:
 def test_bits_do_not_depend_on_what_comes_first() -> None:
     one, other = (run(Case(5, (3, 2), seed=4, num_ctas=ctas, direct=ctas % 2))[0] for ctas in (1, 2))
     assert all(torch.equal(*pair) for pair in zip(one.normalized, other.normalized, strict=True))
+
+
+@pytest.mark.parametrize(("hosts", "slots"), [(2, 1), (3, 2), (4, 2), (5, 3), (1024, 10)])
+def test_arenas_have_two_halves_of_a_slot_for_each_step(hosts: int, slots: int) -> None:
+    call = replace(
+        make_call(hosts, hosts, Algorithm.DOUBLING, "bfloat16"), fabric=Fabric.NVSHMEM, hidden=4096, max_tokens=32,
+        table=(KernelRow(32, Algorithm.DOUBLING, Transfer.PACKET),),
+    )  # fmt: skip
+    found = {buffer.name: buffer for buffer in memory_plan("0", [decode(call.encode())]).buffers}
+    inbox, outbox = found["host_inbox"], found["host_outbox"]
+    assert inbox.num_bytes == outbox.num_bytes == 2 * -(-slots * (16 + 32 * 4096 * 8) // 256) * 256
+    assert inbox.lifetime is outbox.lifetime is Lifetime.ARENA and inbox.fill == outbox.fill == 0
+    assert ("host_sums" in found) is (hosts > 2)
 
 
 def test_another_site_and_a_missing_rank_are_named() -> None:

@@ -104,6 +104,11 @@ def _obstacle(topology: Topology) -> str:
     return ""
 
 
+def _host(name: str) -> str:
+    """What people call a host that `topology` names: its network name, and `WEAVE_HOST` where that is set."""
+    return "/".join(word for word in name.split("/")[:2] if word)
+
+
 def _announcement(topology: Topology, device: int, layout: Layout) -> Payload:
     properties = torch.cuda.get_device_properties(device)
     own = watchdog.this_process()
@@ -146,7 +151,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         if not _started:
             module().start(group.rank, topology.world, base64.b64decode(str(told[0]["id"])), device)
             _started = group.ranks
-        made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes)
+        made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
         memory = torch.as_tensor(_Memory(made.address, num_bytes), device=torch.device("cuda", device))
         native = cast("_native.PeerGroup", made)  # the arena asks for no more than both have
     except Exception as failure:
