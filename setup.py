@@ -7,6 +7,9 @@ environment that has neither torch nor a GPU, and one binary serves every torch 
 `WEAVE_CUDA=0|1|auto` builds the CUDA sources: never, in any case, or (auto, the default) where there is nvcc, and a GPU
 or a word of which ones are meant. `WEAVE_CUDA_ARCHS` is that word: `all`, or architectures such as `80;90`; by default
 those of this host's GPUs. The newest of them is compiled to PTX too, for GPUs that come after it.
+
+Where CUDA sources are built and NVSHMEM is (the package `nvidia-nvshmem-cu13`, or `NVSHMEM_HOME`), a second native
+module, `weaveopt._nvshmem`, has what joins GPUs of several hosts; `WEAVE_NVSHMEM=0` leaves it out.
 """
 
 from __future__ import annotations
@@ -35,13 +38,19 @@ ALL_ARCHS = ("80", "90", "100")
 # whatever the architectures are, as their headers compile for nothing else.
 HOPPER_SOURCE = ".sm90a.cu"
 HOPPER_CODE = "-gencode=arch=compute_90a,code=sm_90a"
+# Sources of the module that needs NVSHMEM, and those of the other module that are part of it too.
+NVSHMEM_MARK = ".nvshmem."
+NVSHMEM_SHARED = ["csrc/hierarchical_all_reduce/doubling.cpp", "csrc/hierarchical_all_reduce/schedule.cpp"]
+NVSHMEM_MODULE = "weaveopt._nvshmem"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
 # CUDA objects by content, so that one built here is found again, and may be carried to another machine.
 OBJECTS = ROOT / "build" / "cuda"
 
 
-def sources(suffix: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/**/*{suffix}"))
+def sources(suffix: str, nvshmem: bool = False) -> list[str]:
+    """All that end so, of one of the two modules."""
+    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/**/*{suffix}"))
+    return [path for path in found if (NVSHMEM_MARK in path) is nvshmem]
 
 
 def packages(folder: str, name: str) -> list[str]:
@@ -135,6 +144,25 @@ def choose_archs(known: tuple[str, ...]) -> tuple[str, ...]:
     return in_order({arch if arch in known else str(min(number(arch), newest)) for arch in wanted})
 
 
+def find_nvshmem() -> Path | None:
+    """The folder of NVSHMEM's headers and libraries; None where there is none, or it is to be left out."""
+    asked = os.environ.get("WEAVE_NVSHMEM", "auto")
+    if asked not in {"0", "1", "auto"}:
+        raise SystemExit(f"WEAVE_NVSHMEM={asked!r}: expected 0, 1 or auto")
+    if asked == "0":
+        return None
+    home = os.environ.get("NVSHMEM_HOME")
+    folders = [Path(home)] if home else [Path(each) / "nvidia" / "nvshmem" for each in sys.path if each]
+    for folder in folders:
+        if (folder / "include" / "nvshmem.h").exists() and (folder / "lib" / "libnvshmem_device.a").exists():
+            return folder.resolve()
+    missing = f"NVSHMEM was not found in {home or 'any folder of packages'}: pip install nvidia-nvshmem-cu13"
+    if asked == "1" or home:
+        raise SystemExit(f"{missing}, or build with WEAVE_NVSHMEM=0")
+    say(f"fabric nvshmem is left out: {missing}")
+    return None
+
+
 def find_runtime(nvcc: str) -> Path:
     """Where the CUDA runtime lies: nvcc says so itself, as it may be a link or a script."""
     plan = subprocess.run([nvcc, "--dryrun", sources(".cu")[0]], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -164,22 +192,37 @@ class CudaCompiler:
         self.archs = ";".join(archs) + ("+PTX" if with_ptx else "")
         self.flags = ["-std=c++17", "-O3", "-Icsrc", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
         self.codes = codes
+        # NVSHMEM's device library has no PTX to link with.
+        self.machine_codes = [code for code in codes if ",code=sm_" in code]
         self.threads = f"--threads={len(archs)}"
         version = subprocess.check_output([nvcc, "--version"], text=True)
         self.surroundings = [version, *self.flags, *codes]
 
-    def compile_all(self, paths: list[str]) -> list[str]:
+    def compile_all(self, paths: list[str], nvshmem: Path | None = None) -> list[str]:
         OBJECTS.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(self.compile, paths))
+            return list(pool.map(lambda path: self.compile(path, nvshmem), paths))
 
-    def compile(self, path: str) -> str:
-        text = "\0".join([*self.surroundings, *(part for each in with_includes(path) for part in (each, read(each)))])
-        target = OBJECTS / f"{hashlib.sha256(text.encode()).hexdigest()}.o"
+    def compile(self, path: str, nvshmem: Path | None = None) -> str:
+        """The object of a source; with `nvshmem` one that is still to be linked on the device."""
+        text = [*self.surroundings, *(part for each in with_includes(path) for part in (each, read(each)))]
+        flags, codes = self.flags, [HOPPER_CODE] if path.endswith(HOPPER_SOURCE) else self.codes
+        if nvshmem is not None:
+            flags, codes = [*flags, "-rdc=true", "-isystem", str(nvshmem / "include")], self.machine_codes
+            text += [*flags, (nvshmem / "include" / "non_abi" / "nvshmem_version.h").read_text()]
+        return self.made(text, ["-c", path, *flags, *codes, self.threads])
+
+    def link_device(self, objects: list[str], nvshmem: Path) -> str:
+        """What joins device code of `objects` with that of NVSHMEM."""
+        flags = ["-Xcompiler", "-fPIC", f"-L{nvshmem / 'lib'}", "-lnvshmem_device", *self.machine_codes]
+        return self.made([*self.surroundings, *objects, *flags], ["-dlink", *objects, *flags])
+
+    def made(self, text: list[str], arguments: list[str]) -> str:
+        """The object that nvcc makes by `arguments`; `text` is all that says what is in it."""
+        target = OBJECTS / f"{hashlib.sha256(chr(0).join(text).encode()).hexdigest()}.o"
         if not target.exists():
             unfinished = target.with_suffix(f".{os.getpid()}.o")
-            codes = [HOPPER_CODE] if path.endswith(HOPPER_SOURCE) else self.codes
-            command = [self.nvcc, "-c", path, "-o", str(unfinished), *self.flags, *codes, self.threads]
+            command = [self.nvcc, *arguments, "-o", str(unfinished)]
             print(" ".join(command), flush=True)
             subprocess.check_call(command, cwd=ROOT)
             unfinished.replace(target)
@@ -202,30 +245,46 @@ def with_includes(path: str) -> list[str]:
 
 
 class BuildNative(build_ext):
-    """Compiles the C++ sources, and with nvcc the CUDA sources, into one module."""
+    """Compiles the C++ sources, and with nvcc the CUDA sources, into one module, or two."""
 
-    def build_extension(self, ext: Pybind11Extension) -> None:
+    def build_extensions(self) -> None:
         cuda = sources(".cu")
         nvcc = find_nvcc() if cuda else None
+        nvshmem = None if nvcc is None else find_nvshmem()
+        if nvshmem is None:
+            self.extensions = [ext for ext in self.extensions if ext.name != NVSHMEM_MODULE]
         if nvcc is not None:
             compiler = CudaCompiler(nvcc)
-            objects = compiler.compile_all(cuda)
-            ext.extra_objects = [*ext.extra_objects, *objects]
-            ext.depends = [*ext.depends, *objects]
-            ext.define_macros += [("WEAVE_WITH_CUDA", "1"), ("WEAVE_CUDA_ARCHS", f'"{compiler.archs}"')]
-            ext.extra_link_args.append(f"-L{compiler.library_dir}")
-            ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
-        super().build_extension(ext)
+            for ext in self.extensions:
+                with_nvshmem = nvshmem if ext.name == NVSHMEM_MODULE else None
+                objects = compiler.compile_all(sources(".cu", nvshmem=with_nvshmem is not None), with_nvshmem)
+                ext.extra_link_args.append(f"-L{compiler.library_dir}")
+                if with_nvshmem is not None:
+                    objects.append(compiler.link_device(objects, with_nvshmem))
+                    library = with_nvshmem / "lib"
+                    ext.extra_link_args += [f"-L{library}", "-lnvshmem_device", "-l:libnvshmem_host.so.3"]
+                    # Of the package that is installed beside this one; else that of the build.
+                    ext.extra_link_args += [f"-Wl,-rpath,$ORIGIN/../nvidia/nvshmem/lib:{library}"]
+                ext.extra_objects = [*ext.extra_objects, *objects]
+                ext.depends = [*ext.depends, *objects]
+                ext.define_macros += [("WEAVE_WITH_CUDA", "1"), ("WEAVE_CUDA_ARCHS", f'"{compiler.archs}"')]
+                ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+        super().build_extensions()
 
 
-native = Pybind11Extension(
-    "weaveopt._native",
-    sources(".cpp"),
-    include_dirs=["csrc"],
-    depends=[path for suffix in HEADERS for path in sources(suffix)],
-    extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"],
-    extra_link_args=["-fopenmp"],
-)
+def extension(name: str, cpp: list[str]) -> Pybind11Extension:
+    return Pybind11Extension(
+        name,
+        cpp,
+        include_dirs=["csrc"],
+        depends=[path for suffix in HEADERS for path in sources(suffix)],
+        extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"],
+        extra_link_args=["-fopenmp"],
+    )
+
+
+native = extension("weaveopt._native", sources(".cpp"))
+joined = extension(NVSHMEM_MODULE, [*sources(".cpp", nvshmem=True), *NVSHMEM_SHARED])
 
 ParallelCompile(default=0).install()
 
@@ -243,6 +302,6 @@ setup(
         "weaveopt.cost_model": ["*.json"],
         "weaveopt.cost_model.profiles": ["*.json"],
     },
-    ext_modules=[native] if native.sources else [],
+    ext_modules=[native, joined] if native.sources else [],
     cmdclass={"build_ext": BuildNative},
 )

@@ -59,7 +59,12 @@ WEAVE_HOST_DEVICE inline uint64_t tag_word(uint64_t epoch, int64_t tokens, uint3
 }
 
 // What a wait was for.
-enum class Slot : uint32_t { kTag = 0, kPartial = 1, kRows = 2, kLLPacket = 3 };
+enum class Slot : uint32_t { kTag = 0, kPartial = 1, kRows = 2, kLLPacket = 3, kHostStep = 16 };
+
+// Packets from another host; `step` says which of an exchange's messages they are of.
+WEAVE_HOST_DEVICE constexpr Slot slot_of_host_step(int32_t step) {
+    return static_cast<Slot>(static_cast<uint32_t>(Slot::kHostStep) + step);
+}
 
 // In host memory: the words `lost_peer` in the arenas of all peers, in every group that this process is in, as the
 // kernel that gives up ends those of the other groups too.

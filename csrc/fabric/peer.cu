@@ -85,6 +85,8 @@ const char* name_of(Slot slot) {
             return "rows";
         case Slot::kLLPacket:
             return "ll_packet";
+        case Slot::kHostStep:  // and above: no kernel of one host
+            break;
     }
     return "";
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "all_reduce_norm/handle.h"
+#include "hierarchical_all_reduce/doubling.h"
 #include "hierarchical_all_reduce/hosts.h"
 #include "hierarchical_all_reduce/schedule.h"
 
@@ -77,6 +78,8 @@ void bind_hierarchical_all_reduce(py::module_& m) {
         },
         py::arg("exchange"), py::arg("host"), py::arg("hosts"),
         "Of the recursive exchanges: (peer, whether sums are finished, parts sent, parts received), in order.");
+    m.def("host_buffers", &hosts::doubling_needs, py::arg("tokens"), py::arg("hidden"), py::arg("hosts"),
+          "What recursive doubling between GPUs of several hosts needs of every arena.");
     m.def("host_parts", &hosts::num_parts, py::arg("exchange"), py::arg("hosts"),
           "Parts that the rows of a host are divided into.");
 }

@@ -19,7 +19,7 @@ def own_imports(module: str) -> set[str]:
     """The modules of weaveopt that `module` imports: the longest known module in each imported name."""
     found = set()
     for name in imports(module):
-        if name.startswith("weaveopt._native"):
+        if name.startswith(("weaveopt._native", "weaveopt._nvshmem")):
             continue
         parts = name.split(".")
         while parts and ".".join(parts) not in FILES:

@@ -98,9 +98,10 @@ REGISTRIES = (
     "weaveopt/measure/cases/__init__.py",
     "csrc/base/families.cpp",
     "weaveopt/_native.pyi",
+    "weaveopt/_nvshmem.pyi",
 )
 """Where a rule, an operation family, its measurements and its kernels each have their line; and the types of all that
-the native module holds."""
+the native modules hold."""
 
 
 def test_every_room_has_a_layer() -> None:

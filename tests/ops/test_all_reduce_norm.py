@@ -382,7 +382,7 @@ def test_call_survives_its_encoding() -> None:
     [
         ({"output_offset": -64}, "before the transient zone"),
         ({"normalized_aliases_arena": True}, "shm has no arena in which normalized rows could lie"),
-        ({"fabric": Fabric.NVSHMEM}, "no nvshmem kernel"),
+        ({"fabric": Fabric.NVSHMEM}, "does not end at"),
         ({"out_dtype": "float16"}, "is not supported"),
         ({"norm": None, "sum_out": SumOut.NONE}, "neither norm nor sum"),
     ],

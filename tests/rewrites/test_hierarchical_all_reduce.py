@@ -64,6 +64,17 @@ def test_only_fabrics_between_hosts_are_its_own() -> None:
     assert "fabric_needs_hosts" in alone
 
 
+def test_gpus_are_priced_and_wait_for_a_measurement() -> None:
+    machine = cost_model.load("gh200-infiniband")
+    terms = Terms(RULE, True, topology.fake(4, hosts=4, device="cuda"), machine, against_library=False)
+    facts = ReductionFacts("0", 4, 4, HIDDEN, "bfloat16", gemm_depth=1024)
+    found = {each.fabric: each for each, _ in candidates(facts, TokenCounts(8, most=8), terms)}
+    joined = found[Fabric.NVSHMEM]
+    assert [no.code for no in joined.rejections] == ["not_measured"]
+    assert joined.estimate is not None and joined.estimate.us > 0
+    assert not candidates(facts, TokenCounts(8, most=8), terms, usable_only=True)
+
+
 def test_latency_bandwidth_and_messages_each_have_their_algorithm() -> None:
     far = machine_with(1000.0, 1.25e11)
     assert chosen(1, 8, machine=far) == "one_shot message", "one wait for the link"

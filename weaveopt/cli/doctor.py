@@ -81,6 +81,7 @@ def examine() -> tuple[Check, ...]:
         _cores(),
         _cuda(),
         _cuda_part(),
+        _nvshmem_part(),
         _profile(),
         *_fabrics(),
     )
@@ -232,6 +233,21 @@ def _cuda_part() -> Check:
     if not all(map(_native.has_code, present)):
         return Check("cuda part", Status.NOTE, f"{found}, not for every GPU here", rebuild)
     return Check("cuda part", Status.OK, found)
+
+
+def _nvshmem_part() -> Check:
+    """Whether the module that joins GPUs of several hosts was built, and finds NVSHMEM's library."""
+    name = "nvshmem part"
+    rebuild = "pip install nvidia-nvshmem-cu13, then pip install --no-build-isolation --no-deps -e . where nvcc is"
+    if importlib.util.find_spec("weaveopt._nvshmem") is None:
+        return Check(name, Status.NOTE, "left out of this build: GPUs of several hosts use the library", rebuild)
+    try:
+        from weaveopt.fabrics import nvshmem
+
+        found = f"built with NVSHMEM {nvshmem.module().version()}"
+    except ImportError as error:
+        return Check(name, Status.NOTE, f"does not load: {error}", rebuild)
+    return Check(name, Status.OK, found)
 
 
 def _profile() -> Check:

@@ -205,9 +205,9 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
             device = torch.cuda.current_device()
             own = _announcement(device, layout)
     except Exception as failure:
-        own = {"error": _one_line(failure)}
+        own = {"error": one_line(failure)}
     told = channel.gather(own, f"a GPU arena of {num_bytes} bytes", timeout_s)
-    _raise_if_any(group, told, num_bytes)
+    raise_if_any(group, told, num_bytes)
     expect_equal_layouts(group, told)
     for what, told_as in (
         ("GPUs differ (compute capability", "kind"),
@@ -234,9 +234,9 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         symmetric.catch_up(max(int(record["met"]) for record in told))
         memory = _allocate(num_bytes, device)
     except Exception as failure:  # whatever it is, the others must hear of it
-        error = _one_line(failure)
+        error = one_line(failure)
     # Before torch's own exchange, which a rank that could not allocate would never join.
-    _raise_if_any(group, channel.gather({"error": error}, "its memory", timeout_s), num_bytes)
+    raise_if_any(group, channel.gather({"error": error}, "its memory", timeout_s), num_bytes)
     assert memory is not None
     try:
         # The others wait `timeout_s` for what came of it, so it must end before.
@@ -245,9 +245,9 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, num_bytes, fills)
         torch.cuda.synchronize(device)
     except Exception as failure:
-        error = _one_line(failure)
+        error = one_line(failure)
     # Only now may anyone write to a peer: all have cleared their own.
-    _raise_if_any(group, channel.gather({"error": error}, "the peers' memory", timeout_s), num_bytes)
+    raise_if_any(group, channel.gather({"error": error}, "the peers' memory", timeout_s), num_bytes)
     assert native is not None
     return PeerArena(group, device, layout, native, memory, handle, peers)
 
@@ -256,7 +256,7 @@ def _announcement(device: int, layout: Layout) -> Payload:
     num_bytes = total_bytes(layout)
     properties = torch.cuda.get_device_properties(device)
     own = watchdog.this_process()
-    error = _missing_code(device, f"{properties.major}{properties.minor}")
+    error = missing_code(device, f"{properties.major}{properties.minor}")
     if not error and torch.cuda.mem_get_info(device)[0] < num_bytes:
         torch.cuda.empty_cache()  # what torch keeps for later is free as well
         free = torch.cuda.mem_get_info(device)[0]
@@ -276,7 +276,7 @@ def _announcement(device: int, layout: Layout) -> Payload:
     }
 
 
-def _missing_code(device: int, arch: str) -> str:
+def missing_code(device: int, arch: str) -> str:
     """That this build's kernels cannot run on the GPU; empty where they can."""
     if _native.has_code(device):
         return ""
@@ -312,7 +312,8 @@ def _exchange(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[obj
     return handle, bases
 
 
-def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
+def raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
+    """Raises `ArenaError` with what ranks told under `error`, if one did."""
     failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
     if failed:
         raise ArenaError(
@@ -320,6 +321,7 @@ def _raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None
         )
 
 
-def _one_line(failure: Exception) -> str:
+def one_line(failure: Exception) -> str:
+    """The first line of what went wrong."""
     lines = str(failure).strip().splitlines()
     return lines[0] if lines else type(failure).__name__

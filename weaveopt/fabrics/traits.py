@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from types import MappingProxyType
 
 from weaveopt.records.candidate import Fabric, Rejection
@@ -20,6 +21,7 @@ class NativePart(StrEnum):
 
     HOST = "native part"
     CUDA = "CUDA part"
+    NVSHMEM = "NVSHMEM part"
 
     @property
     def code(self) -> str:
@@ -28,7 +30,11 @@ class NativePart(StrEnum):
 
 
 def is_built(part: NativePart) -> bool:
-    """Whether this installation has the part; the CUDA part is built where nvcc and GPUs are."""
+    """Whether this installation has the part; the CUDA part is built where nvcc and GPUs are, and a module beside it
+    where NVSHMEM is, too: that is not loaded before it is used.
+    """
+    if part is NativePart.NVSHMEM:
+        return is_built(NativePart.CUDA) and find_spec("weaveopt._nvshmem") is not None
     return _native is not None and (part is NativePart.HOST or bool(_native.has_cuda))
 
 
@@ -62,6 +68,7 @@ _PAGE_BYTES = 4096
 _NO_MULTICAST_PROBE = Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
 
 _PEER = Traits("cuda", crosses_hosts=False, native_part=NativePart.CUDA, needs_peer_access=True)
+_NVSHMEM = Traits("cuda", crosses_hosts=True, within_host=False, native_part=NativePart.NVSHMEM)
 if _native is not None:
     _PEER = replace(
         _PEER,
@@ -69,6 +76,7 @@ if _native is not None:
         header_bytes=_native.HEADER_BYTES,
         buffer_alignment=_native.GPU_ALIGNMENT,
     )
+    _NVSHMEM = replace(_NVSHMEM, header_bytes=_native.HEADER_BYTES, buffer_alignment=_native.GPU_ALIGNMENT)
 
 TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
     # What multicast maps, peers reach too.
@@ -79,7 +87,7 @@ TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
     Fabric.TCP: Traits(
         "cpu", crosses_hosts=True, within_host=False, native_part=NativePart.HOST, buffer_alignment=_PAGE_BYTES
     ),
-    Fabric.NVSHMEM: Traits("cuda", crosses_hosts=True),
+    Fabric.NVSHMEM: _NVSHMEM,
     Fabric.LIBRARY: Traits(None, crosses_hosts=True),
 })  # fmt: skip
 

@@ -8,6 +8,9 @@
 | GPUs | `staging` | arena | peers, each its own slots, once the owner is through the call before |
 | GPUs | `output` | arena | peers, finished rows; normalized rows may stay there until the next call of the group |
 | GPUs | `partial` | call | its owner: peers read it within the call (transfer `direct`) |
+| nvshmem | `host_inbox` (two halves, in turn) | arena | other hosts, once its owner is through the call before last |
+| nvshmem | `host_outbox` (two halves, in turn) | arena | its owner, once peers have what it held two calls ago |
+| nvshmem | `host_sums` | arena | its owner, and nobody reads it but its own threads |
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ except ImportError:  # built without it: buffers_of() says so
     _native = None  # type: ignore[assignment]
 
 PARTIAL, OUTPUT, MAILBOXES, STAGING = "partial", "output", "mailboxes", "staging"
+HOST_INBOX, HOST_OUTBOX, HOST_SUMS = "host_inbox", "host_outbox", "host_sums"
 NUM_PARTIALS = 2
 """Of `partial` on shm: one for calls of even epochs, one for odd."""
 
@@ -46,6 +50,7 @@ class RowFormat:
     """Of normalized rows."""
     world: int
     """Ranks that share memory: those of one host."""
+    hosts: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ def _needs(
     dtype = getattr(_native.DType, rows.dtype)
     if TRAITS[fabric].device == "cpu":
         return _native.shm_buffers(max_tokens, rows.hidden, dtype, getattr(_native.DType, rows.out_dtype), rows.world)
+    if fabric is Fabric.NVSHMEM:
+        return _native.host_buffers(max_tokens, rows.hidden, rows.hosts)
     return [need for row in table for need in _needs_of_row(rows, row)]
 
 
@@ -94,7 +101,7 @@ def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:
     """What the call needs in every rank's arena; nothing where the library runs."""
     if call.fabric not in FEATURES:
         return ()
-    rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world // call.hosts)
+    rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world // call.hosts, call.hosts)
     return buffers_of(call.fabric, rows, call.max_tokens, call.table)
 
 

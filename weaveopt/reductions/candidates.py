@@ -23,7 +23,7 @@ from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
 from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.reductions.variant import OP, Algorithm, KernelRow, Transfer
 from weaveopt.sites.reduction import ReductionFacts
 
 FP8_ROW_ALIGNMENT = 16
@@ -31,6 +31,10 @@ FP8_ROW_ALIGNMENT = 16
 GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.TCP, Fabric.MULTIMEM})
 """Fabrics whose operation makes the partial result too, in the arena; on `peer` rows are sent from wherever they are,
 and the GEMM stays in the graph, where Inductor picks its kernel."""
+
+
+UNMEASURED = frozenset({Fabric.NVSHMEM})
+"""Fabrics with a kernel of which no profile has a time, nor can `calibrate` measure one yet."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,11 @@ def candidates(
         base = Lowered(workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
+        if fabric in UNMEASURED:
+            message = "the kernel was never timed between hosts, and nothing is chosen that was not"
+            reasons.append(Rejection("not_measured", message, (("fabric", fabric.value), ("op", OP))))
+            if usable_only:
+                continue
         if tabled and TRAITS[fabric].device == "cuda":
             reasons.extend(shape_rejections(workload, TRAITS[fabric].max_world))
         for form in _forms(base, facts, known):

@@ -47,7 +47,7 @@ def memory_of(lowered: Lowering, max_tokens: int = 0) -> Memory:
     # Among CPU ranks normalized rows may be wider than the activations (fp32 weights): for the widest.
     on_gpus = TRAITS[lowered.fabric].device == "cuda"
     out_dtype = (workload.out_dtype or workload.dtype) if on_gpus else "float32"
-    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world // workload.hosts)
+    rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world // workload.hosts, workload.hosts)
     buffers = buffers_of(lowered.fabric, rows, max_tokens or workload.max_tokens, lowered.rows)
     requests = tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes)
     return Memory(requests, wiring=wiring_of(lowered.fabric, lowered.rows))

@@ -63,7 +63,7 @@ class PeerSite:
     def __init__(self, call: ReductionCall, native: _native.GpuAllReduceNorm, memory: PeerArena, where: str) -> None:
         buffers = locate(call, memory.layout)
         self._hidden = call.hidden
-        self._launches = tuple(_launch(call, row, memory.device) for row in call.table)
+        self._launches = tuple(self.launch_of(call, row, memory) for row in call.table)
         self._may_share: bool | None = None
         """Whether ranks hold the same residual and parameters; None: not compared yet."""
         self._arena = memory
@@ -110,6 +110,11 @@ class PeerSite:
         rank = memory.group.ranks[memory.group.rank]
         where = f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}"
         return PeerSite(call, native, memory, where)
+
+    @staticmethod
+    def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> Launch:
+        """How calls of up to as many tokens as `row` says run. Raises `WeaveError` where no kernel does that."""
+        return _launch(call, row, memory.device)
 
     def launch(self, tokens: int) -> Launch | None:
         """How `tokens` tokens run; None: through the library."""

@@ -41,6 +41,8 @@ class Transfer(StrEnum):
     """Bulk copies (TMA) through a staging buffer with a signal behind each: few CTAs fill the link."""
     MESSAGE = "message"
     """Messages between hosts, one connection a pair of ranks."""
+    PACKET = "packet"
+    """Words with the number of their call beside them, put into another host's inbox: no barrier, no signal."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
     TILES = "tiles"
@@ -68,6 +70,7 @@ ALGORITHMS: dict[Transfer, tuple[Algorithm, ...]] = {
     Transfer.LL_PACKET: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
     Transfer.BULK: (Algorithm.TWO_SHOT,),
     Transfer.MESSAGE: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DOUBLING, Algorithm.HALVING),
+    Transfer.PACKET: (Algorithm.DOUBLING,),
     Transfer.DIRECT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
 }
 """Algorithms that there are kernels of, by transfer."""

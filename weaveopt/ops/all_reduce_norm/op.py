@@ -42,6 +42,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_reduce_norm import fake
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.call import ReductionCall, decode
+from weaveopt.reductions.nvshmem import NvshmemSite
 from weaveopt.reductions.operands import Argument, Gemm, Operands, QuantResults, Results, split
 from weaveopt.reductions.peer import PeerSite
 from weaveopt.reductions.reference import through_library
@@ -82,6 +83,7 @@ SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({
     Fabric.TCP: TcpSite,
     Fabric.PEER: PeerSite,
     Fabric.MULTIMEM: PeerSite,
+    Fabric.NVSHMEM: NvshmemSite,
 })  # fmt: skip
 """What runs a call on its fabric; the library's is not bound to anything."""
 

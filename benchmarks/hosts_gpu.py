@@ -1,0 +1,119 @@
+"""The kernel between GPUs of several hosts, on GPUs of one machine that take themselves for hosts (`WEAVE_HOST`).
+
+    python -m benchmarks.hosts_gpu --ranks 2 --machine h200x2
+
+Beside it, in one run and in turns: the one-host kernels over NVLink on the same GPUs, one-shot (8 to 64 KiB of bf16 is
+theirs) and two-shot (128 KiB to 2 MiB), and NCCL's all-reduce alone, without addition and norm. Over NVLink packets are
+stored where they go, so this is what the protocol takes and says nothing of a network. Each is a chain of calls in a
+CUDA graph; a time is one call's. Writes the suite `hosts_gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpu_ranks, record
+from benchmarks.gpu_ranks import Place, Step
+from weaveopt.fabrics import nvshmem, peer, topology
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.norm import NormKind, NormSpec
+from weaveopt.reductions.buffers import memory_plan
+from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+
+HIDDEN = 4096
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""8 KiB to 2 MiB of bf16."""
+CALLS = 20
+ROUNDS, REPLAYS = 7, 8
+TIMEOUT_S = 60.0
+KERNELS = {
+    "one_shot": KernelRow(0, Algorithm.ONE_SHOT, Transfer.LL_PACKET),
+    "two_shot": KernelRow(0, Algorithm.TWO_SHOT, Transfer.LL_PACKET),
+    "two_shot_bulk": KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK),
+    "hosts": KernelRow(0, Algorithm.DOUBLING, Transfer.PACKET),
+}
+
+
+def call_of(name: str, tokens: int, group: str, world: int) -> ReductionCall:
+    between = name == "hosts"
+    return ReductionCall(
+        site=f"benchmark.{name}.{tokens}", group=group, fabric=Fabric.NVSHMEM if between else Fabric.PEER,
+        world=world, hosts=world if between else 1, hidden=HIDDEN, dtype="bfloat16", out_dtype="bfloat16",
+        max_tokens=tokens, table=(replace(KERNELS[name], max_tokens=tokens),), post=None,
+        norm=NormSpec(NormKind.RMS, 1e-5), sum_out=SumOut.WHOLE, timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def chain(call: ReductionCall, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Step:
+    text = call.encode()
+
+    def step() -> None:
+        total = residual
+        for _ in range(CALLS):
+            _, total = torch.ops.weave.all_reduce_norm(partial, None, None, total, None, None, weight, None, text)
+
+    return step
+
+
+def measure(place: Place, group: str, tokens: int) -> dict[str, float]:
+    """Microseconds of a call, by kernel, and of NCCL's all-reduce."""
+    rows = torch.randn(tokens, HIDDEN, device=place.device, dtype=torch.bfloat16)
+    residual, weight = torch.zeros_like(rows), torch.ones(HIDDEN, device=place.device, dtype=torch.bfloat16)
+    reduced = rows.clone()
+
+    def nccl() -> None:
+        for _ in range(CALLS):
+            dist.all_reduce(reduced)
+
+    steps: dict[str, Step] = {"nccl_all_reduce": nccl}
+    for name in KERNELS:
+        call = call_of(name, tokens, place.group if name == "hosts" else group, place.world)
+        steps[name] = chain(call, rows, residual, weight)
+    pool = torch.cuda.graph_pool_handle()
+    graphs = {name: gpu_ranks.capture(step, pool) for name, step in steps.items()}
+    settle = torch.zeros(8, device=place.device)
+    replays: dict[str, Step] = {name: graph.replay for name, graph in graphs.items()}
+    found = gpu_ranks.median_us(replays, lambda: None, ROUNDS, REPLAYS, settle)
+    return {name: us / CALLS for name, us in found.items()}
+
+
+def program(place: Place, machine: str) -> None:
+    one_host = str(dist.new_group(list(range(place.world))).group_name)
+    here = topology.discover(one_host, TIMEOUT_S)
+    os.environ["WEAVE_HOST"] = f"host{place.rank}"
+    apart = topology.discover(place.group, TIMEOUT_S)
+    most = max(TOKENS)
+    within = [call_of(name, most, one_host, place.world) for name in KERNELS if name != "hosts"]
+    peer.reserve(here, memory_plan(one_host, within), 0, TIMEOUT_S)
+    nvshmem.reserve(apart, memory_plan(place.group, [call_of("hosts", most, place.group, place.world)]), 0, TIMEOUT_S)
+    rows = []
+    for tokens in TOKENS:
+        found = measure(place, one_host, tokens)
+        weave_us = found.pop("hosts")
+        case: dict[str, record.Scalar] = {"ranks": place.world, "tokens": tokens, "kib": tokens * HIDDEN * 2 // 1024}
+        rows.append(record.row(case=case, weave_us=weave_us, baselines=found))
+        others = "  ".join(f"{name} {us:8.2f}" for name, us in found.items())
+        place.say(f"{case['kib']:>6} KiB  hosts {weave_us:8.2f}  {others}")
+    if place.rank == 0:
+        print(record.write("hosts_gpu", machine, rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--machine", required=True, help="folder of the result file")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        gpu_ranks.run_and_exit(lambda place: program(place, arguments.machine))
+    sys.exit(gpu_ranks.start("benchmarks.hosts_gpu", arguments.ranks, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+// The Python module `weaveopt._nvshmem`: arenas of GPUs on several hosts, and the kernels between them. A module of its
+// own, so that all else loads where NVSHMEM is not. Enumerations and records are those of `weaveopt._native`.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "fabric/nvshmem.h"
+#include "hierarchical_all_reduce/gpu.h"
+
+namespace py = pybind11;
+
+namespace weave {
+
+namespace {
+
+using fabric::nvshmem::Group;
+
+// What is constant over the calls of a site. Offsets count from the first byte of an arena.
+struct HostsSite {
+    uint32_t tag = 0;
+    int64_t hidden = 0;
+    DType dtype = DType::kBFloat16;
+    gpu::OutKind out_kind = gpu::OutKind::kSame;
+    gpu::QuantKind quant = gpu::QuantKind::kNone;
+    NormSpec post;
+    NormSpec norm;
+    float scale = 1;
+    double timeout_s = 120;
+    int32_t channel = 0;
+    int64_t inbox_offset = 0;
+    int64_t outbox_offset = 0;
+    int64_t message_bytes = 0;  // of the inbox, and of the outbox
+    int64_t sums_offset = 0;
+    int64_t sums_bytes = 0;
+};
+
+// A site bound to the arenas of its group, of one rank a host in the order of the hosts.
+class HostsAllReduceNorm {
+  public:
+    HostsAllReduceNorm(std::shared_ptr<Group> group, const HostsSite& site)
+        : group_(std::move(group)), sums_bytes_(site.sums_bytes), dtype_(site.dtype) {
+        if (site.hidden < 8 || site.hidden % 8 != 0)
+            throw std::invalid_argument("rows of " + std::to_string(site.hidden) +
+                                        " elements: expected a multiple of 8");
+        fit("inbox", site.inbox_offset, site.message_bytes);
+        fit("outbox", site.outbox_offset, site.message_bytes);
+        fit("sums", site.sums_offset, site.sums_bytes);
+        exchange_ = hosts::doubling(group_->rank(), group_->world());
+        for (int32_t at = 0; at < exchange_.num_steps; ++at)
+            exchange_.step[at].direct = group_->direct(exchange_.step[at].peer);
+        exchange_.inbox = site.inbox_offset;
+        exchange_.outbox = site.outbox_offset;
+        exchange_.half_bytes = site.message_bytes / hosts::kNumHalves / 16 * 16;
+        exchange_.sums = site.sums_offset;
+        call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
+        call_.hidden = static_cast<int32_t>(site.hidden);
+        call_.site = site.tag;
+        call_.out_kind = site.out_kind;
+        call_.quant = site.quant;
+        call_.scale = site.scale;
+        call_.post.spec = site.post;
+        call_.norm.spec = site.norm;
+    }
+
+    // As GpuAllReduceNorm::run of one host; there is one kernel.
+    int run(int64_t tokens, int32_t, int32_t num_ctas, uintptr_t stream, uintptr_t partial, int64_t, uintptr_t residual,
+            uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias,
+            uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum,
+            uintptr_t row_scale) const {
+        const auto parameter = [&](uintptr_t pointer, int bit) {
+            return gpu::Parameter{reinterpret_cast<const void*>(pointer),
+                                  static_cast<int32_t>(fp32_parameters >> bit & 1)};
+        };
+        gpu::Call call = call_;
+        call.tokens = static_cast<int32_t>(tokens);
+        call.partial = reinterpret_cast<const void*>(partial);
+        call.residual = reinterpret_cast<const void*>(residual);
+        call.reduced_bias = parameter(reduced_bias, 0);
+        call.post.weight = parameter(post_weight, 1);
+        call.post.bias = parameter(post_bias, 2);
+        call.norm.weight = parameter(weight, 3);
+        call.norm.bias = parameter(bias, 4);
+        call.scale_value = parameter(scale_value, 5);
+        call.quant_scale = parameter(quant_scale, 6);
+        call.normalized = reinterpret_cast<void*>(normalized);
+        call.sum = reinterpret_cast<void*>(sum);
+        call.row_scale = reinterpret_cast<void*>(row_scale);
+        if (group_->world() > 2 && tokens * call.hidden * 4 > sums_bytes_)
+            throw std::invalid_argument(std::to_string(tokens) + " tokens do not fit the buffer of sums");
+        gpu::Launch launch{};
+        launch.dtype = dtype_;
+        launch.num_ctas = num_ctas;
+        launch.stream = reinterpret_cast<void*>(stream);
+        // See GpuAllReduceNorm::run: the watchdog must get to run where a launch blocks.
+        py::gil_scoped_release release;
+        return hosts::run_doubling(call, exchange_, launch);
+    }
+
+  private:
+    void fit(const char* name, int64_t offset, int64_t num_bytes) const {
+        const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes);
+        if (num_bytes == 0) return;
+        if (offset >= header && num_bytes > 0 && offset + num_bytes <= group_->num_bytes() && offset % 16 == 0) return;
+        throw std::invalid_argument(std::string(name) + " at [" + std::to_string(offset) + ", " +
+                                    std::to_string(offset + num_bytes) + "): expected a multiple of 16 behind the " +
+                                    "header, in an arena of " + std::to_string(group_->num_bytes()) + " bytes");
+    }
+
+    std::shared_ptr<Group> group_;
+    int64_t sums_bytes_;
+    DType dtype_;
+    hosts::Doubling exchange_{};
+    gpu::Call call_{};
+};
+
+}  // namespace
+}  // namespace weave
+
+PYBIND11_MODULE(_nvshmem, m) {
+    using namespace weave;
+    m.doc() = "Arenas of GPUs on several hosts in NVSHMEM's symmetric heap, and the kernels between them.";
+    py::module_::import("weaveopt._native");  // whose types are used here
+    m.def("version", &fabric::nvshmem::version, "The version of NVSHMEM that this module was built with.");
+    m.def(
+        "unique_id", [] { return py::bytes(fabric::nvshmem::unique_id()); },
+        "What one rank makes and all others need to start.");
+    m.def(
+        "start",
+        [](int32_t rank, int32_t world, const py::bytes& id, int32_t device) {
+            const std::string text = id;
+            py::gil_scoped_release release;
+            fabric::nvshmem::start(rank, world, text, device);
+        },
+        py::arg("rank"), py::arg("world"), py::arg("unique_id"), py::arg("device"),
+        "Joins the ranks of one group, which all call it; once in a process.");
+    py::class_<Group, std::shared_ptr<Group>>(m, "NvshmemGroup")
+        .def(py::init<int32_t, int64_t, std::vector<std::string>>(), py::arg("device"), py::arg("num_bytes"),
+             py::arg("hosts"), py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("address", [](const Group& group) { return reinterpret_cast<uintptr_t>(group.base()); })
+        .def_property_readonly("num_direct",
+                               [](const Group& group) {
+                                   int32_t found = 0;
+                                   for (int32_t peer = 0; peer < group.world(); ++peer)
+                                       found += peer != group.rank() && group.direct(peer) != nullptr;
+                                   return found;
+                               })
+        .def_property_readonly("status", &Group::status)
+        .def("acknowledge", &Group::acknowledge)
+        .def("abort", &Group::abort, py::arg("code"))
+        .def("retire", [](const Group&) {});
+    py::class_<HostsSite>(m, "HostsSite")
+        .def(py::init<>())
+        .def_readwrite("tag", &HostsSite::tag)
+        .def_readwrite("hidden", &HostsSite::hidden)
+        .def_readwrite("dtype", &HostsSite::dtype)
+        .def_readwrite("out_kind", &HostsSite::out_kind)
+        .def_readwrite("quant", &HostsSite::quant)
+        .def_readwrite("post", &HostsSite::post)
+        .def_readwrite("norm", &HostsSite::norm)
+        .def_readwrite("scale", &HostsSite::scale)
+        .def_readwrite("timeout_s", &HostsSite::timeout_s)
+        .def_readwrite("channel", &HostsSite::channel)
+        .def_readwrite("inbox_offset", &HostsSite::inbox_offset)
+        .def_readwrite("outbox_offset", &HostsSite::outbox_offset)
+        .def_readwrite("message_bytes", &HostsSite::message_bytes)
+        .def_readwrite("sums_offset", &HostsSite::sums_offset)
+        .def_readwrite("sums_bytes", &HostsSite::sums_bytes);
+    py::class_<HostsAllReduceNorm>(m, "HostsAllReduceNorm")
+        .def(py::init<std::shared_ptr<Group>, const HostsSite&>(), py::arg("group"), py::arg("site"))
+        .def("run", &HostsAllReduceNorm::run);
+    m.def("doubling_unsupported", &hosts::doubling_unsupported, py::arg("dtype"), py::arg("hidden"), py::arg("device"),
+          "Why the device cannot run the kernel between hosts for such rows; empty where it can.");
+}

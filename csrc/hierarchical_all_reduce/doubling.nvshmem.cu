@@ -1,0 +1,91 @@
+// The kernel of recursive doubling over NVSHMEM, and its launch.
+#include <algorithm>
+
+#include "fabric/kernel_code.cuh"
+#include "fabric/nvshmem.cuh"
+#include "hierarchical_all_reduce/doubling.cuh"
+#include "hierarchical_all_reduce/gpu.h"
+
+namespace weave::hosts {
+namespace {
+
+using fabric::KernelCode;
+using gpu::Launch;
+
+template <typename T, int kVecs, bool kPlain>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    host_doubling(const __grid_constant__ Call call, const __grid_constant__ Doubling exchange) {
+    __shared__ float parts[2][kMostWarps];
+    doubling_kernel<T, kVecs, kPlain, fabric::NvshmemRemote>(call, exchange, parts);
+}
+
+template <typename T, int kVecs, bool kPlain>
+int enqueue(const Call& call, const Doubling& exchange, const Launch& launch, int num_threads) {
+    const auto kernel = host_doubling<T, kVecs, kPlain>;
+    int device = 0, num_sms = 0, per_sm = 0;
+    cudaGetDevice(&device);
+    const KernelCode code = fabric::code_of<host_doubling<T, kVecs, kPlain>>(device);
+    if (code == KernelCode::kMissing) return cudaErrorNoKernelImageForDevice;
+    // CTAs wait for those of other hosts, which wait for these: all of them must be resident at once.
+    struct Fit {
+        int device = -1, num_threads = 0, num_ctas = 0;
+    };
+    thread_local Fit fit;
+    if (fit.device != device || fit.num_threads != num_threads) {
+        cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+        const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, num_threads, 0);
+        if (error != cudaSuccess) return error;
+        fit = {device, num_threads, per_sm * num_sms};
+    }
+    if (fit.num_ctas < 1) return cudaErrorLaunchOutOfResources;
+    const int asked = launch.num_ctas > 0 ? std::min(launch.num_ctas, fit.num_ctas) : fit.num_ctas;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = std::min(asked, static_cast<int>(call.tokens));
+    config.blockDim = num_threads;
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.attrs = &attribute;
+    config.numAttrs = code == KernelCode::kSm90 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, call, exchange);
+}
+
+template <typename T>
+int with_rows(const Call& call, const Doubling& exchange, const Launch& launch) {
+    const int vecs = call.hidden / kElements<T>;
+    const auto threads = [vecs](int a_thread) { return ((vecs + a_thread - 1) / a_thread + 31) / 32 * 32; };
+    if (threads(1) <= kMostThreads) {
+        if (gpu::is_plain(call)) return enqueue<T, 1, true>(call, exchange, launch, threads(1));
+        return enqueue<T, 1, false>(call, exchange, launch, threads(1));
+    }
+    if (threads(kMostVecs) > kMostThreads) return cudaErrorInvalidValue;
+    return enqueue<T, kMostVecs, false>(call, exchange, launch, threads(kMostVecs));
+}
+
+}  // namespace
+
+const char* doubling_unsupported(DType dtype, int64_t hidden, int32_t device) {
+    if (hidden < 8 || hidden % 8 != 0) return "rows need a multiple of 8 elements";
+    if (hidden * size_of(dtype) / 16 > int64_t{kMostThreads} * kMostVecs) return "rows are too long for one CTA";
+    // All kernels of this file were compiled for the same architectures: one of them stands for the others.
+    const bool missing = fabric::code_of<host_doubling<float, 1, false>>(device) == KernelCode::kMissing;
+    return missing ? "the kernels between hosts were not built for this GPU" : "";
+}
+
+int run_doubling(const Call& call, const Doubling& exchange, const Launch& launch) {
+    if (call.tokens == 0) return cudaSuccess;
+    const int64_t most = exchange.num_slots * slot_bytes(call.tokens, call.hidden);
+    if (most > exchange.half_bytes) return cudaErrorInvalidValue;
+    switch (launch.dtype) {
+        case DType::kFloat32:
+            return with_rows<float>(call, exchange, launch);
+        case DType::kBFloat16:
+            return with_rows<__nv_bfloat16>(call, exchange, launch);
+        case DType::kFloat16:
+            return with_rows<__half>(call, exchange, launch);
+    }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace weave::hosts

@@ -1,0 +1,17 @@
+// The all-reduce with residual and norm between GPUs of several hosts, one of each: its entry for host code. Meaning
+// and arguments: all_reduce_norm/gpu.h.
+#pragma once
+
+#include "all_reduce_norm/gpu.h"
+#include "hierarchical_all_reduce/doubling.h"
+
+namespace weave::hosts {
+
+// Why `device` cannot run it for such rows; empty where it can.
+const char* doubling_unsupported(DType dtype, int64_t hidden, int32_t device);
+
+// Enqueues the call, one kernel. `call.group` is a group of this rank alone. Returns a CUDA error code; 0 is success.
+// Runs nothing for 0 tokens.
+int run_doubling(const gpu::Call& call, const Doubling& exchange, const gpu::Launch& launch);
+
+}  // namespace weave::hosts

@@ -1,0 +1,319 @@
+// Kernels of several GPUs at once on the CPU: threads are coroutines that run in a random order, and what ranks write
+// to each other arrives late, in pieces of 8 bytes, in any order, as NVSHMEM allows:
+//
+//   a store to a peer's memory   each 8 bytes by themselves, some time later
+//   a put                        the same, and its source may be read at any time until then, at once or in the end
+//
+// Only a kernel's own loads show it what has arrived. Kernels of one rank follow one another, those of different ranks
+// do not wait for each other. A thread that polls in vain is not run again before something has changed; where nothing
+// can change any more, its wait has timed out.
+//
+// Nothing is said about time, about a thread's stores to its own GPU (which others see at once), nor about fences.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define threadIdx (weave::emulated::running().index)
+#define blockIdx (weave::emulated::running().cta->block)
+#define blockDim (weave::emulated::running().cta->threads)
+#define gridDim (weave::emulated::running().cta->grid)
+
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+
+inline float2 make_float2(float x, float y) {
+    return {x, y};
+}
+inline uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline float rsqrtf(float x) {
+    return 1.0f / sqrtf(x);
+}
+template <typename T>
+T __ldg(const T* from) {
+    return *from;
+}
+
+namespace weave::emulated {
+
+constexpr size_t kStackBytes = 32 << 10;
+constexpr int kSharedFloats = 64;
+
+struct Dim {
+    uint32_t x;
+};
+
+// Where a number of threads meet.
+struct Meeting {
+    uint32_t here = 0, past = 0;
+};
+
+struct Rank;
+
+struct Cta {
+    Rank* rank;
+    Dim block, threads, grid;
+    Meeting meeting;
+    std::vector<Meeting> warps;
+    std::vector<float> exchanged;
+    float shared[kSharedFloats];
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
+    Dim index;
+    Cta* cta;
+    bool ended = false, polls = false;
+    uint64_t polled_at = 0;       // what had changed by then
+    std::function<bool()> ready;  // empty: it can run
+};
+
+// A grid in flight, and those behind it in the stream.
+struct Rank {
+    int32_t index;
+    std::vector<uint8_t> arena;
+    std::vector<std::function<void()>> kernels;  // the text that every thread of a call runs
+    std::vector<uint32_t> grids;
+    size_t next = 0;
+    std::vector<std::unique_ptr<Cta>> ctas;
+    std::vector<Thread> threads;
+};
+
+// 8 bytes on their way; with a source, that is read on arrival.
+struct Flight {
+    uint64_t* to;
+    const uint64_t* from;
+    uint64_t value;
+};
+
+struct World {
+    std::vector<Rank> ranks;
+    std::vector<Flight> flights;
+    uint64_t num_changes = 0;
+    bool is_stuck = false;
+    uint32_t cta_threads;
+    std::mt19937 random;
+    ucontext_t scheduler;
+    std::exception_ptr error;
+};
+
+inline World* world = nullptr;
+inline Thread* current = nullptr;
+
+inline Thread& running() {
+    return *current;
+}
+
+inline void leave() {
+    swapcontext(&current->context, &world->scheduler);
+}
+
+inline void meet(Meeting& meeting, uint32_t count) {
+    const uint32_t past = meeting.past;
+    ++world->num_changes;
+    if (++meeting.here == count) {
+        meeting.here = 0;
+        ++meeting.past;
+        return;
+    }
+    current->ready = [&meeting, past] { return meeting.past != past; };
+    leave();
+}
+
+// After a load that did not find what it waits for: true if nothing can change that.
+inline bool polled_in_vain() {
+    if (world->is_stuck) return true;
+    current->polls = true;
+    current->polled_at = world->num_changes;
+    leave();
+    current->polls = false;
+    return world->is_stuck;
+}
+
+inline bool is_own(const void* address) {
+    const std::vector<uint8_t>& arena = current->cta->rank->arena;
+    return address >= arena.data() && address < arena.data() + arena.size();
+}
+
+inline void deliver(const Flight& flight) {
+    *flight.to = flight.from != nullptr ? *flight.from : flight.value;
+    ++world->num_changes;
+}
+
+// Sooner or later, by chance.
+inline void send(const Flight& flight) {
+    if (world->random() % 4 == 0)
+        deliver(flight);
+    else
+        world->flights.push_back(flight);
+}
+
+inline void begin_thread() {
+    try {
+        Rank& rank = *current->cta->rank;
+        rank.kernels[rank.next]();
+    } catch (...) {
+        if (!world->error) world->error = std::current_exception();
+    }
+    current->ended = true;
+    ++world->num_changes;
+    leave();
+}
+
+inline void launch(Rank& rank) {
+    const uint32_t grid = rank.grids[rank.next], threads = world->cta_threads;
+    rank.ctas.clear();
+    rank.threads = std::vector<Thread>(size_t{grid} * threads);
+    for (uint32_t block = 0; block < grid; ++block) {
+        rank.ctas.push_back(std::make_unique<Cta>());
+        Cta& cta = *rank.ctas.back();
+        cta.rank = &rank;
+        cta.block.x = block;
+        cta.threads.x = threads;
+        cta.grid.x = grid;
+        cta.warps.resize(threads / 32);
+        cta.exchanged.resize(threads);
+        for (uint32_t at = 0; at < threads; ++at) {
+            Thread& thread = rank.threads[block * threads + at];
+            thread.index.x = at;
+            thread.cta = &cta;
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get();
+            thread.context.uc_stack.ss_size = kStackBytes;
+            thread.context.uc_link = nullptr;
+            makecontext(&thread.context, begin_thread, 0);
+        }
+    }
+    ++world->num_changes;
+}
+
+// In a random order, some of them.
+inline void deliver_some() {
+    std::vector<Flight>& flights = world->flights;
+    const uint32_t eagerness = world->random() % 4;
+    for (size_t at = 0; at < flights.size();) {
+        if (world->random() % 4 > eagerness) {
+            ++at;
+            continue;
+        }
+        std::swap(flights[at], flights[flights.size() - 1 - world->random() % (flights.size() - at)]);
+        deliver(flights[at]);
+        flights[at] = flights.back();
+        flights.pop_back();
+    }
+}
+
+// Whether any thread of the rank ran, or was left out by chance.
+inline bool step(Rank& rank) {
+    bool moved = false;
+    size_t num_ended = 0;
+    const uint32_t share = world->random() % 4;
+    const size_t warps = rank.threads.size() / 32;
+    for (size_t turn = 0, first = warps > 0 ? world->random() % warps : 0; turn < warps; ++turn) {
+        const size_t warp = (first + turn) % warps;
+        const bool sleeps = world->random() % 4 < share;
+        for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
+            Thread& thread = rank.threads[at];
+            num_ended += thread.ended;
+            if (thread.ended || (thread.ready && !thread.ready())) continue;
+            if (thread.polls && thread.polled_at == world->num_changes && !world->is_stuck) continue;
+            moved = true;
+            if (sleeps) continue;
+            thread.ready = nullptr;
+            current = &thread;
+            swapcontext(&world->scheduler, &thread.context);
+            if (world->error) std::rethrow_exception(world->error);
+            num_ended += thread.ended;
+        }
+    }
+    if (num_ended == rank.threads.size() && rank.next < rank.kernels.size()) {
+        if (!rank.threads.empty()) ++rank.next;
+        rank.threads.clear();
+        if (rank.next < rank.kernels.size()) launch(rank);
+        return true;
+    }
+    return moved;
+}
+
+// Until every rank has run all of its kernels. Throws what a kernel throws, or where threads wait for ever.
+inline void run(World& now) {
+    world = &now;
+    for (;;) {
+        bool moved = false, ended = true;
+        const uint32_t slow = now.random() % (now.ranks.size() + 1);  // a rank that has no turn
+        deliver_some();
+        for (Rank& rank : now.ranks) {
+            if (rank.index == static_cast<int32_t>(slow)) {
+                moved |= rank.next < rank.kernels.size() && now.random() % 8 != 0;
+            } else {
+                moved |= step(rank);
+            }
+            ended &= rank.next == rank.kernels.size();
+        }
+        if (ended) break;
+        if (moved || !now.flights.empty()) continue;
+        // Nobody could move: once more with all of them before it is for ever.
+        for (Rank& rank : now.ranks)
+            moved |= step(rank);
+        if (moved) continue;
+        if (now.is_stuck) throw std::runtime_error("threads wait for ever");
+        now.is_stuck = true;
+    }
+    while (!now.flights.empty())
+        deliver_some();
+}
+
+}  // namespace weave::emulated
+
+inline void __syncthreads() {
+    weave::emulated::Cta& cta = *weave::emulated::running().cta;
+    weave::emulated::meet(cta.meeting, cta.threads.x);
+}
+
+inline float __shfl_xor_sync(uint32_t, float value, int mask) {
+    weave::emulated::Thread& thread = weave::emulated::running();
+    weave::emulated::Cta& cta = *thread.cta;
+    const uint32_t at = thread.index.x;
+    cta.exchanged[at] = value;
+    weave::emulated::meet(cta.warps[at / 32], 32);
+    const float found = cta.exchanged[at ^ static_cast<uint32_t>(mask)];
+    weave::emulated::meet(cta.warps[at / 32], 32);
+    return found;
+}
+
+inline void __threadfence() {}
+
+inline uint32_t atomicAdd(uint32_t* word, uint32_t value) {
+    const uint32_t before = *word;
+    *word += value;
+    return before;
+}

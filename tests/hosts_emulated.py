@@ -1,0 +1,111 @@
+"""The kernel of recursive doubling between hosts compiled for the CPU, among emulated ranks (`tests/emulated_gpu/`)."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+Tensor = torch.Tensor
+
+HERE = Path(__file__).parent
+EMULATED = HERE / "emulated_gpu"
+EPS = 1e-5
+POISON = -777.0
+"""In results before a call."""
+
+
+class Asked(ctypes.Structure):
+    """`Asked` of the library."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("hosts", "num_calls", "hidden", "bf16", "vecs", "num_ctas")),
+        *((name, ctypes.c_int32) for name in ("direct", "other_site", "absent_rank")),
+        ("seed", ctypes.c_uint32),
+        ("tokens", ctypes.POINTER(ctypes.c_int32)),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("partial", "residual", "normalized", "sum")),
+        ("weight", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls that follow one another on every rank."""
+
+    hosts: int
+    tokens: tuple[int, ...]
+    """Of every call."""
+    hidden: int = 32
+    dtype: torch.dtype = torch.bfloat16
+    vecs: int = 1
+    """Vectors of 16 bytes that a thread holds."""
+    num_ctas: int = 2
+    direct: int = 0
+    """1: peers' memory is mapped everywhere; 2: between ranks of which one is even and one odd; 0: nowhere."""
+    without_residual: int = -1
+    """The call that has none."""
+    other_site: int = -1
+    """The rank that runs another site in the last call."""
+    absent_rank: int = -1
+    """The rank that leaves the last call out."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """Of every call: what went in, `[rank, tokens, hidden]` and `[tokens, hidden]`, and what came out on each rank."""
+
+    partial: tuple[Tensor, ...]
+    residual: tuple[Tensor | None, ...]
+    normalized: tuple[Tensor, ...]
+    sum: tuple[Tensor, ...]
+    weight: Tensor
+
+
+@cache
+def library(csrc: Path = HERE.parent / "csrc") -> ctypes.CDLL:
+    """Built once a process."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler, "no C++ compiler, with which the native module is built too"
+    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / "between_hosts.so"
+    command = [compiler, "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{EMULATED / 'hosts'}"]
+    sources = [EMULATED / "between_hosts.cpp"]
+    sources += [csrc / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
+    command += [f"-I{csrc}", *map(str, sources), "-o", str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = ctypes.CDLL(str(built))
+    found.run.restype = ctypes.c_char_p
+    return found
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
+
+
+def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
+    """What the calls made of random rows, and why they did not end; empty if they did."""
+    torch.manual_seed(case.seed)
+    shapes = [(case.hosts, tokens, case.hidden) for tokens in case.tokens]
+    partial = tuple(torch.randn(shape).to(case.dtype) for shape in shapes)
+    residual = tuple(
+        None if at == case.without_residual else torch.randn(shape[1:]).to(case.dtype)
+        for at, shape in enumerate(shapes)
+    )
+    normalized, total = (tuple(torch.full(shape, POISON, dtype=case.dtype) for shape in shapes) for _ in range(2))
+    weight = torch.rand(case.hidden).to(case.dtype) + 0.5
+    asked = Asked(
+        case.hosts, len(shapes), case.hidden, case.dtype is torch.bfloat16, case.vecs, case.num_ctas,
+        case.direct, case.other_site, case.absent_rank, case.seed, (ctypes.c_int32 * len(shapes))(*case.tokens),
+        _pointers(partial), _pointers(residual), _pointers(normalized), _pointers(total), weight.data_ptr(), EPS,
+    )  # fmt: skip
+    wrong = (library() if csrc is None else library(csrc)).run(ctypes.byref(asked)).decode()
+    return Made(partial, residual, normalized, total, weight), wrong

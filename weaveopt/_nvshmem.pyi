@@ -1,0 +1,66 @@
+"""Types of the native module between hosts; see csrc/hierarchical_all_reduce/bindings.nvshmem.cpp."""
+
+from collections.abc import Sequence
+
+from weaveopt._native import Code, DType, NormSpec, OutKind, QuantKind, Status
+
+def version() -> str: ...
+def unique_id() -> bytes: ...
+def start(rank: int, world: int, unique_id: bytes, device: int) -> None: ...
+
+class NvshmemGroup:
+    def __init__(self, device: int, num_bytes: int, hosts: Sequence[str]) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def num_direct(self) -> int:
+        """Peers whose memory is mapped here, so that packets are stored there and not put."""
+    @property
+    def status(self) -> Status: ...
+    def acknowledge(self) -> None: ...
+    def abort(self, code: Code) -> None: ...
+    def retire(self) -> None: ...
+
+class HostsSite:
+    tag: int
+    hidden: int
+    dtype: DType
+    out_kind: OutKind
+    quant: QuantKind
+    post: NormSpec
+    norm: NormSpec
+    scale: float
+    timeout_s: float
+    channel: int
+    inbox_offset: int
+    outbox_offset: int
+    message_bytes: int
+    sums_offset: int
+    sums_bytes: int
+
+class HostsAllReduceNorm:
+    def __init__(self, group: NvshmemGroup, site: HostsSite) -> None: ...
+    def run(
+        self,
+        tokens: int,
+        kernel: int,
+        num_ctas: int,
+        stream: int,
+        partial: int,
+        partial_offset: int,
+        residual: int,
+        reduced_bias: int,
+        post_weight: int,
+        post_bias: int,
+        weight: int,
+        bias: int,
+        scale_value: int,
+        quant_scale: int,
+        fp32_parameters: int,
+        normalized: int,
+        sum: int,
+        row_scale: int,
+        /,
+    ) -> int: ...
+
+def doubling_unsupported(dtype: DType, hidden: int, device: int) -> str: ...

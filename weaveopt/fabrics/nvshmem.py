@@ -1,0 +1,163 @@
+"""The transport of fabric `nvshmem`: GPUs of several hosts, one arena per rank in NVSHMEM's symmetric heap.
+
+NVSHMEM is started once in a process, by the ranks of the first group that asks for an arena: rank 0 of the group makes
+the unique id, which travels through the group's store. Its memory is given out by all of those ranks at once, so
+another group of the process has arenas only if it has the same ranks in the same order, and an arena that is outgrown,
+or whose process group is gone, stays until the process ends: giving it back would need all ranks at once, too.
+
+Ranks say what speaks against an arena before any of them waits in NVSHMEM. What is left is that a rank dies between
+that and its start: NVSHMEM's own waits have no end.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics import watchdog
+from weaveopt.fabrics.arenas import Arenas
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
+from weaveopt.fabrics.peer import PeerArena, missing_code, one_line, raise_if_any
+from weaveopt.fabrics.topology import Exchange, Payload, Topology
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.fabrics.watchdog import Process
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import MemoryPlan
+
+if TYPE_CHECKING:
+    from weaveopt import _native, _nvshmem
+
+_TRAITS = TRAITS[Fabric.NVSHMEM]
+_MULTICAST_OFF = "NVSHMEM_DISABLE_NVLS"
+
+_started: tuple[int, ...] = ()
+"""The global ranks that started NVSHMEM with this process, in their order there; none: it was not started here."""
+
+
+class _Memory:
+    """Memory of another allocator, as torch asks for it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+_arenas = Arenas[PeerArena]("NVSHMEM arena")
+of, release, kept = _arenas.of, _arenas.release, _arenas.kept
+
+
+def module() -> ModuleType:
+    """`weaveopt._nvshmem`. Raises `ImportError` where it was not built or NVSHMEM's library is not found."""
+    os.environ.setdefault(_MULTICAST_OFF, "1")  # a multicast object can put the GPUs of a shared host out of service
+    return importlib.import_module("weaveopt._nvshmem")
+
+
+def total_bytes(layout: Layout) -> int:
+    """Of a rank's arena: the header and all buffers."""
+    return _TRAITS.header_bytes + layout.num_bytes
+
+
+def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> PeerArena:
+    """The arena of `topology.group` with room for `plan`, made or made larger if need be.
+
+    All ranks of the group call it at the same point with the same arguments. Raises `ArenaError` on all ranks if one
+    cannot share its memory or asks for other buffers, and `AgreementError` if a rank does not come within `timeout_s`.
+    """
+    name = topology.group.name
+    if topology.fake:
+        raise ArenaError(f"group {name!r}: no memory shared by GPUs without peers")
+    current = _arenas.current(name)
+    asked = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
+    exact = layout = asked.filled()
+    if current is not None:
+        if current.layout.holds(asked):
+            return current
+        exact, layout = current.layout.union(asked), current.layout.grown(asked)
+    channel = topologies.exchange(name, timeout_s)
+    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
+    _arenas.put(name, arena, lambda old: old.unbind())
+    return arena
+
+
+def _obstacle(topology: Topology) -> str:
+    """Why this rank can make no arena at all; empty if it can."""
+    try:
+        module()
+    except ImportError as error:
+        return f"weaveopt was built without NVSHMEM, or cannot load it: {one_line(error)}"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    if topology.world < 2 or topology.num_hosts != topology.world:
+        return f"{topology.world} ranks on {topology.num_hosts} hosts, expected 2 or more, and one of them a host"
+    if torch.cuda.is_current_stream_capturing():
+        return "an arena cannot be made while a CUDA graph is captured: call the compiled model once before"
+    if _started not in ((), topology.group.ranks):
+        return f"NVSHMEM was started by ranks {_started}, and joins no others in this process"
+    return ""
+
+
+def _host(name: str) -> str:
+    """What people call a host that `topology` names: its network name, and `WEAVE_HOST` where that is set."""
+    return "/".join(word for word in name.split("/")[:2] if word)
+
+
+def _announcement(topology: Topology, device: int, layout: Layout) -> Payload:
+    properties = torch.cuda.get_device_properties(device)
+    own = watchdog.this_process()
+    error = missing_code(device, f"{properties.major}{properties.minor}")
+    unique_id = ""
+    if not error and not _started and topology.group.rank == 0:
+        unique_id = base64.b64encode(module().unique_id()).decode()
+    return {
+        "pid": own.pid,
+        "start": own.start,
+        "version": str(module().version()),
+        "started": str(_started),
+        "id": unique_id,
+        "layout": layout.text(),
+        "error": error,
+    }
+
+
+def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> PeerArena:
+    global _started
+    group, num_bytes, device = topology.group, total_bytes(layout), -1
+    try:  # told to all: what one rank cannot do, no rank may wait for
+        own: Payload = {"error": _obstacle(topology)}
+        if not own["error"]:
+            device = torch.cuda.current_device()
+            own = _announcement(topology, device, layout)
+    except Exception as failure:
+        own = {"error": one_line(failure)}
+    told = channel.gather(own, f"an NVSHMEM arena of {num_bytes} bytes", timeout_s)
+    raise_if_any(group, told, num_bytes)
+    expect_equal_layouts(group, told)
+    for what in ("version", "started"):
+        if len({record[what] for record in told}) > 1:
+            found = "; ".join(f"rank {rank}: {r[what]}" for rank, r in zip(group.ranks, told, strict=True))
+            raise ArenaError(f"group {group.name!r}: NVSHMEM differs ({what}: {found})")
+    native: _native.PeerGroup | None = None
+    memory: torch.Tensor | None = None
+    error = ""
+    try:
+        if not _started:
+            module().start(group.rank, topology.world, base64.b64decode(str(told[0]["id"])), device)
+            _started = group.ranks
+        made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
+        memory = torch.as_tensor(_Memory(made.address, num_bytes), device=torch.device("cuda", device))
+        native = cast("_native.PeerGroup", made)  # the arena asks for no more than both have
+    except Exception as failure:
+        error = one_line(failure)
+    # Only now may anyone write to a peer: all have cleared their own.
+    raise_if_any(group, channel.gather({"error": error}, "NVSHMEM's memory", timeout_s), num_bytes)
+    assert native is not None and memory is not None
+    peers = [Process(int(record["pid"]), str(record["start"])) for record in told]
+    return PeerArena(group, device, layout, native, memory, None, peers)

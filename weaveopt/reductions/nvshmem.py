@@ -1,0 +1,85 @@
+"""`all_reduce_norm` on the fabric `nvshmem`: GPUs of several hosts, one of each. A call is one kernel, as on `peer`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.fabrics import nvshmem as arena
+from weaveopt.fabrics import watchdog
+from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.peer import PeerArena
+from weaveopt.fabrics.traits import header_bytes
+from weaveopt.reductions.buffers import HOST_INBOX, HOST_OUTBOX, HOST_SUMS, Range, expect_world, locate
+from weaveopt.reductions.call import ReductionCall
+from weaveopt.reductions.launches import Launch
+from weaveopt.reductions.native import native_norm, out_kind
+from weaveopt.reductions.peer import PeerSite
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: arena.of() says so before anything here is needed
+    _native = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from weaveopt import _nvshmem
+
+
+class NvshmemSite(PeerSite):
+    """One site, ready to run."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> NvshmemSite:
+        """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
+
+        Raises `ArenaError` if none was reserved, the call does not fit it, or a host has several ranks.
+        """
+        memory = arena.of(call.group)
+        expect_world(call, memory.group)
+        if call.hosts != call.world:
+            raise ArenaError(f"site {call.site}: {call.world} ranks on {call.hosts} hosts, expected one a host")
+        if call.max_tokens > watchdog.MAX_TOKENS:
+            raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
+        site = _site(call, watchdog.tag_of(zlib.crc32(text.encode())), memory.layout)
+        try:
+            native = arena.module().HostsAllReduceNorm(memory.native, site)
+        except ValueError as error:
+            raise ArenaError(f"site {call.site}: {error}") from None
+        watchdog.name_site(site.tag, watchdog.NamedSite(op, call.site, call.timeout_s))
+        memory.at_close(forget)
+        rank = memory.group.ranks[memory.group.rank]
+        return NvshmemSite(call, native, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}")
+
+    @staticmethod
+    def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> Launch:
+        """How calls of up to as many tokens as `row` says run. Raises `WeaveError` for another kernel."""
+        if (row.algorithm, row.transfer) != (Algorithm.DOUBLING, Transfer.PACKET):
+            raise WeaveError(f"site {call.site}: no kernel between hosts of GPUs for {row.variant}")
+        why = arena.module().doubling_unsupported(getattr(_native.DType, call.dtype), call.hidden, memory.device)
+        return Launch(row.max_tokens, 0, row.num_ctas, in_place=False, aliases_arena=False, unsupported=why)
+
+
+def _site(call: ReductionCall, tag: int, layout: Layout) -> _nvshmem.HostsSite:
+    site: _nvshmem.HostsSite = arena.module().HostsSite()
+    site.tag = tag
+    site.channel = call.channel
+    site.hidden = call.hidden
+    site.dtype = getattr(_native.DType, call.dtype)
+    site.out_kind = out_kind(call.dtype, call.out_dtype)
+    site.quant = getattr(_native.QuantKind, call.quant.value)
+    site.post = native_norm(call.post)
+    site.norm = native_norm(call.norm)
+    site.scale = call.scale
+    site.timeout_s = call.timeout_s
+    header, found = header_bytes(call.fabric), locate(call, layout)
+    inbox, outbox, sums = (found.get(name, Range(0, 0)) for name in (HOST_INBOX, HOST_OUTBOX, HOST_SUMS))
+    assert inbox.num_bytes == outbox.num_bytes, f"inbox of {inbox.num_bytes} bytes, outbox of {outbox.num_bytes}"
+    site.inbox_offset, site.outbox_offset = header + inbox.offset, header + outbox.offset
+    site.message_bytes = inbox.num_bytes
+    site.sums_offset, site.sums_bytes = header + sums.offset, sums.num_bytes
+    return site
