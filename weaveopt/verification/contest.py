@@ -147,17 +147,17 @@ def recall(contest: Contest) -> tuple[int, dict[Label, Outcome]] | None:
         if pairs is not None:
             near.setdefault(tokens, pairs)
             runs.setdefault(tokens, each)
-    tokens = timing.nearest(tuple(near), contest.tokens)
-    if tokens is None:
+    nearest = timing.nearest(tuple(near), contest.tokens)
+    if nearest is None:
         return None
     found: dict[Label, Outcome] = {}
     for label, estimate in wanted.items():
-        other = near[tokens][label]
-        outcome = runs[tokens].outcomes[other]
+        other = near[nearest][label]
+        outcome = runs[nearest].outcomes[other]
         if isinstance(outcome, Measured):
-            outcome = replace(outcome, us=round(outcome.us * estimate.us / runs[tokens].predicted[other], 3))
+            outcome = replace(outcome, us=round(outcome.us * estimate.us / runs[nearest].predicted[other], 3))
         found[label] = outcome
-    return tokens, found
+    return nearest, found
 
 
 def _pairs(wanted: Mapping[Label, Estimate], run: _Run) -> dict[Label, Label] | None:

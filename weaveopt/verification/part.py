@@ -99,7 +99,7 @@ def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.N
                 if not _is_number(node):
                     pending.append(node)
     part = fx.Graph()
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, fx.Node | float] = {}
     inputs = []
     for node in (each for each in graph.nodes if each in read or each in wanted):
         value = node.meta.get("val")
@@ -114,9 +114,8 @@ def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.N
             inputs.append(value)
     for node in graph.nodes:
         if node in wanted and node not in values:
-            args, kwargs = (fx.map_arg(each, values.__getitem__) for each in (node.args, node.kwargs))
-            values[node] = part.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
-    part.output(tuple(values[node] for node in results if isinstance(values[node], fx.Node)))
+            values[node] = part.node_copy(node, values.__getitem__)
+    part.output(tuple(each for each in map(values.__getitem__, results) if isinstance(each, fx.Node)))
     return Part(fx.GraphModule(torch.nn.Module(), part), tuple(inputs), sizes)
 
 

@@ -92,7 +92,8 @@ class _Referee:
             self.said = f"{len(found[1])} candidates, {times}"
             return found[1]
         if self._is_over or self._has_ended(0.0):
-            return self._ended()
+            self.said = self._ended
+            return None
         positions: tuple[int | None, ...] = (None, *contest.positions)
         labels = [*contest.runners]
         failures: dict[Label, Rejection] = {}
@@ -109,7 +110,8 @@ class _Referee:
             return None
         clock = _clock(contest, self._context)
         if self._has_ended(sum(clock.takes_s(us) for us in expected_us.values())):
-            return self._ended()
+            self.said = self._ended
+            return None
         outcomes: dict[Label, Outcome] = {**failures, **self._times(contest, trials, expected_us, clock)}
         remember(contest, outcomes)
         self.said = f"{len(expected_us)} candidates timed at {contest.tokens} tokens"
@@ -187,9 +189,10 @@ class _Referee:
         self._is_over = spent_s > self._context.config.verify_budget_s
         return self._is_over
 
-    def _ended(self) -> None:
+    @property
+    def _ended(self) -> str:
         budget_s = self._context.config.verify_budget_s
-        self.said = f"not timed: the budget of {budget_s:g} s (option verify_budget_s) is spent"
+        return f"not timed: the budget of {budget_s:g} s (option verify_budget_s) is spent"
 
 
 def _clock(contest: Contest, context: Context) -> Clock:
