@@ -1,6 +1,7 @@
 """What the GPU kernels were compiled to, and that the host launches them by that.
 
-SASS (nvcc 13.0): `griddepcontrol.wait` is `ACQBULK`.
+SASS (nvcc 13.0): `griddepcontrol.wait` is `ACQBULK`. `cp.async.bulk.wait_group N` is `DEPBAR.LE SB0, N` and, unless it
+is of `.read`, `CCTL.IVALL` right behind.
 """
 
 from __future__ import annotations
@@ -83,3 +84,33 @@ def test_ptx_waits_for_the_kernel_ahead_where_the_host_launches_it_early() -> No
     assert set(ordered(tuple(entries))) >= set(ordered(binary.kernels(binary.for_all_chips()[-1])))
     for name in ordered(tuple(entries)):
         assert ("griddepcontrol.wait" in entries[name]) is launched_early, name
+
+
+def early_flags(text: str) -> list[str]:
+    """Counts of arrived data that a peer may see before the data; the kernel's counts, of several threads, are `RED`s.
+
+    In the order of the text, in which what follows the end of a loop stands behind it.
+    """
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +(.+?) *;", text)
+    arrived, found, flags = False, [], 0
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if re.search(r"UTMASTG|UBLKCP\.G\.S", line):
+            arrived = False
+        elif line.startswith("DEPBAR.LE SB0"):
+            arrived = "CCTL.IVALL" in following and line.endswith("0x0")
+        elif re.search(r"REDG?\.E\.ADD\.64\.STRONG\.SYS", line):
+            flags += 1
+            found += [] if arrived else [line]
+    assert flags >= 2, "panels and rows are counted at peers"
+    return found
+
+
+@binary.needs_cuda_part
+def test_flags_of_bulk_stores_follow_their_arrival() -> None:
+    """Not the end of their reading, which says nothing of where the data go."""
+    if HOPPER not in binary.architectures():
+        pytest.skip(f"built for {_native.CUDA_ARCHS}: nothing of it runs on Hopper alone")
+    names = [name for name in binary.kernels(HOPPER) if "10push_tiles" in name]
+    assert len(names) == 4, names
+    for name, text in binary.instructions(HOPPER, names).items():
+        assert not early_flags(text), name
