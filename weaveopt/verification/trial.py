@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.fx as fx
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from weaveopt.measure.clock import Launch
@@ -48,6 +50,17 @@ class Trial:
     @property
     def launch(self) -> Launch:
         return lambda index: self.call(list(self.sets[index % len(self.sets)]))
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Within a compile: operations run on real tensors, dispatched as they are in the model.
+
+    While torch traces, it dispatches in Python, which takes longer, and issues collectives with the interpreter's lock
+    held, which Gloo's own thread may be waiting for to let the last one go: neither would ever go on.
+    """
+    with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():
+        yield
 
 
 def trial_of(

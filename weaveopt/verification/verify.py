@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from weaveopt.cost_model import timing
 from weaveopt.errors import AgreementError, PeerTimeoutError
@@ -23,7 +22,7 @@ from weaveopt.records.candidate import Measured, Rejection
 from weaveopt.rule import Context, RuleSet
 from weaveopt.verification.contest import Contest, Label, Outcome, contests_of, recall, remember, settled
 from weaveopt.verification.meeting import Alone, Council, GroupMeeting
-from weaveopt.verification.trial import Make, Trial, trial_of
+from weaveopt.verification.trial import Make, Trial, running, trial_of
 
 _RAISED = (AgreementError, PeerTimeoutError)
 """What ends a run everywhere else ends it here."""
@@ -143,7 +142,7 @@ class _Referee:
         for label, trial in trials.items():
             why, us = "", 0.0
             try:
-                with unset_fake_temporarily(), torch.no_grad():
+                with running():
                     for _ in range(2):
                         _finish()
                         start = time.perf_counter()
@@ -161,7 +160,7 @@ class _Referee:
     def _times(
         self, contest: Contest, trials: dict[Label, Trial], expected_us: dict[Label, float], clock: Clock
     ) -> dict[Label, Measured]:
-        with unset_fake_temporarily(), torch.no_grad():
+        with running():
             launches = [trials[label].launch for label in expected_us]
             samples = clock.in_turns(launches, [*expected_us.values()], self._meeting(contest))
         values = [value for sample in samples for value in (sample.us, sample.spread)]
