@@ -255,21 +255,32 @@ class BuildNative(build_ext):
             self.extensions = [ext for ext in self.extensions if ext.name != NVSHMEM_MODULE]
         if nvcc is not None:
             compiler = CudaCompiler(nvcc)
-            for ext in self.extensions:
+            for ext in list(self.extensions):
                 with_nvshmem = nvshmem if ext.name == NVSHMEM_MODULE else None
-                objects = compiler.compile_all(sources(".cu", nvshmem=with_nvshmem is not None), with_nvshmem)
-                ext.extra_link_args.append(f"-L{compiler.library_dir}")
-                if with_nvshmem is not None:
-                    objects.append(compiler.link_device(objects, with_nvshmem))
-                    library = with_nvshmem / "lib"
-                    ext.extra_link_args += [f"-L{library}", "-lnvshmem_device", "-l:libnvshmem_host.so.3"]
-                    # Of the package that is installed beside this one; else that of the build.
-                    ext.extra_link_args += [f"-Wl,-rpath,$ORIGIN/../nvidia/nvshmem/lib:{library}"]
-                ext.extra_objects = [*ext.extra_objects, *objects]
-                ext.depends = [*ext.depends, *objects]
-                ext.define_macros += [("WEAVE_WITH_CUDA", "1"), ("WEAVE_CUDA_ARCHS", f'"{compiler.archs}"')]
-                ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+                try:
+                    self.add_cuda(ext, compiler, with_nvshmem)
+                except subprocess.CalledProcessError:
+                    if with_nvshmem is None or os.environ.get("WEAVE_NVSHMEM") == "1":
+                        raise
+                    say(f"fabric nvshmem is left out: the NVSHMEM in {with_nvshmem} does not compile with {nvcc}")
+                    self.extensions.remove(ext)
         super().build_extensions()
+
+    def add_cuda(self, ext: Pybind11Extension, compiler: CudaCompiler, nvshmem: Path | None) -> None:
+        """Compiles an extension's CUDA sources, and says how it is linked with them."""
+        objects = compiler.compile_all(sources(".cu", nvshmem=nvshmem is not None), nvshmem)
+        ext.extra_link_args.append(f"-L{compiler.library_dir}")
+        if nvshmem is not None:
+            objects.append(compiler.link_device(objects, nvshmem))
+            library = nvshmem / "lib"
+            ext.extra_link_args += [f"-L{library}", "-lnvshmem_device", "-l:libnvshmem_host.so.3"]
+            # Of the package that is installed beside this one; else that of the build.
+            ext.extra_link_args += [f"-Wl,-rpath,$ORIGIN/../nvidia/nvshmem/lib:{library}"]
+            ext.optional = os.environ.get("WEAVE_NVSHMEM") != "1"
+        ext.extra_objects = [*ext.extra_objects, *objects]
+        ext.depends = [*ext.depends, *objects]
+        ext.define_macros += [("WEAVE_WITH_CUDA", "1"), ("WEAVE_CUDA_ARCHS", f'"{compiler.archs}"')]
+        ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
 
 
 def extension(name: str, cpp: list[str]) -> Pybind11Extension:

@@ -139,7 +139,7 @@ def build(setup_module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "--version) echo release 13.0 ;;\n"
         "--list-gpu-code) printf 'sm_80\\nsm_90\\nsm_100\\nsm_120\\n' ;;\n"
         f"--dryrun) echo '#$ TOP={tmp_path}' >&2 ;;\n"
-        f'-c) echo "$@" >> {tmp_path}/asked; touch "$4" ;;\n'
+        f'-c) echo "$@" >> {tmp_path}/asked; shift $(($# - 1)); touch "$1" ;;\n'
         "esac\n"
     )
     nvcc.chmod(0o755)
@@ -188,6 +188,31 @@ def test_cuda_objects_are_found_again_by_their_content(
     (tmp_path / "lib64" / "libcudart_static.a").unlink()
     with pytest.raises(SystemExit, match="WEAVE_CUDA=0"):
         compile_all()
+
+
+def test_an_nvshmem_that_does_not_compile_is_left_out(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "include" / "non_abi").mkdir(parents=True)
+    (tmp_path / "include" / "non_abi" / "nvshmem_version.h").touch()
+    monkeypatch.setenv("WEAVE_CUDA_ARCHS", "all")
+    monkeypatch.setattr(build, "find_nvshmem", lambda: tmp_path)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(nvcc.read_text().replace("-c) ", '-c) case "$2" in *nvshmem*) exit 1 ;; esac; '))
+    built: list[str] = []
+    monkeypatch.setattr(build.build_ext, "build_extensions", lambda self: built.extend(e.name for e in self.extensions))
+    for asked, names in (("auto", ["weaveopt._native"]), ("1", [])):
+        monkeypatch.setenv("WEAVE_NVSHMEM", asked)
+        command = build.BuildNative(setuptools.Distribution())
+        extensions = [build.extension(name, []) for name in ("weaveopt._native", build.NVSHMEM_MODULE)]
+        command.extensions, built[:] = extensions, []
+        if asked == "auto":
+            command.build_extensions()
+        else:
+            with pytest.raises(subprocess.CalledProcessError):
+                command.build_extensions()
+        assert built == names
+    assert "fabric nvshmem is left out" in capsys.readouterr().err
 
 
 def test_cuda_is_built_where_it_is_of_use(

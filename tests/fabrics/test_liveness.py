@@ -63,7 +63,7 @@ def test_a_rank_without_descriptors_goes_on_and_still_sees_who_died(world: int, 
     for outcome in outcomes[:-1]:
         assert isinstance(outcome.value, tuple), outcome.error
         message, seconds = outcome.value
-        assert f"rank {world - 1} exited" in message and seconds < 1.0
+        assert f"rank {world - 1} exited" in message and seconds < 5.0
     assert "exit code -9" in outcomes[-1].error
 
 
