@@ -121,7 +121,7 @@ def test_the_op_runs_compiled() -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_are_read_as_they_were_written(call: ExpertsCall) -> None:
     assert decode(call.encode()) == call
-    assert [type(field) for field in astuple(decode(call.encode()))] == [str, bool, bool, float, float, str]
+    assert [type(field) for field in astuple(decode(call.encode()))] == [str, bool, bool, float, float, str, tuple]
 
 
 def test_says_what_is_no_call() -> None:
