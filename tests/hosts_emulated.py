@@ -27,7 +27,7 @@ class Asked(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("hosts", "num_calls", "hidden", "bf16", "vecs", "num_ctas")),
-        *((name, ctypes.c_int32) for name in ("direct", "other_site", "absent_rank")),
+        *((name, ctypes.c_int32) for name in ("norm", "direct", "other_site", "absent_rank")),
         ("seed", ctypes.c_uint32),
         ("tokens", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("partial", "residual", "normalized", "sum")),
@@ -48,6 +48,8 @@ class Case:
     vecs: int = 1
     """Vectors of 16 bytes that a thread holds."""
     num_ctas: int = 2
+    norm: bool = True
+    """Else the sum alone."""
     direct: int = 0
     """1: peers' memory is mapped everywhere; 2: between ranks of which one is even and one odd; 0: nowhere."""
     without_residual: int = -1
@@ -104,7 +106,8 @@ def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
     weight = torch.rand(case.hidden).to(case.dtype) + 0.5
     asked = Asked(
         case.hosts, len(shapes), case.hidden, case.dtype is torch.bfloat16, case.vecs, case.num_ctas,
-        case.direct, case.other_site, case.absent_rank, case.seed, (ctypes.c_int32 * len(shapes))(*case.tokens),
+        case.norm, case.direct, case.other_site, case.absent_rank, case.seed,
+        (ctypes.c_int32 * len(shapes))(*case.tokens),
         _pointers(partial), _pointers(residual), _pointers(normalized), _pointers(total), weight.data_ptr(), EPS,
     )  # fmt: skip
     wrong = (library() if csrc is None else library(csrc)).run(ctypes.byref(asked)).decode()

@@ -35,6 +35,7 @@ extern "C" {
 // Calls one after the other on every rank. Arrays of a call lie one behind the other, [rank][tokens][hidden].
 struct Asked {
     int32_t hosts, num_calls, hidden, bf16, vecs, num_ctas;
+    int32_t norm;         // 0: the sum alone
     int32_t direct;       // of 2: ranks whose number differs by it in parity are mapped; 0: none; 1: all
     int32_t other_site;   // the rank that runs another site in the last call; -1: none
     int32_t absent_rank;  // runs one call less; -1: none
@@ -85,11 +86,11 @@ const char* run(const Asked* asked) {
                 const int64_t bytes = call.tokens * hidden * element;
                 call.partial = static_cast<const char*>(asked->partial[at]) + index * bytes;
                 call.residual = asked->residual[at];
-                call.normalized = static_cast<char*>(asked->normalized[at]) + index * bytes;
+                if (asked->norm != 0) call.normalized = static_cast<char*>(asked->normalized[at]) + index * bytes;
                 call.sum = static_cast<char*>(asked->sum[at]) + index * bytes;
                 call.site = 7 + (at + 1 == asked->num_calls && index == asked->other_site);
                 call.scale = 1.0f;
-                call.norm.spec.kind = NormKind::kRms;
+                call.norm.spec.kind = asked->norm != 0 ? NormKind::kRms : NormKind::kNone;
                 call.norm.spec.eps = asked->eps;
                 call.norm.weight.data = asked->weight;
                 Doubling exchange = doubling(index, asked->hosts);

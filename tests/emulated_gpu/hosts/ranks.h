@@ -4,6 +4,8 @@
 //   a store to a peer's memory   each 8 bytes by themselves, some time later
 //   a put                        the same, and its source may be read at any time until then, at once or in the end
 //
+// Ranks and warps sleep now and then, for a round or for as long as another rank needs to get ahead by a call.
+//
 // Only a kernel's own loads show it what has arrived. Kernels of one rank follow one another, those of different ranks
 // do not wait for each other. A thread that polls in vain is not run again before something has changed; where nothing
 // can change any more, its wait has timed out.
@@ -66,6 +68,7 @@ namespace weave::emulated {
 
 constexpr size_t kStackBytes = 32 << 10;
 constexpr int kSharedFloats = 64;
+constexpr uint32_t kLongest = 400;  // rounds of the scheduler that anything sleeps or travels
 
 struct Dim {
     uint32_t x;
@@ -106,6 +109,8 @@ struct Rank {
     size_t next = 0;
     std::vector<std::unique_ptr<Cta>> ctas;
     std::vector<Thread> threads;
+    uint64_t sleeps_until = 0;  // a round of the scheduler
+    std::vector<uint64_t> warp_sleeps_until;
 };
 
 // 8 bytes on their way; with a source, that is read on arrival.
@@ -113,12 +118,13 @@ struct Flight {
     uint64_t* to;
     const uint64_t* from;
     uint64_t value;
+    uint64_t not_before = 0;  // a round of the scheduler
 };
 
 struct World {
     std::vector<Rank> ranks;
     std::vector<Flight> flights;
-    uint64_t num_changes = 0;
+    uint64_t num_changes = 0, round = 0;
     bool is_stuck = false;
     uint32_t cta_threads;
     std::mt19937 random;
@@ -169,12 +175,16 @@ inline void deliver(const Flight& flight) {
     ++world->num_changes;
 }
 
-// Sooner or later, by chance.
-inline void send(const Flight& flight) {
-    if (world->random() % 4 == 0)
-        deliver(flight);
-    else
-        world->flights.push_back(flight);
+// Mostly 0; else until when something stays where it is.
+inline uint64_t some_delay(uint32_t one_in) {
+    return world->random() % one_in == 0 ? world->round + world->random() % kLongest : 0;
+}
+
+// At once, soon or late, by chance.
+inline void send(Flight flight) {
+    if (world->random() % 4 == 0) return deliver(flight);
+    flight.not_before = some_delay(8);
+    world->flights.push_back(flight);
 }
 
 inline void begin_thread() {
@@ -193,6 +203,7 @@ inline void launch(Rank& rank) {
     const uint32_t grid = rank.grids[rank.next], threads = world->cta_threads;
     rank.ctas.clear();
     rank.threads = std::vector<Thread>(size_t{grid} * threads);
+    rank.warp_sleeps_until.assign(rank.threads.size() / 32, 0);
     for (uint32_t block = 0; block < grid; ++block) {
         rank.ctas.push_back(std::make_unique<Cta>());
         Cta& cta = *rank.ctas.back();
@@ -216,45 +227,50 @@ inline void launch(Rank& rank) {
     ++world->num_changes;
 }
 
-// In a random order, some of them.
-inline void deliver_some() {
+// In a random order, some of those that are due. Whether there was one.
+inline bool deliver_some() {
     std::vector<Flight>& flights = world->flights;
     const uint32_t eagerness = world->random() % 4;
+    bool moved = false;
     for (size_t at = 0; at < flights.size();) {
-        if (world->random() % 4 > eagerness) {
+        std::swap(flights[at], flights[flights.size() - 1 - world->random() % (flights.size() - at)]);
+        if (flights[at].not_before > world->round || world->random() % 4 > eagerness) {
             ++at;
             continue;
         }
-        std::swap(flights[at], flights[flights.size() - 1 - world->random() % (flights.size() - at)]);
-        deliver(flights[at]);
+        const Flight flight = flights[at];
         flights[at] = flights.back();
         flights.pop_back();
+        deliver(flight);
+        moved = true;
     }
+    return moved;
 }
 
-// Whether any thread of the rank ran, or was left out by chance.
-inline bool step(Rank& rank) {
+// Whether any thread of the rank ran. `all`: nobody sleeps.
+inline bool step(Rank& rank, bool all) {
     bool moved = false;
     size_t num_ended = 0;
-    const uint32_t share = world->random() % 4;
+    const uint32_t share = all ? 0 : world->random() % 4;
     const size_t warps = rank.threads.size() / 32;
     for (size_t turn = 0, first = warps > 0 ? world->random() % warps : 0; turn < warps; ++turn) {
         const size_t warp = (first + turn) % warps;
-        const bool sleeps = world->random() % 4 < share;
+        if (world->random() % 4 < share) continue;
+        if (!all && rank.warp_sleeps_until[warp] > world->round) continue;
+        rank.warp_sleeps_until[warp] = some_delay(32);
         for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
             Thread& thread = rank.threads[at];
-            num_ended += thread.ended;
             if (thread.ended || (thread.ready && !thread.ready())) continue;
             if (thread.polls && thread.polled_at == world->num_changes && !world->is_stuck) continue;
             moved = true;
-            if (sleeps) continue;
             thread.ready = nullptr;
             current = &thread;
             swapcontext(&world->scheduler, &thread.context);
             if (world->error) std::rethrow_exception(world->error);
-            num_ended += thread.ended;
         }
     }
+    for (const Thread& thread : rank.threads)
+        num_ended += thread.ended;
     if (num_ended == rank.threads.size() && rank.next < rank.kernels.size()) {
         if (!rank.threads.empty()) ++rank.next;
         rank.threads.clear();
@@ -267,28 +283,28 @@ inline bool step(Rank& rank) {
 // Until every rank has run all of its kernels. Throws what a kernel throws, or where threads wait for ever.
 inline void run(World& now) {
     world = &now;
-    for (;;) {
-        bool moved = false, ended = true;
-        const uint32_t slow = now.random() % (now.ranks.size() + 1);  // a rank that has no turn
-        deliver_some();
+    for (int idle = 0;; ++now.round) {
+        const bool all = idle > 0;
+        bool moved = deliver_some(), ended = true;
         for (Rank& rank : now.ranks) {
-            if (rank.index == static_cast<int32_t>(slow)) {
-                moved |= rank.next < rank.kernels.size() && now.random() % 8 != 0;
-            } else {
-                moved |= step(rank);
+            if (all || rank.sleeps_until <= now.round) {
+                rank.sleeps_until = some_delay(32);
+                moved |= step(rank, all);
             }
             ended &= rank.next == rank.kernels.size();
         }
         if (ended) break;
-        if (moved || !now.flights.empty()) continue;
-        // Nobody could move: once more with all of them before it is for ever.
-        for (Rank& rank : now.ranks)
-            moved |= step(rank);
-        if (moved) continue;
+        if (moved) {
+            idle = 0;
+            continue;
+        }
+        // Nobody could: all wake up, and all that travels is due.
+        now.round += kLongest;
+        if (++idle < 3 || !now.flights.empty()) continue;
         if (now.is_stuck) throw std::runtime_error("threads wait for ever");
         now.is_stuck = true;
     }
-    while (!now.flights.empty())
+    for (now.round += kLongest; !now.flights.empty();)
         deliver_some();
 }
 
