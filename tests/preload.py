@@ -40,15 +40,16 @@ def _captured(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> ob
 
 
 def warm_up() -> None:
-    """Compiles once what the first graph of a process has torch load and trace: seconds of every rank that compiles."""
+    """Compiles once what the first graph of a process has torch load and trace: seconds of every rank that compiles.
+
+    No gradients: to trace them, a torch that is built for accelerators starts threads.
+    """
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread
     torch.set_num_threads(1)
     for dynamic in (False, True):
         with torch.no_grad(), torch._inductor.config.patch(compile_threads=1):  # more than one is a thread here
             for backend in (_captured, "inductor"):
                 torch.compile(_Block(), backend=backend, dynamic=dynamic)(torch.ones(4, 8))
-        # Of training too, where the graph of both passes is traced; running the second one may start threads.
-        torch.compile(_Block(), backend=_captured, dynamic=dynamic)(torch.ones(4, 8))
         torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     tasks = os.listdir("/proc/self/task")
