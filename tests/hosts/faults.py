@@ -22,8 +22,8 @@ LONG_S = 30.0
 """Both, where nobody has to."""
 STORE_S = 5.0
 """What a store that does not answer gets beyond the timeout."""
-SLACK_S = 4.0
-"""What two busy cores take for the rest: some of these waits end while other ranks load torch."""
+SLACK_S = 1.5
+"""What two busy cores take for the rest."""
 _NEAR = Link(delay_us=20)
 
 

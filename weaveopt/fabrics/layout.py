@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics.topology import Group, Payload
@@ -129,16 +129,28 @@ class Layout:
         return json.dumps({"buffers": buffers, "transient": self.transient_bytes, "floor": self.floor_bytes})
 
 
-A = TypeVar("A")
+class LaidOut(Protocol):
+    """An arena."""
+
+    @property
+    def layout(self) -> Layout: ...
 
 
-def first_that_fits(layouts: Sequence[Layout], make: Callable[[Layout], A]) -> A:
-    """What `make` makes of the first layout that it can: where memory is short, an arena is just large enough.
+L = TypeVar("L", bound=LaidOut)
 
-    `make` raises `ArenaError` on all ranks or on none, so all come to the same.
+
+def with_room(current: L | None, asked: Layout, make: Callable[[Layout], L]) -> L:
+    """`current` where it has room for what is asked for, else what `make` makes in its place, which has it too.
+
+    Where memory is short, that is just large enough: `make` raises `ArenaError` on all ranks or on none, so all come to
+    the same.
     """
-    *larger, exact = dict.fromkeys(layouts)
-    for layout in larger:
+    exact = layout = asked.filled()
+    if current is not None:
+        if current.layout.holds(asked):
+            return current
+        exact, layout = current.layout.union(asked), current.layout.grown(asked)
+    if layout != exact:
         with suppress(ArenaError):
             return make(layout)
     return make(exact)

@@ -23,7 +23,7 @@ from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.arenas import Arenas
-from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.peer import PeerArena, missing_code, one_line, raise_if_any
 from weaveopt.fabrics.topology import Exchange, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
@@ -75,15 +75,10 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     if topology.fake:
         raise ArenaError(f"group {name!r}: no memory shared by GPUs without peers")
     current = _arenas.current(name)
-    asked = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
-    exact = layout = asked.filled()
-    if current is not None:
-        if current.layout.holds(asked):
-            return current
-        exact, layout = current.layout.union(asked), current.layout.grown(asked)
-    channel = topologies.exchange(name, timeout_s)
-    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
-    _arenas.put(name, arena, lambda old: old.unbind())
+    asked, channel = Layout.of(plan, floor_bytes - _TRAITS.header_bytes), topologies.exchange(name, timeout_s)
+    arena = with_room(current, asked, lambda each: _make(topology, each, channel, timeout_s))
+    if arena is not current:
+        _arenas.put(name, arena, lambda old: old.unbind())
     return arena
 
 

@@ -26,7 +26,7 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
-from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
@@ -158,15 +158,10 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     if topology.fake:
         raise ArenaError(f"group {name!r}: no memory shared by GPUs without peers")
     current = _arenas.current(name)
-    asked = Layout.of(plan, floor_bytes - _TRAITS.header_bytes)
-    exact = layout = asked.filled()
-    if current is not None:
-        if current.layout.holds(asked):
-            return current
-        exact, layout = current.layout.union(asked), current.layout.grown(asked)
-    channel = topologies.exchange(name, timeout_s)
-    arena = first_that_fits((layout, exact), lambda each: _make(topology, each, channel, timeout_s))
-    _arenas.put(name, arena, _retire)
+    asked, channel = Layout.of(plan, floor_bytes - _TRAITS.header_bytes), topologies.exchange(name, timeout_s)
+    arena = with_room(current, asked, lambda each: _make(topology, each, channel, timeout_s))
+    if arena is not current:
+        _arenas.put(name, arena, _retire)
     return arena
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
-from weaveopt.fabrics.layout import Layout, expect_equal_layouts, first_that_fits
+from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
 from weaveopt.solver.placement import aligned
@@ -119,13 +119,7 @@ def grown(
     current: ShmArena | None, group: Group, plan: MemoryPlan, floor_bytes: int, channel: Exchange, timeout_s: float
 ) -> ShmArena:
     """`current` where it has room for `plan`, else one in its place: the caller closes `current` then."""
-    asked = Layout.of(plan, floor_bytes)
-    exact = layout = asked.filled()
-    if current is not None:
-        if current.layout.holds(asked):
-            return current
-        exact, layout = current.layout.union(asked), current.layout.grown(asked)
-    return first_that_fits((layout, exact), lambda each: _make(group, each, channel, timeout_s))
+    return with_room(current, Layout.of(plan, floor_bytes), lambda each: _make(group, each, channel, timeout_s))
 
 
 def _make(group: Group, layout: Layout, channel: Exchange, timeout_s: float) -> ShmArena:
