@@ -23,6 +23,7 @@ Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 """`gate_up` and `down`, each followed by its bias."""
 Call = Callable[[int], Tensor]
 """Computes the case by the routing of this number."""
+Activate = Callable[[Tensor], Tensor]
 
 PEAK_BYTES_PER_US = 4.1e6
 PEAK_FLOPS_PER_US = 720e6
@@ -33,6 +34,20 @@ MOST_BATCHED_BYTES = 24e9
 """Of weights that `batched_mm` would copy."""
 SILU = ExpertsCall(ActivationName.SILU, gated=True)
 CLAMPED = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
+
+
+def silu_times_up(z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def clamped_swish(z: Tensor) -> Tensor:
+    gate, up = z[..., ::2].clamp(max=CLAMPED.limit), z[..., 1::2].clamp(-CLAMPED.limit, CLAMPED.limit)
+    return (up + 1) * gate * torch.sigmoid(CLAMPED.alpha * gate)
+
+
+ACTIVATE: Mapping[ExpertsCall, Activate] = MappingProxyType({SILU: silu_times_up, CLAMPED: clamped_swish})
+"""As models write them: Inductor traces these."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +139,18 @@ class Data:
         return run
 
     def grouped(self) -> Call:
-        run = compiled(grouped)
-        return lambda at: run(self.operands(at), self.model.call)
+        run, act = compiled(grouped), ACTIVATE[self.model.call]
+        return lambda at: run(self.operands(at), act)
 
     def batched(self) -> Call:
-        run = compiled(batched)
-        return lambda at: run(self.operands(at), self.model.call)
+        run, act = compiled(batched), ACTIVATE[self.model.call]
+        return lambda at: run(self.operands(at), act)
 
     def grouped_alone(self) -> Call:
         """Both GEMMs and the activation, of rows that were sorted and gathered beforehand; nothing is added up."""
-        run = compiled(between_grouped)
+        run, act = compiled(between_grouped), ACTIVATE[self.model.call]
         ready = [sorted_rows(self.operands(at)) for at in range(NUM_ROUTINGS)]
-        return lambda at: run(ready[at], self.operands(at), self.model.call)
+        return lambda at: run(ready[at], self.operands(at), act)
 
     def runs_hopper(self) -> bool:
         """Whether calls that name the native kernels are other than one with Triton's."""
@@ -200,25 +215,25 @@ def sorted_rows(of: Operands) -> Sorted:
     return Sorted(rows, ids.clamp(max=num_experts - 1), (ids >= num_experts)[:, None], ends, order)
 
 
-def between_grouped(ready: Sorted, of: Operands, call: ExpertsCall) -> Tensor:
+def between_grouped(ready: Sorted, of: Operands, act: Activate) -> Tensor:
     inner = torch._grouped_mm(ready.rows, of.gate_up.transpose(1, 2), ready.ends)
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ready.experts]
-    result = torch._grouped_mm(call.act(inner), of.down.transpose(1, 2), ready.ends)
+    result = torch._grouped_mm(act(inner), of.down.transpose(1, 2), ready.ends)
     return result if of.down_bias is None else result + of.down_bias[ready.experts]
 
 
-def grouped(of: Operands, call: ExpertsCall) -> Tensor:
+def grouped(of: Operands, act: Activate) -> Tensor:
     """What models of transformers do in prefill."""
     ready = sorted_rows(of)
-    rows = between_grouped(ready, of, call)
+    rows = between_grouped(ready, of, act)
     weighted = (rows * of.weights.reshape(-1)[ready.order][:, None]).masked_fill(ready.foreign, 0.0)
     back = torch.empty_like(ready.order)
     back[ready.order] = torch.arange(len(ready.order), device=back.device)
     return weighted[back].view(*of.experts.shape, -1).sum(1).to(of.x.dtype)
 
 
-def batched(of: Operands, call: ExpertsCall) -> Tensor:
+def batched(of: Operands, act: Activate) -> Tensor:
     """What they do in decode: weights are read for each token and choice."""
     ids = of.experts.reshape(-1)
     foreign = ids >= len(of.gate_up)
@@ -227,7 +242,7 @@ def batched(of: Operands, call: ExpertsCall) -> Tensor:
     inner = torch.bmm(of.gate_up[ids], rows[..., None])[..., 0]
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ids]
-    result = torch.bmm(of.down[ids], call.act(inner)[..., None])[..., 0]
+    result = torch.bmm(of.down[ids], act(inner)[..., None])[..., 0]
     if of.down_bias is not None:
         result = result + of.down_bias[ids]
     weights = of.weights.reshape(-1).masked_fill(foreign, 0.0)

@@ -62,7 +62,7 @@ def is_right(call: Call, want: torch.Tensor, what: str) -> bool:
 
 def rows_of(case: Case, data: Data, without: list[str]) -> list[record.Row]:
     want = expected(data.operands(0), data.model.call)
-    graphs = {}
+    graphs, kept = {}, []
     ours: dict[str, Callable[[Data], Call]] = {
         str(kernels): partial(Data.planned, kernels=kernels) for kernels in Kernels
     }
@@ -73,6 +73,7 @@ def rows_of(case: Case, data: Data, without: list[str]) -> list[record.Row]:
             continue
         try:
             call = make(data)
+            kept.append(call)  # with what its graph reads
             # Alone, rows stay in the order of experts: there is nothing to compare.
             if name == "grouped_mm_alone" or is_right(call, want, name):
                 graphs[name] = capture(call)
