@@ -7,9 +7,9 @@ A case is one rank's share of a layer's experts, on the tokens of all ranks; bf1
 sequences that transformers runs, compiled; `grouped_mm_alone` its two GEMMs and the activation, of rows that were
 sorted beforehand. Each variant's calls run in one CUDA graph over several routings in turn; graphs are replayed in
 turns, and a time is the median. The bound is the larger of active weights at 4.1 TB/s and FLOPs at 720 TFLOP/s.
-A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper` and `hopper_few`,
-for many rows an expert and for few; all beside the same baselines. Those of few rows are to read the active weights at
-85 % of the bound or more while experts have up to 32 rows: each row prints what it reaches.
+A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper`; both beside the
+same baselines. Up to 512 tokens the active weights are to be read at 85 % of the bound or more: each row prints what it
+reaches.
 
 `--sweep` times every launch that `candidates` of the plan lists instead: what the plan is fitted from.
 """
@@ -85,11 +85,10 @@ def rows_of(case: Case, data: Data, without: list[str]) -> list[record.Row]:
 
 
 def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str, float]) -> record.Row:
-    num_sms, gated = gpu.num_sms(data.x.device), data.model.call.gated
     if kernels == Kernels.TRITON:
-        tile = brief(plan(data.shape, num_sms))
+        tile = brief(plan(data.shape, gpu.num_sms(data.x.device)))
     else:
-        tile = hopper_tile(hopper.plan(data.shape, kernels, num_sms, gated))
+        tile = hopper_tile(hopper.plan(data.shape))
     gb, tflops = data.weight_bytes / us / 1e3, data.flops / us / 1e6
     others = " ".join(f"{name} {us:.1f}" for name, us in baselines.items())
     print(
@@ -108,8 +107,7 @@ def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str,
 
 
 def hopper_tile(how: hopper.HopperPlan) -> str:
-    splits = f"splits {how.gate_up_splits} and {how.down_splits}, " if how.gate_up_splits else ""
-    return f"rows {how.rows}, {splits}group {how.group}, combine {how.combine_columns}"
+    return f"rows {how.rows}, group {how.group}, combine {how.combine_columns}"
 
 
 def brief(how: Plan) -> str:

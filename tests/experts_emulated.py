@@ -35,7 +35,7 @@ class NativeCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("choices", "group", "gated", "interleaved", "activation")),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
-        ("splits", ctypes.c_int32),
+        ("across", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
     )
@@ -66,21 +66,16 @@ def routed(experts: Tensor, shape: Shape, tile_rows: int) -> tuple[Tensor, Tenso
         mine = [row for row, each in enumerate(chosen) if each == expert]
         end = first + len(mine)
         order[first:end] = torch.tensor(mine, dtype=torch.int32)
-        tiles += [[expert, begin, end, -1] for begin in range(first, end, tile_rows)]
+        tiles += [[expert, begin, end, first] for begin in range(first, end, tile_rows)]
         first = end
     return order, torch.tensor([[len(tiles), -1, -1, -1], *tiles], dtype=torch.int32)
 
 
-def rows_of(
-    operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int, splits: int = 0
-) -> tuple[Tensor, Tensor]:
-    """What both GEMMs leave, of contiguous weights: `inner` by position, `results` by row; the rest is `POISON`.
-
-    `splits`: 0 for the kernels of many rows, else of few, with so many CTAs for each tile's depth.
-    """
+def rows_of(operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int) -> tuple[Tensor, Tensor]:
+    """What both GEMMs leave, of weights that are contiguous or transposed ones that were: `inner` by position,
+    `results` by row; the rest is `POISON`."""
     shape = checked_shape(operands, call)
-    tile_rows = _native.EXPERT_FEW_TILE_ROWS if splits else _native.EXPERT_TILE_ROWS
-    order, table = routed(operands.experts, shape, tile_rows)
+    order, table = routed(operands.experts, shape, _native.EXPERT_TILE_ROWS)
     inner = torch.full((shape.rows, shape.inner), POISON, dtype=torch.bfloat16)
     results = torch.full((shape.rows, shape.hidden), POISON, dtype=torch.bfloat16)
 
@@ -92,19 +87,17 @@ def rows_of(
         at(order), at(table), at(inner), at(results),
         shape.rows, shape.experts, shape.hidden, shape.inner, operands.x.stride(0),
         shape.choices, group, call.gated, call.interleaved, activation_number(call.activation),
-        call.alpha, call.limit, splits, num_sms, seed,
+        call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed,
     )  # fmt: skip
     wrong = library().run(ctypes.byref(asked)).decode()
     assert not wrong, wrong
     return inner, results
 
 
-def emulated(
-    operands: Operands, call: ExpertsCall, num_sms: int = 4, seed: int = 0, group: int = 2, splits: int = 0
-) -> Tensor:
+def emulated(operands: Operands, call: ExpertsCall, num_sms: int = 4, seed: int = 0, group: int = 2) -> Tensor:
     """`weave::moe_experts` by these GEMMs and the CPU's sum; asserts that nothing but own rows was written."""
     shape = checked_shape(operands, call)
-    inner, results = rows_of(operands, call, num_sms, seed, group, splits)
+    inner, results = rows_of(operands, call, num_sms, seed, group)
     own = (operands.experts >= 0) & (operands.experts < shape.experts)
     assert (inner[int(own.sum()) :] == POISON).all(), "rows behind the last expert's were written"
     assert (results[~own.flatten()] == POISON).all(), "rows of foreign choices were written"

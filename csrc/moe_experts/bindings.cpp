@@ -2,8 +2,8 @@
 // grouped.h.
 #include "base/bindings.h"
 
-#include "moe_experts/few_rows_tiles.h"
 #include "moe_experts/grouped.h"
+#include "moe_experts/tiles.h"
 
 namespace py = pybind11;
 
@@ -11,9 +11,6 @@ namespace weave {
 
 void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
-    m.attr("EXPERT_FEW_TILE_ROWS") = py::int_(moe_experts::kFewTileRows);
-    m.attr("EXPERT_FEW_WEIGHT_ROWS") = py::int_(moe_experts::kBoxes * moe_experts::kFewBoxRows);
-    m.attr("EXPERT_MOST_SPLITS") = py::int_(moe_experts::kMostSplits);
 }
 
 #ifdef WEAVE_WITH_CUDA
@@ -23,19 +20,22 @@ void bind_moe_experts_cuda(py::module_& m) {
     using moe_experts::Weight;
     py::class_<Weight>(m, "ExpertWeight")
         .def(py::init([](uintptr_t data, int64_t experts, int64_t rows, int64_t expert_stride, int64_t row_stride,
-                         uintptr_t bias) {
-                 return Weight{reinterpret_cast<const void*>(data), experts, rows, expert_stride, row_stride,
-                               reinterpret_cast<const void*>(bias)};
+                         int64_t depth_stride, uintptr_t bias) {
+                 return Weight{
+                     reinterpret_cast<const void*>(data), experts, rows, expert_stride, row_stride, depth_stride,
+                     reinterpret_cast<const void*>(bias)};
              }),
              py::arg("data"), py::arg("experts"), py::arg("rows"), py::arg("expert_stride"), py::arg("row_stride"),
-             py::arg("bias"), "[experts, rows, depth]: addresses, strides in elements; a bias of 0 is none.");
+             py::arg("depth_stride"), py::arg("bias"),
+             "[experts, rows, depth]: addresses, strides in elements, of which that of rows or of the depth is 1; a "
+             "bias of 0 is none.");
     py::class_<Routing>(m, "ExpertRouting")
         .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group) {
                  return Routing{reinterpret_cast<const int32_t*>(order), reinterpret_cast<const int32_t*>(table),
                                 num_rows, group};
              }),
              py::arg("order"), py::arg("table"), py::arg("num_rows"), py::arg("group"),
-             "What the routing kernels left, in tiles of EXPERT_TILE_ROWS, or with splits of EXPERT_FEW_TILE_ROWS.");
+             "What the routing kernels left, in tiles of EXPERT_TILE_ROWS.");
     py::class_<Gate>(m, "ExpertGate")
         .def(py::init([](bool gated, bool interleaved, int32_t activation, float alpha, float limit) {
                  return Gate{gated, interleaved, activation, alpha, limit};
@@ -44,26 +44,25 @@ void bind_moe_experts_cuda(py::module_& m) {
     m.def(
         "experts_gate_up",
         [](uintptr_t x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight, const Routing& routing,
-           const Gate& gate, int32_t splits, uintptr_t inner, DType dtype, uintptr_t stream) {
+           const Gate& gate, uintptr_t inner, DType dtype, uintptr_t stream) {
             py::gil_scoped_release release;
             return moe_experts::run_gate_up(reinterpret_cast<const void*>(x), x_stride, hidden, choices, weight,
-                                            routing, gate, splits, reinterpret_cast<void*>(inner), dtype,
+                                            routing, gate, reinterpret_cast<void*>(inner), dtype,
                                             reinterpret_cast<void*>(stream));
         },
         py::arg("x"), py::arg("x_stride"), py::arg("hidden"), py::arg("choices"), py::arg("weight"), py::arg("routing"),
-        py::arg("gate"), py::arg("splits"), py::arg("inner"), py::arg("dtype"), py::arg("stream"),
-        "inner[p] = act(x[order[p] / choices] @ weight[expert of p].T + bias) on Hopper. A CUDA error code. "
-        "`splits`: 0 for many rows an expert; for few, the CTAs that share a tile's depth: 1, 2, 4 or 8.");
+        py::arg("gate"), py::arg("inner"), py::arg("dtype"), py::arg("stream"),
+        "inner[p] = act(x[order[p] / choices] @ weight[expert of p].T + bias) on Hopper. A CUDA error code.");
     m.def(
         "experts_down",
-        [](uintptr_t inner, int64_t inner_width, const Weight& weight, const Routing& routing, int32_t splits,
-           uintptr_t results, DType dtype, uintptr_t stream) {
+        [](uintptr_t inner, int64_t inner_width, const Weight& weight, const Routing& routing, uintptr_t results,
+           DType dtype, uintptr_t stream) {
             py::gil_scoped_release release;
-            return moe_experts::run_down(reinterpret_cast<const void*>(inner), inner_width, weight, routing, splits,
+            return moe_experts::run_down(reinterpret_cast<const void*>(inner), inner_width, weight, routing,
                                          reinterpret_cast<void*>(results), dtype, reinterpret_cast<void*>(stream));
         },
-        py::arg("inner"), py::arg("inner_width"), py::arg("weight"), py::arg("routing"), py::arg("splits"),
-        py::arg("results"), py::arg("dtype"), py::arg("stream"),
+        py::arg("inner"), py::arg("inner_width"), py::arg("weight"), py::arg("routing"), py::arg("results"),
+        py::arg("dtype"), py::arg("stream"),
         "results[order[p]] = inner[p] @ weight[expert of p].T + bias on Hopper. A CUDA error code.");
     m.def("experts_unsupported", &moe_experts::unsupported, py::arg("dtype"), py::arg("hidden"), py::arg("inner"),
           py::arg("addresses"), py::arg("device"),

@@ -3,8 +3,7 @@
 //   inner[p] = act(x[order[p] / choices] * gate_up[expert of p]^T + bias)
 //   results[order[p]] = inner[p] * down[expert of p]^T + bias
 //
-// for positions p of rows sorted by expert, in tiles by the table of ops/moe_experts/routing_kernels.py: of 256 rows
-// for the kernels of many rows an expert (grouped.cuh), of 32 for those of few (few_rows.cuh).
+// for positions p of rows sorted by expert, in tiles of 256 rows by the table of ops/moe_experts/routing_kernels.py.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +12,14 @@
 
 namespace weave::moe_experts {
 
-// Of all experts, [experts, rows, depth]; strides in elements, those along the depth are 1.
+// Of all experts, [experts, rows, depth]; strides in elements. That of rows or that of the depth is 1.
 struct Weight {
     const void* data;
     int64_t experts;
     int64_t rows;
     int64_t expert_stride;
     int64_t row_stride;
+    int64_t depth_stride;
     const void* bias;  // [experts, rows], contiguous; or null
 };
 
@@ -43,13 +43,12 @@ struct Gate {
 const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device);
 
 // `x` [tokens, hidden] with `x_stride` elements from row to row, `inner` [num_rows, inner_width] contiguous. Both
-// enqueue a kernel and return a CUDA error code; 0 is success. `splits`: 0 for the kernels of many rows; else how many
-// CTAs share the depth of a tile of those of few, 1, 2, 4 or 8.
+// enqueue a kernel and return a CUDA error code; 0 is success.
 int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight,
-                const Routing& routing, const Gate& gate, int32_t splits, void* inner, DType dtype, void* stream);
+                const Routing& routing, const Gate& gate, void* inner, DType dtype, void* stream);
 
 // `results` [num_rows, hidden] contiguous: rows of choices that no expert of the weight has are not written.
-int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, int32_t splits,
-             void* results, DType dtype, void* stream);
+int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
+             DType dtype, void* stream);
 
 }  // namespace weave::moe_experts

@@ -1,7 +1,8 @@
 // Which tile a cluster computes when, and where its pieces lie in shared memory: plain arithmetic, for host and device.
 //
-// The two CTAs of a cluster compute 256 rows of one expert, 128 each, by 256 rows of its weight: so a tile of the
-// routing table (ops/moe_experts/routing_kernels.py) has 256 rows here.
+// The two CTAs of a cluster compute up to 256 rows of one expert, half of them each, by 256 rows of its weight: so a
+// tile of the routing table (csrc/moe_experts/routing.h) has up to 256 rows. Weights are the left operand, whose rows a
+// multiply takes 64 at a time, and tokens the right one: of those it takes any multiple of 8.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +11,22 @@
 
 namespace weave::moe_experts {
 
-constexpr int32_t kPanelRows = 128;  // of a CTA
+constexpr int32_t kPanelRows = 128;  // of a CTA, at most
 constexpr int32_t kTileRows = 2 * kPanelRows;
-constexpr int32_t kBoxRows = 128;  // of the weight, in one copy
-constexpr int32_t kBoxes = 2;      // a tile has: gate and up, or two that follow one another
-constexpr int32_t kWeightRows = kBoxes * kBoxRows;
+constexpr int32_t kOctetRows = 8;
+constexpr int32_t kOctets = kPanelRows / kOctetRows;
+constexpr int32_t kBlockRows = 64;  // of the weight, in one copy and one multiply
+constexpr int32_t kBlocks = 4;      // a tile has: two of each consumer, which lie side by side or are gates and ups
+constexpr int32_t kWeightRows = kBlocks * kBlockRows;
 constexpr int32_t kDepth = 64;           // of a stage: rows of 128 bytes
 constexpr int32_t kChunks = 8;           // of 16 bytes, in such a row
 constexpr int32_t kChunkElements = 8;    // of 2 bytes
 constexpr int32_t kGatherThreads = 128;  // bring the rows of a stage
 constexpr int32_t kRowsAPass = kGatherThreads / kChunks;
 constexpr int32_t kPasses = kPanelRows / kRowsAPass;
-constexpr int32_t kStagedColumns = 128;  // of results, that leave shared memory at once
-constexpr int32_t kStagedRows = 16;      // of a warp
-constexpr int32_t kStagedChunks = kStagedColumns / kChunkElements;
+constexpr int32_t kLoadRows = 32;  // of what the first GEMM left, in one copy
+constexpr int32_t kBlockBytes = kBlockRows * kDepth * 2;
+constexpr int32_t kPanelBytes = kPanelRows * kDepth * 2;
 
 struct Item {
     int32_t tile;    // of the table
@@ -44,7 +47,34 @@ struct ItemOrder {
     }
 };
 
-// A row of a stage has its 16-byte chunks exchanged by the 128-byte swizzle, as wgmma reads it (gemm/wgmma.cuh).
+// Positions among rows sorted by expert.
+struct Rows {
+    int32_t first;
+    int32_t count;
+};
+
+// Of an expert's rows, from `begin` to `end`, those of the tile that begins at `first` in the table. There tiles have
+// 256 rows and the last one what is left; here they are equally long, up to a multiple of 16, so that none is short.
+WEAVE_HOST_DEVICE constexpr Rows even_rows(int32_t begin, int32_t first, int32_t end) {
+    const int32_t rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
+    const int32_t each = ((rows + tiles - 1) / tiles + 2 * kOctetRows - 1) / (2 * kOctetRows) * (2 * kOctetRows);
+    const int32_t at = begin + (first - begin) / kTileRows * each;
+    return {at, each < end - at ? each : end - at};
+}
+
+// Octets of a tile's rows that each CTA multiplies: half of them.
+WEAVE_HOST_DEVICE constexpr int32_t octets_of(int32_t rows) {
+    return (rows + 2 * kOctetRows - 1) / (2 * kOctetRows);
+}
+
+// CTA `rank`'s of a tile's rows; none, or fewer than it multiplies, where the tile ends before.
+WEAVE_HOST_DEVICE constexpr Rows own_rows(Rows tile, int32_t rank) {
+    const int32_t most = octets_of(tile.count) * kOctetRows, skipped = rank * most, left = tile.count - skipped;
+    return {tile.first + skipped, left < 0 ? 0 : left < most ? left : most};
+}
+
+// A row of 128 bytes has its 16-byte chunks exchanged by the 128-byte swizzle, as wgmma reads it (gemm/wgmma.cuh).
+// Results lie so too, until they leave shared memory.
 WEAVE_HOST_DEVICE constexpr int32_t chunk_offset(int32_t row, int32_t chunk) {
     return row * kChunks * 16 + (chunk ^ row % 8) * 16;
 }
@@ -55,16 +85,6 @@ WEAVE_HOST_DEVICE constexpr int32_t gathered_chunk(int32_t thread) {
 }
 WEAVE_HOST_DEVICE constexpr int32_t gathered_row(int32_t thread, int32_t pass) {
     return thread / kChunks + pass * kRowsAPass;
-}
-
-// How many passes bring all rows that are multiplied: those of consumers with any row.
-WEAVE_HOST_DEVICE constexpr int32_t passes_of(int32_t rows) {
-    return rows > kPanelRows / 2 ? kPasses : rows > 0 ? kPasses / 2 : 0;
-}
-
-// Of results in a warp's part of shared memory, so that neither 8 rows of a chunk nor 8 chunks of a row share a bank.
-WEAVE_HOST_DEVICE constexpr int32_t staged_offset(int32_t row, int32_t chunk) {
-    return row * kStagedChunks * 16 + (chunk ^ row % 8) * 16;
 }
 
 }  // namespace weave::moe_experts

@@ -1,4 +1,4 @@
-// What a grid of the experts' GEMMs computes, of many rows (grouped.cuh) or of few (few_rows.cuh).
+// What a grid of the experts' GEMMs computes.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,30 @@
 
 namespace weave::moe_experts {
 
-// Which GEMM, and what a tile's two boxes of the weight are: of 128 rows for many rows, of 64 for few.
+// Which GEMM, and what the four blocks of 64 rows of the weight are that a tile has.
 enum class Product : int32_t {
-    kGated = 0,  // first: gates and ups of the same columns
-    kPlain = 1,  // first, without a gate: columns that follow one another
-    kDown = 2,   // second: the same
+    kGated = 0,  // first: gates, ups of the same columns, and both again
+    kPairs = 1,  // first: gate, up, gate, up by rows
+    kPlain = 2,  // first, without a gate
+    kDown = 3,   // second
 };
 
+WEAVE_HOST_DEVICE constexpr bool is_gated(Product product) {
+    return product == Product::kGated || product == Product::kPairs;
+}
+
+// Columns of the result that a tile of the weight makes.
+WEAVE_HOST_DEVICE constexpr int32_t tile_columns(bool gated) {
+    return gated ? kWeightRows / 2 : kWeightRows;
+}
+
 struct Work {
-    CUtensorMap weight[kBoxes];  // by x, row and expert
-    CUtensorMap rows;            // second GEMM, many rows: what the first one left, in boxes of 128 rows
-    const int32_t* table;        // routing_kernels.py
+    CUtensorMap weight[2];  // by depth, row and expert; of weights whose rows lie side by side by row, depth and
+                            // expert. kGated: of gates and of ups; else the first one
+    CUtensorMap rows;       // second GEMM: what the first one left, in boxes of 32 rows
+    const int32_t* table;   // routing.h
     const int32_t* order;
-    const uint8_t* x;     // first GEMM; few rows, second GEMM: what the first one left
+    const uint8_t* x;     // first GEMM
     const void* bias;     // of T, or null
     void* out;            // of T
     int64_t bias_stride;  // elements, from expert to expert

@@ -3,10 +3,9 @@
 by_expert     CPU ranks: tokens sorted by expert, the library's GEMMs over the rows of each
 kernels       GPUs: routing, two grouped GEMMs that gather and scatter rows themselves, and a sum in the choices' order,
               in Triton
-hopper        the same with GEMMs of our own, for compute capability 9.0, made for experts with many rows
-hopper few    those made for experts with few rows, where weights are streamed
+hopper        the same with GEMMs of our own, for compute capability 9.0
 
-Which of the last three serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
+Which of the last two serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
 several counts holds a table of them; every kernel takes any number of rows.
 """
 
@@ -28,7 +27,7 @@ from weaveopt.sites.mixture import MixtureFacts
 from weaveopt.solver.boundaries import runs
 
 RULE = "moe_fused"
-BY_EXPERT, KERNELS, HOPPER, HOPPER_FEW = "by_expert", "kernels", "hopper", "hopper few"
+BY_EXPERT, KERNELS, HOPPER = "by_expert", "kernels", "hopper"
 HALVES = ("bfloat16", "float16")
 ROW_MULTIPLE = 8
 """Elements: rows of the Hopper kernels' operands begin at multiples of 16 bytes."""
@@ -43,7 +42,7 @@ class Host:
     """GPUs are here, and the Hopper kernels do not run on them."""
 
 
-CURVES = {KERNELS: "", HOPPER: HOPPER, HOPPER_FEW: HOPPER_FEW}
+CURVES = {KERNELS: "", HOPPER: HOPPER}
 """What the kernels of a candidate are called in a profile."""
 VARIANTS = {name: variant for variant, name in CURVES.items()}
 
@@ -66,13 +65,11 @@ def mixture_of(facts: MixtureFacts, tokens: int, skew: Skew) -> Mixture:
 
 def candidates(
     facts: MixtureFacts,
-    transposed: bool,
     tokens: TokenCounts,
     surroundings: Surroundings,
     host: Host,
     usable_only: bool,
 ) -> Iterator[Candidate]:
-    """`transposed`: whether a weight lies as `[experts, in, out]`."""
     machine = surroundings.machine
     mixture = mixture_of(facts, tokens.hint, machine.skew)
     sizes = (("active_experts", mixture.active), ("rows", mixture.rows))
@@ -84,8 +81,8 @@ def candidates(
         yield Candidate(RULE, Fabric.LIBRARY, BY_EXPERT, parameters, Estimate(terms, machine.relative_error))
         return
     against = tuple(_against(facts, host))
-    against_hopper = (*against, *_against_hopper(facts, transposed, host))
-    refused = {KERNELS: against, HOPPER: against_hopper, HOPPER_FEW: against_hopper}
+    against_hopper = (*against, *_against_hopper(facts, host))
+    refused = {KERNELS: against, HOPPER: against_hopper}
     able = [name for variant, name in CURVES.items() if not refused[variant]]
     fastest = fastest_kernels(machine, mixture, able)
     for variant, reasons in refused.items():
@@ -125,9 +122,7 @@ def _against(facts: MixtureFacts, host: Host) -> Iterator[Rejection]:
         yield Rejection("triton_missing", "Triton, which compiles the kernels, is not installed")
 
 
-def _against_hopper(facts: MixtureFacts, transposed: bool, host: Host) -> Iterator[Rejection]:
-    if transposed:
-        yield Rejection("weights_transposed", "the Hopper kernels read weights that are contiguous along their inputs")
+def _against_hopper(facts: MixtureFacts, host: Host) -> Iterator[Rejection]:
     if facts.hidden % ROW_MULTIPLE or facts.width % ROW_MULTIPLE:
         message = f"rows of the Hopper kernels' operands are of a multiple of {ROW_MULTIPLE} elements"
         yield Rejection("rows_not_aligned", message, (("hidden", facts.hidden), ("width", facts.width)))

@@ -28,7 +28,7 @@ from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.gpu import has_triton
 from weaveopt.ops.moe_experts.hopper import lacks_hopper
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.moe_fused.candidates import HOPPER, HOPPER_FEW, KERNELS, RULE, Host, candidates
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, RULE, Host, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
 from weaveopt.sites.mixtures.experts import Experts, Linear
@@ -36,7 +36,7 @@ from weaveopt.sites.mixtures.experts import Experts, Linear
 aten = torch.ops.aten
 
 
-_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER, HOPPER_FEW: Kernels.HOPPER_FEW}
+_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER}
 
 
 class MoeFused:
@@ -50,10 +50,10 @@ class MoeFused:
     ) -> Sequence[Proposal]:
         facts, experts = _site(found)
         surroundings = Surroundings.of(context.machine, context.topologies.values())
-        host, transposed = Host(has_triton(), lacks_hopper()), experts.up.transposed or experts.down.transposed
+        host = Host(has_triton(), lacks_hopper())
         return tuple(
             Proposal(candidate, experts.nodes)
-            for candidate in candidates(facts, transposed, tokens, surroundings, host, usable_only)
+            for candidate in candidates(facts, tokens, surroundings, host, usable_only)
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:

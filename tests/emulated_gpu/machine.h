@@ -45,6 +45,13 @@ inline float __fdividef(float a, float b) {
 
 struct __nv_bfloat16 {
     uint16_t bits;
+    __nv_bfloat16() = default;
+    // Rounded to even; NaN stays NaN.
+    explicit __nv_bfloat16(float x) {
+        uint32_t wide;
+        memcpy(&wide, &x, 4);
+        bits = x != x ? 0x7fff : static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+    }
     explicit operator float() const {
         const uint32_t wide = uint32_t{bits} << 16;
         float value;
@@ -96,6 +103,7 @@ struct Multiply {
     int32_t columns;
     uint64_t a, b;
     bool accumulate;
+    bool across;  // the left operand's rows lie side by side
     std::vector<float*> sums;  // of each thread
 };
 
@@ -281,4 +289,12 @@ inline int32_t __shfl_sync(uint32_t, int32_t value, int32_t source) {
     const int32_t found = warp.exchanged[source];
     weave::emulated::meet(warp.meeting, 32);
     return found;
+}
+
+inline float __shfl_xor_sync(uint32_t mask, float value, int32_t lanes) {
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    bits = __shfl_sync(mask, bits, static_cast<int32_t>(threadIdx.x % 32) ^ lanes);
+    memcpy(&value, &bits, 4);
+    return value;
 }

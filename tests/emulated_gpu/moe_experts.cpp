@@ -44,27 +44,21 @@ int run_clusters(emulated::Size size, const Kernel& kernel) {
     return cudaSuccess;
 }
 
-int enqueue_bf16(const Work& work, Product product, int32_t, void*) {
+template <bool kAcross>
+int enqueue_as(const Work& work, Product product) {
     return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
-        if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated>(work);
-        if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain>(work);
-        grouped_gemm<__nv_bfloat16, Product::kDown>(work);
+        if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated, kAcross>(work);
+        if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain, kAcross>(work);
+        if (product == Product::kPairs) return grouped_gemm<__nv_bfloat16, Product::kPairs, kAcross>(work);
+        grouped_gemm<__nv_bfloat16, Product::kDown, kAcross>(work);
     });
 }
 
-int enqueue_few_bf16(const Work& work, Product product, int32_t splits, void*) {
-    return run_clusters({static_cast<uint32_t>(splits), kFewThreads}, [&] {
-        if (product == Product::kGated) return few_rows_gemm<__nv_bfloat16, Product::kGated>(work);
-        if (product == Product::kPlain) return few_rows_gemm<__nv_bfloat16, Product::kPlain>(work);
-        few_rows_gemm<__nv_bfloat16, Product::kDown>(work);
-    });
+int enqueue_bf16(const Work& work, Product product, bool across, int32_t, void*) {
+    return across ? enqueue_as<true>(work, product) : enqueue_as<false>(work, product);
 }
 
-int enqueue_fp16(const Work&, Product, int32_t, void*) {
-    return cudaErrorInvalidValue;
-}
-
-int enqueue_few_fp16(const Work&, Product, int32_t, void*) {
+int enqueue_fp16(const Work&, Product, bool, int32_t, void*) {
     return cudaErrorInvalidValue;
 }
 
@@ -79,7 +73,7 @@ struct Call {
     int64_t rows, experts, hidden, inner_width, x_stride;
     int32_t choices, group, gated, interleaved, activation;
     float alpha, limit;
-    int32_t splits;
+    int32_t across;
     int32_t num_sms;
     uint32_t seed;
 };
@@ -92,14 +86,18 @@ const char* run(const Call* call) {
     seed = call->seed;
     failure.clear();
     const int64_t hidden = call->hidden, width = call->inner_width, rows = call->gated ? 2 * width : width;
-    const Weight gate_up{call->gate_up, call->experts, rows, rows * hidden, hidden, call->gate_up_bias};
-    const Weight down{call->down, call->experts, hidden, hidden * width, width, call->down_bias};
+    const auto weight = [call](const void* data, int64_t rows, int64_t depth, const void* bias) {
+        const bool across = call->across != 0;
+        return Weight{data, call->experts, rows, rows * depth, across ? 1 : depth, across ? rows : 1, bias};
+    };
+    const Weight gate_up = weight(call->gate_up, rows, hidden, call->gate_up_bias);
+    const Weight down = weight(call->down, hidden, width, call->down_bias);
     const Routing routing{call->order, call->table, call->rows, call->group};
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
-    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->splits,
+    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate,
                            call->inner, DType::kBFloat16, nullptr);
     if (code == 0)
-        code = run_down(call->inner, width, down, routing, call->splits, call->results, DType::kBFloat16, nullptr);
+        code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
     if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
     return failure.c_str();
 }

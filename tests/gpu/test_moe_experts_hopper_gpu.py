@@ -18,6 +18,7 @@ from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
 QWEN = Sizes(choices=8, experts=64, hidden=2048, inner=768)
+GPT_OSS = Sizes(choices=4, experts=16, hidden=2880, inner=2880, bias=True, transposed=True)
 MIXTRAL = Sizes(choices=2, experts=4, hidden=6144, inner=1024)
 SMALL = Sizes(tokens=300, choices=2, experts=3, hidden=136, inner=264, bias=True)
 
@@ -32,53 +33,39 @@ pytestmark = [
 ]
 
 
-BOTH = (Kernels.HOPPER, Kernels.HOPPER_FEW)
-
-
-def run(operands: Operands, call: ExpertsCall, kernels: Kernels = Kernels.HOPPER) -> torch.Tensor:
+def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
-        operands.down_bias, replace(call, kernels=kernels).encode(),
+        operands.down_bias, replace(call, kernels=Kernels.HOPPER).encode(),
     )  # fmt: skip
     return result
 
 
-def launch(
-    operands: Operands, call: ExpertsCall, group: int = hopper.GROUP, kernels: Kernels = Kernels.HOPPER
-) -> torch.Tensor:
-    """These kernels, however few the rows are."""
+def launch(operands: Operands, call: ExpertsCall, group: int = hopper.GROUP) -> torch.Tensor:
+    """These kernels, and no others."""
     shape = checked_shape(operands, call)
     assert not (why := hopper.unsupported(operands, shape)), why
-    how = hopper.plan(shape, kernels, gpu.num_sms(operands.x.device), call.gated)
-    return hopper.launch(operands, call, replace(how, group=group))
-
-
-def split(operands: Operands, call: ExpertsCall, splits: int) -> torch.Tensor:
-    """Those of few rows, with so many CTAs for each tile's depth."""
-    how = hopper.plan(checked_shape(operands, call), Kernels.HOPPER_FEW, 132, call.gated)
-    return hopper.launch(operands, call, replace(how, gate_up_splits=splits, down_splits=splits))
+    return hopper.launch(operands, call, replace(hopper.plan(shape), group=group))
 
 
 def check(operands: Operands, call: ExpertsCall, what: str) -> None:
-    for kernels in BOTH:
-        got = launch(poisoned(operands), call, kernels=kernels)
-        assert_close(got, reference(operands, call), KERNEL, f"{kernels} {what}")
+    assert_close(launch(poisoned(operands), call), reference(operands, call), KERNEL, what)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_activation(routing: str, dtype: torch.dtype) -> None:
     for seed, call in enumerate(CALLS):
-        for bias in (False, True):
-            operands = make_operands(replace(SMALL, bias=bias), call, dtype, seed, routing, "cuda")
-            check(operands, call, f"{call} {routing} bias {bias}")
+        for bias, transposed in ((False, False), (True, False), (False, True), (True, True)):
+            sizes = replace(SMALL, bias=bias, transposed=transposed)
+            check(make_operands(sizes, call, dtype, seed, routing, "cuda"), call, f"{call} {routing} {sizes}")
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(8, 8), (64, 64), (72, 40), (264, 1032), (1024, 520)])
 @pytest.mark.parametrize("call", [SILU, PLAIN, CLAMPED], ids=["gated", "plain", "interleaved"])
 def test_sizes_that_fill_no_tile(hidden: int, inner: int, call: ExpertsCall) -> None:
-    for tokens in (1, 5, 129, 700):
-        sizes = Sizes(tokens=tokens, choices=3, experts=5, hidden=hidden, inner=inner, bias=True)
+    for tokens, transposed in ((1, False), (5, True), (129, False), (700, False), (700, True)):
+        sizes = Sizes(tokens, choices=3, experts=5, hidden=hidden, inner=inner, bias=True, transposed=transposed)
         operands = make_operands(sizes, call, torch.bfloat16, tokens, "some_foreign", "cuda")
         check(operands, call, f"{sizes} {call}")
 
@@ -92,46 +79,41 @@ def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...]) -> None:
     check(replace(operands, experts=mixed[:, None]), SILU, str(counts))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "kernels"), [(600, BOTH), (3000, BOTH[:1]), (8192, BOTH[:1]), *((t, BOTH[1:]) for t in (1, 2, 8, 64))]
-)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 64, 600, 3000, 8192])
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "one_expert", "some_foreign", "all_foreign"])
-def test_sizes_of_models(tokens: int, kernels: tuple[Kernels, ...], routing: str) -> None:
-    for sizes, call in ((QWEN, SILU), (MIXTRAL, SILU)):
+def test_sizes_of_models(tokens: int, routing: str) -> None:
+    for sizes, call in ((QWEN, SILU), (MIXTRAL, SILU), (GPT_OSS, CLAMPED)):
         operands = make_operands(replace(sizes, tokens=tokens), call, torch.bfloat16, tokens, routing, "cuda")
         assert not hopper.unsupported(operands, checked_shape(operands, call))
-        for each in kernels:
-            got = run(operands, call, each)
-            assert_close(got, reference(operands, call), KERNEL, f"{each} {sizes} {tokens} {routing}")
+        assert_close(run(operands, call), reference(operands, call), KERNEL, f"{sizes} {tokens} {routing}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("counts", [(1, 8, 9, 16, 17, 24, 25, 32), (33, 0, 64, 5), (7,)])
-def test_few_rows_whose_depth_is_shared(counts: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Every width of a multiply, in clusters of every size, each again and again with the same bits."""
+def test_every_width_of_a_multiply() -> None:
+    """Of 8 to 128 rows in each CTA, each again with the same bits."""
+    counts = (*range(1, 257, 5), 256, 0, 257)
     sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=1160, inner=712, bias=True)
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    for call in (SILU, PLAIN, CLAMPED):
-        operands = replace(make_operands(sizes, call, dtype, 1, device="cuda"), experts=ids.cuda()[:, None])
-        for splits in (1, 2, 4, 8):
-            got = split(operands, call, splits)
-            assert_close(got, reference(operands, call), KERNEL, f"{counts} {call} {splits}")
-            for _ in range(20):
-                assert torch.equal(split(operands, call, splits), got), f"{counts} {call} {splits}"
+    for call, transposed in ((SILU, False), (PLAIN, False), (CLAMPED, True), (SILU, True)):
+        made = make_operands(replace(sizes, transposed=transposed), call, torch.bfloat16, 1, device="cuda")
+        operands = replace(made, experts=ids.cuda()[:, None])
+        got = launch(operands, call)
+        assert_close(got, reference(operands, call), KERNEL, f"{call} {transposed}")
+        for _ in range(10):
+            assert torch.equal(launch(operands, call), got), f"{call} {transposed}"
 
 
-@pytest.mark.parametrize(("tokens", "kernels"), [(1000, BOTH[0]), (3000, BOTH[0]), (8, BOTH[1]), (100, BOTH[1])])
-def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int, kernels: Kernels) -> None:
+@pytest.mark.parametrize("tokens", [8, 1000, 3000])
+def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int) -> None:
     sizes = replace(QWEN, tokens=tokens)
     operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(operands, SILU, kernels)
+        run(operands, SILU)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(operands, SILU, kernels)
+        got = run(operands, SILU)
     generator = torch.Generator().manual_seed(1)
     for routing in (*ROUTINGS, "uniform"):
         operands.experts.copy_(make_experts(routing, sizes, generator))
@@ -148,29 +130,25 @@ def test_calls_repeat_bit_by_bit() -> None:
         assert torch.equal(launch(operands, SILU, group), first), group
 
 
-@pytest.mark.parametrize("kernels", BOTH)
-def test_what_is_not_finite_stays_in_its_row(kernels: Kernels) -> None:
+def test_what_is_not_finite_stays_in_its_row() -> None:
     operands = make_operands(SMALL, SILU, torch.bfloat16, 6, device="cuda")
-    want = launch(operands, SILU, kernels=kernels)
+    want = launch(operands, SILU)
     operands.x[4] = math.nan
-    got = launch(operands, SILU, kernels=kernels)
+    got = launch(operands, SILU)
     others = [row for row in range(SMALL.tokens) if row != 4]
     assert got[4].isnan().all() and torch.equal(got[others], want[others])
 
 
 def test_what_they_do_not_take_is_tritons() -> None:
-    """Transposed weights, rows that are not aligned, fp32; and the result is the same."""
+    """Weights with gaps along both axes, rows that are not aligned, fp32; and the result is the same."""
     many = replace(SMALL, tokens=700)
-    odd = replace(many, hidden=67)
-    for sizes, dtype in (
-        (replace(many, transposed=True), torch.bfloat16),
-        (odd, torch.bfloat16),
-        (replace(many, tokens=70), torch.float32),
-    ):
-        operands = make_operands(sizes, SILU, dtype, 1, device="cuda")
-        assert hopper.unsupported(operands, checked_shape(operands, SILU)), sizes
-        for kernels in BOTH:
-            assert_close(run(operands, SILU, kernels), reference(operands, SILU), KERNEL, str(sizes))
+    odd = make_operands(replace(many, hidden=67), SILU, torch.bfloat16, 1, device="cuda")
+    wide = make_operands(replace(SMALL, tokens=70), SILU, torch.float32, 1, device="cuda")
+    apart = make_operands(many, SILU, torch.bfloat16, 1, device="cuda")
+    apart = replace(apart, down=torch.stack((apart.down, apart.down), -1)[..., 0])
+    for operands in (odd, wide, apart):
+        assert hopper.unsupported(operands, checked_shape(operands, SILU))
+        assert_close(run(operands, SILU), reference(operands, SILU), KERNEL, str(checked_shape(operands, SILU)))
 
 
 def test_rows_of_x_may_lie_apart() -> None:
@@ -185,6 +163,6 @@ def test_rows_of_x_may_lie_apart() -> None:
 def test_many_rows_are_counted_in_two_kernels() -> None:
     operands = make_operands(replace(SMALL, tokens=9000, experts=7), SILU, torch.bfloat16, 8, "skewed", "cuda")
     shape = checked_shape(operands, SILU)
-    assert not any(hopper.plan(shape, kernels, 132).one_routing for kernels in BOTH)
+    assert not hopper.plan(shape).one_routing
     assert gpu.has_kernels(operands, shape)
     check(operands, SILU, "two kernels route")

@@ -17,7 +17,6 @@ from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.ops.moe_experts import hopper
 from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels, decode
-from weaveopt.ops.moe_experts.plan import even_clusters
 from weaveopt.ops.moe_experts.reference import reference
 from weaveopt.ops.moe_experts.shapes import Operands, Shape
 
@@ -93,71 +92,50 @@ def test_no_own_rows_write_nothing() -> None:
     assert (emulated(operands, SILU) == 0).all()
 
 
-FEW = Sizes(tokens=0, choices=1, experts=0, hidden=392, inner=200, bias=True)
-"""Of the first product 4 stages, the last not whole; of the second 2."""
+@pytest.mark.parametrize("rows", [*range(1, 18), 100, 127, 129, 240, 255])
+def test_every_width_of_a_multiply(rows: int) -> None:
+    """8 to 128 rows in each of two CTAs; some choices are foreign."""
+    sizes = Sizes(tokens=rows + 3, choices=1, experts=2, hidden=72, inner=72, bias=True)
+    operands = make_operands(sizes, SILU, BF16, 1)
+    ids = torch.tensor([*[1] * rows, -1, 9, 9])
+    mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))]
+    check(replace(operands, experts=mixed[:, None]), SILU, str(rows))
 
 
-@pytest.mark.parametrize(
-    ("counts", "splits", "call"),
-    [
-        ((1, 0, 8, 9), 1, SILU),
-        ((16, 17), 2, CALLS[5]),
-        ((24, 0, 25), 4, PLAIN),
-        ((32, 33, 2), 8, CALLS[1]),
-        ((70,), 2, SILU),
-    ],
-)
-def test_few_rows_of_every_width(counts: tuple[int, ...], splits: int, call: ExpertsCall) -> None:
-    """Rows of 8, 16, 24 and 32 in a multiply and of several tiles; clusters of every size, also of more CTAs than there
-    are stages; some choices are foreign."""
-    sizes = replace(FEW, tokens=sum(counts) + 3, experts=len(counts))
-    operands = make_operands(sizes, call, BF16, 1)
-    ids = torch.cat(
-        [torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)), torch.tensor([-1, 9, 9])]
-    )
-    mixed = replace(
-        operands, experts=ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))][:, None]
-    )
-    got = emulated(poisoned(mixed), call, num_sms=2 * splits, splits=splits)
-    assert_close(got, reference(mixed, call), KERNEL, f"{counts} {splits} {call}")
+@pytest.mark.parametrize("seed", range(len(CALLS)))
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_whose_rows_lie_side_by_side(seed: int, bias: bool) -> None:
+    """As gpt-oss keeps them: gate and up of a column alternate along a row of memory, or not."""
+    sizes = replace(SMALL, tokens=40, inner=104, bias=bias, transposed=True)
+    operands = make_operands(sizes, CALLS[seed], BF16, seed, "some_foreign")
+    check(operands, CALLS[seed], str(CALLS[seed]), seed=seed)
 
 
-def test_few_rows_in_any_order_of_threads_and_copies() -> None:
-    """More stages than the ring has, and more tiles than CTAs that add up: both parities of each. The same bits."""
-    sizes = Sizes(tokens=6, choices=2, experts=2, hidden=1544, inner=136)
-    operands = make_operands(sizes, SILU, BF16, 4, "uniform")
-    first = emulated(operands, SILU, num_sms=2, splits=2)
-    assert_close(first, reference(operands, SILU), KERNEL)
-    for seed in range(1, 4):
-        assert torch.equal(emulated(operands, SILU, num_sms=2 * seed, seed=seed * 1000, splits=2), first), seed
+def test_tiles_of_an_expert_are_equally_long() -> None:
+    """As csrc/moe_experts/tiles.h cuts them: all rows once, and none much shorter than others."""
+    for rows in range(1, 3000):
+        tiles = -(-rows // 256)
+        each = -(-(-(-rows // tiles)) // 16) * 16
+        lengths = [min(each, rows - tile * each) for tile in range(tiles)]
+        assert sum(lengths) == rows and 0 < min(lengths) and each <= 256 and each - rows / tiles < 16
 
 
 def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:
     """No routing needs more of them than the table has room for."""
-    large = Shape(8192, 8, 128, 2048, 768)
-    assert hopper.plan(large, Kernels.HOPPER, 132).rows == _native.EXPERT_TILE_ROWS
-    assert hopper.plan(large, Kernels.HOPPER_FEW, 132).rows == _native.EXPERT_FEW_TILE_ROWS
-    for rows, experts, kernels in itertools.product((1, 300, 700), (1, 2, 3), (Kernels.HOPPER, Kernels.HOPPER_FEW)):
+    assert hopper.plan(Shape(8192, 8, 128, 2048, 768)).rows == _native.EXPERT_TILE_ROWS
+    for rows, experts in itertools.product((1, 300, 700), (1, 2, 3)):
         shape = Shape(rows, 1, experts, 64, 64)
-        how = hopper.plan(shape, kernels, 132)
+        how = hopper.plan(shape)
         for counts in itertools.product(range(0, rows + 1, 50), repeat=experts):
             if sum(counts) <= rows:
                 assert sum(-(-count // how.rows) for count in counts) <= how.max_tiles(shape)
 
 
-def test_few_tiles_are_shared_by_clusters() -> None:
-    """As few CTAs as fill the SMs; none where tiles are many, and none for a depth too short to be cut."""
-    assert [even_clusters(items, 4096, 132, 8) for items in (8, 24, 66, 132, 5000)] == [8, 8, 4, 2, 1]
-    assert even_clusters(8, 512, 132, 8) == 1 and even_clusters(8, 1024, 132, 8) == 2
-    decode = hopper.plan(Shape(1, 2, 8, 6144, 16384), Kernels.HOPPER_FEW, 132)
-    assert decode.down_splits > 1, "2 experts of 48 tiles are fewer than the SMs"
-
-
 def test_a_call_says_whose_kernels_it_wants() -> None:
-    call = replace(SILU, kernels=Kernels.HOPPER, table=((8, Kernels.HOPPER_FEW), (100, Kernels.TRITON)))
+    call = replace(SILU, kernels=Kernels.HOPPER, table=((8, Kernels.HOPPER), (100, Kernels.TRITON)))
     assert decode(call.encode()) == call != SILU
     found = [call.kernels_at(tokens) for tokens in (1, 8, 9, 100, 101)]
-    assert found == [Kernels.HOPPER_FEW] * 2 + [Kernels.TRITON] * 2 + [Kernels.HOPPER]
+    assert found == [Kernels.HOPPER] * 2 + [Kernels.TRITON] * 2 + [Kernels.HOPPER]
     for wrong in (((8, "none"),), ((8, Kernels.TRITON), (8, Kernels.HOPPER))):
         with pytest.raises(WeaveError):
             decode(replace(call, table=wrong).encode())
@@ -173,14 +151,10 @@ def test_machine_code_multiplies_and_copies_asynchronously() -> None:
     if "sm_90a" not in binary.architectures():
         pytest.skip(f"built for {_native.CUDA_ARCHS}: nothing of it runs on Hopper alone")
     names = [name for name in binary.kernels("sm_90a") if "grouped_gemm" in name]
-    assert len(names) == 6, names
+    assert len(names) == 14, names
     gathering = []
-    few = [name for name in binary.kernels("sm_90a") if "few_rows_gemm" in name]
-    assert len(few) == 6, few
-    for name, text in binary.instructions("sm_90a", few).items():
-        assert all(f"HGMMA.64x{columns}x16.F32" in text for columns in (8, 16, 24, 32)), name
-        assert "UTMALDG.3D" in text and "LDGSTS" in text and "ACQBULK" in text, name
     for name, text in binary.instructions("sm_90a", names).items():
-        assert "HGMMA.64x256x16.F32" in text and "UTMALDG.3D.MULTICAST" in text and "ACQBULK" in text, name
+        assert all(f"HGMMA.64x{columns}x16.F32" in text for columns in range(8, 129, 8)), name
+        assert "UTMALDG.3D.MULTICAST" in text and "ACQBULK" in text, name
         gathering.append("LDGSTS" in text)
-    assert sorted(gathering) == [False] * 2 + [True] * 4
+    assert sorted(gathering) == [False] * 4 + [True] * 10

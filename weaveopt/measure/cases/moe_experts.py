@@ -1,7 +1,7 @@
 """The kernels of a mixture's experts on GPUs: few rows an expert, by bytes of weights; many, by FLOP.
 
-Triton's, and on GPUs of compute capability 9.0 our own beside them, for many rows an expert and for few, through the
-same operation. All are measured at all sizes: which of them serve a token count is read off their curves.
+Triton's, and on GPUs of compute capability 9.0 our own beside them, through the same operation. Both are measured at
+all sizes: which of them serve a token count is read off their curves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.gpu import has_triton
 from weaveopt.ops.moe_experts.hopper import runs_on
 
-NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.HOPPER_FEW: "hopper few"}
+NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper"}
 """Of kernels, in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(

@@ -18,9 +18,7 @@ class Kernels(StrEnum):
 
     TRITON = "triton"
     HOPPER = "hopper"
-    """Our own for experts of many rows, where they run; else Triton's."""
-    HOPPER_FEW = "hopper_few"
-    """Our own for experts of few rows, where they run; else Triton's."""
+    """Our own, where they run; else Triton's."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between Triton's routing and sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
-persistent grids over the tiles that the routing kernels left: of `EXPERT_TILE_ROWS` rows for experts with many of them,
-of `EXPERT_FEW_TILE_ROWS` for few, where the CTAs of a cluster may share the depth of a tile. Either takes any rows.
+persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.mixtures.activation import ActivationName
 from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
-from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles, even_clusters
+from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 try:
@@ -31,8 +30,7 @@ Tensor = torch.Tensor
 HOPPER = (9, 0)
 """The compute capability that wgmma exists on."""
 GROUP = 8
-"""Tiles that go through a part of the weight before the next one: 66 clusters share 8 panels of each. Of few rows, an
-expert's tiles follow one another, and all but the first find the weight in the L2."""
+"""Tiles that go through a part of the weight before the next one: 66 clusters share 8 panels of each."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +38,14 @@ class HopperPlan(RowTiles):
     """One call of these kernels."""
 
     rows: int
-    gate_up_splits: int = 0
-    """0: of many rows. Of few: CTAs that share the depth of a tile of the first GEMM."""
-    down_splits: int = 0
-    """Of the second one."""
     group: int = GROUP
     combine_columns: int = 2048
     early: bool = True
     one_routing: bool = True
 
 
-def plan(shape: Shape, kernels: str, num_sms: int, gated: bool = True) -> HopperPlan:
-    """The launch of `kernels` for `shape`. It counts all choices as own, each expert's in one tile."""
-    one_routing = shape.rows <= ONE_ROUTING_ROWS
-    if kernels != Kernels.HOPPER_FEW:
-        return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=one_routing)
-    active, at_once = min(shape.experts, shape.rows), _native.EXPERT_FEW_WEIGHT_ROWS
-    first = active * -(-shape.inner // (at_once // 2 if gated else at_once))
-    second = active * -(-shape.hidden // at_once)
-    most = _native.EXPERT_MOST_SPLITS
-    return HopperPlan(
-        rows=_native.EXPERT_FEW_TILE_ROWS,
-        gate_up_splits=even_clusters(first, shape.hidden, num_sms, most),
-        down_splits=even_clusters(second, shape.inner, num_sms, most),
-        combine_columns=512,
-        one_routing=one_routing,
-    )
+def plan(shape: Shape) -> HopperPlan:
+    return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=shape.rows <= ONE_ROUTING_ROWS)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -85,14 +65,14 @@ def unsupported(operands: Operands, shape: Shape) -> str:
     device = operands.x.device
     if not runs_on(device):
         return "the native kernels are for GPUs of compute capability 9.0, built with CUDA, beside Triton"
-    if operands.gate_up.stride(2) != 1 or operands.down.stride(2) != 1:
-        return "weights have to be contiguous along the depth of their products"
     weights = (operands.gate_up, operands.down)
+    if any(1 not in weight.stride()[1:] for weight in weights):
+        return "weights have to be contiguous along their rows or along the depth of their products"
     if min(stride for weight in weights for stride in weight.stride()) < 1:
         return "an expert's weights have to lie by themselves"
     # Rows that are not contiguous are copied first.
     tensors = (*weights, operands.x) if operands.x.stride(1) == 1 else weights
-    strides = [stride for each in tensors for stride in each.stride()[:-1]]
+    strides = [stride for each in tensors for stride in each.stride() if stride != 1]
     biases = [bias.data_ptr() for bias in (operands.gate_up_bias, operands.down_bias) if bias is not None]
     addresses = [
         *biases,
@@ -122,12 +102,12 @@ def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
         _check(
             _native.experts_gate_up(
                 x.data_ptr(), x.stride(0), shape.hidden, shape.choices, _weight(operands.gate_up, first_bias), routing,
-                gate, how.gate_up_splits, inner.data_ptr(), dtype, stream,
+                gate, inner.data_ptr(), dtype, stream,
             ), "first", shape,
         )  # fmt: skip
         _check(
             _native.experts_down(
-                inner.data_ptr(), shape.inner, _weight(operands.down, second_bias), routing, how.down_splits,
+                inner.data_ptr(), shape.inner, _weight(operands.down, second_bias), routing,
                 results.data_ptr(), dtype, stream,
             ), "second", shape,
         )  # fmt: skip
@@ -155,7 +135,6 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 def _weight(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
     experts, rows, _ = weight.shape
-    of_expert, of_row, _ = weight.stride()
     return _native.ExpertWeight(
-        weight.data_ptr(), experts, rows, of_expert, of_row, 0 if bias is None else bias.data_ptr()
+        weight.data_ptr(), experts, rows, *weight.stride(), 0 if bias is None else bias.data_ptr()
     )

@@ -16,7 +16,6 @@ def on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:
     shape = checked_shape(operands, call)
     if not gpu.has_kernels(operands, shape):
         return plain(operands, call)
-    kernels, num_sms = call.kernels_at(shape.tokens), gpu.num_sms(operands.x.device)
-    if kernels != Kernels.TRITON and not hopper.unsupported(operands, shape):
-        return hopper.launch(operands, call, hopper.plan(shape, kernels, num_sms, call.gated))
-    return gpu.launch(operands, call, plan(shape, num_sms, call.gated))
+    if call.kernels_at(shape.tokens) == Kernels.HOPPER and not hopper.unsupported(operands, shape):
+        return hopper.launch(operands, call, hopper.plan(shape))
+    return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))

@@ -123,15 +123,6 @@ def even_splits(programs: int, depth: int, slots: int) -> int:
     return next(count for count in counts if even[count] >= GOOD_ENOUGH * max(even.values()))
 
 
-def even_clusters(items: int, depth: int, num_sms: int, most: int) -> int:
-    """CTAs that share the depth of each of `items` tiles, up to `most`: the fewest whose last wave is nearly whole."""
-    counts = [1 << power for power in range(most.bit_length()) if not power or depth >> power >= LEAST_DEPTH]
-    even = {
-        count: min(filled(items, num_sms // count), filled(-(-items // FOREIGN), num_sms // count)) for count in counts
-    }
-    return next(count for count in counts if even[count] >= GOOD_ENOUGH * max(even.values()))
-
-
 def filled(programs: int, slots: int) -> float:
     """The part of the waves' slots that programs take."""
     return programs / (max(-(-programs // slots), 1) * slots)

@@ -2,7 +2,7 @@
 
     order[p]        the row at position p: those of expert 0 by number, then those of expert 1, ...; own ones only
     table[0]        how many tiles there are
-    table[i + 1]    tile i: its expert, its first position, the end of its expert's positions
+    table[i + 1]    tile i: its expert, its first position, the end of its expert's positions, and their begin
 
 Nothing is added atomically: the order is the same at every call.
 """
@@ -58,6 +58,7 @@ def route(
             tl.store(record, expert + tl.zeros([BINS], tl.int32), mask=at < num_tiles)
             tl.store(record + 1, first + at * BLOCK_M, mask=at < num_tiles)
             tl.store(record + 2, first + count + tl.zeros([BINS], tl.int32), mask=at < num_tiles)
+            tl.store(record + 3, first + tl.zeros([BINS], tl.int32), mask=at < num_tiles)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])
@@ -120,3 +121,4 @@ def place(
         tl.store(record, expert, mask=there)
         tl.store(record + 1, first + (at - first_tile) * BLOCK_M, mask=there)
         tl.store(record + 2, end, mask=there)
+        tl.store(record + 3, first, mask=there)

@@ -1,0 +1,165 @@
+// From a consumer's sums to rows of the result: bias, activation, and columns that become rows in shared memory.
+#pragma once
+
+#include "moe_experts/activation.cuh"
+#include "moe_experts/multiplies.cuh"
+#include "moe_experts/work.cuh"
+
+namespace weave::moe_experts {
+
+constexpr int kBlockSums = kPanelRows / 2;  // of a thread, for a block of the weight
+constexpr int kSums = 2 * kBlockSums;
+
+// One CTA's part of an item.
+struct Part {
+    int32_t expert;
+    int32_t first;   // position, among rows sorted by expert
+    int32_t rows;    // up to 8 * octets
+    int32_t octets;  // that are multiplied; of both CTAs as many
+    int32_t last;    // position of the expert
+    int32_t column;  // of tiles
+};
+
+// A thread's place in a block of the weight: its rows are this one and the one 8 behind.
+__device__ __forceinline__ int32_t own_block_row() {
+    return static_cast<int32_t>(threadIdx.x) / 32 % 4 * 16 + static_cast<int32_t>(threadIdx.x) % 32 / 4;
+}
+
+// Sums lie by block, octet, row (own or 8 behind), and row of the octet (of two).
+__device__ __forceinline__ constexpr int32_t sum_at(int32_t block, int32_t octet, int32_t half) {
+    return block * kBlockSums + octet * 4 + half * 2;
+}
+
+template <typename T, Product kProduct>
+__device__ __forceinline__ void add_bias(const Work& work, const Part& part, int32_t consumer, float (&sum)[kSums]) {
+    const T* bias = static_cast<const T*>(work.bias) + part.expert * work.bias_stride;
+    const int32_t width = kProduct == Product::kPairs ? 2 * work.width : work.width;
+#pragma unroll
+    for (int block = 0; block < 2; ++block)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t row = own_block_row() + half * 8;
+            const int32_t column = kProduct == Product::kGated
+                                       ? part.column * (kWeightRows / 2) + consumer * kBlockRows + row
+                                       : part.column * kWeightRows + (consumer * 2 + block) * kBlockRows + row;
+            if (column >= width) continue;
+            const int32_t at = column * work.bias_step + (kProduct == Product::kGated ? block * work.up_bias : 0);
+            const float value = static_cast<float>(bias[at]);
+#pragma unroll
+            for (int octet = 0; octet < kOctets; ++octet) {
+                sum[sum_at(block, octet, half)] += value;
+                sum[sum_at(block, octet, half) + 1] += value;
+            }
+        }
+}
+
+// Rows of the weight are gate, up, gate, up: of two that follow one another lane l has one and lane l ^ 4 the other.
+// The lane of the gate keeps the first of two rows of the octet, that of the up the second: gates come first then, ups
+// in the second half, each by octet, block and half.
+__device__ __forceinline__ void separate_pairs(float (&sum)[kSums]) {
+    const bool has_up = threadIdx.x / 4 % 2 != 0;
+    float found[kSums];
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float first = sum[sum_at(i / 2, octet, i % 2)], second = sum[sum_at(i / 2, octet, i % 2) + 1];
+            const float other = __shfl_xor_sync(0xffffffffu, has_up ? first : second, 4);
+            found[octet * 4 + i] = has_up ? other : first;
+            found[kSums / 2 + octet * 4 + i] = has_up ? second : other;
+        }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+        sum[i] = found[i];
+}
+
+// Of octets with rows only: 4 at a time.
+template <Product kProduct>
+__device__ __forceinline__ void apply_activation(const Work& work, int32_t octets, float (&sum)[kSums]) {
+    constexpr int kAtOnce = 16;
+#pragma unroll
+    for (int first = 0; first < kBlockSums; first += kAtOnce) {
+        if (first >= octets * 4) break;
+        float x[2 * kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            x[i] = sum[first + i];
+            x[kAtOnce + i] = sum[kBlockSums + first + i];
+        }
+        if constexpr (is_gated(kProduct)) {
+            if (work.limit > 0.0f) cut_gates(x, work.limit);
+        }
+        activate<is_gated(kProduct)>(work.activation, x, work.alpha);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            sum[first + i] = x[i];
+            sum[kBlockSums + first + i] = x[kAtOnce + i];
+        }
+    }
+}
+
+// 64 columns of the part's rows into the consumer's shared memory, from sums of one block, or of pairs.
+template <typename T, Product kProduct, int kBlock>
+__device__ __forceinline__ void stage_columns(int32_t octets, uint8_t* staged, const float (&sum)[kSums]) {
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    if constexpr (kProduct == Product::kPairs) {
+        const int32_t row = lane % 4 * 2 + lane / 4 % 2, column = warp * 8 + lane / 8;
+#pragma unroll
+        for (int i = 0; i < kBlockSums; ++i) {
+            if (i >= octets * 4) break;
+            const int32_t to_row = i / 4 * 8 + row, to_column = i / 2 % 2 * 32 + i % 2 * 4 + column;
+            *reinterpret_cast<T*>(staged + chunk_offset(to_row, to_column / kChunkElements) +
+                                  to_column % kChunkElements * 2) = static_cast<T>(sum[i]);
+        }
+    } else {
+        const T* type = nullptr;
+        const uint32_t to = gemm::shared_address(staged);
+#pragma unroll
+        for (int octet = 0; octet < kOctets; octet += 2) {
+            if (octet >= octets) break;
+            const float* s = sum + sum_at(kBlock, octet, 0);
+            store_columns_as_rows(to + chunk_offset(octet * 8 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
+                                  gemm::pair_of(s[0], s[1], type), gemm::pair_of(s[2], s[3], type),
+                                  gemm::pair_of(s[4], s[5], type), gemm::pair_of(s[6], s[7], type));
+        }
+    }
+}
+
+// From there to rows of the result. `targets` are of the rows that this thread stores.
+template <typename T>
+__device__ __forceinline__ void store_columns(const Work& work, const Part& part, const uint8_t* staged,
+                                              const int32_t (&targets)[kPasses], int32_t column) {
+    const int32_t thread = threadIdx.x % 128, chunk = gathered_chunk(thread), at = column + chunk * kChunkElements;
+    if (at >= work.width) return;
+    T* out = static_cast<T*>(work.out) + at;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+        const int32_t row = gathered_row(thread, pass);
+        if (row < part.rows)
+            fabric::store(out + int64_t{targets[pass]} * work.width,
+                          *reinterpret_cast<const fabric::Vec16*>(staged + chunk_offset(row, chunk)));
+    }
+}
+
+// A consumer's 128 threads: its columns of the part's rows.
+template <typename T, Product kProduct>
+__device__ __forceinline__ void finish_part(const Work& work, const Part& part, int32_t consumer, uint8_t* staged,
+                                            const int32_t (&targets)[kPasses], float (&sum)[kSums]) {
+    constexpr bool kGated = is_gated(kProduct);
+    const int32_t column = part.column * tile_columns(kGated) + consumer * tile_columns(kGated) / gemm::kConsumers;
+    if (work.bias != nullptr) add_bias<T, kProduct>(work, part, consumer, sum);
+    if constexpr (kProduct == Product::kPairs) separate_pairs(sum);
+    if constexpr (kProduct != Product::kDown) apply_activation<kProduct>(work, part.octets, sum);
+    stage_columns<T, kProduct, 0>(part.octets, staged, sum);
+    await_consumer(consumer);
+    store_columns<T>(work, part, staged, targets, column);
+    await_consumer(consumer);
+    if constexpr (!kGated) {
+        stage_columns<T, kProduct, 1>(part.octets, staged, sum);
+        await_consumer(consumer);
+        store_columns<T>(work, part, staged, targets, column + kBlockRows);
+        await_consumer(consumer);
+    }
+}
+
+}  // namespace weave::moe_experts

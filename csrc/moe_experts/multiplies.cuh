@@ -1,0 +1,141 @@
+// Multiplies whose left operand is 64 rows of a weight and whose right one is 8 to 128 tokens (wgmma, sm_90a), and
+// matrices that are stored across.
+#pragma once
+
+#include "gemm/mainloop.cuh"
+
+namespace weave::moe_experts {
+
+// The operand `step` instructions further along the depth. kAcross: a row of 128 bytes is of one depth and 64 rows of
+// the weight.
+template <bool kAcross>
+__device__ __forceinline__ uint64_t along_depth(uint64_t operand, int step) {
+    return kAcross ? operand + step * (gemm::kInstructionK * 128 >> 4) : gemm::along_k(operand, step);
+}
+
+// Threads of consumer 0 or 1, and no others.
+__device__ __forceinline__ void await_consumer(int32_t consumer) {
+    asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory");
+}
+
+// Four 8 x 8 matrices of 2-byte elements, one in each register of all lanes, columns as rows: lane 8 i + j has the
+// address of column j of matrix i.
+__device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+// clang-format off
+#define WEAVE_SUMS4(d, i) \
+    "+f"(d[kFirst + i]), "+f"(d[kFirst + i + 1]), "+f"(d[kFirst + i + 2]), "+f"(d[kFirst + i + 3])
+#define WEAVE_REGISTERS8 "%0, %1, %2, %3"
+#define WEAVE_REGISTERS16 WEAVE_REGISTERS8 ", %4, %5, %6, %7"
+#define WEAVE_REGISTERS24 WEAVE_REGISTERS16 ", %8, %9, %10, %11"
+#define WEAVE_REGISTERS32 WEAVE_REGISTERS24 ", %12, %13, %14, %15"
+#define WEAVE_REGISTERS40 WEAVE_REGISTERS32 ", %16, %17, %18, %19"
+#define WEAVE_REGISTERS48 WEAVE_REGISTERS40 ", %20, %21, %22, %23"
+#define WEAVE_REGISTERS56 WEAVE_REGISTERS48 ", %24, %25, %26, %27"
+#define WEAVE_REGISTERS64 WEAVE_REGISTERS56 ", %28, %29, %30, %31"
+#define WEAVE_REGISTERS72 WEAVE_REGISTERS64 ", %32, %33, %34, %35"
+#define WEAVE_REGISTERS80 WEAVE_REGISTERS72 ", %36, %37, %38, %39"
+#define WEAVE_REGISTERS88 WEAVE_REGISTERS80 ", %40, %41, %42, %43"
+#define WEAVE_REGISTERS96 WEAVE_REGISTERS88 ", %44, %45, %46, %47"
+#define WEAVE_REGISTERS104 WEAVE_REGISTERS96 ", %48, %49, %50, %51"
+#define WEAVE_REGISTERS112 WEAVE_REGISTERS104 ", %52, %53, %54, %55"
+#define WEAVE_REGISTERS120 WEAVE_REGISTERS112 ", %56, %57, %58, %59"
+#define WEAVE_REGISTERS128 WEAVE_REGISTERS120 ", %60, %61, %62, %63"
+#define WEAVE_SUMS8(d) WEAVE_SUMS4(d, 0)
+#define WEAVE_SUMS16(d) WEAVE_SUMS8(d), WEAVE_SUMS4(d, 4)
+#define WEAVE_SUMS24(d) WEAVE_SUMS16(d), WEAVE_SUMS4(d, 8)
+#define WEAVE_SUMS32(d) WEAVE_SUMS24(d), WEAVE_SUMS4(d, 12)
+#define WEAVE_SUMS40(d) WEAVE_SUMS32(d), WEAVE_SUMS4(d, 16)
+#define WEAVE_SUMS48(d) WEAVE_SUMS40(d), WEAVE_SUMS4(d, 20)
+#define WEAVE_SUMS56(d) WEAVE_SUMS48(d), WEAVE_SUMS4(d, 24)
+#define WEAVE_SUMS64(d) WEAVE_SUMS56(d), WEAVE_SUMS4(d, 28)
+#define WEAVE_SUMS72(d) WEAVE_SUMS64(d), WEAVE_SUMS4(d, 32)
+#define WEAVE_SUMS80(d) WEAVE_SUMS72(d), WEAVE_SUMS4(d, 36)
+#define WEAVE_SUMS88(d) WEAVE_SUMS80(d), WEAVE_SUMS4(d, 40)
+#define WEAVE_SUMS96(d) WEAVE_SUMS88(d), WEAVE_SUMS4(d, 44)
+#define WEAVE_SUMS104(d) WEAVE_SUMS96(d), WEAVE_SUMS4(d, 48)
+#define WEAVE_SUMS112(d) WEAVE_SUMS104(d), WEAVE_SUMS4(d, 52)
+#define WEAVE_SUMS120(d) WEAVE_SUMS112(d), WEAVE_SUMS4(d, 56)
+#define WEAVE_SUMS128(d) WEAVE_SUMS120(d), WEAVE_SUMS4(d, 60)
+#define WEAVE_MULTIPLY(COLUMNS, NAME, REGISTERS, A, B, P, ACROSS, ...)                                              \
+    if constexpr (kColumns == COLUMNS)                                                                            \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n"                                               \
+                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME " {" REGISTERS "}, "   \
+                     A ", " B ", p, 1, 1, " ACROSS ", 0;\n}\n"                                                    \
+                     : __VA_ARGS__                                                                                \
+                     : "l"(weight), "l"(tokens), "r"(static_cast<int32_t>(accumulate)))
+#define WEAVE_MULTIPLIES(NAME, ACROSS) \
+    WEAVE_MULTIPLY(8, NAME, WEAVE_REGISTERS8, "%4", "%5", "%6", ACROSS, WEAVE_SUMS8(d)); \
+    WEAVE_MULTIPLY(16, NAME, WEAVE_REGISTERS16, "%8", "%9", "%10", ACROSS, WEAVE_SUMS16(d)); \
+    WEAVE_MULTIPLY(24, NAME, WEAVE_REGISTERS24, "%12", "%13", "%14", ACROSS, WEAVE_SUMS24(d)); \
+    WEAVE_MULTIPLY(32, NAME, WEAVE_REGISTERS32, "%16", "%17", "%18", ACROSS, WEAVE_SUMS32(d)); \
+    WEAVE_MULTIPLY(40, NAME, WEAVE_REGISTERS40, "%20", "%21", "%22", ACROSS, WEAVE_SUMS40(d)); \
+    WEAVE_MULTIPLY(48, NAME, WEAVE_REGISTERS48, "%24", "%25", "%26", ACROSS, WEAVE_SUMS48(d)); \
+    WEAVE_MULTIPLY(56, NAME, WEAVE_REGISTERS56, "%28", "%29", "%30", ACROSS, WEAVE_SUMS56(d)); \
+    WEAVE_MULTIPLY(64, NAME, WEAVE_REGISTERS64, "%32", "%33", "%34", ACROSS, WEAVE_SUMS64(d)); \
+    WEAVE_MULTIPLY(72, NAME, WEAVE_REGISTERS72, "%36", "%37", "%38", ACROSS, WEAVE_SUMS72(d)); \
+    WEAVE_MULTIPLY(80, NAME, WEAVE_REGISTERS80, "%40", "%41", "%42", ACROSS, WEAVE_SUMS80(d)); \
+    WEAVE_MULTIPLY(88, NAME, WEAVE_REGISTERS88, "%44", "%45", "%46", ACROSS, WEAVE_SUMS88(d)); \
+    WEAVE_MULTIPLY(96, NAME, WEAVE_REGISTERS96, "%48", "%49", "%50", ACROSS, WEAVE_SUMS96(d)); \
+    WEAVE_MULTIPLY(104, NAME, WEAVE_REGISTERS104, "%52", "%53", "%54", ACROSS, WEAVE_SUMS104(d)); \
+    WEAVE_MULTIPLY(112, NAME, WEAVE_REGISTERS112, "%56", "%57", "%58", ACROSS, WEAVE_SUMS112(d)); \
+    WEAVE_MULTIPLY(120, NAME, WEAVE_REGISTERS120, "%60", "%61", "%62", ACROSS, WEAVE_SUMS120(d)); \
+    WEAVE_MULTIPLY(128, NAME, WEAVE_REGISTERS128, "%64", "%65", "%66", ACROSS, WEAVE_SUMS128(d));
+// d[kFirst] and on = weight * tokens^T of 64 x kColumns, plus what is there if `accumulate`; kAcross: the weight's rows lie
+// side by side, else its depth does. The last argument is a type.
+#define WEAVE_MULTIPLY_BY(TYPE, NAME)                                                                             \
+    template <int kColumns, bool kAcross, int kFirst, int kCount>                                                                         \
+    __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens, bool accumulate,   \
+                                             const TYPE*) {                                                       \
+        static_assert(kColumns <= 128 && kFirst + kColumns / 2 <= kCount);                                                     \
+        if constexpr (kAcross) {                                                                                  \
+            WEAVE_MULTIPLIES(NAME, "1")                                                                           \
+        } else {                                                                                                  \
+            WEAVE_MULTIPLIES(NAME, "0")                                                                           \
+        }                                                                                                         \
+    }
+WEAVE_MULTIPLY_BY(__nv_bfloat16, "bf16")
+WEAVE_MULTIPLY_BY(__half, "f16")
+#undef WEAVE_MULTIPLY_BY
+#undef WEAVE_MULTIPLIES
+#undef WEAVE_MULTIPLY
+#undef WEAVE_SUMS128
+#undef WEAVE_REGISTERS128
+#undef WEAVE_SUMS120
+#undef WEAVE_REGISTERS120
+#undef WEAVE_SUMS112
+#undef WEAVE_REGISTERS112
+#undef WEAVE_SUMS104
+#undef WEAVE_REGISTERS104
+#undef WEAVE_SUMS96
+#undef WEAVE_REGISTERS96
+#undef WEAVE_SUMS88
+#undef WEAVE_REGISTERS88
+#undef WEAVE_SUMS80
+#undef WEAVE_REGISTERS80
+#undef WEAVE_SUMS72
+#undef WEAVE_REGISTERS72
+#undef WEAVE_SUMS64
+#undef WEAVE_REGISTERS64
+#undef WEAVE_SUMS56
+#undef WEAVE_REGISTERS56
+#undef WEAVE_SUMS48
+#undef WEAVE_REGISTERS48
+#undef WEAVE_SUMS40
+#undef WEAVE_REGISTERS40
+#undef WEAVE_SUMS32
+#undef WEAVE_REGISTERS32
+#undef WEAVE_SUMS24
+#undef WEAVE_REGISTERS24
+#undef WEAVE_SUMS16
+#undef WEAVE_REGISTERS16
+#undef WEAVE_SUMS8
+#undef WEAVE_REGISTERS8
+#undef WEAVE_SUMS4
+// clang-format on
+
+}  // namespace weave::moe_experts
