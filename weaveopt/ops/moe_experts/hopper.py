@@ -1,4 +1,4 @@
-"""The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between Triton's routing and sum.
+"""The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between the routing and Triton's sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
 persistent grids over the tiles that the routing kernels left: of `EXPERT_TILE_ROWS` rows for experts with many of them,
@@ -18,7 +18,7 @@ from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.mixtures.activation import ActivationName
 from weaveopt.ops.moe_experts import gpu
 from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
-from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles, even_clusters
+from weaveopt.ops.moe_experts.plan import RowTiles, even_clusters
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 try:
@@ -47,14 +47,12 @@ class HopperPlan(RowTiles):
     group: int = GROUP
     combine_columns: int = 2048
     early: bool = True
-    one_routing: bool = True
 
 
 def plan(shape: Shape, kernels: str, num_sms: int, gated: bool = True) -> HopperPlan:
     """The launch of `kernels` for `shape`. It counts all choices as own, each expert's in one tile."""
-    one_routing = shape.rows <= ONE_ROUTING_ROWS
     if kernels != Kernels.HOPPER_FEW:
-        return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=one_routing)
+        return HopperPlan(_native.EXPERT_TILE_ROWS)
     active, at_once = min(shape.experts, shape.rows), _native.EXPERT_FEW_WEIGHT_ROWS
     first = active * -(-shape.inner // (at_once // 2 if gated else at_once))
     second = active * -(-shape.hidden // at_once)
@@ -64,7 +62,6 @@ def plan(shape: Shape, kernels: str, num_sms: int, gated: bool = True) -> Hopper
         gate_up_splits=even_clusters(first, shape.hidden, num_sms, most),
         down_splits=even_clusters(second, shape.inner, num_sms, most),
         combine_columns=512,
-        one_routing=one_routing,
     )
 
 
