@@ -117,7 +117,7 @@ def brief(how: Plan) -> str:
 
     words = [f"rows {how.rows}", f"gate_up {tile(how.gate_up)}", f"down {tile(how.down)}", f"splits {how.splits}"]
     words += [f"group {how.group}", f"combine {how.combine_columns}"]
-    words += ["late"] * (not how.early) + ["two kernels route"] * (not how.one_routing)
+    words += ["late"] * (not how.early)
     return ", ".join(words)
 
 
@@ -128,8 +128,7 @@ def compile_all(data: Data, launches: tuple[Plan, ...]) -> None:
     from weaveopt.ops.moe_experts import kernels, routing_kernels
 
     began, threads = time.monotonic(), os.cpu_count() or 1
-    known = [getattr(kernels, name) for name in ("gate_up", "down", "combine")]
-    known += [getattr(routing_kernels, name) for name in ("route", "count", "place")]
+    known = [routing_kernels.route, kernels.gate_up, kernels.down, kernels.combine]
     with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True), ExitStack() as patches:
         for kernel in known:
             patches.enter_context(mock.patch.object(kernel, "run", partial(_warm_up, kernel.run)))

@@ -20,7 +20,7 @@ from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 Tensor = torch.Tensor
 
 HERE = Path(__file__).parent
-SOURCE = HERE / "emulated_gpu" / "moe_experts.cpp"
+SOURCES = HERE / "emulated_gpu"
 POISON = -777.0
 """In results before a call."""
 
@@ -42,13 +42,13 @@ class NativeCall(ctypes.Structure):
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """Built once a process."""
+def library(name: str = "moe_experts") -> ctypes.CDLL:
+    """Built once a process; its function `run` says what failed, or nothing."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "no C++ compiler, with which the native module is built too"
-    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / "moe_experts.so"
-    command = [compiler, "-std=c++17", "-O2", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{SOURCE.parent}"]
-    command += [f"-I{HERE.parent / 'csrc'}", str(SOURCE), "-o", str(built)]
+    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / f"{name}.so"
+    command = [compiler, "-std=c++17", "-O2", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{SOURCES}"]
+    command += [f"-I{HERE.parent / 'csrc'}", str(SOURCES / f"{name}.cpp"), "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = ctypes.CDLL(str(built))

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
+from tests.experts_routing import POISON, assert_sorted
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.moe_experts import gpu
 from weaveopt.ops.moe_experts.call import ExpertsCall
@@ -55,34 +56,17 @@ def many_tiles(call: ExpertsCall, swap: bool, splits: int, group: int) -> None:
     check(operands, call, replace(how, splits=splits, group=group))
 
 
-def routing(one: bool, experts: int) -> None:
-    """Against a stable sort; the many kernels with chunks so small that there are several."""
+def routing(experts: int) -> None:
+    """Against a stable sort; blocks are so small that there are several."""
     generator = torch.Generator().manual_seed(experts)
     for name in ROUTINGS:
-        sizes = Sizes(tokens=67, choices=3, experts=experts)
-        ids = make_experts(name, sizes, generator)
+        ids = make_experts(name, Sizes(tokens=67, choices=3, experts=experts), generator)
+        order = torch.full((201,), POISON, dtype=torch.int32)
         shape = Shape(67, 3, experts, 16, 16)
-        how = replace(plan(shape, 132), rows=16, one_routing=one)
-        with mock.patch.object(gpu, "CHUNK", 64), mock.patch.object(gpu, "PLACE_STEP", 16):
-            order, table = gpu.route(ids, shape, how, early=False)
-        chosen = ids.flatten().tolist()
-        want = sorted((row for row, e in enumerate(chosen) if 0 <= e < experts), key=lambda row: chosen[row])
-        assert order[: len(want)].tolist() == want, f"{name}: {order.tolist()}, not {want}"
-        tiles, first = [], 0
-        for expert in range(experts):
-            end = first + chosen.count(expert)
-            tiles += [[expert, begin, end] for begin in range(first, end, 16)]
-            first = end
-        num_tiles = int(table[0, 0])
-        assert num_tiles == len(tiles) <= how.max_tiles(shape), f"{name}: {num_tiles} tiles, not {len(tiles)}"
-        assert table[1 : 1 + num_tiles, :3].tolist() == tiles, f"{name}: {table.tolist()}, not {tiles}"
-
-
-def chunks_of_rows() -> None:
-    operands = make_operands(Sizes(tokens=50, choices=3, experts=4), SILU, torch.float16, 3, "some_foreign")
-    how = replace(plan(checked_shape(operands, SILU), 132), one_routing=False)
-    with mock.patch.object(gpu, "CHUNK", 64), mock.patch.object(gpu, "PLACE_STEP", 16):
-        check(operands, SILU, how)
+        table = torch.full((replace(plan(shape, 132), rows=16).max_tiles(shape) + 1, 4), POISON, dtype=torch.int32)
+        with mock.patch.object(gpu, "ROUTE_BLOCK", 64):
+            gpu.sort_by_triton(ids, shape, 16, False, order, table)
+        assert_sorted(order, table, ids, experts, 16)
 
 
 def not_finite() -> None:
@@ -130,12 +114,7 @@ CHECKS: dict[str, Callable[[], None]] = {
             (UNGATED, False, 3, 1), (UNGATED, True, 1, 4),
         )
     },
-    **{
-        f"routing of {experts}, {'one kernel' if one else 'two kernels'}": partial(routing, one, experts)
-        for one in (True, False)
-        for experts in (1, 9)
-    },
-    "chunks of rows": chunks_of_rows,
+    **{f"routing of {experts}": partial(routing, experts) for experts in (1, 9)},
     "not finite": not_finite,
     "odd strides": odd_strides,
     "repeats": repeats,

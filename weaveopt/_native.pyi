@@ -247,6 +247,9 @@ EXPERT_FEW_WEIGHT_ROWS: int
 """Of the weight, in a tile of those: where gated, a gate and an up for each column."""
 EXPERT_MOST_SPLITS: int
 """CTAs that may share the depth of such a tile."""
+
+def expert_row_counts(num_rows: int, num_experts: int) -> int: ...
+
 has_cuda: bool
 """Whether the CUDA part was built; what follows is there only then."""
 
@@ -387,6 +390,17 @@ def experts_down(
     splits: int,
     results: int,
     dtype: DType,
+    stream: int,
+) -> int: ...
+def sort_expert_rows(
+    experts: int,
+    num_rows: int,
+    num_experts: int,
+    tile_rows: int,
+    counts: int,
+    order: int,
+    table: int,
+    early: bool,
     stream: int,
 ) -> int: ...
 def experts_unsupported(dtype: DType, hidden: int, inner: int, addresses: int, device: int) -> str: ...

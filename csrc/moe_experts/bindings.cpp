@@ -1,8 +1,9 @@
 // The Python face of the experts of a mixture on GPUs. Plain C++: everything that needs CUDA's headers is behind
-// grouped.h.
+// grouped.h and routing.h.
 #include "base/bindings.h"
 
 #include "moe_experts/grouped.h"
+#include "moe_experts/routing.h"
 #include "moe_experts/tiles.h"
 
 namespace py = pybind11;
@@ -11,6 +12,8 @@ namespace weave {
 
 void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
+    m.def("expert_row_counts", &moe_experts::num_counts, py::arg("num_rows"), py::arg("num_experts"),
+          "How many int32 numbers sort_expert_rows takes as its workspace.");
 }
 
 #ifdef WEAVE_WITH_CUDA
@@ -64,6 +67,20 @@ void bind_moe_experts_cuda(py::module_& m) {
         py::arg("inner"), py::arg("inner_width"), py::arg("weight"), py::arg("routing"), py::arg("results"),
         py::arg("dtype"), py::arg("stream"),
         "results[order[p]] = inner[p] @ weight[expert of p].T + bias on Hopper. A CUDA error code.");
+    m.def(
+        "sort_expert_rows",
+        [](uintptr_t experts, int64_t num_rows, int32_t num_experts, int32_t tile_rows, uintptr_t counts,
+           uintptr_t order, uintptr_t table, bool early, uintptr_t stream) {
+            py::gil_scoped_release release;
+            return moe_experts::sort_rows({reinterpret_cast<const int64_t*>(experts), num_rows, num_experts, tile_rows,
+                                           reinterpret_cast<int32_t*>(counts), reinterpret_cast<int32_t*>(order),
+                                           reinterpret_cast<int32_t*>(table)},
+                                          early, reinterpret_cast<void*>(stream));
+        },
+        py::arg("experts"), py::arg("num_rows"), py::arg("num_experts"), py::arg("tile_rows"), py::arg("counts"),
+        py::arg("order"), py::arg("table"), py::arg("early"), py::arg("stream"),
+        "order, table = the rows of `experts` (int64) sorted by expert, in tiles of `tile_rows`, as routing_kernels.py "
+        "says. `counts`: a workspace of expert_row_counts numbers. A CUDA error code.");
     m.def("experts_unsupported", &moe_experts::unsupported, py::arg("dtype"), py::arg("hidden"), py::arg("inner"),
           py::arg("addresses"), py::arg("device"),
           "Why the device cannot run them; empty where it can. `addresses`: the or of all addresses and strides in "

@@ -1,10 +1,11 @@
-// What the kernel needs of sm_90 beyond gemm/: copies that a thread makes for itself (cp.async), boxes of three
-// dimensions (TMA), and the kernel ahead.
+// What the kernel needs of sm_90 beyond gemm/: copies that a thread makes for itself (cp.async), and boxes of three
+// dimensions (TMA).
 #pragma once
 
 #include <cstdint>
 
 #include "gemm/tensor_copy.cuh"
+#include "moe_experts/kernel_ahead.cuh"
 
 namespace weave::moe_experts {
 
@@ -33,15 +34,6 @@ __device__ __forceinline__ void load_box_to_both(void* to, const CUtensorMap* ma
         "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(gemm::shared_address(to)),
         "l"(map), "r"(x), "r"(y), "r"(z), "r"(gemm::shared_address(barrier)), "h"(static_cast<uint16_t>(3))
         : "memory");
-}
-
-// Until the kernel ahead has ended and what it wrote can be read.
-__device__ __forceinline__ void await_kernel_ahead() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void let_next_kernel_launch() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Dynamic shared memory as an S, aligned to 1024 bytes: it begins at a multiple of 16 only.

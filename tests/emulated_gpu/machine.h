@@ -114,7 +114,7 @@ struct MatrixStore {
 
 struct Warp {
     Meeting meeting;
-    int32_t exchanged[32];
+    int64_t exchanged[32];
     std::deque<MatrixStore> stores;
     uint64_t first_store = 0;
 };
@@ -130,6 +130,7 @@ struct Cta {
     uint32_t rank;
     std::vector<uint8_t> bytes = std::vector<uint8_t>(kSharedBytes + 1024, 0xff);  // NaN
     std::unordered_map<uint32_t, Barrier> barriers;
+    Meeting meeting;
     Warp warps[kMostCtaThreads / 32];
     WarpGroup warp_groups[kMostCtaThreads / 128];
 
@@ -281,20 +282,60 @@ inline void __syncwarp() {
     weave::emulated::meet(weave::emulated::running().warp().meeting, 32);
 }
 
-inline int32_t __shfl_sync(uint32_t, int32_t value, int32_t source) {
-    weave::emulated::Thread& thread = weave::emulated::running();
-    weave::emulated::Warp& warp = thread.warp();
-    warp.exchanged[thread.index.x % 32] = value;
-    weave::emulated::meet(warp.meeting, 32);
-    const int32_t found = warp.exchanged[source];
-    weave::emulated::meet(warp.meeting, 32);
-    return found;
+inline void __syncthreads() {
+    weave::emulated::meet(weave::emulated::running().cta->meeting, weave::emulated::cluster->size.cta_threads);
 }
 
-inline float __shfl_xor_sync(uint32_t mask, float value, int32_t lanes) {
-    int32_t bits;
-    memcpy(&bits, &value, 4);
-    bits = __shfl_sync(mask, bits, static_cast<int32_t>(threadIdx.x % 32) ^ lanes);
-    memcpy(&value, &bits, 4);
+namespace weave::emulated {
+
+// What `found` says of the values of all lanes of the warp.
+template <class Found>
+auto of_lanes(int64_t value, const Found& found) {
+    Thread& thread = running();
+    Warp& warp = thread.warp();
+    const uint32_t lane = thread.index.x % 32;
+    warp.exchanged[lane] = value;
+    meet(warp.meeting, 32);
+    const auto result = found(warp.exchanged, lane);
+    meet(warp.meeting, 32);
+    return result;
+}
+
+}  // namespace weave::emulated
+
+inline int32_t __shfl_sync(uint32_t, int32_t value, int32_t source) {
+    return weave::emulated::of_lanes(
+        value, [source](const int64_t* lanes, uint32_t) { return static_cast<int32_t>(lanes[source]); });
+}
+inline int64_t __shfl_up_sync(uint32_t, int64_t value, uint32_t step) {
+    return weave::emulated::of_lanes(
+        value, [step](const int64_t* lanes, uint32_t lane) { return lanes[lane < step ? lane : lane - step]; });
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, uint32_t bits) {
+    int64_t own = 0;
+    memcpy(&own, &value, sizeof value);
+    own = weave::emulated::of_lanes(own, [bits](const int64_t* lanes, uint32_t lane) { return lanes[lane ^ bits]; });
+    memcpy(&value, &own, sizeof value);
     return value;
+}
+inline uint32_t __match_any_sync(uint32_t, int32_t value) {
+    return weave::emulated::of_lanes(value, [](const int64_t* lanes, uint32_t lane) {
+        uint32_t same = 0;
+        for (uint32_t other = 0; other < 32; ++other)
+            same |= static_cast<uint32_t>(lanes[other] == lanes[lane]) << other;
+        return same;
+    });
+}
+inline int32_t __popc(uint32_t bits) {
+    return __builtin_popcount(bits);
+}
+template <class T>
+T __ldcg(const T* from) {
+    return *from;
+}
+inline int32_t atomicAdd(int32_t* to, int32_t value) {
+    const int32_t before = *to;
+    *to += value;
+    return before;
 }

@@ -10,12 +10,13 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
+from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.moe_experts import gpu
 from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.plan import Plan, candidates, plan
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
+from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 pytestmark = pytest.mark.gpu
 SILU, CLAMPED = CALLS[0], CALLS[5]
@@ -117,3 +118,97 @@ def test_fp32_is_the_plain_expression_and_can_be_captured() -> None:
     operands.x.normal_()
     graph.replay()
     assert_close(got, reference(operands, SILU), KERNEL)
+
+
+def native_routing() -> bool:
+    return torch.cuda.is_available() and gpu.has_native_routing(torch.device("cuda", torch.cuda.current_device()))
+
+
+needs_native_routing = pytest.mark.skipif(not native_routing(), reason="the CUDA part was not built for this GPU")
+
+
+class NativeRouting:
+    """`order` and `table` of one call's shape, and the experts that they are made of."""
+
+    def __init__(self, num_rows: int, num_experts: int, tile_rows: int) -> None:
+        self.experts = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+        self.order = torch.empty(num_rows, dtype=torch.int32, device="cuda")
+        most = num_rows // tile_rows + min(num_experts, num_rows) + 1
+        self.table = torch.empty((most, 4), dtype=torch.int32, device="cuda")
+        self.shape, self.tile_rows = Shape(num_rows, 1, num_experts, 16, 16), tile_rows
+
+    def run(self, early: bool = True) -> None:
+        self.order.fill_(POISON)
+        self.table.fill_(POISON)
+        gpu.sort_natively(self.experts, self.shape, self.tile_rows, early, self.order, self.table)
+
+    def check(self) -> None:
+        assert_sorted(self.order, self.table, self.experts, self.shape.experts, self.tile_rows)
+
+
+@needs_native_routing
+@pytest.mark.parametrize("num_rows", (*ROWS, 8192, 131072, 262144, 1000003))
+def test_native_routing_equals_a_stable_sort(num_rows: int) -> None:
+    for num_experts in EXPERTS if num_rows <= 1 << 17 else EXPERTS[2::3]:
+        for at, (name, experts) in enumerate(cases(num_rows, num_experts)):
+            routing = NativeRouting(num_rows, num_experts, TILE_ROWS[(at + num_experts) % len(TILE_ROWS)])
+            routing.experts.copy_(experts)
+            routing.run(early=at % 3 > 0)
+            try:
+                routing.check()
+            except AssertionError as wrong:
+                raise AssertionError(f"{num_experts} experts, {name}") from wrong
+
+
+@needs_native_routing
+@pytest.mark.parametrize("num_rows", [1024, 8192, 262144])
+def test_native_routing_repeats_bit_by_bit(num_rows: int) -> None:
+    routing = NativeRouting(num_rows, 64, 32)
+    routing.experts.random_(-20, 84)
+    routing.run()
+    order, table = routing.order.clone(), routing.table.clone()
+    for at in range(50):
+        routing.run(early=at % 2 == 0)
+        assert torch.equal(routing.order, order) and torch.equal(routing.table, table), f"call {at}"
+
+
+@needs_native_routing
+@pytest.mark.parametrize("num_rows", [700, 5000, 131072])
+def test_a_graph_sorts_the_experts_of_its_replay(num_rows: int) -> None:
+    """Several calls in a row, each by the rows that the one before has sorted: none begins too early."""
+    first, second = NativeRouting(num_rows, 64, 32), NativeRouting(num_rows, 64, 128)
+    first.experts.random_(0, 64)
+
+    def run() -> None:
+        first.run()
+        second.experts.copy_(first.order % 67 - 2)
+        second.run()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _, experts in cases(num_rows, 64):
+        first.experts.copy_(experts)
+        graph.replay()
+        first.check()
+        second.check()
+
+
+@needs_native_routing
+def test_routing_of_many_rows_is_native_and_that_of_few_is_tritons() -> None:
+    """Both leave the same."""
+    for rows in (1024, 1025):
+        experts = torch.randint(-3, 40, (rows, 1), device="cuda")
+        shape = Shape(rows, 1, 32, 16, 16)
+        how = plan(shape, 132)
+        order, table = gpu.route(experts, shape, how, early=True)
+        want_order, want_table = torch.empty_like(order), torch.empty_like(table)
+        gpu.sort_by_triton(experts, shape, how.rows, False, want_order, want_table)
+        own, tiles = int(((experts >= 0) & (experts < 32)).sum()), int(want_table[0, 0])
+        assert torch.equal(order[:own], want_order[:own])
+        assert int(table[0, 0]) == tiles and torch.equal(table[1 : 1 + tiles, :3], want_table[1 : 1 + tiles, :3])

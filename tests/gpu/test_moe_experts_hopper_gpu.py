@@ -13,6 +13,7 @@ from tests.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_opera
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.moe_experts import gpu, hopper
 from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
+from weaveopt.ops.moe_experts.plan import TRITON_ROUTING_ROWS
 from weaveopt.ops.moe_experts.reference import reference
 from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
@@ -160,9 +161,9 @@ def test_rows_of_x_may_lie_apart() -> None:
     assert torch.equal(launch(columns, SILU), launch(operands, SILU))
 
 
-def test_many_rows_are_counted_in_two_kernels() -> None:
+def test_many_rows_are_routed_natively() -> None:
     operands = make_operands(replace(SMALL, tokens=9000, experts=7), SILU, torch.bfloat16, 8, "skewed", "cuda")
     shape = checked_shape(operands, SILU)
-    assert not hopper.plan(shape).one_routing
+    assert shape.rows > TRITON_ROUTING_ROWS and gpu.has_native_routing(operands.x.device)
     assert gpu.has_kernels(operands, shape)
-    check(operands, SILU, "two kernels route")
+    check(operands, SILU, "native routing")

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm/tensor_copy.cuh"
+#include "moe_experts/kernel_ahead.cuh"
 
 namespace weave::moe_experts {
 
@@ -35,10 +36,6 @@ inline void load_box_to_both(void* to, const CUtensorMap* map, int32_t x, int32_
     for (emulated::Cta& cta : emulated::cluster->ctas)
         gemm::load_box(cta, emulated::address(to), map, x, y, z, emulated::address(barrier));
 }
-
-inline void await_kernel_ahead() {}
-
-inline void let_next_kernel_launch() {}
 
 template <class S>
 inline S& shared_memory() {

@@ -1,4 +1,5 @@
-"""The op on GPUs by Triton: what its kernels take, and their launch. Nothing here waits for the device."""
+"""The op on GPUs by Triton: what its kernels take, and their launch; routing, of many rows by native kernels where they
+were built. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ from functools import cache
 
 import torch
 
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import Plan, RowTiles, power_of_two
+from weaveopt.ops.moe_experts.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: is_built() says so
+    _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
 
 ROUTE_BLOCK = 1024
 """Rows that a program of `route` looks at in one step."""
-CHUNK, PLACE_STEP = 1024, 64
-"""Rows of a program of `count` and `place`, and of one step of the latter."""
 LEAST_BINS = 64
 MAX_EXPERTS = 1023
 """Of this rank: the routing kernels hold a count of each in registers."""
@@ -38,6 +44,14 @@ def num_sms(device: torch.device) -> int:
 def has_tensor_cores(device: torch.device) -> bool:
     """Whether they take bf16: compute capability 8.0 on."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def has_native_routing(device: torch.device) -> bool:
+    """Whether the native module has code for the device."""
+    if device.type != "cuda" or not is_built(NativePart.CUDA):
+        return False
+    return _native.has_code(device.index)
 
 
 @cache
@@ -107,28 +121,35 @@ def combine(
 
 def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Tensor, Tensor]:
     """Rows by expert, and the tiles they make: see `routing_kernels`. `experts` is contiguous."""
-    from weaveopt.ops.moe_experts import routing_kernels
-
     order = experts.new_empty(shape.rows, dtype=torch.int32)
     table = experts.new_empty((how.max_tiles(shape) + 1, 4), dtype=torch.int32)
-    bins = max(LEAST_BINS, power_of_two(shape.experts + 1))
-    if how.one_routing:
-        routing_kernels.route[(shape.experts,)](
-            experts, order, table, shape.rows, shape.experts,
-            BINS=bins, BLOCK=min(ROUTE_BLOCK, max(128, power_of_two(shape.rows))), BLOCK_M=how.rows, PDL=early,
-            num_warps=4,
-        )  # fmt: skip
-        return order, table
-    chunks = -(-shape.rows // CHUNK)
-    counts = experts.new_empty((chunks, bins), dtype=torch.int32)
-    routing_kernels.count[(chunks,)](
-        experts, counts, shape.rows, shape.experts, BINS=bins, CHUNK=CHUNK, PDL=early, num_warps=4
-    )
-    routing_kernels.place[(chunks,)](
-        experts, counts, order, table, shape.rows, shape.experts, how.max_tiles(shape),
-        BINS=bins, CHUNK=CHUNK, STEP=PLACE_STEP, BLOCK_M=how.rows, PDL=early, num_warps=8, launch_pdl=early,
-    )  # fmt: skip
+    if shape.rows > TRITON_ROUTING_ROWS and has_native_routing(experts.device):
+        sort_natively(experts, shape, how.rows, early, order, table)
+    else:
+        sort_by_triton(experts, shape, how.rows, early, order, table)
     return order, table
+
+
+def sort_by_triton(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
+    from weaveopt.ops.moe_experts import routing_kernels
+
+    routing_kernels.route[(shape.experts,)](
+        experts, order, table, shape.rows, shape.experts,
+        BINS=max(LEAST_BINS, power_of_two(shape.experts + 1)),
+        BLOCK=min(ROUTE_BLOCK, max(128, power_of_two(shape.rows))), BLOCK_M=tile_rows, PDL=early, num_warps=4,
+    )  # fmt: skip
+
+
+def sort_natively(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
+    """Raises `WeaveError` where the driver refuses a kernel."""
+    counts = experts.new_empty(_native.expert_row_counts(shape.rows, shape.experts), dtype=torch.int32)
+    with torch.cuda.device(experts.device):
+        code = _native.sort_expert_rows(
+            experts.data_ptr(), shape.rows, shape.experts, tile_rows, counts.data_ptr(), order.data_ptr(),
+            table.data_ptr(), early, torch.cuda.current_stream(experts.device).cuda_stream,
+        )  # fmt: skip
+    if code:
+        raise WeaveError(f"moe_experts: the routing of {shape} was refused: {_native.cuda_error_text(code)}")
 
 
 def _last_offset(weight: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between Triton's routing and sum.
+"""The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between the routing and Triton's sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
 persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left.
@@ -17,7 +17,7 @@ from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.mixtures.activation import ActivationName
 from weaveopt.ops.moe_experts import gpu
 from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import ONE_ROUTING_ROWS, RowTiles
+from weaveopt.ops.moe_experts.plan import RowTiles
 from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 try:
@@ -41,11 +41,10 @@ class HopperPlan(RowTiles):
     group: int = GROUP
     combine_columns: int = 2048
     early: bool = True
-    one_routing: bool = True
 
 
 def plan(shape: Shape) -> HopperPlan:
-    return HopperPlan(_native.EXPERT_TILE_ROWS, one_routing=shape.rows <= ONE_ROUTING_ROWS)
+    return HopperPlan(_native.EXPERT_TILE_ROWS)
 
 
 def runs_on(device: torch.device) -> bool:

@@ -29,8 +29,8 @@ GOOD_ENOUGH = 0.9
 """More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
 FOREIGN = 2
 """What is split among slots has to be even for all choices, and where only one in so many is own."""
-ONE_ROUTING_ROWS = 16384
-"""More rows are counted and placed in two kernels: `route` has every program look at all of them."""
+TRITON_ROUTING_ROWS = 1024
+"""More rows are routed by native kernels, where they were built: each program of Triton's looks at all rows."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper."""
 
@@ -61,7 +61,6 @@ class RowTiles:
     combine_columns: int
     early: bool
     """Kernels are launched while the one before still runs, and wait on the device, where that can do it."""
-    one_routing: bool
 
     def max_tiles(self, shape: Shape) -> int:
         """No routing needs more: a tile for each expert that has rows, and one for each further `rows` rows."""
@@ -82,7 +81,6 @@ class Plan(RowTiles):
     """Tiles that go through a block of weights one after another."""
     combine_columns: int = 1024
     early: bool = True
-    one_routing: bool = True
 
 
 def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
@@ -95,19 +93,18 @@ def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
 def _plan(shape: Shape, num_sms: int) -> Plan:
     rows = _rows(shape)
     active = min(shape.experts, shape.rows)
-    one_routing = shape.rows <= ONE_ROUTING_ROWS
     if rows > FEW_ROWS:
         if rows < MOST_ROWS:
             gate_up, down = Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)
         else:
             gate_up, down = Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)
-        return Plan(rows, gate_up, down, combine_columns=2048, one_routing=one_routing)
+        return Plan(rows, gate_up, down, combine_columns=2048)
     gate_up = Tile(32, 128, 4, 4)
     if active * -(-shape.inner // gate_up.columns) < LEAST_WAVES * RESIDENT * num_sms:
         gate_up = Tile(16, 256, 4, 4)
     down = Tile(64, 128, 4, 4)
     splits = even_splits(active * -(-shape.hidden // down.columns), shape.inner, RESIDENT * num_sms)
-    return Plan(rows, gate_up, down, splits, combine_columns=512, one_routing=one_routing)
+    return Plan(rows, gate_up, down, splits, combine_columns=512)
 
 
 def _rows(shape: Shape) -> int:
@@ -171,4 +168,3 @@ def _changes(planned: Plan, shape: Shape) -> Iterator[Plan]:
     for columns in (256, 512, 1024, 2048):
         yield replace(planned, combine_columns=columns)
     yield replace(planned, early=False)
-    yield replace(planned, one_routing=not planned.one_routing)
