@@ -73,10 +73,11 @@ __device__ __forceinline__ void separate_pairs(float (&sum)[kSums]) {
         sum[i] = found[i];
 }
 
-// Of octets with rows only: 4 at a time.
+// Of octets with rows only: 6 at a time.
 template <Product kProduct>
 __device__ __forceinline__ void apply_activation(const Work& work, int32_t octets, float (&sum)[kSums]) {
-    constexpr int kAtOnce = 16;
+    constexpr int kAtOnce = 24;
+    static_assert(kBlockSums % kAtOnce == 0);
 #pragma unroll
     for (int first = 0; first < kBlockSums; first += kAtOnce) {
         if (first >= octets * 4) break;
@@ -98,46 +99,68 @@ __device__ __forceinline__ void apply_activation(const Work& work, int32_t octet
     }
 }
 
-// 64 columns of the part's rows into the consumer's shared memory, from sums of one block, or of pairs.
-template <typename T, Product kProduct, int kBlock>
+// 64 columns of the part's rows from octet kFirst on into the consumer's shared memory, from sums of one block, or of
+// pairs.
+template <typename T, Product kProduct, int kBlock, int kFirst>
 __device__ __forceinline__ void stage_columns(int32_t octets, uint8_t* staged, const float (&sum)[kSums]) {
+    constexpr int kEnd = kFirst + kStagedOctets < kOctets ? kFirst + kStagedOctets : kOctets;
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     if constexpr (kProduct == Product::kPairs) {
         const int32_t row = lane % 4 * 2 + lane / 4 % 2, column = warp * 8 + lane / 8;
 #pragma unroll
-        for (int i = 0; i < kBlockSums; ++i) {
+        for (int i = kFirst * 4; i < kEnd * 4; ++i) {
             if (i >= octets * 4) break;
-            const int32_t to_row = i / 4 * 8 + row, to_column = i / 2 % 2 * 32 + i % 2 * 4 + column;
+            const int32_t to_row = (i / 4 - kFirst) * 8 + row, to_column = i / 2 % 2 * 32 + i % 2 * 4 + column;
             *reinterpret_cast<T*>(staged + chunk_offset(to_row, to_column / kChunkElements) +
                                   to_column % kChunkElements * 2) = static_cast<T>(sum[i]);
         }
     } else {
         const T* type = nullptr;
         const uint32_t to = gemm::shared_address(staged);
+        static_assert((kEnd - kFirst) % 2 == 0);
 #pragma unroll
-        for (int octet = 0; octet < kOctets; octet += 2) {
+        for (int octet = kFirst; octet < kEnd; octet += 2) {
             if (octet >= octets) break;
             const float* s = sum + sum_at(kBlock, octet, 0);
-            store_columns_as_rows(to + chunk_offset(octet * 8 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                                  gemm::pair_of(s[0], s[1], type), gemm::pair_of(s[2], s[3], type),
-                                  gemm::pair_of(s[4], s[5], type), gemm::pair_of(s[6], s[7], type));
+            const int32_t to_row = (octet - kFirst) * 8 + lane / 16 * 8 + lane % 8;
+            store_columns_as_rows(to + chunk_offset(to_row, warp * 2 + lane / 8 % 2), gemm::pair_of(s[0], s[1], type),
+                                  gemm::pair_of(s[2], s[3], type), gemm::pair_of(s[4], s[5], type),
+                                  gemm::pair_of(s[6], s[7], type));
         }
     }
 }
 
 // From there to rows of the result. `targets` are of the rows that this thread stores.
-template <typename T>
+template <typename T, int kFirst>
 __device__ __forceinline__ void store_columns(const Work& work, const Part& part, const uint8_t* staged,
                                               const int32_t (&targets)[kPasses], int32_t column) {
+    constexpr int kFirstPass = kFirst * kOctetRows / kRowsAPass, kMany = kStagedOctets * kOctetRows / kRowsAPass;
+    static_assert(kFirstPass * kRowsAPass == kFirst * kOctetRows && kMany * kRowsAPass == kStagedOctets * kOctetRows);
     const int32_t thread = threadIdx.x % 128, chunk = gathered_chunk(thread), at = column + chunk * kChunkElements;
     if (at >= work.width) return;
     T* out = static_cast<T*>(work.out) + at;
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int pass = kFirstPass; pass < kFirstPass + kMany && pass < kPasses; ++pass) {
         const int32_t row = gathered_row(thread, pass);
         if (row < part.rows)
             fabric::store(out + int64_t{targets[pass]} * work.width,
-                          *reinterpret_cast<const fabric::Vec16*>(staged + chunk_offset(row, chunk)));
+                          *reinterpret_cast<const fabric::Vec16*>(staged + chunk_offset(row - kFirst * 8, chunk)));
+    }
+}
+
+// 64 columns of the result, from sums of one block, or of pairs.
+template <typename T, Product kProduct, int kBlock, int kFirst = 0>
+__device__ __forceinline__ void put_columns(const Work& work, const Part& part, int32_t consumer, uint8_t* staged,
+                                            const int32_t (&targets)[kPasses], int32_t column,
+                                            const float (&sum)[kSums]) {
+    stage_columns<T, kProduct, kBlock, kFirst>(part.octets, staged, sum);
+    await_consumer(consumer);
+    store_columns<T, kFirst>(work, part, staged, targets, column);
+    await_consumer(consumer);
+    if constexpr (kFirst + kStagedOctets < kOctets) {
+        if (part.octets > kFirst + kStagedOctets)
+            put_columns<T, kProduct, kBlock, kFirst + kStagedOctets>(work, part, consumer, staged, targets, column,
+                                                                     sum);
     }
 }
 
@@ -150,16 +173,8 @@ __device__ __forceinline__ void finish_part(const Work& work, const Part& part, 
     if (work.bias != nullptr) add_bias<T, kProduct>(work, part, consumer, sum);
     if constexpr (kProduct == Product::kPairs) separate_pairs(sum);
     if constexpr (kProduct != Product::kDown) apply_activation<kProduct>(work, part.octets, sum);
-    stage_columns<T, kProduct, 0>(part.octets, staged, sum);
-    await_consumer(consumer);
-    store_columns<T>(work, part, staged, targets, column);
-    await_consumer(consumer);
-    if constexpr (!kGated) {
-        stage_columns<T, kProduct, 1>(part.octets, staged, sum);
-        await_consumer(consumer);
-        store_columns<T>(work, part, staged, targets, column + kBlockRows);
-        await_consumer(consumer);
-    }
+    put_columns<T, kProduct, 0>(work, part, consumer, staged, targets, column, sum);
+    if constexpr (!kGated) put_columns<T, kProduct, 1>(work, part, consumer, staged, targets, column + kBlockRows, sum);
 }
 
 }  // namespace weave::moe_experts

@@ -1,4 +1,4 @@
-// The kernel of grouped.h (sm_90a): a persistent grid of clusters of two CTAs. A cluster computes tiles of up to 256
+// The kernel of grouped.h (sm_90a): a persistent grid of clusters of two CTAs. A cluster computes tiles of up to 288
 // rows of one expert, half of them in each CTA, by 256 rows of its weight, which are the left operand of the
 // multiplies: so rows are rounded up to 8, not to 64. Consumer c of a CTA multiplies blocks 2 c and 2 c + 1 of the
 // weight. In the first GEMM all 128 threads of the producer warp group gather the rows by cp.async, as TMA cannot
@@ -41,7 +41,7 @@ static_assert(kBlocks == 2 * gemm::kConsumers && kBlocks == 2 * gemm::kClusterCt
 struct Shared {
     uint8_t weight[kStages][kBlocks][kBlockBytes];
     uint8_t rows[kStages][kPanelBytes];
-    uint8_t staged[gemm::kConsumers][kPanelRows * kBlockRows * 2];
+    uint8_t staged[gemm::kConsumers][kStagedOctets * kOctetRows * kBlockRows * 2];
     uint64_t full[kStages], empty[kStages];
 };
 
@@ -224,6 +224,8 @@ __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, 
             WEAVE_ROWS(14)
             WEAVE_ROWS(15)
             WEAVE_ROWS(16)
+            WEAVE_ROWS(17)
+            WEAVE_ROWS(18)
         }
 #undef WEAVE_ROWS
         finish_part<T, kProduct>(work, part, consumer, shared.staged[consumer], targets, sum);

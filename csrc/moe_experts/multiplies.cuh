@@ -1,4 +1,4 @@
-// Multiplies whose left operand is 64 rows of a weight and whose right one is 8 to 128 tokens (wgmma, sm_90a), and
+// Multiplies whose left operand is 64 rows of a weight and whose right one is 8 to 144 tokens (wgmma, sm_90a), and
 // matrices that are stored across.
 #pragma once
 
@@ -45,6 +45,8 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
 #define WEAVE_REGISTERS112 WEAVE_REGISTERS104 ", %52, %53, %54, %55"
 #define WEAVE_REGISTERS120 WEAVE_REGISTERS112 ", %56, %57, %58, %59"
 #define WEAVE_REGISTERS128 WEAVE_REGISTERS120 ", %60, %61, %62, %63"
+#define WEAVE_REGISTERS136 WEAVE_REGISTERS128 ", %64, %65, %66, %67"
+#define WEAVE_REGISTERS144 WEAVE_REGISTERS136 ", %68, %69, %70, %71"
 #define WEAVE_SUMS8(d) WEAVE_SUMS4(d, 0)
 #define WEAVE_SUMS16(d) WEAVE_SUMS8(d), WEAVE_SUMS4(d, 4)
 #define WEAVE_SUMS24(d) WEAVE_SUMS16(d), WEAVE_SUMS4(d, 8)
@@ -61,6 +63,8 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
 #define WEAVE_SUMS112(d) WEAVE_SUMS104(d), WEAVE_SUMS4(d, 52)
 #define WEAVE_SUMS120(d) WEAVE_SUMS112(d), WEAVE_SUMS4(d, 56)
 #define WEAVE_SUMS128(d) WEAVE_SUMS120(d), WEAVE_SUMS4(d, 60)
+#define WEAVE_SUMS136(d) WEAVE_SUMS128(d), WEAVE_SUMS4(d, 64)
+#define WEAVE_SUMS144(d) WEAVE_SUMS136(d), WEAVE_SUMS4(d, 68)
 #define WEAVE_MULTIPLY(COLUMNS, NAME, REGISTERS, A, B, P, ACROSS, ...)                                              \
     if constexpr (kColumns == COLUMNS)                                                                            \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n"                                               \
@@ -84,14 +88,16 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
     WEAVE_MULTIPLY(104, NAME, WEAVE_REGISTERS104, "%52", "%53", "%54", ACROSS, WEAVE_SUMS104(d)); \
     WEAVE_MULTIPLY(112, NAME, WEAVE_REGISTERS112, "%56", "%57", "%58", ACROSS, WEAVE_SUMS112(d)); \
     WEAVE_MULTIPLY(120, NAME, WEAVE_REGISTERS120, "%60", "%61", "%62", ACROSS, WEAVE_SUMS120(d)); \
-    WEAVE_MULTIPLY(128, NAME, WEAVE_REGISTERS128, "%64", "%65", "%66", ACROSS, WEAVE_SUMS128(d));
+    WEAVE_MULTIPLY(128, NAME, WEAVE_REGISTERS128, "%64", "%65", "%66", ACROSS, WEAVE_SUMS128(d)); \
+    WEAVE_MULTIPLY(136, NAME, WEAVE_REGISTERS136, "%68", "%69", "%70", ACROSS, WEAVE_SUMS136(d)); \
+    WEAVE_MULTIPLY(144, NAME, WEAVE_REGISTERS144, "%72", "%73", "%74", ACROSS, WEAVE_SUMS144(d));
 // d[kFirst] and on = weight * tokens^T of 64 x kColumns, plus what is there if `accumulate`; kAcross: the weight's rows lie
 // side by side, else its depth does. The last argument is a type.
 #define WEAVE_MULTIPLY_BY(TYPE, NAME)                                                                             \
     template <int kColumns, bool kAcross, int kFirst, int kCount>                                                                         \
     __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens, bool accumulate,   \
                                              const TYPE*) {                                                       \
-        static_assert(kColumns <= 128 && kFirst + kColumns / 2 <= kCount);                                                     \
+        static_assert(kColumns <= 144 && kFirst + kColumns / 2 <= kCount);                                                     \
         if constexpr (kAcross) {                                                                                  \
             WEAVE_MULTIPLIES(NAME, "1")                                                                           \
         } else {                                                                                                  \
@@ -103,6 +109,10 @@ WEAVE_MULTIPLY_BY(__half, "f16")
 #undef WEAVE_MULTIPLY_BY
 #undef WEAVE_MULTIPLIES
 #undef WEAVE_MULTIPLY
+#undef WEAVE_SUMS144
+#undef WEAVE_REGISTERS144
+#undef WEAVE_SUMS136
+#undef WEAVE_REGISTERS136
 #undef WEAVE_SUMS128
 #undef WEAVE_REGISTERS128
 #undef WEAVE_SUMS120

@@ -1,8 +1,10 @@
 // Which tile a cluster computes when, and where its pieces lie in shared memory: plain arithmetic, for host and device.
 //
-// The two CTAs of a cluster compute up to 256 rows of one expert, half of them each, by 256 rows of its weight: so a
-// tile of the routing table (csrc/moe_experts/routing.h) has up to 256 rows. Weights are the left operand, whose rows a
-// multiply takes 64 at a time, and tokens the right one: of those it takes any multiple of 8.
+// The two CTAs of a cluster compute up to 288 rows of one expert, half of them each, by 256 rows of its weight: so a
+// tile of the routing table (csrc/moe_experts/routing.h) has up to 288 rows. They are more than 256, as token counts
+// are powers of two more often than not: of experts that have 256 rows on average most need one tile. Weights are the
+// left operand, whose rows a multiply takes 64 at a time, and tokens the right one: of those it takes any multiple
+// of 8.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +13,7 @@
 
 namespace weave::moe_experts {
 
-constexpr int32_t kPanelRows = 128;  // of a CTA, at most
+constexpr int32_t kPanelRows = 144;  // of a CTA, at most
 constexpr int32_t kTileRows = 2 * kPanelRows;
 constexpr int32_t kOctetRows = 8;
 constexpr int32_t kOctets = kPanelRows / kOctetRows;
@@ -24,7 +26,8 @@ constexpr int32_t kChunkElements = 8;    // of 2 bytes
 constexpr int32_t kGatherThreads = 128;  // bring the rows of a stage
 constexpr int32_t kRowsAPass = kGatherThreads / kChunks;
 constexpr int32_t kPasses = kPanelRows / kRowsAPass;
-constexpr int32_t kLoadRows = 32;  // of what the first GEMM left, in one copy
+constexpr int32_t kLoadRows = 48;      // of what the first GEMM left, in one copy
+constexpr int32_t kStagedOctets = 10;  // of results, that leave shared memory at once
 constexpr int32_t kBlockBytes = kBlockRows * kDepth * 2;
 constexpr int32_t kPanelBytes = kPanelRows * kDepth * 2;
 
@@ -54,7 +57,7 @@ struct Rows {
 };
 
 // Of an expert's rows, from `begin` to `end`, those of the tile that begins at `first` in the table. There tiles have
-// 256 rows and the last one what is left; here they are equally long, up to a multiple of 16, so that none is short.
+// 288 rows and the last one what is left; here they are equally long, up to a multiple of 16, so that none is short.
 WEAVE_HOST_DEVICE constexpr Rows even_rows(int32_t begin, int32_t first, int32_t end) {
     const int32_t rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
     const int32_t each = ((rows + tiles - 1) / tiles + 2 * kOctetRows - 1) / (2 * kOctetRows) * (2 * kOctetRows);

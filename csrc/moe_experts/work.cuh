@@ -29,7 +29,7 @@ WEAVE_HOST_DEVICE constexpr int32_t tile_columns(bool gated) {
 struct Work {
     CUtensorMap weight[2];  // by depth, row and expert; of weights whose rows lie side by side by row, depth and
                             // expert. kGated: of gates and of ups; else the first one
-    CUtensorMap rows;       // second GEMM: what the first one left, in boxes of 32 rows
+    CUtensorMap rows;       // second GEMM: what the first one left, in boxes of 48 rows
     const int32_t* table;   // routing.h
     const int32_t* order;
     const uint8_t* x;     // first GEMM

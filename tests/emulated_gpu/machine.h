@@ -103,7 +103,7 @@ struct Multiply {
     int32_t columns;
     uint64_t a, b;
     bool accumulate;
-    bool across;  // the left operand's rows lie side by side
+    bool across;               // the left operand's rows lie side by side
     std::vector<float*> sums;  // of each thread
 };
 

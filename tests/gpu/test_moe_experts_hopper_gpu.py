@@ -71,7 +71,7 @@ def test_sizes_that_fill_no_tile(hidden: int, inner: int, call: ExpertsCall) -> 
         check(operands, call, f"{sizes} {call}")
 
 
-@pytest.mark.parametrize("counts", [(256, 0, 1), (257, 300), (64, 65, 128), (129, 63), (0, 0, 511), (2000,)])
+@pytest.mark.parametrize("counts", [(288, 0, 1), (289, 300), (64, 65, 128), (161, 63), (0, 0, 575), (2000,)])
 def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...]) -> None:
     sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=512, inner=384)
     operands = make_operands(sizes, SILU, torch.bfloat16, 1, device="cuda")
@@ -90,8 +90,8 @@ def test_sizes_of_models(tokens: int, routing: str) -> None:
 
 
 def test_every_width_of_a_multiply() -> None:
-    """Of 8 to 128 rows in each CTA, each again with the same bits."""
-    counts = (*range(1, 257, 5), 256, 0, 257)
+    """Of 8 to 144 rows in each CTA, each again with the same bits."""
+    counts = (*range(1, 289, 5), 288, 0, 289)
     sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=1160, inner=712, bias=True)
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     for call, transposed in ((SILU, False), (PLAIN, False), (CLAMPED, True), (SILU, True)):

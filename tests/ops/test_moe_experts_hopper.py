@@ -40,7 +40,7 @@ def test_every_activation(routing: str) -> None:
         assert_close(got, expected(operands, call).to(BF16), KERNEL, f"{call} {routing}")
 
 
-@pytest.mark.parametrize("counts", [(256, 0, 1), (257, 300), (64, 65, 128), (129, 63), (0, 0, 511), (512,)])
+@pytest.mark.parametrize("counts", [(288, 0, 1), (289, 300), (64, 65, 128), (161, 63), (0, 0, 575), (577,)])
 @pytest.mark.parametrize("call", [SILU, PLAIN], ids=["gated", "plain"])
 def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...], call: ExpertsCall) -> None:
     """In either panel and either consumer of a tile, and just behind one."""
@@ -92,9 +92,9 @@ def test_no_own_rows_write_nothing() -> None:
     assert (emulated(operands, SILU) == 0).all()
 
 
-@pytest.mark.parametrize("rows", [*range(1, 18), 100, 127, 129, 240, 255])
+@pytest.mark.parametrize("rows", [*range(1, 18), 100, 127, 129, 240, 255, 272, 287, 288])
 def test_every_width_of_a_multiply(rows: int) -> None:
-    """8 to 128 rows in each of two CTAs; some choices are foreign."""
+    """8 to 144 rows in each of two CTAs; some choices are foreign."""
     sizes = Sizes(tokens=rows + 3, choices=1, experts=2, hidden=72, inner=72, bias=True)
     operands = make_operands(sizes, SILU, BF16, 1)
     ids = torch.tensor([*[1] * rows, -1, 9, 9])
@@ -114,10 +114,10 @@ def test_weights_whose_rows_lie_side_by_side(seed: int, bias: bool) -> None:
 def test_tiles_of_an_expert_are_equally_long() -> None:
     """As csrc/moe_experts/tiles.h cuts them: all rows once, and none much shorter than others."""
     for rows in range(1, 3000):
-        tiles = -(-rows // 256)
+        tiles = -(-rows // 288)
         each = -(-(-(-rows // tiles)) // 16) * 16
         lengths = [min(each, rows - tile * each) for tile in range(tiles)]
-        assert sum(lengths) == rows and 0 < min(lengths) and each <= 256 and each - rows / tiles < 16
+        assert sum(lengths) == rows and 0 < min(lengths) and each <= 288 and each - rows / tiles < 16
 
 
 def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:
@@ -154,7 +154,7 @@ def test_machine_code_multiplies_and_copies_asynchronously() -> None:
     assert len(names) == 14, names
     gathering = []
     for name, text in binary.instructions("sm_90a", names).items():
-        assert all(f"HGMMA.64x{columns}x16.F32" in text for columns in range(8, 129, 8)), name
+        assert all(f"HGMMA.64x{columns}x16.F32" in text for columns in range(8, 145, 8)), name
         assert "UTMALDG.3D.MULTICAST" in text and "ACQBULK" in text, name
         gathering.append("LDGSTS" in text)
     assert sorted(gathering) == [False] * 4 + [True] * 10
