@@ -17,8 +17,8 @@ from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
 OPERATION = "experts"
-"""Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. Of kernels with
-a name of their own, it stands before: `hopper bfloat16 rows`."""
+"""Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. A name that the
+kernels have stands before, and that weights lie transposed: `hopper transposed bfloat16 rows`."""
 LIBRARY_CALLS = 6
 """Of the library for an expert's rows on a CPU: gather, two GEMMs, activation, product with up, scatter."""
 
@@ -38,6 +38,8 @@ class Mixture:
     dtype: str
     skew: Skew = UNIFORM
     """Of the choices of this rank's experts."""
+    transposed: bool = False
+    """Whether weights lie as `[experts, in, out]`: kernels have curves of their own for those."""
 
     @property
     def rows(self) -> int:
@@ -75,9 +77,9 @@ def rows_by_expert(mixture: Mixture, assumed: Skew) -> Values:
     return (("expert_rows", round(mean, 1)), ("busiest_expert_rows", round(busiest, 1)), ("routing", str(assumed)))
 
 
-def variant_of(kernels: str, dtype: str, counted: str) -> str:
+def variant_of(kernels: str, dtype: str, counted: str, transposed: bool = False) -> str:
     """Of a curve: `kernels` is empty for those without a name; `counted` is `weights` or `rows`."""
-    return f"{kernels} {dtype} {counted}".strip()
+    return " ".join(word for word in (kernels, "transposed" * transposed, dtype, counted) if word)
 
 
 def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float | None:
@@ -86,7 +88,7 @@ def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float |
     The longer of reading the weights of the experts with rows, and of the arithmetic. Less of it than was ever measured
     goes on at the rate of the least: what a call costs at least is in the time of its weights.
     """
-    curves = _curves(machine, kernels, mixture.dtype)
+    curves = _curves(machine, kernels, mixture.dtype, mixture.transposed)
     if len(curves) < 2:
         return None
     least = curves["rows"].points[0].size
@@ -101,8 +103,8 @@ def fastest_kernels(machine: Machine, mixture: Mixture, kernels: Sequence[str]) 
 
 
 @cache
-def _curves(machine: Machine, kernels: str, dtype: str) -> dict[str, KernelCurve]:
-    named = {variant_of(kernels, dtype, counted): counted for counted in ("weights", "rows")}
+def _curves(machine: Machine, kernels: str, dtype: str, transposed: bool) -> dict[str, KernelCurve]:
+    named = {variant_of(kernels, dtype, counted, transposed): counted for counted in ("weights", "rows")}
     return {named[each.variant]: each for each in machine.kernels if each.op == OPERATION and each.variant in named}
 
 

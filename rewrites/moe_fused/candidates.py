@@ -47,7 +47,7 @@ CURVES = {KERNELS: "", HOPPER: HOPPER}
 VARIANTS = {name: variant for variant, name in CURVES.items()}
 
 
-def mixture_of(facts: MixtureFacts, tokens: int, skew: Skew) -> Mixture:
+def mixture_of(facts: MixtureFacts, transposed: bool, tokens: int, skew: Skew) -> Mixture:
     """What the rank computes that has the busiest experts, whose choices spread like that over all experts."""
     ranks = max(facts.experts_in_all // facts.experts, 1) if facts.has_foreign else 1
     share, here = skew.of_busiest_rank(facts.experts, ranks) if ranks > 1 else (1.0, skew)
@@ -60,18 +60,21 @@ def mixture_of(facts: MixtureFacts, tokens: int, skew: Skew) -> Mixture:
         gated=facts.activation.gated,
         dtype=facts.dtype,
         skew=here,
+        transposed=transposed,
     )
 
 
 def candidates(
     facts: MixtureFacts,
+    transposed: bool,
     tokens: TokenCounts,
     surroundings: Surroundings,
     host: Host,
     usable_only: bool,
 ) -> Iterator[Candidate]:
+    """`transposed`: whether a weight lies as `[experts, in, out]`."""
     machine = surroundings.machine
-    mixture = mixture_of(facts, tokens.hint, machine.skew)
+    mixture = mixture_of(facts, transposed, tokens.hint, machine.skew)
     sizes = (("active_experts", mixture.active), ("rows", mixture.rows))
     parameters = (*sizes, *rows_by_expert(mixture, machine.skew))
     if machine.device == "cpu":
@@ -93,7 +96,7 @@ def candidates(
         if us is not None:
             estimate = Estimate((Term(RULE, us + host_us(machine)),), machine.relative_error)
             several = CURVES[variant] == fastest and not tokens.is_static
-            table = _by_tokens(machine, facts, tokens, tuple(able)) if several else ()
+            table = _by_tokens(machine, facts, transposed, tokens, tuple(able)) if several else ()
             yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, estimate, table=table)
         elif not usable_only:
             yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, rejections=reasons)
@@ -101,12 +104,12 @@ def candidates(
 
 @cache
 def _by_tokens(
-    machine: Machine, facts: MixtureFacts, tokens: TokenCounts, kernels: tuple[str, ...]
+    machine: Machine, facts: MixtureFacts, transposed: bool, tokens: TokenCounts, kernels: tuple[str, ...]
 ) -> tuple[TableRow, ...]:
     """Which of `kernels` serves which token counts that the graph may see."""
 
     def fastest(count: int) -> str | None:
-        return fastest_kernels(machine, mixture_of(facts, count, machine.skew), kernels)
+        return fastest_kernels(machine, mixture_of(facts, transposed, count, machine.skew), kernels)
 
     found = list(runs(fastest, grid_of((tokens.hint,), tokens.most, max(tokens.least, 1))))
     lasts = [first - 1 for first, _ in found[1:]] + [tokens.most]

@@ -50,10 +50,10 @@ class MoeFused:
     ) -> Sequence[Proposal]:
         facts, experts = _site(found)
         surroundings = Surroundings.of(context.machine, context.topologies.values())
-        host = Host(has_triton(), lacks_hopper())
+        host, transposed = Host(has_triton(), lacks_hopper()), experts.up.transposed or experts.down.transposed
         return tuple(
             Proposal(candidate, experts.nodes)
-            for candidate in candidates(facts, tokens, surroundings, host, usable_only)
+            for candidate in candidates(facts, transposed, tokens, surroundings, host, usable_only)
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:

@@ -117,7 +117,7 @@ def test_tiles_of_an_expert_are_equally_long() -> None:
         tiles = -(-rows // 288)
         each = -(-(-(-rows // tiles)) // 16) * 16
         lengths = [min(each, rows - tile * each) for tile in range(tiles)]
-        assert sum(lengths) == rows and 0 < min(lengths) and each <= 288 and each - rows / tiles < 16
+        assert sum(lengths) == rows and min(lengths) > 0 and each <= 288 and each - rows / tiles < 16
 
 
 def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:

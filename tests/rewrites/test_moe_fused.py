@@ -26,7 +26,7 @@ from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.records.skew import UNIFORM, Skew
-from weaveopt.rewrites.moe_fused.candidates import HOPPER, HOPPER_FEW, KERNELS, RULE, Host, candidates, mixture_of
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, RULE, Host, candidates, mixture_of
 from weaveopt.sites.mixture import MixtureFacts
 
 FORCED = Config(force=(RULE,), strict=True)
@@ -183,7 +183,7 @@ def test_weights_that_are_gathered_for_every_choice_cost_more() -> None:
 
 def test_kernels_that_were_not_measured_are_not_used() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=())
-    assert _on(machine, 8) == [(variant, None, ["not_measured"]) for variant in (KERNELS, HOPPER, HOPPER_FEW)]
+    assert _on(machine, 8) == [(variant, None, ["not_measured"]) for variant in (KERNELS, HOPPER)]
 
 
 def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
@@ -194,9 +194,9 @@ def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=curves)
     few, many = (kernels_us(machine, Mixture(tokens, 2.0, 8, 6144, 8192, True, "bfloat16")) for tokens in (1, 8192))
     assert few is not None and many is not None and few < many
-    (_, us, refused), (_, _, others), _ = _on(machine, 8192)
+    (_, us, refused), (_, _, others) = _on(machine, 8192)
     assert us is not None and us >= many and not refused and others == ["not_measured"]
-    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 3
+    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 2
     tiny = kernels_us(machine, Mixture(1, 2.0, 8, 64, 64, True, "bfloat16"))
     assert tiny == 5.0, "less arithmetic than was measured takes less than the least that was"
 
@@ -211,9 +211,13 @@ def _curves(name: str, us: float) -> tuple[KernelCurve, KernelCurve]:
 
 def test_each_of_the_kernels_has_its_own_curves() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
-    (triton, slow, _), (hopper, fast, _), (few, unknown, _) = _on(machine, 8192)
-    assert (triton, hopper, few) == (KERNELS, HOPPER, HOPPER_FEW)
-    assert slow is not None and fast is not None and slow - fast == pytest.approx(400.0) and unknown is None
+    (triton, slow, _), (hopper, fast, _) = _on(machine, 8192)
+    assert (triton, hopper) == (KERNELS, HOPPER)
+    assert slow is not None and fast is not None and slow - fast == pytest.approx(400.0)
+    assert [codes for *_, codes in _on(machine, 8192, transposed=True)] == [["not_measured"]] * 2
+    both = replace(machine, kernels=(*machine.kernels, *_curves("hopper transposed ", 700.0)))
+    (_, unknown, _), (_, turned, _) = _on(both, 8192, transposed=True)
+    assert unknown is None and turned is not None and turned - fast == pytest.approx(200.0)
 
 
 def test_a_table_says_which_kernels_serve_which_counts() -> None:
@@ -222,22 +226,22 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
     def curves(name: str, bytes_per_us: float, flops_per_us: float) -> tuple[KernelCurve, ...]:
         sizes = (1 << 20, 1 << 44)
         return tuple(
-            KernelCurve("x", "experts", f"{name} bfloat16 {kind}", counts, tuple(SizePoint(n, n / rate) for n in sizes))
+            KernelCurve(
+                "x", "experts", f"{name} bfloat16 {kind}".strip(), counts, tuple(SizePoint(n, n / rate) for n in sizes)
+            )
             for kind, counts, rate in (("weights", "bytes", bytes_per_us), ("rows", "flop", flops_per_us))
         )
 
-    machine = replace(cost_model.load("h200x4"), kernels=(*curves("hopper", 2e6, 6e8), *curves("hopper few", 4e6, 1e8)))
+    machine = replace(cost_model.load("h200x4"), kernels=(*curves("hopper", 2e6, 6e8), *curves("", 4e6, 1e8)))
     asked = TokenCounts(8, most=8192)
     found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
-    assert [each.variant for each in found] == [HOPPER, HOPPER_FEW]
-    assert not found[0].table, "it is not what is chosen"
-    few, many = found[1].table
-    assert (few.variant, many.variant, many.max_tokens) == (HOPPER_FEW, HOPPER, 8192)
+    assert [each.variant for each in found] == [KERNELS, HOPPER]
+    assert not found[1].table, "it is not what is chosen"
+    few, many = found[0].table
+    assert (few.variant, many.variant, many.max_tokens) == (KERNELS, HOPPER, 8192)
 
     def us(tokens: int) -> list[float]:
-        return [
-            kernels_us(machine, mixture_of(FACTS, tokens, UNIFORM), name) or 0.0 for name in ("hopper few", "hopper")
-        ]
+        return [kernels_us(machine, mixture_of(FACTS, False, tokens, UNIFORM), name) or 0.0 for name in ("", "hopper")]
 
     (before, above), (behind, below) = us(few.max_tokens), us(few.max_tokens + 1)
     assert before < above and behind >= below, "the table changes where the curves cross"
@@ -250,16 +254,14 @@ def test_what_speaks_against_the_hopper_kernels() -> None:
     """All of it, and nothing of it against Triton's."""
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     odd = replace(FACTS, hidden=6140)
-    (_, us, none), (_, refused_us, refused), (_, _, same) = _on(machine, 8192, odd, True, Host(True, lacks_hopper=True))
+    (_, us, none), (_, refused_us, refused) = _on(machine, 8192, odd, host=Host(True, lacks_hopper=True))
     assert us is not None and not none
     assert refused_us is None
-    assert refused == same == ["weights_transposed", "rows_not_aligned", "hopper_kernels_missing"]
+    assert refused == ["rows_not_aligned", "hopper_kernels_missing"]
     assert _on(machine, 8192, host=Host(False))[1][2] == ["triton_missing"]
 
 
-@pytest.mark.parametrize(
-    ("name", "kernels"), [("hopper ", Kernels.HOPPER), ("hopper few ", Kernels.HOPPER_FEW), ("", Kernels.TRITON)]
-)
+@pytest.mark.parametrize(("name", "kernels"), [("hopper ", Kernels.HOPPER), ("", Kernels.TRITON)])
 def test_the_graph_says_which_kernels_were_chosen(
     name: str, kernels: Kernels, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +291,7 @@ def test_a_skew_leaves_fewer_experts_with_rows_and_one_rank_with_more() -> None:
     assert spread.active == 55 and skewed.active == 46
     assert spread.rows_of_expert == (2.0, 2.0) and skewed.rows_of_expert == (2.0, 8.0)
     facts = replace(FACTS, experts=16, experts_in_all=64, choices=8, has_foreign=True)
-    assert mixture_of(facts, 64, UNIFORM).rows == 128
+    assert mixture_of(facts, False, 64, UNIFORM).rows == 128
     # 8 of 64 experts lie on the one rank of 16, and of the other half of the rows an even part of 8 in 56.
-    assert mixture_of(facts, 64, half).rows == round(512 * (0.5 + 0.5 * 8 / 56))
-    assert mixture_of(facts, 64, Skew(1.0, 0.1)).rows == 512, "no rank has more than all"
+    assert mixture_of(facts, False, 64, half).rows == round(512 * (0.5 + 0.5 * 8 / 56))
+    assert mixture_of(facts, False, 64, Skew(1.0, 0.1)).rows == 512, "no rank has more than all"

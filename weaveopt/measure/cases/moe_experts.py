@@ -6,8 +6,9 @@ all sizes: which of them serve a token count is read off their curves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -56,9 +57,14 @@ def call_of(mixture: Mixture, kernels: Kernels, device: torch.device) -> Callabl
 
     experts, hidden, width = mixture.experts, mixture.hidden, mixture.width
     turns = max(1, min(8, TURNS_BYTES // max(mixture.weight_bytes, 1)))
-    weights = [(normal(experts, 2 * width, hidden), normal(experts, hidden, width)) for _ in range(turns)]
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return normal(experts, columns, rows).transpose(1, 2) if mixture.transposed else normal(experts, rows, columns)
+
+    weights = [(weight(2 * width, hidden), weight(hidden, width)) for _ in range(turns)]
     x = normal(mixture.tokens, hidden)
-    call = ExpertsCall("silu", True, kernels=kernels).encode()
+    # Transposed weights are gpt-oss', whose gates and ups alternate.
+    call = ExpertsCall("silu", True, interleaved=mixture.transposed, kernels=kernels).encode()
     scores = torch.rand(mixture.tokens, experts, generator=made, device=device)
     share, chosen = scores.topk(CHOICES)
 
@@ -100,16 +106,24 @@ class ExpertKernels(Family):
         if not self.times:
             return
         origin = draft.origin("experts", self.times.values(), "a mixture's experts, weights out of cache, bfloat16")
-        for kernels, name in NAMES.items():
-            found = {case: sample.us for (used, case), sample in self.times.items() if used == kernels}
+        for (kernels, name), transposed in itertools.product(NAMES.items(), (False, True)):
+            found = {
+                replace(case, transposed=False): sample.us
+                for (used, case), sample in self.times.items()
+                if (used, case.transposed) == (kernels, transposed)
+            }
             weights = [(case.weight_bytes, us) for case, us in found.items() if case not in MANY]
             rows = [(case.flops, us) for case, us in found.items() if case in MANY]
             if weights and rows:
-                draft.kernels.append(curve(origin, variant_of(name, DTYPE, "weights"), "bytes", weights))
-                draft.kernels.append(curve(origin, variant_of(name, DTYPE, "rows"), "flop", rows))
+                draft.kernels.append(curve(origin, variant_of(name, DTYPE, "weights", transposed), "bytes", weights))
+                draft.kernels.append(curve(origin, variant_of(name, DTYPE, "rows", transposed), "flop", rows))
 
 
 def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
     """What is timed: with `quick` a third of it."""
     measured = tuple(NAMES) if with_hopper else (Kernels.TRITON,)
-    return tuple((kernels, case) for kernels in measured for case in (*FEW, *SOME, *MANY)[:: 3 if quick else 1])
+    cases = (*FEW, *SOME, *MANY)[:: 3 if quick else 1]
+    return tuple(
+        (kernels, replace(case, transposed=transposed))
+        for kernels, transposed, case in itertools.product(measured, (False, True), cases)
+    )

@@ -30,7 +30,8 @@ Tensor = torch.Tensor
 HOPPER = (9, 0)
 """The compute capability that wgmma exists on."""
 GROUP = 8
-"""Tiles that go through a part of the weight before the next one: 66 clusters share 8 panels of each."""
+"""Tiles of an expert that go through a part of its weight before the next part, where it has that many: 66 clusters
+share 8 panels of each then. With fewer, one tile after the other reads less at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,15 @@ class HopperPlan(RowTiles):
     """One call of these kernels."""
 
     rows: int
-    group: int = GROUP
+    group: int
     combine_columns: int = 2048
     early: bool = True
 
 
 def plan(shape: Shape) -> HopperPlan:
-    return HopperPlan(_native.EXPERT_TILE_ROWS)
+    """The launch for `shape`. It counts all choices as own."""
+    tiles = shape.rows // (shape.experts * _native.EXPERT_TILE_ROWS)
+    return HopperPlan(_native.EXPERT_TILE_ROWS, group=GROUP if tiles >= GROUP else 1)
 
 
 def runs_on(device: torch.device) -> bool:

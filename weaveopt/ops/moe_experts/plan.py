@@ -16,6 +16,8 @@ LEAST_ROWS, MOST_ROWS = 16, 128
 """Of a tile: what a product takes, and what one program's registers hold beside 256 columns."""
 FEW_ROWS = 32
 """Rows of a tile up to which the weights bind, and several programs share an SM."""
+TRANSPOSED_ROWS = 64
+"""Of a tile of more rows, of weights that lie transposed."""
 ROOM = 1.25
 """Rows of a tile, relative to an expert's mean: most experts have one tile then."""
 RESIDENT = 3
@@ -94,7 +96,11 @@ def _plan(shape: Shape, num_sms: int) -> Plan:
     rows = _rows(shape)
     active = min(shape.experts, shape.rows)
     if rows > FEW_ROWS:
-        if rows < MOST_ROWS:
+        if shape.transposed:
+            # Weights as the left operand, which may lie either way in shared memory.
+            rows = TRANSPOSED_ROWS
+            gate_up, down = Tile(64, 64, 8, 4, swap=True), Tile(128, 64, 8, 4, swap=True)
+        elif rows < MOST_ROWS:
             gate_up, down = Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)
         else:
             gate_up, down = Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)

@@ -27,6 +27,8 @@ class Shape:
     hidden: int
     inner: int
     """Columns between the two GEMMs."""
+    transposed: bool = False
+    """Whether an expert's first weight lies as [H, N1], so that its rows lie side by side."""
 
     @property
     def rows(self) -> int:
@@ -90,4 +92,5 @@ def checked_shape(operands: Operands, call: ExpertsCall) -> Shape:
             f"moe_experts takes experts in torch.int64 and weights in {x.dtype} or torch.float32, found "
             f"{experts.dtype} and {weights.dtype}"
         )
-    return Shape(tokens, choices, num_experts, hidden, inner)
+    transposed = operands.gate_up.stride(1) == 1 != operands.gate_up.stride(2)
+    return Shape(tokens, choices, num_experts, hidden, inner, transposed)
