@@ -115,7 +115,7 @@ def test_tiles_of_an_expert_are_equally_long() -> None:
     """As csrc/moe_experts/tiles.h cuts them: all rows once, and none much shorter than others."""
     for rows in range(1, 3000):
         tiles = -(-rows // 288)
-        each = -(-(-(-rows // tiles)) // 16) * 16
+        each = (-(-rows // tiles) + 15) // 16 * 16
         lengths = [min(each, rows - tile * each) for tile in range(tiles)]
         assert sum(lengths) == rows and min(lengths) > 0 and each <= 288 and each - rows / tiles < 16
 
