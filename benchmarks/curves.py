@@ -21,6 +21,7 @@ class Axis:
 TOKENS = Axis("tokens", lambda row: int(row.case["seq"]))
 BATCH = Axis("sequences", lambda row: int(row.case["batch"]))
 PROMPT = Axis("tokens", lambda row: int(row.case["tokens"]))
+OF_A_RANK = Axis("tokens of each rank", lambda row: int(row.case["tokens"]))
 FILLED = Axis(
     "filled keys of all sequences and heads",
     lambda row: int(row.case["batch"]) * int(row.case["filled"]) * int(row.case["key_heads"]),
@@ -55,6 +56,8 @@ def axis_of(row: Row) -> Axis | None:
     case = row.case
     if "links" in case:
         return HOSTS
+    if "routing" in case and "kernels" in case:
+        return OF_A_RANK
     if not ("model" in case or "head_size" in case) or "positions" in case:
         return None
     if case.get("phase") == "decode" and "filled" in case:
@@ -73,7 +76,7 @@ def panel_of(row: Row) -> str:
         return (
             f"{row.case['kib']:5d} KiB, {row.case['ranks_per_host']} ranks and {row.case['links']} NICs a host{costly}"
         )
-    kept = [str(row.case[key]) for key in ("model", "phase", "choice") if key in row.case]
+    kept = [str(row.case[key]) for key in ("model", "phase", "choice", "routing", "kernels") if key in row.case]
     masks = {True: ["with a mask"], False: ["causal"]}
     return ", ".join(kept + masks.get(bool(row.case["mask"]), []) if "mask" in row.case else kept)
 

@@ -240,13 +240,7 @@ PRODUCT_MOST_HIDDEN: int
 def shm_buffers(max_tokens: int, hidden: int, dtype: DType, out_dtype: DType, world: int) -> list[BufferNeed]: ...
 
 EXPERT_TILE_ROWS: int
-"""Of tiles of rows sorted by expert, in the GEMMs of `experts_gate_up` and `experts_down` with 0 splits."""
-EXPERT_FEW_TILE_ROWS: int
-"""The same with splits: kernels for few rows an expert."""
-EXPERT_FEW_WEIGHT_ROWS: int
-"""Of the weight, in a tile of those: where gated, a gate and an up for each column."""
-EXPERT_MOST_SPLITS: int
-"""CTAs that may share the depth of such a tile."""
+"""Of tiles of rows sorted by expert, in the GEMMs of `experts_gate_up` and `experts_down`."""
 
 def expert_row_counts(num_rows: int, num_experts: int) -> int: ...
 
@@ -361,7 +355,9 @@ def gemm(
 def gemm_unsupported(dtype: DType, n: int, k: int, device: int) -> str: ...
 
 class ExpertWeight:
-    def __init__(self, data: int, experts: int, rows: int, expert_stride: int, row_stride: int, bias: int) -> None: ...
+    def __init__(
+        self, data: int, experts: int, rows: int, expert_stride: int, row_stride: int, depth_stride: int, bias: int
+    ) -> None: ...
 
 class ExpertRouting:
     def __init__(self, order: int, table: int, num_rows: int, group: int) -> None: ...
@@ -377,7 +373,6 @@ def experts_gate_up(
     weight: ExpertWeight,
     routing: ExpertRouting,
     gate: ExpertGate,
-    splits: int,
     inner: int,
     dtype: DType,
     stream: int,
@@ -387,7 +382,6 @@ def experts_down(
     inner_width: int,
     weight: ExpertWeight,
     routing: ExpertRouting,
-    splits: int,
     results: int,
     dtype: DType,
     stream: int,
