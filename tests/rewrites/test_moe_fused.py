@@ -244,7 +244,7 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
         return [kernels_us(machine, mixture_of(FACTS, False, tokens, UNIFORM), name) or 0.0 for name in ("", "hopper")]
 
     (before, above), (behind, below) = us(few.max_tokens), us(few.max_tokens + 1)
-    assert before < above and behind >= below, "the table changes where the curves cross"
+    assert before <= above and behind > below, "the table changes where the curves cross"
     assert not any(
         each.table for each in candidates(FACTS, False, TokenCounts(8), Surroundings(machine), TRITON, usable_only=True)
     )

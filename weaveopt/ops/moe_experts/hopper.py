@@ -137,6 +137,7 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 def _weight(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
     experts, rows, _ = weight.shape
+    of_expert, of_row, of_depth = weight.stride()
     return _native.ExpertWeight(
-        weight.data_ptr(), experts, rows, *weight.stride(), 0 if bias is None else bias.data_ptr()
+        weight.data_ptr(), experts, rows, of_expert, of_row, of_depth, 0 if bias is None else bias.data_ptr()
     )
