@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -85,15 +86,21 @@ def variant_of(kernels: str, dtype: str, counted: str, transposed: bool = False)
 def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float | None:
     """Microseconds of the kernels of that name on a GPU, by their measured curves; None where the profile has none.
 
-    The longer of reading the weights of the experts with rows, and of the arithmetic. Less of it than was ever measured
-    goes on at the rate of the least: what a call costs at least is in the time of its weights.
+    Reading the weights of the experts with rows and the arithmetic run at the same time, but where both take long each
+    delays the other: the root of the sum of their squares. More than was ever measured goes on at the rate of the most,
+    and less arithmetic at that of the least: what a call costs at least is in the time of its weights.
     """
     curves = _curves(machine, kernels, mixture.dtype, mixture.transposed)
     if len(curves) < 2:
         return None
     least = curves["rows"].points[0].size
-    arithmetic_us = kernel_curve_us(curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)
-    return max(kernel_curve_us(curves["weights"], mixture.weight_bytes), arithmetic_us)
+    arithmetic_us = _on_curve(curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)
+    return math.hypot(_on_curve(curves["weights"], mixture.weight_bytes), arithmetic_us)
+
+
+def _on_curve(curve: KernelCurve, size: float) -> float:
+    most = curve.points[-1].size
+    return kernel_curve_us(curve, min(size, most)) * max(size / most, 1.0)
 
 
 def fastest_kernels(machine: Machine, mixture: Mixture, kernels: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -186,7 +187,7 @@ def test_kernels_that_were_not_measured_are_not_used() -> None:
     assert _on(machine, 8) == [(variant, None, ["not_measured"]) for variant in (KERNELS, HOPPER)]
 
 
-def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
+def test_kernels_take_weights_and_arithmetic_together() -> None:
     curves = (
         KernelCurve("x", "experts", "bfloat16 weights", "bytes", (SizePoint(1 << 20, 5.0), SizePoint(1 << 30, 300.0))),
         KernelCurve("x", "experts", "bfloat16 rows", "flop", (SizePoint(10**9, 4.0), SizePoint(10**13, 16000.0))),
@@ -198,7 +199,10 @@ def test_kernels_take_the_longer_of_weights_and_arithmetic() -> None:
     assert us is not None and us >= many and not refused and others == ["not_measured"]
     assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 2
     tiny = kernels_us(machine, Mixture(1, 2.0, 8, 64, 64, True, "bfloat16"))
-    assert tiny == 5.0, "less arithmetic than was measured takes less than the least that was"
+    assert tiny == pytest.approx(5.0), "less arithmetic than was measured takes less than the least that was"
+    most = Mixture(1 << 20, 2.0, 64, 6144, 8192, True, "bfloat16")
+    beyond = 300.0 * most.weight_bytes / (1 << 30), 16000.0 * most.flops / 1e13
+    assert kernels_us(machine, most) == pytest.approx(math.hypot(*beyond))
 
 
 def _curves(name: str, us: float) -> tuple[KernelCurve, KernelCurve]:
@@ -213,11 +217,11 @@ def test_each_of_the_kernels_has_its_own_curves() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     (triton, slow, _), (hopper, fast, _) = _on(machine, 8192)
     assert (triton, hopper) == (KERNELS, HOPPER)
-    assert slow is not None and fast is not None and slow - fast == pytest.approx(400.0)
+    assert slow is not None and fast is not None and slow - fast == pytest.approx(math.hypot(400.0, 400.0))
     assert [codes for *_, codes in _on(machine, 8192, transposed=True)] == [["not_measured"]] * 2
     both = replace(machine, kernels=(*machine.kernels, *_curves("hopper transposed ", 700.0)))
     (_, unknown, _), (_, turned, _) = _on(both, 8192, transposed=True)
-    assert unknown is None and turned is not None and turned - fast == pytest.approx(200.0)
+    assert unknown is None and turned is not None and turned - fast == pytest.approx(math.hypot(200.0, 200.0))
 
 
 def test_a_table_says_which_kernels_serve_which_counts() -> None:
