@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tests import experts_routing
+from tests.experts_routing import plain
 from weaveopt import _native
 from weaveopt.ops.moe_experts.call import ExpertsCall
 from weaveopt.ops.moe_experts.cpu import combine
@@ -35,7 +37,7 @@ class NativeCall(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("choices", "group", "gated", "interleaved", "activation")),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
-        ("across", ctypes.c_int32),
+        ("transposed", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
     )
@@ -58,17 +60,17 @@ def library(name: str = "moe_experts") -> ctypes.CDLL:
 
 def routed(experts: Tensor, shape: Shape, tile_rows: int) -> tuple[Tensor, Tensor]:
     """`order` and `table` as the routing kernels leave them; what they do not write is beyond every row."""
-    chosen = experts.flatten().tolist()
-    order = torch.full((shape.rows,), -(1 << 20), dtype=torch.int32)
-    tiles: list[list[int]] = []
-    first = 0
-    for expert in range(shape.experts):
-        mine = [row for row, each in enumerate(chosen) if each == expert]
-        end = first + len(mine)
-        order[first:end] = torch.tensor(mine, dtype=torch.int32)
-        tiles += [[expert, begin, end, first] for begin in range(first, end, tile_rows)]
-        first = end
-    return order, torch.tensor([[len(tiles), -1, -1, -1], *tiles], dtype=torch.int32)
+    own, tiles = plain(experts, shape.experts, tile_rows)
+    order = torch.full((shape.rows,), experts_routing.POISON, dtype=torch.int32)
+    order[: len(own)] = own
+    return order, torch.cat([torch.tensor([[len(tiles), -1, -1, -1]], dtype=torch.int32), tiles])
+
+
+def cut_tile(begin: int, first: int, end: int) -> list[tuple[int, int]]:
+    """First position and count of each CTA's rows, of the tile at `first` of an expert's rows from `begin` to `end`."""
+    out = (ctypes.c_int32 * 4)()
+    library().cut_tile(begin, first, end, out)
+    return [(out[0], out[1]), (out[2], out[3])]
 
 
 def rows_of(operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ __device__ __forceinline__ void init_pipeline(Shared& shared) {
 }
 
 // Thread 0: this CTA's two blocks of the weight, for both, and in the second GEMM the rows.
-template <Product kProduct, bool kAcross>
+template <Product kProduct, bool kTransposed>
 __device__ __forceinline__ void load_boxes(const Work& work, Shared& shared, const Part& part, int32_t block,
                                            int32_t stage) {
     constexpr bool kGated = kProduct == Product::kGated;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void load_boxes(const Work& work, Shared& shared, con
         const int32_t which = gemm::cluster_rank() * 2 + i;
         const int32_t row = kGated ? part.column * (kWeightRows / 2) + which / 2 * kBlockRows
                                    : part.column * kWeightRows + which * kBlockRows;
-        load_box_to_both(shared.weight[stage][which], &work.weight[kGated ? i : 0], kAcross ? row : block * kDepth,
-                         kAcross ? block * kDepth : row, part.expert, &shared.full[stage]);
+        load_box_to_both(shared.weight[stage][which], &work.weight[kGated ? i : 0], kTransposed ? row : block * kDepth,
+                         kTransposed ? block * kDepth : row, part.expert, &shared.full[stage]);
     }
     for (int32_t i = 0; i < loads; ++i)
         gemm::load_tile(shared.rows[stage] + i * (kLoadRows * kDepth * 2), &work.rows, block * kDepth,
@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_boxes(const Work& work, Shared& shared, con
 }
 
 // First GEMM: all threads of the producer warp group; second: its first thread.
-template <Product kProduct, bool kAcross>
+template <Product kProduct, bool kTransposed>
 __device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
     constexpr bool kGathers = kProduct != Product::kDown;
     const int32_t thread = threadIdx.x, blocks = work.blocks;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
         }
         for (int32_t block = 0; block < blocks; ++block) {
             await_phase(&shared.empty[at.stage], at.parity ^ 1);
-            if (thread == 0) load_boxes<kProduct, kAcross>(work, shared, part, block, at.stage);
+            if (thread == 0) load_boxes<kProduct, kTransposed>(work, shared, part, block, at.stage);
             if constexpr (kGathers) {
                 const bool inside = block * kChunks + chunk < chunks;
                 const uint8_t* x = work.x + block * (kDepth * 2);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
 }
 
 // A part's sums, of 8 * kWide rows.
-template <typename T, Product kProduct, bool kAcross, int kWide>
+template <typename T, Product kProduct, bool kTransposed, int kWide>
 __device__ __forceinline__ void multiply_blocks(const Work& work, Shared& shared, int32_t consumer,
                                                 gemm::Position<kStages>& at, float (&sum)[kSums]) {
     constexpr int kOwn = kWide * 4;  // sums of a block
@@ -167,10 +167,10 @@ __device__ __forceinline__ void multiply_blocks(const Work& work, Shared& shared
 #pragma unroll
         for (int step = 0; step < kDepth / gemm::kInstructionK; ++step) {
             const T* type = nullptr;
-            multiply<kWide * kOctetRows, kAcross, 0>(own, along_depth<kAcross>(first, step), gemm::along_k(rows, step),
-                                                     true, type);
-            multiply<kWide * kOctetRows, kAcross, kOwn>(own, along_depth<kAcross>(second, step),
-                                                        gemm::along_k(rows, step), true, type);
+            multiply<kWide * kOctetRows, kTransposed, 0>(own, along_depth<kTransposed>(first, step),
+                                                         gemm::along_k(rows, step), type);
+            multiply<kWide * kOctetRows, kTransposed, kOwn>(own, along_depth<kTransposed>(second, step),
+                                                            gemm::along_k(rows, step), type);
         }
         gemm::close_multiplies();
         if (block != 0) {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void multiply_blocks(const Work& work, Shared& shared
 }
 
 // All 128 threads of consumer 0 or 1.
-template <typename T, Product kProduct, bool kAcross>
+template <typename T, Product kProduct, bool kTransposed>
 __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, int32_t consumer) {
     gemm::Position<kStages> at;
     Part part{};
@@ -203,9 +203,9 @@ __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, 
             targets[pass] = kProduct == Product::kDown ? work.order[min(position, part.last)] : position;
         }
         float sum[kSums];
-#define WEAVE_ROWS(WIDE)                                                              \
-    case WIDE:                                                                        \
-        multiply_blocks<T, kProduct, kAcross, WIDE>(work, shared, consumer, at, sum); \
+#define WEAVE_ROWS(WIDE)                                                                  \
+    case WIDE:                                                                            \
+        multiply_blocks<T, kProduct, kTransposed, WIDE>(work, shared, consumer, at, sum); \
         break;
         switch (part.octets) {
             WEAVE_ROWS(1)
@@ -232,7 +232,7 @@ __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, 
     }
 }
 
-template <typename T, Product kProduct, bool kAcross>
+template <typename T, Product kProduct, bool kTransposed>
 __global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_constant__ Work work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     auto& shared = shared_memory<Shared>();
@@ -243,10 +243,10 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_c
     const int32_t warp = threadIdx.x / 32;
     if (warp < 4) {
         gemm::leave_registers<gemm::kLoaderRegisters>();
-        if (kProduct != Product::kDown || threadIdx.x == 0) load_parts<kProduct, kAcross>(work, shared);
+        if (kProduct != Product::kDown || threadIdx.x == 0) load_parts<kProduct, kTransposed>(work, shared);
     } else {
         gemm::take_registers<gemm::kConsumerRegisters>();
-        compute_parts<T, kProduct, kAcross>(work, shared, warp / 4 - 1);
+        compute_parts<T, kProduct, kTransposed>(work, shared, warp / 4 - 1);
     }
     // Until both CTAs have made their last arrivals, in whichever of them the barriers lie.
     __syncwarp();
@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_c
 #endif
 }
 
-// `across`: rows of the weight lie side by side.
-int enqueue_bf16(const Work& work, Product product, bool across, int32_t num_ctas, void* stream);
-int enqueue_fp16(const Work& work, Product product, bool across, int32_t num_ctas, void* stream);
+// `transposed`: rows of the weight lie side by side.
+int enqueue_bf16(const Work& work, Product product, bool transposed, int32_t num_ctas, void* stream);
+int enqueue_fp16(const Work& work, Product product, bool transposed, int32_t num_ctas, void* stream);
 
 }  // namespace weave::moe_experts

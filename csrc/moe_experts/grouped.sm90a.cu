@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMostNumbers = int64_t{1} << 31;
 
 // Rows of the weight lie side by side, with one depth behind the other.
-bool is_across(const Weight& weight) {
+bool is_transposed(const Weight& weight) {
     return weight.depth_stride != 1;
 }
 
@@ -38,20 +38,20 @@ Work work_of(const Weight& weight, const Routing& routing, int64_t depth, int64_
 int make_weight_map(CUtensorMap& map, const Weight& weight, DType dtype, int64_t depth, int64_t first, int64_t step,
                     int64_t count) {
     const char* data = static_cast<const char*>(weight.data) + first * weight.row_stride * size_of(dtype);
-    if (is_across(weight))
+    if (is_transposed(weight))
         return gemm::make_stack_map(map, data, dtype, weight.experts, depth, count, weight.expert_stride,
                                     weight.depth_stride, kDepth);
     return gemm::make_stack_map(map, data, dtype, weight.experts, count, depth, weight.expert_stride,
                                 step * weight.row_stride, kBlockRows);
 }
 
-int enqueue(const Work& work, Product product, bool across, DType dtype, void* stream) {
+int enqueue(const Work& work, Product product, bool transposed, DType dtype, void* stream) {
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     const int32_t num_ctas = num_sms / gemm::kClusterCtas * gemm::kClusterCtas;
-    if (dtype == DType::kBFloat16) return enqueue_bf16(work, product, across, num_ctas, stream);
-    if (dtype == DType::kFloat16) return enqueue_fp16(work, product, across, num_ctas, stream);
+    if (dtype == DType::kBFloat16) return enqueue_bf16(work, product, transposed, num_ctas, stream);
+    if (dtype == DType::kFloat16) return enqueue_fp16(work, product, transposed, num_ctas, stream);
     return cudaErrorInvalidValue;
 }
 
@@ -69,7 +69,7 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
     const int64_t tokens = routing.num_rows / choices;
     if (routing.num_rows >= kMostNumbers || tokens * x_stride / kChunkElements >= kMostNumbers)
         return cudaErrorInvalidValue;
-    const bool across = is_across(weight), pairs = across && gate.gated && gate.interleaved;
+    const bool transposed = is_transposed(weight), pairs = transposed && gate.gated && gate.interleaved;
     Work work = work_of(weight, routing, hidden, width, gate.gated, inner);
     work.x = static_cast<const uint8_t*>(x);
     work.x_chunks = static_cast<int32_t>(x_stride / kChunkElements);
@@ -80,14 +80,14 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
     const Product product = pairs ? Product::kPairs : gate.gated ? Product::kGated : Product::kPlain;
     if (product != Product::kGated) {
         const int error = make_weight_map(work.weight[0], weight, dtype, hidden, 0, 1, weight.rows);
-        return error != cudaSuccess ? error : enqueue(work, product, across, dtype, stream);
+        return error != cudaSuccess ? error : enqueue(work, product, transposed, dtype, stream);
     }
     work.bias_step = gate.interleaved ? 2 : 1;
     work.up_bias = gate.interleaved ? 1 : static_cast<int32_t>(width);
     int error = cudaSuccess;
     for (int32_t i = 0; i < 2 && error == cudaSuccess; ++i)
         error = make_weight_map(work.weight[i], weight, dtype, hidden, i * work.up_bias, work.bias_step, width);
-    return error != cudaSuccess ? error : enqueue(work, product, across, dtype, stream);
+    return error != cudaSuccess ? error : enqueue(work, product, transposed, dtype, stream);
 }
 
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
@@ -97,7 +97,7 @@ int run_down(const void* inner, int64_t inner_width, const Weight& weight, const
     Work work = work_of(weight, routing, inner_width, weight.rows, false, results);
     int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width, kLoadRows);
     if (error == cudaSuccess) error = make_weight_map(work.weight[0], weight, dtype, inner_width, 0, 1, weight.rows);
-    return error != cudaSuccess ? error : enqueue(work, Product::kDown, is_across(weight), dtype, stream);
+    return error != cudaSuccess ? error : enqueue(work, Product::kDown, is_transposed(weight), dtype, stream);
 }
 
 }  // namespace weave::moe_experts

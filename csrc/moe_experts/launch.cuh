@@ -29,27 +29,27 @@ int launch(Kernel kernel, const Work& work, int32_t num_ctas, void* stream) {
     return cudaLaunchKernelEx(&config, kernel, work);
 }
 
-template <typename T, bool kAcross>
+template <typename T, bool kTransposed>
 int launch_as(const Work& work, Product product, int32_t num_ctas, void* stream) {
     switch (product) {
         case Product::kGated:
-            return launch(grouped_gemm<T, Product::kGated, kAcross>, work, num_ctas, stream);
+            return launch(grouped_gemm<T, Product::kGated, kTransposed>, work, num_ctas, stream);
         case Product::kPairs:
             // Where the depth lies side by side, gates and ups are found apart by their stride.
-            if constexpr (kAcross) return launch(grouped_gemm<T, Product::kPairs, true>, work, num_ctas, stream);
+            if constexpr (kTransposed) return launch(grouped_gemm<T, Product::kPairs, true>, work, num_ctas, stream);
             return cudaErrorInvalidValue;
         case Product::kPlain:
-            return launch(grouped_gemm<T, Product::kPlain, kAcross>, work, num_ctas, stream);
+            return launch(grouped_gemm<T, Product::kPlain, kTransposed>, work, num_ctas, stream);
         case Product::kDown:
-            return launch(grouped_gemm<T, Product::kDown, kAcross>, work, num_ctas, stream);
+            return launch(grouped_gemm<T, Product::kDown, kTransposed>, work, num_ctas, stream);
     }
     return cudaErrorInvalidValue;
 }
 
 template <typename T>
-int launch_product(const Work& work, Product product, bool across, int32_t num_ctas, void* stream) {
-    return across ? launch_as<T, true>(work, product, num_ctas, stream)
-                  : launch_as<T, false>(work, product, num_ctas, stream);
+int launch_product(const Work& work, Product product, bool transposed, int32_t num_ctas, void* stream) {
+    return transposed ? launch_as<T, true>(work, product, num_ctas, stream)
+                      : launch_as<T, false>(work, product, num_ctas, stream);
 }
 
 }  // namespace weave::moe_experts

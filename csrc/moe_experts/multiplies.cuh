@@ -6,11 +6,11 @@
 
 namespace weave::moe_experts {
 
-// The operand `step` instructions further along the depth. kAcross: a row of 128 bytes is of one depth and 64 rows of
-// the weight.
-template <bool kAcross>
+// The operand `step` instructions further along the depth. kTransposed: a row of 128 bytes is of one depth and 64 rows
+// of the weight.
+template <bool kTransposed>
 __device__ __forceinline__ uint64_t along_depth(uint64_t operand, int step) {
-    return kAcross ? operand + step * (gemm::kInstructionK * 128 >> 4) : gemm::along_k(operand, step);
+    return kTransposed ? operand + step * (gemm::kInstructionK * 128 >> 4) : gemm::along_k(operand, step);
 }
 
 // Threads of consumer 0 or 1, and no others.
@@ -65,40 +65,40 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
 #define WEAVE_SUMS128(d) WEAVE_SUMS120(d), WEAVE_SUMS4(d, 60)
 #define WEAVE_SUMS136(d) WEAVE_SUMS128(d), WEAVE_SUMS4(d, 64)
 #define WEAVE_SUMS144(d) WEAVE_SUMS136(d), WEAVE_SUMS4(d, 68)
-#define WEAVE_MULTIPLY(COLUMNS, NAME, REGISTERS, A, B, P, ACROSS, ...)                                              \
+#define WEAVE_MULTIPLY(COLUMNS, NAME, REGISTERS, A, B, TRANSPOSED, ...)                                              \
     if constexpr (kColumns == COLUMNS)                                                                            \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n"                                               \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                               \
                      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME " {" REGISTERS "}, "   \
-                     A ", " B ", p, 1, 1, " ACROSS ", 0;\n}\n"                                                    \
+                     A ", " B ", p, 1, 1, " TRANSPOSED ", 0;\n}\n"                                                    \
                      : __VA_ARGS__                                                                                \
-                     : "l"(weight), "l"(tokens), "r"(static_cast<int32_t>(accumulate)))
-#define WEAVE_MULTIPLIES(NAME, ACROSS) \
-    WEAVE_MULTIPLY(8, NAME, WEAVE_REGISTERS8, "%4", "%5", "%6", ACROSS, WEAVE_SUMS8(d)); \
-    WEAVE_MULTIPLY(16, NAME, WEAVE_REGISTERS16, "%8", "%9", "%10", ACROSS, WEAVE_SUMS16(d)); \
-    WEAVE_MULTIPLY(24, NAME, WEAVE_REGISTERS24, "%12", "%13", "%14", ACROSS, WEAVE_SUMS24(d)); \
-    WEAVE_MULTIPLY(32, NAME, WEAVE_REGISTERS32, "%16", "%17", "%18", ACROSS, WEAVE_SUMS32(d)); \
-    WEAVE_MULTIPLY(40, NAME, WEAVE_REGISTERS40, "%20", "%21", "%22", ACROSS, WEAVE_SUMS40(d)); \
-    WEAVE_MULTIPLY(48, NAME, WEAVE_REGISTERS48, "%24", "%25", "%26", ACROSS, WEAVE_SUMS48(d)); \
-    WEAVE_MULTIPLY(56, NAME, WEAVE_REGISTERS56, "%28", "%29", "%30", ACROSS, WEAVE_SUMS56(d)); \
-    WEAVE_MULTIPLY(64, NAME, WEAVE_REGISTERS64, "%32", "%33", "%34", ACROSS, WEAVE_SUMS64(d)); \
-    WEAVE_MULTIPLY(72, NAME, WEAVE_REGISTERS72, "%36", "%37", "%38", ACROSS, WEAVE_SUMS72(d)); \
-    WEAVE_MULTIPLY(80, NAME, WEAVE_REGISTERS80, "%40", "%41", "%42", ACROSS, WEAVE_SUMS80(d)); \
-    WEAVE_MULTIPLY(88, NAME, WEAVE_REGISTERS88, "%44", "%45", "%46", ACROSS, WEAVE_SUMS88(d)); \
-    WEAVE_MULTIPLY(96, NAME, WEAVE_REGISTERS96, "%48", "%49", "%50", ACROSS, WEAVE_SUMS96(d)); \
-    WEAVE_MULTIPLY(104, NAME, WEAVE_REGISTERS104, "%52", "%53", "%54", ACROSS, WEAVE_SUMS104(d)); \
-    WEAVE_MULTIPLY(112, NAME, WEAVE_REGISTERS112, "%56", "%57", "%58", ACROSS, WEAVE_SUMS112(d)); \
-    WEAVE_MULTIPLY(120, NAME, WEAVE_REGISTERS120, "%60", "%61", "%62", ACROSS, WEAVE_SUMS120(d)); \
-    WEAVE_MULTIPLY(128, NAME, WEAVE_REGISTERS128, "%64", "%65", "%66", ACROSS, WEAVE_SUMS128(d)); \
-    WEAVE_MULTIPLY(136, NAME, WEAVE_REGISTERS136, "%68", "%69", "%70", ACROSS, WEAVE_SUMS136(d)); \
-    WEAVE_MULTIPLY(144, NAME, WEAVE_REGISTERS144, "%72", "%73", "%74", ACROSS, WEAVE_SUMS144(d));
-// d[kFirst] and on = weight * tokens^T of 64 x kColumns, plus what is there if `accumulate`; kAcross: the weight's rows lie
+                     : "l"(weight), "l"(tokens))
+#define WEAVE_MULTIPLIES(NAME, TRANSPOSED) \
+    WEAVE_MULTIPLY(8, NAME, WEAVE_REGISTERS8, "%4", "%5", TRANSPOSED, WEAVE_SUMS8(d)); \
+    WEAVE_MULTIPLY(16, NAME, WEAVE_REGISTERS16, "%8", "%9", TRANSPOSED, WEAVE_SUMS16(d)); \
+    WEAVE_MULTIPLY(24, NAME, WEAVE_REGISTERS24, "%12", "%13", TRANSPOSED, WEAVE_SUMS24(d)); \
+    WEAVE_MULTIPLY(32, NAME, WEAVE_REGISTERS32, "%16", "%17", TRANSPOSED, WEAVE_SUMS32(d)); \
+    WEAVE_MULTIPLY(40, NAME, WEAVE_REGISTERS40, "%20", "%21", TRANSPOSED, WEAVE_SUMS40(d)); \
+    WEAVE_MULTIPLY(48, NAME, WEAVE_REGISTERS48, "%24", "%25", TRANSPOSED, WEAVE_SUMS48(d)); \
+    WEAVE_MULTIPLY(56, NAME, WEAVE_REGISTERS56, "%28", "%29", TRANSPOSED, WEAVE_SUMS56(d)); \
+    WEAVE_MULTIPLY(64, NAME, WEAVE_REGISTERS64, "%32", "%33", TRANSPOSED, WEAVE_SUMS64(d)); \
+    WEAVE_MULTIPLY(72, NAME, WEAVE_REGISTERS72, "%36", "%37", TRANSPOSED, WEAVE_SUMS72(d)); \
+    WEAVE_MULTIPLY(80, NAME, WEAVE_REGISTERS80, "%40", "%41", TRANSPOSED, WEAVE_SUMS80(d)); \
+    WEAVE_MULTIPLY(88, NAME, WEAVE_REGISTERS88, "%44", "%45", TRANSPOSED, WEAVE_SUMS88(d)); \
+    WEAVE_MULTIPLY(96, NAME, WEAVE_REGISTERS96, "%48", "%49", TRANSPOSED, WEAVE_SUMS96(d)); \
+    WEAVE_MULTIPLY(104, NAME, WEAVE_REGISTERS104, "%52", "%53", TRANSPOSED, WEAVE_SUMS104(d)); \
+    WEAVE_MULTIPLY(112, NAME, WEAVE_REGISTERS112, "%56", "%57", TRANSPOSED, WEAVE_SUMS112(d)); \
+    WEAVE_MULTIPLY(120, NAME, WEAVE_REGISTERS120, "%60", "%61", TRANSPOSED, WEAVE_SUMS120(d)); \
+    WEAVE_MULTIPLY(128, NAME, WEAVE_REGISTERS128, "%64", "%65", TRANSPOSED, WEAVE_SUMS128(d)); \
+    WEAVE_MULTIPLY(136, NAME, WEAVE_REGISTERS136, "%68", "%69", TRANSPOSED, WEAVE_SUMS136(d)); \
+    WEAVE_MULTIPLY(144, NAME, WEAVE_REGISTERS144, "%72", "%73", TRANSPOSED, WEAVE_SUMS144(d));
+// d[kFirst] and on = weight * tokens^T of 64 x kColumns added to what is there; kTransposed: the weight's rows lie
 // side by side, else its depth does. The last argument is a type.
 #define WEAVE_MULTIPLY_BY(TYPE, NAME)                                                                             \
-    template <int kColumns, bool kAcross, int kFirst, int kCount>                                                                         \
-    __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens, bool accumulate,   \
+    template <int kColumns, bool kTransposed, int kFirst, int kCount>                                                                         \
+    __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens,   \
                                              const TYPE*) {                                                       \
         static_assert(kColumns <= 144 && kFirst + kColumns / 2 <= kCount);                                                     \
-        if constexpr (kAcross) {                                                                                  \
+        if constexpr (kTransposed) {                                                                                  \
             WEAVE_MULTIPLIES(NAME, "1")                                                                           \
         } else {                                                                                                  \
             WEAVE_MULTIPLIES(NAME, "0")                                                                           \

@@ -102,8 +102,7 @@ struct Meeting {
 struct Multiply {
     int32_t columns;
     uint64_t a, b;
-    bool accumulate;
-    bool across;               // the left operand's rows lie side by side
+    bool transposed;           // the left operand's rows lie side by side
     std::vector<float*> sums;  // of each thread
 };
 
@@ -303,10 +302,6 @@ auto of_lanes(int64_t value, const Found& found) {
 
 }  // namespace weave::emulated
 
-inline int32_t __shfl_sync(uint32_t, int32_t value, int32_t source) {
-    return weave::emulated::of_lanes(
-        value, [source](const int64_t* lanes, uint32_t) { return static_cast<int32_t>(lanes[source]); });
-}
 inline int64_t __shfl_up_sync(uint32_t, int64_t value, uint32_t step) {
     return weave::emulated::of_lanes(
         value, [step](const int64_t* lanes, uint32_t lane) { return lanes[lane < step ? lane : lane - step]; });

@@ -44,18 +44,18 @@ int run_clusters(emulated::Size size, const Kernel& kernel) {
     return cudaSuccess;
 }
 
-template <bool kAcross>
+template <bool kTransposed>
 int enqueue_as(const Work& work, Product product) {
     return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
-        if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated, kAcross>(work);
-        if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain, kAcross>(work);
-        if (product == Product::kPairs) return grouped_gemm<__nv_bfloat16, Product::kPairs, kAcross>(work);
-        grouped_gemm<__nv_bfloat16, Product::kDown, kAcross>(work);
+        if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated, kTransposed>(work);
+        if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain, kTransposed>(work);
+        if (product == Product::kPairs) return grouped_gemm<__nv_bfloat16, Product::kPairs, kTransposed>(work);
+        grouped_gemm<__nv_bfloat16, Product::kDown, kTransposed>(work);
     });
 }
 
-int enqueue_bf16(const Work& work, Product product, bool across, int32_t, void*) {
-    return across ? enqueue_as<true>(work, product) : enqueue_as<false>(work, product);
+int enqueue_bf16(const Work& work, Product product, bool transposed, int32_t, void*) {
+    return transposed ? enqueue_as<true>(work, product) : enqueue_as<false>(work, product);
 }
 
 int enqueue_fp16(const Work&, Product, bool, int32_t, void*) {
@@ -73,7 +73,7 @@ struct Call {
     int64_t rows, experts, hidden, inner_width, x_stride;
     int32_t choices, group, gated, interleaved, activation;
     float alpha, limit;
-    int32_t across;
+    int32_t transposed;
     int32_t num_sms;
     uint32_t seed;
 };
@@ -87,18 +87,27 @@ const char* run(const Call* call) {
     failure.clear();
     const int64_t hidden = call->hidden, width = call->inner_width, rows = call->gated ? 2 * width : width;
     const auto weight = [call](const void* data, int64_t rows, int64_t depth, const void* bias) {
-        const bool across = call->across != 0;
-        return Weight{data, call->experts, rows, rows * depth, across ? 1 : depth, across ? rows : 1, bias};
+        const bool transposed = call->transposed != 0;
+        return Weight{data, call->experts, rows, rows * depth, transposed ? 1 : depth, transposed ? rows : 1, bias};
     };
     const Weight gate_up = weight(call->gate_up, rows, hidden, call->gate_up_bias);
     const Weight down = weight(call->down, hidden, width, call->down_bias);
     const Routing routing{call->order, call->table, call->rows, call->group};
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
-    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate,
-                           call->inner, DType::kBFloat16, nullptr);
-    if (code == 0)
-        code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
+    int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
+                           DType::kBFloat16, nullptr);
+    if (code == 0) code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
     if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
     return failure.c_str();
+}
+
+// Of an expert's rows, `out` gets the first position and the count of each CTA of the tile that begins at `first`.
+void cut_tile(int32_t begin, int32_t first, int32_t end, int32_t* out) {
+    using namespace weave::moe_experts;
+    for (int32_t rank = 0; rank < 2; ++rank) {
+        const Rows own = own_rows(even_rows(begin, first, end), rank);
+        out[2 * rank] = own.first;
+        out[2 * rank + 1] = own.count;
+    }
 }
 }

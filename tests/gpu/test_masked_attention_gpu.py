@@ -11,6 +11,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.attention_cases import LOOKS, Sizes, make_mask, make_operands, poison
+from tests.gpu.captured import captured
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.masked_attention import gpu
 from weaveopt.ops.masked_attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, Plan, plan
@@ -126,14 +127,7 @@ def test_a_graph_sees_what_is_filled_at_its_replay(early_combine: bool) -> None:
             ranges = torch.ops.weave.key_ranges(mask, RANGE_ROWS)
             return gpu.launch_attention(replace(operands, ranges=ranges), Scores(0.09), how)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = step()
+        graph, got = captured(step)
         for look in ("causal_filled", "window", "left_padding", "some_rows_empty", "causal_filled"):
             changed = make_mask(look, sizes, generator)
             assert changed is not None

@@ -11,6 +11,7 @@ import torch
 import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
 from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases
+from tests.gpu.captured import captured
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.moe_experts import gpu
 from weaveopt.ops.moe_experts.call import ExpertsCall
@@ -77,14 +78,7 @@ def test_every_number_of_choices(choices: int) -> None:
 def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int) -> None:
     sizes = replace(QWEN, tokens=tokens)
     operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(operands, SILU)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(operands, SILU)
+    graph, got = captured(lambda: run(operands, SILU))
     generator = torch.Generator().manual_seed(1)
     for routing in (*ROUTINGS, "uniform"):
         operands.experts.copy_(make_experts(routing, sizes, generator))
@@ -184,14 +178,7 @@ def test_a_graph_sorts_the_experts_of_its_replay(num_rows: int) -> None:
         second.experts.copy_(first.order % 67 - 2)
         second.run()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for _, experts in cases(num_rows, 64):
         first.experts.copy_(experts)
         graph.replay()

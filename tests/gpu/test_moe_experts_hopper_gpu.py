@@ -10,6 +10,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_operands, poisoned
+from tests.gpu.captured import captured
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.ops.moe_experts import gpu, hopper
 from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
@@ -107,14 +108,7 @@ def test_every_width_of_a_multiply() -> None:
 def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int) -> None:
     sizes = replace(QWEN, tokens=tokens)
     operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(operands, SILU)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(operands, SILU)
+    graph, got = captured(lambda: run(operands, SILU))
     generator = torch.Generator().manual_seed(1)
     for routing in (*ROUTINGS, "uniform"):
         operands.experts.copy_(make_experts(routing, sizes, generator))

@@ -11,7 +11,7 @@ import torch
 
 from tests import binary
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned
-from tests.experts_emulated import emulated, rows_of
+from tests.experts_emulated import cut_tile, emulated, rows_of
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.errors import WeaveError
@@ -112,12 +112,15 @@ def test_weights_whose_rows_lie_side_by_side(seed: int, bias: bool) -> None:
 
 
 def test_tiles_of_an_expert_are_equally_long() -> None:
-    """As csrc/moe_experts/tiles.h cuts them: all rows once, and none much shorter than others."""
+    """Up to a multiple of 16; both CTAs of all tiles have every row once."""
+    begin, most = 1000, _native.EXPERT_TILE_ROWS
     for rows in range(1, 3000):
-        tiles = -(-rows // 288)
-        each = (-(-rows // tiles) + 15) // 16 * 16
-        lengths = [min(each, rows - tile * each) for tile in range(tiles)]
-        assert sum(lengths) == rows and min(lengths) > 0 and each <= 288 and each - rows / tiles < 16
+        tiles = [cut_tile(begin, first, begin + rows) for first in range(begin, begin + rows, most)]
+        found = [position for tile in tiles for first, count in tile for position in range(first, first + count)]
+        assert found == list(range(begin, begin + rows)), rows
+        lengths = [sum(count for _, count in tile) for tile in tiles]
+        assert min(lengths) > 0 and max(lengths) <= most and max(lengths) - rows / len(tiles) < 16, rows
+        assert max(count for tile in tiles for _, count in tile) <= most // 2, rows
 
 
 def test_tiles_of_the_plan_are_those_of_the_kernels() -> None:

@@ -10,7 +10,6 @@ constexpr int kBlockK = 64;
 constexpr int kInstructionK = 16;
 constexpr int kConsumers = 2;
 constexpr int kThreads = 384;
-constexpr int kConsumerRows = kPanelRows / kConsumers;
 constexpr int kLoaderRegisters = 0;
 constexpr int kConsumerRegisters = 0;
 constexpr int32_t kSharedAlignment = 1024;
@@ -49,15 +48,14 @@ inline uint64_t along_k(uint64_t operand, int step) {
 inline void open_multiplies() {}
 
 // Of sums from `d` on.
-inline void begin_multiply(int32_t columns, float* d, uint64_t a, uint64_t b, bool accumulate, bool across = false) {
+inline void begin_multiply(int32_t columns, float* d, uint64_t a, uint64_t b, bool transposed) {
     emulated::Thread& thread = emulated::running();
     emulated::WarpGroup& group = thread.warp_group();
     const size_t at = thread.num_multiplies++ - group.first_multiply;
     if (at == group.multiplies.size())
-        group.multiplies.push_back({columns, a, b, accumulate, across, std::vector<float*>(128)});
+        group.multiplies.push_back({columns, a, b, transposed, std::vector<float*>(128)});
     emulated::Multiply& begun = group.multiplies.at(at);
-    if (begun.columns != columns || begun.a != a || begun.b != b || begun.accumulate != accumulate ||
-        begun.across != across)
+    if (begun.columns != columns || begun.a != a || begun.b != b || begun.transposed != transposed)
         throw std::runtime_error("threads of a warp group multiply different things");
     begun.sums[thread.index.x % 128] = d;
 }
@@ -68,9 +66,9 @@ inline void close_multiplies() {
 }
 
 // 16 elements of a row of an operand, through the 128-byte swizzle of the address.
-inline void read_row(emulated::Cta& cta, uint64_t operand, int row, bool across, float (&out)[kInstructionK]) {
+inline void read_row(emulated::Cta& cta, uint64_t operand, int row, bool transposed, float (&out)[kInstructionK]) {
     for (int k = 0; k < kInstructionK; ++k) {
-        const uint32_t at = static_cast<uint32_t>(operand << 4) + (across ? k * 128 + row * 2 : row * 128 + k * 2);
+        const uint32_t at = static_cast<uint32_t>(operand << 4) + (transposed ? k * 128 + row * 2 : row * 128 + k * 2);
         __nv_bfloat16 element;
         memcpy(&element, cta.memory() + (at ^ (at >> 7 & 7) << 4), 2);
         out[k] = static_cast<float>(element);
@@ -80,14 +78,15 @@ inline void read_row(emulated::Cta& cta, uint64_t operand, int row, bool across,
 inline void multiply_now(emulated::Cta& cta, const emulated::Multiply& begun) {
     std::vector<float> a(64 * kInstructionK), b(begun.columns * kInstructionK);
     for (int row = 0; row < 64; ++row)
-        read_row(cta, begun.a, row, begun.across, *reinterpret_cast<float (*)[kInstructionK]>(&a[row * kInstructionK]));
+        read_row(cta, begun.a, row, begun.transposed,
+                 *reinterpret_cast<float (*)[kInstructionK]>(&a[row * kInstructionK]));
     for (int row = 0; row < begun.columns; ++row)
         read_row(cta, begun.b, row, false, *reinterpret_cast<float (*)[kInstructionK]>(&b[row * kInstructionK]));
     for (int thread = 0; thread < 128; ++thread) {
         for (int i = 0; i < begun.columns / 2; ++i) {
             const int row = thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8;
             const int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-            float sum = begun.accumulate ? begun.sums[thread][i] : 0;
+            float sum = begun.sums[thread][i];
             for (int k = 0; k < kInstructionK; ++k)
                 sum += a[row * kInstructionK + k] * b[column * kInstructionK + k];
             begun.sums[thread][i] = sum;

@@ -5,9 +5,9 @@
 
 namespace weave::moe_experts {
 
-template <bool kAcross>
+template <bool kTransposed>
 inline uint64_t along_depth(uint64_t operand, int step) {
-    return kAcross ? operand + step * (gemm::kInstructionK * 128 >> 4) : gemm::along_k(operand, step);
+    return kTransposed ? operand + step * (gemm::kInstructionK * 128 >> 4) : gemm::along_k(operand, step);
 }
 
 inline void await_consumer(int32_t consumer) {
@@ -38,10 +38,10 @@ inline void store_columns_as_rows(uint32_t to, uint32_t m0, uint32_t m1, uint32_
     ++warp.first_store;
 }
 
-template <int kColumns, bool kAcross, int kFirst, int kCount>
-inline void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens, bool accumulate, const __nv_bfloat16*) {
+template <int kColumns, bool kTransposed, int kFirst, int kCount>
+inline void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens, const __nv_bfloat16*) {
     static_assert(kColumns <= 144 && kFirst + kColumns / 2 <= kCount);
-    gemm::begin_multiply(kColumns, d + kFirst, weight, tokens, accumulate, kAcross);
+    gemm::begin_multiply(kColumns, d + kFirst, weight, tokens, kTransposed);
 }
 
 }  // namespace weave::moe_experts
