@@ -1,7 +1,8 @@
-"""Layers of models with and without the rewrite of their attention, on the GPUs of one host.
+"""Layers of models with and without the rewrite of their attention, or of their mixtures, on the GPUs of one host.
 
     python -m benchmarks.attention_layers_gpu --machine h200x4 [--ranks 2] [--models llama-70b qwen3-30b-a3b]
         [--cases prefill:4096 decode:8] [--layers N] [--variants ...] [--beside]
+    python -m benchmarks.attention_layers_gpu --suite moe_layers --machine h200x4 --models mixtral-8x22b ...
 
 Random weights, bf16, tensor parallel over all ranks by the model's own plan. Prefill is one sequence without a cache;
 decode is one token a sequence over a static cache of 2048 positions of which 1000 are filled. Variants are captured in
@@ -30,10 +31,12 @@ from benchmarks.llama_layers import Case, largest_error
 from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Variants, Workload, parse
 from weaveopt.reporting.timeline import total
 
-SUITE = "attention_layers"
+SUITES = ("attention_layers", "moe_layers")
 WITHOUT = "weave_without_attention"
 ALONE = "attention_alone"
-VARIANTS = (INDUCTOR, WEAVE, WITHOUT, ALONE)
+WITHOUT_EXPERTS = "weave_without_experts"
+VARIANTS = (INDUCTOR, WEAVE, WITHOUT, ALONE, WITHOUT_EXPERTS)
+OF_SUITE = {"attention_layers": (WITHOUT, ALONE), "moe_layers": (WITHOUT_EXPERTS,)}
 CACHE_POSITIONS, FILLED_POSITIONS = 2048, 1000
 STEADY_US = 1.0e6
 
@@ -71,6 +74,14 @@ SHAPES = {
         },
         ("prefill:8192", "decode:8"),
     ),
+    "gpt-oss-120b": Shape(
+        "gpt_oss", 4,
+        {
+            "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        },
+        ("prefill:8192", "decode:8", "decode:64"),
+    ),
 }  # fmt: skip
 
 
@@ -82,7 +93,8 @@ def make(place: Place, shape: Shape, layers: int) -> PreTrainedModel:
         **shape.settings, num_hidden_layers=layers, vocab_size=32768, max_position_embeddings=16384
     )
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    distributed, _, mesh = model_class.prepare_distribute_model(DistributedConfig(tp_size=place.world))
+    plan = DistributedConfig(tp_size=place.world) if place.world > 1 else None
+    distributed, _, mesh = model_class.prepare_distribute_model(plan) if plan else (None, None, None)
     with place.device, no_init_weights():
         model = model_class._from_config(config, dtype=torch.bfloat16).eval()
     generator = torch.Generator(place.device).manual_seed(0)
@@ -93,7 +105,8 @@ def make(place: Place, shape: Shape, layers: int) -> PreTrainedModel:
                 parameter.normal_(0.0, deviation, generator=generator)
             else:
                 parameter.fill_(1.0)
-    model = model_class.maybe_distribute_model(model, distributed, mesh)
+    if plan:
+        model = model_class.maybe_distribute_model(model, distributed, mesh)
     for module in model.modules():
         # transformers 5.17 hangs hooks of the backward pass on norms of queries and keys, at which graphs break.
         module._backward_hooks.clear()
@@ -114,7 +127,10 @@ def run_case(
     torch._dynamo.reset()
     workload = Workload(model, case, place.device, CACHE_POSITIONS, FILLED_POSITIONS, asked.positions)
     given = {"machine": asked.profile} if asked.profile else {}
-    disabled = {WEAVE: [], WITHOUT: ["causal_attention"], ALONE: ["all_reduce_rms_norm", "gemm_all_reduce"]}
+    disabled = {
+        WEAVE: [], WITHOUT: ["causal_attention"], ALONE: ["all_reduce_rms_norm", "gemm_all_reduce", "moe_fused"],
+        WITHOUT_EXPERTS: ["moe_fused"],
+    }  # fmt: skip
     ways = {
         each: compile_fx
         if each == INDUCTOR
@@ -159,11 +175,15 @@ def run_case(
     for graph in graphs.values():
         graph.reset()
     found = reports[WEAVE]
-    forms = sorted(
-        {each.chosen.variant or each.chosen.choice for each in found.decisions if each.site.kind == "attention"}
-    )
+
+    def chosen(kind: str) -> list[str]:
+        return sorted({each.chosen.variant or each.chosen.choice for each in found.decisions if each.site.kind == kind})
+
+    forms = chosen("attention")
     times = ", ".join(f"{which} {time / 1e3:.3f} (steady {steady[which].ms:.3f})" for which, time in us.items())
-    place.say(f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten, {forms}")
+    place.say(
+        f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten, {forms}, {chosen('mixture')}"
+    )
     row = record.row(
         case={
             "model": name, "phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": "bfloat16",
@@ -175,6 +195,7 @@ def run_case(
         predicted_us=total(found, fused=True).us,
         parameters={
             "weave_error": weave_error, "inductor_error": inductor_error, "attention": " ".join(forms),
+            **({"experts": " ".join(experts)} if experts else {}),
             "over_inductor": round(us[INDUCTOR] / us[WEAVE], 3),
             "steady_over_inductor": round(steady[INDUCTOR].ms / steady[WEAVE].ms, 3),
             "inductor_predicted_us": round(total(found, fused=False).us, 3),
@@ -228,14 +249,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--cases", nargs="+", default=None, help="prefill:TOKENS, decode:BATCH")
     parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--suite", choices=SUITES, default=SUITES[0])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=None, help="default: those of the suite")
     parser.add_argument("--profile", default=None)
     parser.add_argument("--positions", action="store_true", help="the caller gives positions, which may be packed")
     parser.add_argument("--beside", action="store_true", help="keep the other rows of the result file")
     asked = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(gpu_ranks.start(__spec__.name, asked.ranks or torch.cuda.device_count(), sys.argv[1:]))
-    names = [INDUCTOR, WEAVE, *(each for each in asked.variants if each not in (INDUCTOR, WEAVE))]
+    others = OF_SUITE[asked.suite] if asked.variants is None else asked.variants
+    names = [INDUCTOR, WEAVE, *(each for each in others if each not in (INDUCTOR, WEAVE))]
 
     def program(place: Place) -> None:
         dist.all_reduce(torch.zeros(1, device=place.device))  # NCCL connects now, not in a first measurement
@@ -250,7 +273,7 @@ def main() -> None:
                     rows.append(row)
                     wrong += [complaint] if complaint else []
                     if place.rank == 0:
-                        record.write(SUITE, asked.machine, rows, beside=asked.beside)
+                        record.write(asked.suite, asked.machine, rows, beside=asked.beside)
                     gc.collect()
                     torch.cuda.empty_cache()
                 del model

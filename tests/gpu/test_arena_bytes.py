@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
-from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
-from tests.ranks import free_port
+from tests.gpu.launch import needs_cuda_part, run_ranks
 
 
 @needs_cuda_part
 @pytest.mark.multigpu
 def test_static_prefills_keep_one_arena() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "-m", "tests.gpu.arena_ranks"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count("arenas as expected") == 2
-    sys.stdout.write(done.stdout)
+    printed = run_ranks(2, "tests.gpu.arena_ranks", timeout_s=480)
+    assert printed.count("arenas as expected") == 2
+    sys.stdout.write(printed)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
-from tests.ranks import free_port
+from tests.gpu.launch import needs_cuda_part, run_ranks
 
 
 @needs_cuda_part
 @pytest.mark.multigpu
 def test_a_compiled_block_runs_on_peer() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "-m", "tests.gpu.compiled_ranks"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count("compiled as in eager") == 2
+    printed = run_ranks(2, "tests.gpu.compiled_ranks")
+    assert printed.count("compiled as in eager") == 2

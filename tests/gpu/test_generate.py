@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from typing import NoReturn
 
@@ -15,8 +13,7 @@ from transformers import PreTrainedModel
 
 import weaveopt
 from tests.generating import Heard, assert_same, build, ours, ragged, theirs
-from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
-from tests.ranks import free_port
+from tests.gpu.launch import needs_cuda_part, run_ranks
 from weaveopt.generation import sessions
 from weaveopt.generation.loop import MAX_AHEAD
 from weaveopt.generation.session import STEPS_BEFORE_CAPTURE
@@ -151,8 +148,5 @@ def test_memory_is_freed_with_the_model() -> None:
 @needs_cuda_part
 @pytest.mark.multigpu
 def test_ranks_make_the_same_tokens() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "-m", "tests.gpu.generate_ranks"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count("tokens as on the other rank") == 2
+    printed = run_ranks(2, "tests.gpu.generate_ranks", timeout_s=400)
+    assert printed.count("tokens as on the other rank") == 2

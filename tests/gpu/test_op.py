@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
-from tests.ranks import free_port
+from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part, run_ranks
 
 FAULT_TIMEOUT_S = 90.0
 
@@ -23,14 +22,8 @@ FAULT_TIMEOUT_S = 90.0
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(free_port()), "-m", "tests.gpu.op_ranks"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count("every stage passed") == world
+    printed = run_ranks(world, "tests.gpu.op_ranks")
+    assert printed.count("every stage passed") == world
 
 
 @needs_cuda_part
