@@ -181,9 +181,8 @@ def run_case(
 
     forms = chosen("attention")
     times = ", ".join(f"{which} {time / 1e3:.3f} (steady {steady[which].ms:.3f})" for which, time in us.items())
-    place.say(
-        f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten, {forms}, {chosen('mixture')}"
-    )
+    experts = chosen("mixture")
+    place.say(f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten")
     row = record.row(
         case={
             "model": name, "phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": "bfloat16",

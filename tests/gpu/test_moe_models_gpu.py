@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 
@@ -42,8 +43,7 @@ FAMILIES: dict[str, Settings] = {
     "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 128, "moe_layer_start_index": 0},
 }
 OPTIONS = {"machine": "h200x4", "force": ["moe_fused"], "strict": True}
-LARGEST_DIFFERENCE = 0.03
-"""Of logits, as the root of the mean square over that of eager's; bf16 rounds a few times a layer."""
+SLACK = 0.01
 
 
 @pytest.fixture(autouse=True)
@@ -76,39 +76,56 @@ def prompt(batch: int, length: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 512, (batch, length), device="cuda", generator=random)
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.float() - want.float()).pow(2).mean().sqrt() / want.float().pow(2).mean().sqrt())
+def errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    """Of the positions' logits, relative to the exact ones: the median, and how many are off by a tenth or more.
+
+    Where two experts are nearly as likely, rounding picks the one or the other, so a few positions always are.
+    """
+    off = (got.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return float(off.median()), float((off > 0.1).float().mean())
+
+
+def check(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    """As near to the model in fp32 as eager bf16 is."""
+    (median, far), (eager_median, eager_far) = errors(got, exact), errors(eager, exact)
+    assert median <= 1.3 * eager_median + SLACK, f"{what}: off by {median:.4f}, eager by {eager_median:.4f}"
+    assert far <= 1.5 * eager_far + 5 * SLACK, f"{what}: {far:.2%} of the positions are off, of eager {eager_far:.2%}"
+
+
+def exactly(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).float()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_are_those_of_eager(family: str) -> None:
     model = make(family)
+    exact = exactly(model)
     before = len(weaveopt.report().graphs)
     compiled = torch.compile(model, backend="weave", options=OPTIONS, dynamic=False)  # type: ignore[call-overload]
-    for batch, length in ((1, 7), (2, 150), (3, 1)):
+    for batch, length in ((1, 7), (2, 150), (64, 1), (1, 601)):
         tokens = prompt(batch, length, length)
-        want = model(tokens, use_cache=False).logits
-        got = compiled(tokens, use_cache=False).logits
-        assert difference(got, want) < LARGEST_DIFFERENCE, f"{batch} x {length}"
+        want, best = (each(tokens, use_cache=False).logits for each in (model, exact))
+        check(compiled(tokens, use_cache=False).logits, want, best, f"{batch} x {length}")
     graphs = weaveopt.report().graphs[before:]
     chosen = [d for graph in graphs for d in graph.decisions if d.site.kind == "mixture"]
-    assert len(chosen) == 3 * LAYERS and all(d.rewritten for d in chosen), [d.chosen for d in chosen]
+    assert len(chosen) == 4 * LAYERS and all(d.rewritten for d in chosen), [d.chosen for d in chosen]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 @torch.no_grad()
 def test_captured_graphs_read_other_tokens(family: str) -> None:
     model = make(family)
+    exact = exactly(model)
     compiled = torch.compile(model, backend="weave", options=OPTIONS, dynamic=False)  # type: ignore[call-overload]
-    for batch, length in ((8, 1), (1, 600)):
+    for batch, length in ((32, 1), (1, 600)):
         tokens = prompt(batch, length, 1)
         graph, result = captured(lambda tokens=tokens: compiled(tokens, use_cache=False).logits)
         for seed in (2, 3):
             tokens.copy_(prompt(batch, length, seed))
             graph.replay()
-            want = model(tokens, use_cache=False).logits
-            assert difference(result, want) < LARGEST_DIFFERENCE, f"{batch} x {length}, seed {seed}"
+            want, best = (each(tokens, use_cache=False).logits for each in (model, exact))
+            check(result, want, best, f"{batch} x {length}, seed {seed}")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -118,11 +135,22 @@ def test_generate_makes_the_tokens_of_eager(family: str) -> None:
     from transformers import CompileConfig
 
     model = make(family)
-    asked = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
-    tokens = prompt(2, 9, 5)
+    asked = {
+        "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "cache_implementation": "static",
+        "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    tokens = prompt(4, 9, 5)
     mask = torch.ones_like(tokens)
     want = model.generate(tokens, attention_mask=mask, disable_compile=True, **asked)
     config = CompileConfig(backend="weave", mode=None, options=OPTIONS, fullgraph=False)
     got = model.generate(tokens, attention_mask=mask, compile_config=config, **asked)
-    agree = (got == want).float().mean().item()
-    assert agree > 0.9, f"{agree:.0%} of the tokens agree"
+    for row in range(len(tokens)):
+        # Up to the first token that differs both read the same; there two were about as likely.
+        differing = (got.sequences[row] != want.sequences[row]).nonzero()
+        alike = (int(differing[0]) if len(differing) else got.sequences.shape[1]) - tokens.shape[1]
+        for step in range(min(alike + 1, 12)):
+            off, _ = errors(got.logits[step][row], want.logits[step][row].float())
+            assert off < 0.25, f"row {row}, step {step}: off by {off}"
+        assert alike >= 1, f"row {row}: the first token differs"
+    modes = [d.rewritten for g in weaveopt.report().graphs[-1:] for d in g.decisions if d.site.kind == "mixture"]
+    assert modes == [True] * LAYERS, modes
