@@ -105,7 +105,7 @@ def grid(place: Place) -> None:
         gpu_ranks.barrier()
 
 
-def replays(place: Place, tokens: int, hidden: int, k: int) -> None:
+def replays(place: Place, tokens: int, hidden: int, k: int, count: int = REPLAYS) -> None:
     """A graph of several calls, again and again: the bits of the first time."""
     site = bound(CASES[0], hidden, "bfloat16", tokens)
     factors = factors_of(place.world, tokens, hidden, k, torch.bfloat16)[place.rank]
@@ -120,7 +120,7 @@ def replays(place: Place, tokens: int, hidden: int, k: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     first = [each.clone() for each in found]
-    for _ in range(REPLAYS):
+    for _ in range(count):
         graph.replay()
     torch.cuda.synchronize()
     for got, want in zip(found, first, strict=True):
@@ -135,6 +135,8 @@ def program(place: Place) -> None:
         replays(place, 700, 2048, 512)
         # Rows so wide that the ring has an odd number of slots, which both teams use in turn.
         replays(place, 1024, 8192, 256)
+        # The most tiles that a benchmark has, over many waves.
+        replays(place, 16384, 8192, 14336, count=20)
     print("tiles agree", flush=True)
 
 
