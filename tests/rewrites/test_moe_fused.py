@@ -182,6 +182,27 @@ def test_weights_that_are_gathered_for_every_choice_cost_more() -> None:
     assert_close(got, batched(*inputs), KERNEL)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_ids_that_are_cut_keep_their_meaning(biased: bool) -> None:
+    """transformers before 5.23 cuts ids of other ranks to the last expert, whose weight is zero then or is not."""
+    generator = torch.Generator().manual_seed(0)
+    up, down, bias = (torch.randn(shape, generator=generator) * 0.1 for shape in ((4, 64, 32), (4, 32, 32), (4, 64)))
+
+    def batched(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ids, rows = chosen.reshape(-1).clamp(0, 3), x.repeat_interleave(2, dim=0)
+        both = torch.bmm(up[ids], rows.unsqueeze(-1)).squeeze(-1)
+        gate, wide = (both + bias[ids] if biased else both).chunk(2, -1)
+        made = torch.bmm(down[ids], (F.silu(gate) * wide).unsqueeze(-1)).squeeze(-1)
+        return (made * weights.reshape(-1, 1)).view(-1, 2, 32).sum(1)
+
+    weights, chosen = torch.rand(16, 7, generator=generator).topk(2)
+    inputs = [torch.randn(16, 32, generator=generator), chosen, weights]
+    assert chosen.max() > 3
+    got, (decision,) = ran(batched, inputs)
+    assert decision.rewritten
+    assert_close(got, batched(*inputs), KERNEL)
+
+
 def test_kernels_that_were_not_measured_are_not_used() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=())
     assert _on(machine, 8) == [(variant, None, ["not_measured"]) for variant in (KERNELS, HOPPER)]

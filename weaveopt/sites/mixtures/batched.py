@@ -15,6 +15,7 @@ from weaveopt.sites.mixtures.reading import (
     Reading,
     Unknown,
     check_foreign,
+    cut_as_it_is,
     flat_of,
     index_of,
     node_of,
@@ -30,8 +31,9 @@ aten = torch.ops.aten
 
 def batched_experts(first: fx.Node, second: fx.Node) -> Experts:
     reading = Reading({first, second})
-    up, ids, rows = _gathered(first, reading)
-    down, other_ids, down_rows = _gathered(second, reading)
+    up, index, rows = _gathered(first, reading)
+    down, other_index, down_rows = _gathered(second, reading)
+    ids, other_ids = unclamped(index, reading), unclamped(other_index, reading)
     if ids is not other_ids:
         raise Unknown(other_ids, "the experts of the first GEMM")
     x, num_choices = _repeated(rows, reading)
@@ -41,6 +43,9 @@ def batched_experts(first: fx.Node, second: fx.Node) -> Experts:
     down = with_bias(down, tail.biases, ids, reading)
     weights = unmasked(tail.weights, reading)
     reading.masks.extend(inside.masks)
+    if not reading.masks and index is other_index:
+        # transformers before 5.23 cuts ids and masks nothing: what is cut is an expert like any other.
+        ids = cut_as_it_is(index, reading)
     check_foreign(ids, up.weight, reading)
     found = Experts(
         form="batched_mm",
@@ -57,7 +62,7 @@ def batched_experts(first: fx.Node, second: fx.Node) -> Experts:
 
 
 def _gathered(product: fx.Node, reading: Reading) -> tuple[Linear, fx.Node, fx.Node]:
-    """`bmm(weight[ids], rows[:, :, None])` or `bmm(rows[:, None], weight[ids])` -> the weights, ids, and rows."""
+    """`bmm(weight[ids], rows[:, :, None])` or `bmm(rows[:, None], weight[ids])` -> weights, their index, rows."""
     a, b = (node_of(each, "an operand of the batched GEMM") for each in product.args[:2])
     weights_first = _is_gathered(a)
     operand, rows = (a, b) if weights_first else (b, a)
@@ -66,10 +71,10 @@ def _gathered(product: fx.Node, reading: Reading) -> tuple[Linear, fx.Node, fx.N
         reading.passed.add(operand)
         operand = node_of(operand.args[0], "weights")
     gathered = reading.take(operand, GATHER, "weights of each row's expert")
-    ids = unclamped(index_of(gathered), reading)
+    index = node_of(index_of(gathered), "the expert of each row")
     transposed = not weights_first
     linear = Linear(node_of(gathered.args[0], "weights"), transposed=transposed != swapped)
-    return linear, ids, rows
+    return linear, index, rows
 
 
 def _is_gathered(node: fx.Node) -> bool:

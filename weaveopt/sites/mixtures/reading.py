@@ -119,6 +119,15 @@ def unclamped(node: object, reading: Reading) -> fx.Node:
     return reading.through(node, CLAMPS)
 
 
+def cut_as_it_is(ids: fx.Node, reading: Reading) -> fx.Node:
+    """`ids`, whose clamps stay in the graph."""
+    node = ids
+    while is_call(node, CLAMPS):
+        reading.passed.discard(node)
+        node = node_of(node.args[0], "experts")
+    return ids
+
+
 def check_foreign(ids: fx.Node, weight: fx.Node, reading: Reading) -> None:
     """Every mask is `ids >= experts`, once for each row; where ids are cut to what is there, there has to be one."""
     num_experts = value_of(weight).shape[0]
