@@ -80,7 +80,7 @@ SHAPES = {
             "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
         },
-        ("prefill:2048", "decode:8", "decode:64"),
+        ("prefill:512", "prefill:2048"),
     ),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import os
 import torch
 import torch.distributed as dist
 
+import weaveopt.ops  # noqa: F401
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import nvshmem, topology
