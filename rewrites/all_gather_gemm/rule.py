@@ -27,6 +27,7 @@ from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_gather_gemm.candidates import RULE, Lowered, candidates
 from weaveopt.rewrites.all_gather_gemm.forms import Form, form_of
+from weaveopt.rewrites.all_gather_gemm.pushed import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.gather import KIND, GatherFacts
 from weaveopt.sites.gathered import Gathered
@@ -47,10 +48,9 @@ class AllGatherGemm:
             return () if usable_only else (Proposal(Candidate(RULE, rejections=form)),)
         widths = [gemm.sizes[1] for gemm in form.gemms]
         topology = context.topologies[facts.group]
-        return tuple(
-            Proposal(candidate, form.consumes, lowered)
-            for candidate, lowered in candidates(facts, widths, tokens, topology, context.machine, usable_only)
-        )
+        refused = form_refused(facts, form)
+        found = candidates(facts, widths, tokens, topology, context.machine, usable_only, refused)
+        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in found)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)
@@ -103,6 +103,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> AllGatherGemmCa
         timeout_s=context.config.timeout_s,
         channel=channel,
         hands_out_rows=facts.gathered_is_read,
+        cut=lowered.cut,
     )
 
 

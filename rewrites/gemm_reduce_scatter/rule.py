@@ -28,6 +28,7 @@ from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, Lowered, candidates, work_of
 from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of
+from weaveopt.rewrites.gemm_reduce_scatter.tiles import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.scatter import KIND, ScatterFacts
 from weaveopt.sites.scattered import Scattered
@@ -51,10 +52,9 @@ class GemmReduceScatter:
         whole = sum(1 for node in form.addends if (value := tensor_of(node)) is not None and value.ndim > 1)
         work = work_of(facts, [gemm.sizes[2] for gemm in form.gemms], tokens, whole, len(form.residuals))
         topology = context.topologies[facts.group]
-        return tuple(
-            Proposal(candidate, form.consumes, lowered)
-            for candidate, lowered in candidates(work, tokens, topology, context.machine, usable_only)
-        )
+        refused = form_refused(facts, form)
+        found = candidates(work, tokens, topology, context.machine, usable_only, refused)
+        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in found)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)
@@ -107,6 +107,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> GemmReduceScatt
         channel=channel,
         scale=form.scale,
         columns=facts.dim == -1,
+        cut=lowered.cut,
     )
 
 

@@ -29,6 +29,7 @@ import torch
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.all_gather_gemm import fake
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
+from weaveopt.ops.all_gather_gemm.peer import PeerSite
 from weaveopt.ops.all_gather_gemm.reference import through_library
 from weaveopt.ops.all_gather_gemm.shm import ShmSite
 from weaveopt.records.candidate import Fabric
@@ -59,7 +60,7 @@ class BoundSite(Protocol):
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 

@@ -31,6 +31,7 @@ import torch
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_reduce_scatter import fake
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_reduce_scatter.peer import PeerSite
 from weaveopt.ops.gemm_reduce_scatter.reference import through_library
 from weaveopt.ops.gemm_reduce_scatter.shm import ShmSite
 from weaveopt.records.candidate import Fabric
@@ -61,7 +62,7 @@ class BoundSite(Protocol):
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 
