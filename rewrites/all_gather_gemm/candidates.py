@@ -60,8 +60,7 @@ def candidates(
     usable_only: bool,
     pushed_refused: tuple[Rejection, ...] = (),
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    """`widths`: columns of every GEMM. `pushed_refused`: why the kernel of `pushed` does not make the site, whatever its
-    sizes."""
+    """`widths`: columns of every GEMM. `pushed_refused`: why the kernel of `pushed` does not make the site at all."""
     work = Work(facts, tuple(Gemm(tokens.hint, facts.k, width) for width in widths), tokens)
     for fabric, unreachable in reaching(topology, machine, SITES):
         if unreachable:

@@ -118,8 +118,10 @@ def _kernel_us(
     units = num_units(machine, dtype)
 
     def waves(tokens: int, _: int, columns: int) -> int:
-        if _native is None:
-            return 0
-        return _native.product_waves(tokens, columns, cut.tile_columns, cut.spare_ctas, world, units)
+        return (
+            0
+            if _native is None
+            else _native.product_waves(tokens, columns, cut.tile_columns, cut.spare_ctas, world, units)
+        )
 
     return overlapped_us(by_width, message, width, waves)

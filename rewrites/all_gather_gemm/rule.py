@@ -49,8 +49,8 @@ class AllGatherGemm:
         widths = [gemm.sizes[1] for gemm in form.gemms]
         topology = context.topologies[facts.group]
         refused = form_refused(facts, form)
-        found = candidates(facts, widths, tokens, topology, context.machine, usable_only, refused)
-        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in found)
+        offered = candidates(facts, widths, tokens, topology, context.machine, usable_only, refused)
+        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)

@@ -154,9 +154,11 @@ def _kernel_us(
     units = num_units(machine, workload.dtype)
 
     def waves(tokens: int, hidden: int, _: int) -> int:
-        if _native is None:
-            return 0
-        return _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units)
+        return (
+            0
+            if _native is None
+            else _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units)
+        )
 
     message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])
     return overlapped_us(by_depth, message, workload.gemm.k, waves)

@@ -53,8 +53,8 @@ class GemmReduceScatter:
         work = work_of(facts, [gemm.sizes[2] for gemm in form.gemms], tokens, whole, len(form.residuals))
         topology = context.topologies[facts.group]
         refused = form_refused(facts, form)
-        found = candidates(work, tokens, topology, context.machine, usable_only, refused)
-        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in found)
+        offered = candidates(work, tokens, topology, context.machine, usable_only, refused)
+        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)

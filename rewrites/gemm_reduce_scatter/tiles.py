@@ -121,8 +121,10 @@ def _kernel_us(
     units = num_units(machine, dtype)
 
     def waves(tokens: int, hidden: int, _: int) -> int:
-        if _native is None:
-            return 0
-        return _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, world, units)
+        return (
+            0
+            if _native is None
+            else _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, world, units)
+        )
 
     return overlapped_us(by_depth, message, depth, waves)
