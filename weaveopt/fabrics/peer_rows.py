@@ -94,7 +94,7 @@ class PeerRows:
         if x.dtype is not self.dtype or x.numel() % hidden:
             found = f"{tuple(x.shape)} {x.dtype}"
             raise WeaveError(f"site {self._site}: {name} is {found}, expected rows of {hidden} {self.dtype}")
-        if x.device.type != "cuda" or x.device.index != self.device:
+        if x.device.index != self.device:
             raise WeaveError(f"site {self._site}: {name} is on {x.device}, the arena on cuda:{self.device}")
         if x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0:
             return x

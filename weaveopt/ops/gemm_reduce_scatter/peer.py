@@ -71,8 +71,7 @@ class PeerSite:
         first = products.a[0]
         if tokens > call.max_tokens:
             return None
-        on_device = first.device.type == "cuda" and first.device.index == rows.device
-        if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or not on_device:
+        if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or first.device.index != rows.device:
             found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
             raise WeaveError(
                 f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} on "
