@@ -9,6 +9,8 @@ Fused: `weave::gemm_reduce_scatter` lets the GEMM write into the arena, where th
 the dimension that is cut: no copy is made for the collective. A mean, and a scale in front of the collective, are part
 of it. What follows the shard (a scale, a cast, the residual, the norm) stays in the graph, where it is one kernel
 anyway. Reduce-scatters whose results are added become one: their GEMMs are summed before anything travels.
+
+On GPUs one kernel may compute the GEMM and send its tiles while it goes on (`tiles.py`).
 """
 
 from __future__ import annotations
