@@ -15,11 +15,18 @@ from tests.ranks import free_port
 @needs_cuda_part
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world", [2, 4])
-def test_both_equal_the_reference(world: int) -> None:
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("tests.gpu.scatter_gather_ranks", "scatter and gather agree"),
+        ("tests.gpu.scatter_gather_compiled_ranks", "compiled blocks agree"),
+    ],
+)
+def test_both_equal_the_reference(world: int, program: str, says: str) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(free_port()), "-m", "tests.gpu.scatter_gather_ranks"]
+    command += ["--master-port", str(free_port()), "-m", program]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert done.stdout.count("scatter and gather agree") == world
+    assert done.stdout.count(says) == world
