@@ -335,6 +335,68 @@ class GpuAllReduceNorm:
         /,
     ) -> int: ...
 
+class GpuGemmReduceScatter:
+    def __init__(
+        self,
+        group: PeerGroup,
+        tag: int,
+        dtype: DType,
+        hidden: int,
+        scale: float,
+        channel: int,
+        timeout_s: float,
+        staging_offset: int,
+        staging_bytes: int,
+    ) -> None: ...
+    def sum_parts(self, tokens: int, outer: int, block: int, out: int, stream: int, /) -> int: ...
+    def run_tiles(
+        self,
+        tokens: int,
+        tile_columns: int,
+        group_pairs: int,
+        finisher_ctas: int,
+        own_last: bool,
+        a: int,
+        a_stride: int,
+        weight: int,
+        weight_stride: int,
+        k: int,
+        out: int,
+        stream: int,
+        /,
+    ) -> int: ...
+
+class GpuAllGatherGemm:
+    def __init__(
+        self,
+        group: PeerGroup,
+        tag: int,
+        dtype: DType,
+        hidden: int,
+        channel: int,
+        timeout_s: float,
+        rows_offset: int,
+        rows_bytes: int,
+    ) -> None: ...
+    def begin(
+        self, outer: int, inner: int, num_pieces: int, shard: int, keeps_own: bool, main: int, side: int, /
+    ) -> int: ...
+    def await_shards(self, main: int, /) -> int: ...
+    def multiply(
+        self,
+        tile_columns: int,
+        group_pairs: int,
+        spare_ctas: int,
+        weight: int,
+        weight_stride: int,
+        n: int,
+        out: int,
+        main: int,
+        /,
+    ) -> int: ...
+    def hand_out(self, rows: int, side: int, /) -> int: ...
+    def end(self, main: int, side: int, /) -> int: ...
+
 def unsupported(kernel: GpuKernel, dtype: DType, hidden: int, world: int, fp8: bool, device: int) -> str: ...
 def product_unsupported(dtype: DType, hidden: int, k: int, world: int, device: int) -> str: ...
 def gemm(

@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) push_tiles(const __grid_con
         gemm::leave_registers<gemm::kLoaderRegisters>();
         if (warp == 0) {
             if (lane == 0) {
-                if (computes) gemm::load_tiles(given.work, shared, [](const gemm::Tile&) {});
+                if (computes) gemm::load_tiles(given.work, shared, gemm::WholeA{given.work});
                 fetch_rows(call, watch, epoch, complete_panel(given, epoch), given.slot_bytes, place, ring,
                            computes ? 1 : kRowsAClaim);
             }

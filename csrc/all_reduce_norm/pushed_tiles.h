@@ -26,6 +26,7 @@ struct Cut {
     int32_t tile_columns;   // 128 or 256
     int32_t group_pairs;    // pairs of panels in a wave group
     int32_t finisher_ctas;  // that compute no tiles: an even number
+    gemm::OwnerOrder owner_order = gemm::OwnerOrder::kInterleaved;
 };
 
 // Whether `device` can run it: a line that says why not, or an empty one.
@@ -54,8 +55,8 @@ int32_t pushed_tiles_clusters(const Cut& cut, int32_t num_sms);
 int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
                            int32_t num_sms);
 
-// Enqueues the call; `call.partial` is not used. RMS norm or none, in the activations' type, no second norm.
-// Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
+// Enqueues the call; `call.partial` is not used, nor an output buffer where no rows are handed out. RMS norm or none,
+// in the activations' type, no second norm. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
 int run_pushed_tiles(const Call& call, const Product& product, const Cut& cut, DType dtype, void* stream);
 
 }  // namespace weave::gpu

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads, 1) compute(const __grid_constant__ W
     const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp < 4) {
         leave_registers<kLoaderRegisters>();
-        if (lane == 0 && warp == 0) load_tiles(work, shared, [](const Tile&) {});
+        if (lane == 0 && warp == 0) load_tiles(work, shared, WholeA{work});
         if (lane == 0 && warp == 1) store_tiles(work, shared, [](const Tile&, int32_t) {});
     } else {
         take_registers<kConsumerRegisters>();

@@ -124,9 +124,23 @@ __device__ __forceinline__ int32_t cluster_index() {
     return static_cast<int32_t>(blockIdx.x) / kClusterCtas;
 }
 
-// One thread. `ready(tile)` returns when the tile's rows of A may be read.
-template <int kColumns, class Ready>
-__device__ __forceinline__ void load_tiles(const Work& work, Shared<kColumns>& shared, const Ready& ready) {
+// Where a tile's rows of A are: in which map, and the cluster's first of them there.
+struct RowsOfA {
+    const CUtensorMap* map;
+    int32_t row;
+};
+
+// All of them in one map, and there from the beginning.
+struct WholeA {
+    const Work& work;
+    __device__ __forceinline__ RowsOfA operator()(const Tile& tile) const {
+        return {&work.a, work.order.begin[tile.owner] + tile.row};
+    }
+};
+
+// One thread. `rows_of(tile)` returns when the tile's rows of A may be read, and says where they are.
+template <int kColumns, class RowsOf>
+__device__ __forceinline__ void load_tiles(const Work& work, Shared<kColumns>& shared, const RowsOf& rows_of) {
     using S = Shared<kColumns>;
     constexpr int kHalf = kColumns / kClusterCtas;
     const int32_t cta = cluster_rank();
@@ -134,13 +148,13 @@ __device__ __forceinline__ void load_tiles(const Work& work, Shared<kColumns>& s
     for (int32_t index = cluster_index(); index < work.order.num_tiles(); index += work.num_clusters) {
         const Tile tile = work.order.tile(index);
         if (!work.order.has_rows(tile)) continue;
-        ready(tile);
-        const int32_t row = work.order.begin[tile.owner] + tile.row + cta * kPanelRows;
+        const RowsOfA from = rows_of(tile);
+        const int32_t row = from.row + cta * kPanelRows;
         const int32_t column = tile.column * kColumns + cta * kHalf;
         for (int32_t block = 0; block < work.k_blocks; ++block) {
             fabric::await_phase(&shared.empty[at.stage], at.parity ^ 1);
             fabric::arrive_expecting(&shared.full[at.stage], S::kBytesOfA + S::kBytesOfB);
-            load_tile(shared.a[at.stage], &work.a, block * kBlockK, row, &shared.full[at.stage]);
+            load_tile(shared.a[at.stage], from.map, block * kBlockK, row, &shared.full[at.stage]);
             load_tile_to((1 << kClusterCtas) - 1, shared.b[at.stage] + cta * (S::kBytesOfB / kClusterCtas), &work.b,
                          block * kBlockK, column, &shared.full[at.stage]);
             at.advance();

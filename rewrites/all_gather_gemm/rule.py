@@ -7,7 +7,7 @@ Unfused, on every rank of a group::
 
 Fused: `weave::all_gather_gemm` gathers once, into the order in which the GEMMs read rows: no copy follows the
 collective, whatever the dimension that is gathered. Where something else reads the gathered rows (the gradient of a
-weight, a backward pass), they are handed out too.
+weight, a backward pass), they are handed out too. On GPUs the GEMMs may begin before all rows are here (`pushed.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_gather_gemm.candidates import RULE, Lowered, candidates
 from weaveopt.rewrites.all_gather_gemm.forms import Form, form_of
+from weaveopt.rewrites.all_gather_gemm.pushed import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.gather import KIND, GatherFacts
 from weaveopt.sites.gathered import Gathered
@@ -47,10 +48,9 @@ class AllGatherGemm:
             return () if usable_only else (Proposal(Candidate(RULE, rejections=form)),)
         widths = [gemm.sizes[1] for gemm in form.gemms]
         topology = context.topologies[facts.group]
-        return tuple(
-            Proposal(candidate, form.consumes, lowered)
-            for candidate, lowered in candidates(facts, widths, tokens, topology, context.machine, usable_only)
-        )
+        refused = form_refused(facts, form)
+        offered = candidates(facts, widths, tokens, topology, context.machine, usable_only, refused)
+        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)
@@ -103,6 +103,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> AllGatherGemmCa
         timeout_s=context.config.timeout_s,
         channel=channel,
         hands_out_rows=facts.gathered_is_read,
+        cut=lowered.cut,
     )
 
 

@@ -6,15 +6,14 @@ Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from weaveopt.cost_model import Machine, gemm_us, host_us
 from weaveopt.cost_model.collectives import fabric_costs
-from weaveopt.cost_model.curve import at_row, interpolate_us
-from weaveopt.cost_model.depths import at_depth_us
 from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.machine import MEASURED, Curve, Point
+from weaveopt.cost_model.machine import MEASURED, Curve
+from weaveopt.cost_model.overlapped import Message, overlapped_us
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_all_reduce.call import WeightLayout
 from weaveopt.ops.gemm_all_reduce.cut import OP, TILE_DTYPES, Cut, HandsOut, parse_variant
@@ -152,32 +151,14 @@ def _kernel_us(
 ) -> float | None:
     """None where it was not measured at such a size."""
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
-    found: dict[int, float] = {}
-    for depth, curves in by_depth.items():
-        if at_row(curves, workload.hidden).covers(workload.message_bytes):
-            found[depth] = _at_size_us(machine, workload, cut, curves)
-    return at_depth_us(found, workload.gemm.k)
+    units = num_units(machine, workload.dtype)
 
+    def waves(tokens: int, hidden: int, _: int) -> int:
+        return (
+            0
+            if _native is None
+            else _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units)
+        )
 
-def _at_size_us(machine: Machine, workload: Workload, cut: Cut, curves: tuple[Curve, ...]) -> float:
-    """Read from curves of one depth, as it is and by what a wave of tiles takes; the longer of the two.
-
-    Times were measured at sizes whose tiles fill whole waves. A few rows more may take a wave more.
-    """
-    size, units = workload.message_bytes, num_units(machine, workload.dtype)
-    element_bytes = DTYPE_BYTES[workload.dtype]
-
-    def waves(tokens: int, hidden: int) -> int:
-        return _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units)
-
-    plain_us = interpolate_us(at_row(curves, workload.hidden).points, size)
-    # A profile need not tell of SMs, nor at which length of rows a time was measured.
-    here = 0 if _native is None else waves(workload.tokens, workload.hidden)
-    if here == 0 or not all(curve.row for curve in curves):
-        return plain_us
-    of_a_wave = []
-    for curve in curves:
-        tokens_of = ((point, max(round(point.bytes / (curve.row * element_bytes)), 1)) for point in curve.points)
-        points = tuple(Point(point.bytes, point.us / waves(tokens, curve.row)) for point, tokens in tokens_of)
-        of_a_wave.append(replace(curve, points=points))
-    return max(plain_us, interpolate_us(at_row(of_a_wave, workload.hidden).points, size) * here)
+    message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])
+    return overlapped_us(by_depth, message, workload.gemm.k, waves)

@@ -1,4 +1,8 @@
-"""The ways to lower GEMMs and their reduce-scatter: one a fabric, with its estimate, and what speaks against it."""
+"""The ways to lower GEMMs and their reduce-scatter, with their estimates, and what speaks against each.
+
+On `shm` there is one. On GPUs there are two: `partials`, whose results are summed behind the library's GEMMs, and
+`tiles`, one kernel that sends what it computes while it goes on.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,17 @@ from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, measured_parts_
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.gemm_reduce_scatter.cut import TILES
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+from weaveopt.rewrites.gemm_reduce_scatter.tiles import price, size_refused
 from weaveopt.sites.scatter import ScatterFacts
 
 RULE = "gemm_reduce_scatter"
+PARTIALS = "partials"
+"""The other variant on GPUs; see `weaveopt.ops.gemm_reduce_scatter.cut`."""
 EXCHANGE = "reduce_scatter"
 """Operation of the profile's curves."""
 
@@ -43,6 +52,8 @@ class Lowered:
 
     fabric: Fabric
     max_tokens: int
+    cut: str = ""
+    """Of `tiles`."""
 
 
 def work_of(facts: ScatterFacts, depths: Sequence[int], tokens: TokenCounts, addends: int, residuals: int) -> Work:
@@ -52,17 +63,68 @@ def work_of(facts: ScatterFacts, depths: Sequence[int], tokens: TokenCounts, add
 
 
 def candidates(
-    work: Work, tokens: TokenCounts, topology: Topology, machine: Machine, usable_only: bool
+    work: Work,
+    tokens: TokenCounts,
+    topology: Topology,
+    machine: Machine,
+    usable_only: bool,
+    tiles_refused: tuple[Rejection, ...] = (),
 ) -> Iterator[tuple[Candidate, Lowered]]:
+    """`tiles_refused`: why the kernel of tiles does not make the site, whatever the sizes."""
     for fabric, unreachable in reaching(topology, machine, SITES):
-        parts = measured_parts_us(machine, fabric, EXCHANGE, work.message_bytes, work.world)
-        unknown = parts is None and not unreachable
-        reasons = (not_measured(machine, fabric, EXCHANGE),) if unknown else unreachable
-        if reasons and usable_only:
-            continue
-        estimate = None if parts is None else _estimate(machine, work, parts)
-        parameters = (("gemms", len(work.gemms)), ("max_tokens", tokens.most))
-        yield Candidate(RULE, fabric, "", parameters, estimate, reasons), Lowered(fabric, tokens.most)
+        if unreachable:
+            found = [_summed(work, tokens, machine, fabric, "", unreachable)]
+        elif fabric is Fabric.PEER:
+            limits = _world_refused(work)
+            found = [
+                _summed(work, tokens, machine, fabric, PARTIALS, limits),
+                _tiled(work, tokens, machine, fabric, (*limits, *tiles_refused)),
+            ]
+        else:
+            found = [_summed(work, tokens, machine, fabric, "", ())]
+        for candidate, lowered in found:
+            if candidate.allowed or not usable_only:
+                yield candidate, lowered
+
+
+def _world_refused(work: Work) -> tuple[Rejection, ...]:
+    most = TRAITS[Fabric.PEER].max_world
+    if most is None or work.world <= most:
+        return ()
+    return (Rejection("world_not_supported", f"the kernels join at most {most} ranks", (("world", work.world),)),)
+
+
+def _summed(
+    work: Work, tokens: TokenCounts, machine: Machine, fabric: Fabric, variant: str, reasons: tuple[Rejection, ...]
+) -> tuple[Candidate, Lowered]:
+    """The library's GEMMs, and what they wrote summed behind them."""
+    parts = measured_parts_us(machine, fabric, EXCHANGE, work.message_bytes, work.world)
+    if parts is None and not reasons:
+        reasons = (not_measured(machine, fabric, EXCHANGE),)
+    estimate = None if parts is None else _estimate(machine, work, parts)
+    parameters = (("gemms", len(work.gemms)), ("max_tokens", tokens.most))
+    return Candidate(RULE, fabric, variant, parameters, estimate, reasons), Lowered(fabric, tokens.most)
+
+
+def _tiled(
+    work: Work, tokens: TokenCounts, machine: Machine, fabric: Fabric, refused: tuple[Rejection, ...]
+) -> tuple[Candidate, Lowered]:
+    """One kernel that sends its tiles."""
+    gemm = work.gemms[0]
+    reasons = (*refused, *size_refused(gemm, work.dtype, work.world, tokens))
+    found = price(machine, fabric, gemm, work.dtype, work.world)
+    if isinstance(found, Rejection) or reasons:
+        more = (found,) if isinstance(found, Rejection) else ()
+        return Candidate(RULE, fabric, TILES, rejections=(*reasons, *more)), Lowered(fabric, tokens.most)
+    cut, estimate = found
+    parameters = (
+        ("tile_columns", cut.tile_columns),
+        ("group_pairs", cut.group_pairs),
+        ("finisher_ctas", cut.finisher_ctas),
+        ("own_last", cut.own_last),
+        ("max_tokens", tokens.most),
+    )
+    return Candidate(RULE, fabric, TILES, parameters, estimate), Lowered(fabric, tokens.most, str(cut))
 
 
 def _estimate(machine: Machine, work: Work, parts: tuple[float, float]) -> Estimate:

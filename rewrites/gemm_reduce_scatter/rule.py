@@ -9,6 +9,8 @@ Fused: `weave::gemm_reduce_scatter` lets the GEMM write into the arena, where th
 the dimension that is cut: no copy is made for the collective. A mean, and a scale in front of the collective, are part
 of it. What follows the shard (a scale, a cast, the residual, the norm) stays in the graph, where it is one kernel
 anyway. Reduce-scatters whose results are added become one: their GEMMs are summed before anything travels.
+
+On GPUs one kernel may compute the GEMM and send its tiles while it goes on (`tiles.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, Lowered, candidates, work_of
 from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of
+from weaveopt.rewrites.gemm_reduce_scatter.tiles import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.scatter import KIND, ScatterFacts
 from weaveopt.sites.scattered import Scattered
@@ -51,10 +54,9 @@ class GemmReduceScatter:
         whole = sum(1 for node in form.addends if (value := tensor_of(node)) is not None and value.ndim > 1)
         work = work_of(facts, [gemm.sizes[2] for gemm in form.gemms], tokens, whole, len(form.residuals))
         topology = context.topologies[facts.group]
-        return tuple(
-            Proposal(candidate, form.consumes, lowered)
-            for candidate, lowered in candidates(work, tokens, topology, context.machine, usable_only)
-        )
+        refused = form_refused(facts, form)
+        offered = candidates(work, tokens, topology, context.machine, usable_only, refused)
+        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)
@@ -107,6 +109,7 @@ def _call(chosen: Chosen, context: Context, channel: int = 0) -> GemmReduceScatt
         channel=channel,
         scale=form.scale,
         columns=facts.dim == -1,
+        cut=lowered.cut,
     )
 
 

@@ -39,7 +39,7 @@ FAMILIES = {
     "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
 }
-"""Each rule, and every name of it and of its operations; last, the kernels of reductions, which three rules run."""
+"""Each rule, and every name of it and of its operations; last, the kernels of reductions, which four rules run."""
 ROOMS = {
     "all_reduce_rms_norm": ("rewrites/all_reduce_rms_norm/",),
     "gemm_all_reduce": (
@@ -86,6 +86,7 @@ ROOMS = {
         "rewrites/all_reduce_rms_norm/",
         "rewrites/hierarchical_all_reduce/",
         "csrc/hierarchical_all_reduce/",
+        "csrc/gemm_reduce_scatter/",
         "weaveopt/ops/all_reduce_norm/",
         "weaveopt/reductions/",
         "weaveopt/measure/cases/all_reduce_norm/",

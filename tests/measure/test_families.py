@@ -13,7 +13,8 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
 from weaveopt.measure.cases import FAMILIES
-from weaveopt.measure.cases.all_gather_gemm import AllGathers
+from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
+from weaveopt.measure.cases.all_gather_gemm import cases as pushed_cases
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES, PeerKernels, kernels
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
@@ -22,7 +23,8 @@ from weaveopt.measure.cases.copy_engine import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms, shared_out
 from weaveopt.measure.cases.gemm_fit import Grid
-from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, rows_of
+from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, ScatteredTiles, rows_of
+from weaveopt.measure.cases.gemm_reduce_scatter import cases as tile_cases
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.clock import Sample
@@ -132,6 +134,48 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
     assert machine.contention is not None and cost_model.stream_contention(machine) == (1.1, 1.2)
     assert machine.copy_engine is not None
     assert machine.copy_engine.contended_bytes_per_s == machine.copy_engine.bytes_per_s == 4e11
+
+
+def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> None:
+    """Of each cut, and each size of the GEMM that rows do not tell; beside the exchanges alone, on GPUs too."""
+    tiles, pushed = (tuple(dict.fromkeys(each.cut for each in found(True))) for found in (tile_cases, pushed_cases))
+    kernels = (
+        PeerKernels({(4, 2048, KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK, 16)): rows(4.0)}),
+        ScatteredTiles({(4, 4096, cut, depth): rows(9.0) for cut in tiles for depth in (512, 8192)}),
+        PushedGathers({(4, 4096, cut, width): rows(7.0) for cut in pushed for width in (512, 8192)}),
+    )
+    draft = Draft(torch.device("cpu"), 4, None)
+    for family in (*own_kernels(), *kernels):
+        family.write(draft)
+    draft.is_gpu = True
+    for alone in (ReduceScatters({4: rows(20.0)}), AllGathers({4: rows(30.0)})):
+        alone.write(draft)
+    machine = draft.machine("made_up")
+    path = tmp_path / "made_up.json"
+    path.write_text(cost_model.dumps(machine))
+    assert cost_model.load(str(path)) == machine
+    curves = fabric_costs(machine, Fabric.PEER).curves
+    found = {
+        (c.op, c.variant, c.row, c.first_bytes, c.last_bytes) for c in curves if c.op.startswith(("gemm", "all_g"))
+    }
+    assert found == {
+        ("gemm_reduce_scatter", "tiles columns=256 pairs=1 ctas=4 own_last=1 k=512", 4096, 1 << 12, 1 << 24),
+        ("gemm_reduce_scatter", "tiles columns=256 pairs=1 ctas=4 own_last=1 k=8192", 4096, 1 << 12, 1 << 24),
+        ("all_gather_gemm", "pushed columns=256 pairs=1 spare=2 pieces=1 n=512", 4096, 1 << 12, 1 << 24),
+        ("all_gather_gemm", "pushed columns=256 pairs=1 spare=2 pieces=1 n=8192", 4096, 1 << 12, 1 << 24),
+        ("all_gather", "copies", 0, 0, None),
+    }
+    for op, us in (("reduce_scatter", 20.0), ("all_gather", 30.0)):
+        parts = cost_model.measured_parts_us(machine, Fabric.PEER, op, 1 << 12, 4)
+        assert parts is not None and sum(parts) == pytest.approx(us, rel=0.01)
+
+
+def test_cuts_are_measured_that_there_are_kernels_of() -> None:
+    for found in (tile_cases, pushed_cases):
+        every, few = list(found(False)), list(found(True))
+        assert all(each.cut.is_known for each in every) and len(set(every)) == len(every)
+        assert set(few) < set(every)
+    assert {cut.own_last for cut in {each.cut for each in tile_cases(False)}} == {True, False}
 
 
 @pytest.mark.parametrize("quick", [True, False])

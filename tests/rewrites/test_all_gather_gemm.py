@@ -23,6 +23,8 @@ from weaveopt.rewrites.all_gather_gemm.candidates import RULE, candidates
 from weaveopt.sites.gather import GatherFacts
 
 OP = torch.ops.weave.all_gather_gemm.default
+PEER_CODES = ["not_measured", "weight_layout", "not_measured"]
+"""Of `copies`, then of `pushed` with a weight as it is not stored."""
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:
@@ -115,9 +117,9 @@ def test_every_fabric_has_its_reasons() -> None:
     decision = decided(gemm, rows(16, 32), rows(32, 8))
     assert (decision.chosen.choice, decision.chosen.fabric) == (RULE, Fabric.SHM)
     assert codes(decision, Fabric.TCP) == ["fabric_needs_hosts", "no_kernel"]
-    assert codes(decision, Fabric.PEER) == ["fabric_needs_cuda", "fabric_not_on_machine", "no_kernel"]
+    assert codes(decision, Fabric.PEER) == ["fabric_needs_cuda", "fabric_not_on_machine"]
     on_gpus = decided(gemm, rows(16, 32), rows(32, 8), machine="h200x4", device="cuda")
-    assert on_gpus.chosen.choice == LEAVE and codes(on_gpus, Fabric.PEER) == ["no_kernel"]
+    assert on_gpus.chosen.choice == LEAVE and codes(on_gpus, Fabric.PEER) == PEER_CODES
 
 
 def test_what_was_not_measured_is_not_used() -> None:

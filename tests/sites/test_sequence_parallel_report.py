@@ -88,4 +88,4 @@ def test_a_report_with_their_rules() -> None:
         terms = {term.name for term in decision.chosen.estimate.terms}
         assert {"gemm", "synchronize"} < terms and decision.chosen.estimate.us_with_margin < decision.baseline.us
         others = {each.fabric.value: [reason.code for reason in each.rejections] for each in decision.alternatives}
-        assert "no_kernel" in others["peer"] and "fabric_needs_hosts" in others["tcp"], others
+        assert "fabric_needs_cuda" in others["peer"] and "fabric_needs_hosts" in others["tcp"], others

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from weaveopt.fabrics.peer_rows import VECTOR_BYTES as VECTOR_BYTES
+
 Tensor = torch.Tensor
 Returned = tuple[Tensor, Tensor, Tensor | None]
 """normalized, sum, and row_scale where there is one."""
 
-VECTOR_BYTES = 16
-"""What a thread moves at once; rows, results and parameters begin at such a boundary."""
 NO_KERNEL = -1
 """Of a launch that needs the product's operands."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weaveopt.measure.cases.all_gather_gemm import AllGathers
+from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
@@ -14,7 +14,7 @@ from weaveopt.measure.cases.copy_engine import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
 from weaveopt.measure.cases.gemm_all_reduce import TileKernels
-from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters
+from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, ScatteredTiles
 from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
@@ -38,5 +38,7 @@ FAMILIES: tuple[type[Family], ...] = (
     StreamContention,
     Copies,
     TileKernels,
+    ScatteredTiles,
+    PushedGathers,
 )
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""

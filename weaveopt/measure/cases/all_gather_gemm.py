@@ -1,7 +1,8 @@
-"""The all-gather in front of GEMMs over shared memory, between CPU ranks; in bfloat16."""
+"""The all-gather in front of GEMMs through symmetric memory, and with a GEMM that it overlaps; in bfloat16."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
+from weaveopt.ops.all_gather_gemm.cut import OP as PUSHED_OP
+from weaveopt.ops.all_gather_gemm.cut import Cut, variant_of
 from weaveopt.ops.all_gather_gemm.op import SITES
 from weaveopt.records.candidate import Fabric
 
@@ -28,50 +31,153 @@ ROW = 1024
 OP, VARIANT = "all_gather", "segment"
 EXPONENTS = range(11, 26, 2)
 """Of the bytes of the gathered rows."""
+GPU_VARIANT = "copies"
+TIMEOUT_S = 60.0
+
+PUSHED_ROWS = (2048, 4096, 8192)
+"""k of the GEMM: what travels of each row."""
+PUSHED_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+PUSHED_WIDTHS = (512, 2048, 4096, 8192)
+"""n of the GEMM: from one that the gather hides to one that hides the gather."""
+PUSHED_CUTS = (Cut(256, 1, 2, 1), Cut(256, 1, 2, 4))
+TAKEN_BYTES_PER_US, TAKEN_FLOPS_PER_US = 3e5, 5e8
+"""About what the link and a GEMM do, for how many calls a measurement makes."""
 
 
-def call_of(ranks: Ranks, rows: int) -> AllGatherGemmCall:
+def call_of(
+    ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: Cut | None = None
+) -> AllGatherGemmCall:
+    """On CPU ranks rows are gathered where they are handed out; on GPUs that is a copy, with a price of its own."""
     return AllGatherGemmCall(
-        site=f"calibrate.{OP}", group=ranks.name, fabric=Fabric.SHM, world=ranks.world, hidden=ROW, dtype="bfloat16",
-        max_tokens=rows, timeout_s=60.0, hands_out_rows=True,
+        site=f"calibrate.{OP} {hidden} {cut}", group=ranks.name, fabric=fabric, world=ranks.world, hidden=hidden,
+        dtype="bfloat16", max_tokens=rows, timeout_s=TIMEOUT_S, hands_out_rows=fabric is Fabric.SHM,
+        cut="" if cut is None else str(cut),
     )  # fmt: skip
 
 
-def reserve(ranks: Ranks, call: AllGatherGemmCall) -> None:
-    plan = memory_plan(ranks.name, [(call, SITES[call.fabric].buffers(call))])
-    transport(plan.fabric).reserve(topology.discover(ranks.name, 60.0), plan, 0, 60.0)
+def reserve(ranks: Ranks, *calls: AllGatherGemmCall) -> None:
+    plan = memory_plan(ranks.name, [(call, SITES[call.fabric].buffers(call)) for call in calls])
+    transport(plan.fabric).reserve(topology.discover(ranks.name, TIMEOUT_S), plan, 0, TIMEOUT_S)
 
 
-def launch(rows_of_rank: int, call: AllGatherGemmCall) -> Launch:
+def launch(rows_of_rank: int, call: AllGatherGemmCall, device: torch.device) -> Launch:
     """The operation without any GEMM."""
-    shard = torch.ones(rows_of_rank, ROW, dtype=DTYPE)
+    shard = torch.ones(rows_of_rank, ROW, dtype=DTYPE, device=device)
     op, text = torch.ops.weave.all_gather_gemm.default, call.encode()
     return lambda index: op(shard, [], [], 1, text)
 
 
 @dataclass
 class AllGathers(Family):
-    """On the fabric `shm`, without the GEMMs."""
+    """On the fabrics `shm` and `peer`, without the GEMMs."""
 
-    devices: ClassVar = frozenset({"cpu"})
+    devices: ClassVar = frozenset({"cpu", "cuda"})
     times: dict[int, Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks."""
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         exponents = EXPONENTS[:: 4 if session.quick else 1]
         own = sorted({max((1 << each) // (ROW * DTYPE.itemsize * ranks.world), 1) for each in exponents})
-        call = call_of(ranks, own[-1] * ranks.world)
+        call = call_of(ranks, own[-1] * ranks.world, Fabric.PEER if session.is_gpu else Fabric.SHM)
         reserve(ranks, call)
 
         def take(index: int) -> Sample:
-            return session.clock.together(launch(own[index], call), 100.0, ranks.process_group)
+            return session.clock.together(launch(own[index], call, ranks.device), 100.0, ranks.process_group)
 
         sizes = [rows * ranks.world * ROW * DTYPE.itemsize for rows in own]
-        self.times[ranks.world] = session.curve(f"all-gather in shared memory of {ranks.world} ranks", sizes, take)
+        self.times[ranks.world] = session.curve(f"all-gather through the arena of {ranks.world} ranks", sizes, take)
 
     def write(self, draft: Draft) -> None:
         samples = (sample for rows in self.times.values() for _, sample in rows)
         origin = draft.origin("gathered", samples, "all-gather of rows through the arena, bfloat16")
         for world, rows in self.times.items():
             points = never_falling([(size, sample.us) for size, sample in rows])
-            draft.add_curve(Fabric.SHM, Curve(origin, OP, VARIANT, world, points))
+            fabric, variant = (Fabric.PEER, GPU_VARIANT) if draft.is_gpu else (Fabric.SHM, VARIANT)
+            draft.add_curve(fabric, Curve(origin, OP, variant, world, points))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gather and the GEMM that begins before all rows are here, at one size."""
+
+    cut: Cut
+    width: int
+    hidden: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the gathered rows."""
+        return self.tokens * self.hidden * DTYPE.itemsize
+
+    @property
+    def guess_us(self) -> float:
+        flops = 2.0 * self.tokens * self.hidden * self.width
+        return 10.0 + self.bytes / TAKEN_BYTES_PER_US + flops / TAKEN_FLOPS_PER_US
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    rows, tokens, widths, cuts = (
+        (PUSHED_ROWS[1:2], PUSHED_TOKENS[1::3], PUSHED_WIDTHS[::3], PUSHED_CUTS[:1])
+        if quick
+        else (PUSHED_ROWS, PUSHED_TOKENS, PUSHED_WIDTHS, PUSHED_CUTS)
+    )
+    for cut in cuts:
+        for width in widths:
+            for hidden in rows:
+                for count in tokens:
+                    yield Case(cut, width, hidden, count)
+
+
+def has_kernel(case: Case, ranks: Ranks) -> bool:
+    """Whether the device has it, and rows divide; the op would go another way without a word."""
+    from weaveopt import _native
+
+    why = _native.gemm_unsupported(_native.DType.bfloat16, case.width, case.hidden, ranks.device.index or 0)
+    return not why and ranks.world <= _native.MAX_WORLD and case.tokens % ranks.world == 0
+
+
+def pushed_launch(case: Case, ranks: Ranks) -> Launch:
+    device, own = ranks.device, case.tokens // ranks.world
+    shards = [torch.randn(own, case.hidden, device=device, dtype=DTYPE) for _ in range(2)]
+    weights = [torch.randn(case.width, case.hidden, device=device, dtype=DTYPE) / case.hidden**0.5 for _ in range(2)]
+    op = torch.ops.weave.all_gather_gemm.default
+    text = call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut).encode()
+    return lambda index: op(shards[index % 2], [weights[index % 2].t()], [None], 1, text)
+
+
+@dataclass
+class PushedGathers(Family):
+    """On the fabric `peer`: the time of the gather with one GEMM, at each number of its columns."""
+
+    devices: ClassVar = frozenset({"cuda"})
+    times: dict[tuple[int, int, Cut, int], Rows] = field(default_factory=dict)
+    """(bytes, time) by number of ranks, row length, cut and columns."""
+
+    def measure_together(self, session: Session, ranks: Ranks) -> None:
+        every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
+        if not every:
+            return
+        # One arena for all that is captured, before any of it is: graphs hold its addresses.
+        reserve(ranks, *(call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut) for case in every))
+        curves: dict[tuple[int, Cut, int], list[Case]] = {}
+        for case in every:
+            curves.setdefault((case.hidden, case.cut, case.width), []).append(case)
+        for (row, cut, width), sizes in curves.items():
+
+            def take(index: int, sizes: Sequence[Case] = sizes) -> Sample:
+                case = sizes[index]
+                return session.clock.together(pushed_launch(case, ranks), case.guess_us, ranks.process_group)
+
+            what = f"all-gather of {ranks.world} ranks beside a GEMM"
+            self.times[ranks.world, row, cut, width] = session.curve(what, [each.bytes for each in sizes], take)
+
+    def write(self, draft: Draft) -> None:
+        if not self.times:
+            return
+        what = "all-gather by copy engines and a GEMM that begins before it ends, bfloat16"
+        origin = draft.origin("pushed", (sample for rows in self.times.values() for _, sample in rows), what)
+        for (world, row, cut, width), rows in self.times.items():
+            points = never_falling([(size, sample.us) for size, sample in rows])
+            ends = points[0].bytes, points[-1].bytes
+            draft.add_curve(Fabric.PEER, Curve(origin, PUSHED_OP, variant_of(cut, width), world, points, row, *ends))

@@ -1,7 +1,8 @@
-"""The reduce-scatter behind a GEMM that wrote into shared memory, between CPU ranks; in bfloat16."""
+"""The reduce-scatter behind a GEMM that wrote into symmetric memory, and the kernel that does both; in bfloat16."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.cut import OP as TILES_OP
+from weaveopt.ops.gemm_reduce_scatter.cut import Cut, variant_of
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.records.candidate import Fabric
 
@@ -30,18 +33,31 @@ DEPTH = 0
 OP, VARIANT = "reduce_scatter", "segment"
 EXPONENTS = range(11, 26, 2)
 """Of the bytes of a partial result."""
+GPU_VARIANT = "partials"
+TIMEOUT_S = 60.0
+
+TILE_ROWS = (2048, 4096, 8192)
+"""Columns of the GEMM."""
+TILE_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+TILE_DEPTHS = (512, 2048, 4096, 8192)
+"""k of the GEMM: from one that the exchange hides to one that hides the exchange."""
+TILE_CUTS = tuple(Cut(256, pairs, ctas, own_last) for pairs, ctas in ((1, 4), (2, 16)) for own_last in (True, False))
+TAKEN_BYTES_PER_US, TAKEN_FLOPS_PER_US = 3e5, 5e8
+"""About what the link and a GEMM do, for how many calls a measurement makes."""
 
 
-def call_of(ranks: Ranks, rows: int) -> GemmReduceScatterCall:
+def call_of(
+    ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: Cut | None = None
+) -> GemmReduceScatterCall:
     return GemmReduceScatterCall(
-        site=f"calibrate.{OP}", group=ranks.name, fabric=Fabric.SHM, world=ranks.world, hidden=ROW, dtype="bfloat16",
-        max_tokens=rows, timeout_s=60.0,
+        site=f"calibrate.{OP} {hidden} {cut}", group=ranks.name, fabric=fabric, world=ranks.world, hidden=hidden,
+        dtype="bfloat16", max_tokens=rows, timeout_s=TIMEOUT_S, cut="" if cut is None else str(cut),
     )  # fmt: skip
 
 
-def reserve(ranks: Ranks, call: GemmReduceScatterCall) -> None:
-    plan = memory_plan(ranks.name, [(call, SITES[call.fabric].buffers(call))])
-    transport(plan.fabric).reserve(topology.discover(ranks.name, 60.0), plan, 0, 60.0)
+def reserve(ranks: Ranks, *calls: GemmReduceScatterCall) -> None:
+    plan = memory_plan(ranks.name, [(call, SITES[call.fabric].buffers(call)) for call in calls])
+    transport(plan.fabric).reserve(topology.discover(ranks.name, TIMEOUT_S), plan, 0, TIMEOUT_S)
 
 
 def rows_of(num_bytes: int, world: int) -> int:
@@ -51,22 +67,24 @@ def rows_of(num_bytes: int, world: int) -> int:
 
 def launches(ranks: Ranks, rows: int, call: GemmReduceScatterCall) -> tuple[Launch, Launch]:
     """The operation, and its GEMM alone."""
-    a, b = torch.ones(rows, DEPTH, dtype=DTYPE), torch.ones(DEPTH, ROW, dtype=DTYPE)
-    out, op, text = torch.empty(rows, ROW, dtype=DTYPE), torch.ops.weave.gemm_reduce_scatter.default, call.encode()
+    device = ranks.device
+    a, b = torch.ones(rows, DEPTH, dtype=DTYPE, device=device), torch.ones(DEPTH, ROW, dtype=DTYPE, device=device)
+    out = torch.empty(rows, ROW, dtype=DTYPE, device=device)
+    op, text = torch.ops.weave.gemm_reduce_scatter.default, call.encode()
     return lambda index: op([a], [b], [], 1, text), lambda index: torch.mm(a, b, out=out)
 
 
 @dataclass
 class ReduceScatters(Family):
-    """On the fabric `shm`, without the GEMM."""
+    """On the fabrics `shm` and `peer`, without the GEMM."""
 
-    devices: ClassVar = frozenset({"cpu"})
+    devices: ClassVar = frozenset({"cpu", "cuda"})
     times: dict[int, Rows] = field(default_factory=dict)
     """(bytes, time) by number of ranks."""
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         counts = sorted({rows_of(1 << each, ranks.world) for each in EXPONENTS[:: 4 if session.quick else 1]})
-        call = call_of(ranks, counts[-1])
+        call = call_of(ranks, counts[-1], Fabric.PEER if session.is_gpu else Fabric.SHM)
         reserve(ranks, call)
 
         def take(index: int) -> Sample:
@@ -76,11 +94,100 @@ class ReduceScatters(Family):
             return Sample(max(sample.us - gemm_us, sample.us / 8), sample.spread)
 
         sizes = [rows * ROW * DTYPE.itemsize for rows in counts]
-        self.times[ranks.world] = session.curve(f"reduce-scatter in shared memory of {ranks.world} ranks", sizes, take)
+        self.times[ranks.world] = session.curve(f"reduce-scatter in the arena of {ranks.world} ranks", sizes, take)
 
     def write(self, draft: Draft) -> None:
         samples = (sample for rows in self.times.values() for _, sample in rows)
         origin = draft.origin("scattered", samples, "reduce-scatter of what a GEMM wrote into the arena, bfloat16")
         for world, rows in self.times.items():
             points = never_falling([(size, sample.us) for size, sample in rows])
-            draft.add_curve(Fabric.SHM, Curve(origin, OP, VARIANT, world, points))
+            fabric, variant = (Fabric.PEER, GPU_VARIANT) if draft.is_gpu else (Fabric.SHM, VARIANT)
+            draft.add_curve(fabric, Curve(origin, OP, variant, world, points))
+
+
+@dataclass(frozen=True)
+class Case:
+    """The kernel that computes the GEMM too, at one size."""
+
+    cut: Cut
+    depth: int
+    hidden: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * self.hidden * DTYPE.itemsize
+
+    @property
+    def guess_us(self) -> float:
+        flops = 2.0 * self.tokens * self.hidden * self.depth
+        return 10.0 + self.bytes / TAKEN_BYTES_PER_US + flops / TAKEN_FLOPS_PER_US
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    rows, tokens, depths, cuts = (
+        (TILE_ROWS[1:2], TILE_TOKENS[1::3], TILE_DEPTHS[::3], TILE_CUTS[:1])
+        if quick
+        else (TILE_ROWS, TILE_TOKENS, TILE_DEPTHS, TILE_CUTS)
+    )
+    for cut in cuts:
+        for depth in depths:
+            for hidden in rows:
+                for count in tokens:
+                    yield Case(cut, depth, hidden, count)
+
+
+def has_kernel(case: Case, ranks: Ranks) -> bool:
+    """Whether the device has it, and rows divide; the op would go another way without a word."""
+    from weaveopt import _native
+
+    why = _native.product_unsupported(
+        _native.DType.bfloat16, case.hidden, case.depth, ranks.world, ranks.device.index or 0
+    )
+    return not why and case.tokens % ranks.world == 0
+
+
+def tiles_launch(case: Case, ranks: Ranks) -> Launch:
+    device = ranks.device
+    rows = [torch.randn(case.tokens, case.depth, device=device, dtype=DTYPE) for _ in range(2)]
+    weights = [torch.randn(case.hidden, case.depth, device=device, dtype=DTYPE) / case.depth**0.5 for _ in range(2)]
+    op = torch.ops.weave.gemm_reduce_scatter.default
+    text = call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut).encode()
+    return lambda index: op([rows[index % 2]], [weights[index % 2].t()], [], 1, text)
+
+
+@dataclass
+class ScatteredTiles(Family):
+    """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
+
+    devices: ClassVar = frozenset({"cuda"})
+    times: dict[tuple[int, int, Cut, int], Rows] = field(default_factory=dict)
+    """(bytes, time) by number of ranks, row length, cut and depth."""
+
+    def measure_together(self, session: Session, ranks: Ranks) -> None:
+        every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
+        if not every:
+            return
+        # One arena for all that is captured, before any of it is: graphs hold its addresses.
+        reserve(ranks, *(call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut) for case in every))
+        curves: dict[tuple[int, Cut, int], list[Case]] = {}
+        for case in every:
+            curves.setdefault((case.hidden, case.cut, case.depth), []).append(case)
+        for (row, cut, depth), sizes in curves.items():
+
+            def take(index: int, sizes: Sequence[Case] = sizes) -> Sample:
+                case = sizes[index]
+                return session.clock.together(tiles_launch(case, ranks), case.guess_us, ranks.process_group)
+
+            what = f"GEMM and reduce-scatter of {ranks.world} ranks in tiles"
+            self.times[ranks.world, row, cut, depth] = session.curve(what, [each.bytes for each in sizes], take)
+
+    def write(self, draft: Draft) -> None:
+        if not self.times:
+            return
+        what = "GEMM and reduce-scatter in one kernel, bfloat16"
+        origin = draft.origin("scattered tiles", (sample for rows in self.times.values() for _, sample in rows), what)
+        for (world, row, cut, depth), rows in self.times.items():
+            points = never_falling([(size, sample.us) for size, sample in rows])
+            ends = points[0].bytes, points[-1].bytes
+            draft.add_curve(Fabric.PEER, Curve(origin, TILES_OP, variant_of(cut, depth), world, points, row, *ends))

@@ -19,6 +19,9 @@ class AllGatherGemmCall(RowsCall):
 
     hands_out_rows: bool = False
     """Whether anything beside the GEMMs reads the gathered rows."""
+    cut: str = ""
+    """On GPUs, how GEMMs that begin before all rows are here are cut (`str(Cut)`); empty: the library's, behind all
+    rows."""
 
 
 class Weights(NamedTuple):

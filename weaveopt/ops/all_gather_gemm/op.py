@@ -10,8 +10,10 @@ their rows, the batch where each sequence is. The first result is empty [0] wher
 [tokens, hidden]; the others are [tokens, n]. `call` is an encoded `AllGatherGemmCall`.
 
 On `shm` a rank copies its shard into its segment and signals; the others copy it to its place as soon as they see that,
-in the order of the GEMM's rows. Above `call.max_tokens` rows, or with fabric `library`, the library's all-gather runs.
-The rows are the same bits on every way.
+in the order of the GEMM's rows. On `peer` copy engines push shards to all peers; GEMMs follow, or with `call.cut` begin
+with the rows that are here: those of bf16 or fp16 without addends, rows of one block, on compute capability 9.0. Above
+`call.max_tokens` rows, or with fabric `library`, the library's all-gather runs. The rows are the same bits on every
+way.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
 count, `ArenaError` where no arena was reserved. After one of the first two the group's arena stays unusable.
@@ -29,6 +31,7 @@ import torch
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.all_gather_gemm import fake
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
+from weaveopt.ops.all_gather_gemm.peer import PeerSite
 from weaveopt.ops.all_gather_gemm.reference import through_library
 from weaveopt.ops.all_gather_gemm.shm import ShmSite
 from weaveopt.records.candidate import Fabric
@@ -59,7 +62,7 @@ class BoundSite(Protocol):
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 

@@ -37,21 +37,21 @@ graph, into which the second stream is drawn by the first event and from which i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import MappingProxyType
 
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.fabrics.peer_rows import aligned_rows as aligned_rows
+from weaveopt.fabrics.peer_rows import second_stream
 from weaveopt.ops.gemm_all_reduce.call import CHUNKS, GemmReductionCall
 from weaveopt.ops.gemm_all_reduce.cut import TILES
 from weaveopt.ops.gemm_all_reduce.operands import rows_of
-from weaveopt.reductions.launches import VECTOR_BYTES, Tiled
+from weaveopt.reductions.launches import Tiled
 from weaveopt.reductions.operands import Gemm, Operands, Results
 from weaveopt.reductions.peer import PeerSite
 
 Tensor = torch.Tensor
-HIGH_PRIORITY = -1
 
 
 class PeerChunks:
@@ -132,20 +132,6 @@ class PeerTiles:
         finally:
             torch.cuda._maybe_exchange_device(previous)
         return prepared.results[:2]
-
-
-def aligned_rows(x: Tensor) -> Tensor:
-    """A matrix, or a copy of it, whose rows are contiguous and begin at multiples of 16 bytes."""
-    stride = x.stride(0) * x.element_size()
-    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and stride % VECTOR_BYTES == x.data_ptr() % VECTOR_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@cache
-def second_stream(device: int) -> torch.cuda.Stream:
-    """On which a device exchanges chunks; made before any capture, when the first site is bound."""
-    return torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
 
 VARIANTS: Mapping[str, type[PeerChunks] | type[PeerTiles]] = MappingProxyType({CHUNKS: PeerChunks, TILES: PeerTiles})

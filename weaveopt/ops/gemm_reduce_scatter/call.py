@@ -22,6 +22,9 @@ class GemmReduceScatterCall(RowsCall):
     """What the sum over ranks is multiplied by before it is rounded."""
     columns: bool = False
     """Whether each rank gets its columns of all rows, else its rows."""
+    cut: str = ""
+    """On GPUs, how one kernel that computes the GEMM and sends its tiles cuts it (`str(Cut)`); empty: GEMMs of the
+    library, whose results are summed behind them."""
 
 
 class Part(NamedTuple):

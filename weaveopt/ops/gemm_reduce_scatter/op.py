@@ -10,13 +10,15 @@ whole activations are cut along their rows, the batch where each sequence is. `c
 `GemmReduceScatterCall`.
 
 On `shm` the GEMM writes into the arena, and the owner of a part sums it in fp32 in the order of the ranks and rounds
-once: bitwise the same from run to run. Above `call.max_tokens` rows, or with fabric `library`, the library's
-reduce-scatter runs, summing in `dtype`.
+once: bitwise the same from run to run. So it does on `peer`, either behind the library's GEMMs or, with `call.cut`, in
+one kernel that computes the GEMM and sends every tile to the owner of its rows as it is finished: for one GEMM of bf16
+or fp16 without addends, rows of one block, on compute capability 9.0; other calls go the first way. Above
+`call.max_tokens` rows, or with fabric `library`, the library's reduce-scatter runs, summing in `dtype`.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
 count, `ArenaError` where no arena was reserved, `WeaveError` for rows that do not divide by the ranks. After one of the
-first two the group's arena stays unusable. The form is the GEMM + reduce-scatter of FlashOverlap (section 2.3.2),
-without its waves: on CPU ranks nothing is sent while the GEMM computes.
+first two the group's arena stays unusable. The form is the GEMM + reduce-scatter of FlashOverlap (section 2.3.2); on
+CPU ranks nothing is sent while the GEMM computes.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_reduce_scatter import fake
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_reduce_scatter.peer import PeerSite
 from weaveopt.ops.gemm_reduce_scatter.reference import through_library
 from weaveopt.ops.gemm_reduce_scatter.shm import ShmSite
 from weaveopt.records.candidate import Fabric
@@ -61,7 +64,7 @@ class BoundSite(Protocol):
         ...
 
 
-SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 

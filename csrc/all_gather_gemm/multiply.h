@@ -1,0 +1,33 @@
+// The GEMM of gathered rows on Hopper (compute capability 9.0), which begins before they are all here.
+#pragma once
+
+#include <cstdint>
+
+#include "all_gather_gemm/gpu.h"
+
+namespace weave::gpu {
+
+// out[tokens, n] = rows[tokens, k] * weight[n, k]^T; strides in elements.
+struct GatheredProduct {
+    const void* weight;
+    void* out;
+    int64_t n;
+    int64_t k;
+    int64_t weight_stride;
+};
+
+// How it is cut.
+struct GatherCut {
+    int32_t tile_columns;  // 128 or 256
+    int32_t group_pairs;   // pairs of panels in a wave group
+    int32_t spare_ctas;    // SMs that it leaves free, where kernels that signal run: an even number, at least 2
+};
+
+// Bytes of a piece of a shard of `rows` rows that goes in at most `num_pieces`: whole pairs of panels.
+int64_t piece_bytes(int64_t rows, int64_t row_bytes, int32_t num_pieces);
+
+// Enqueues it behind open_gather; `given.outer` is 1. Returns a CUDA error code; 0 is success.
+int run_gathered_product(const Gather& given, const GatheredProduct& product, const GatherCut& cut, DType dtype,
+                         void* main);
+
+}  // namespace weave::gpu

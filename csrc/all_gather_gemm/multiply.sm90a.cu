@@ -1,0 +1,76 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "all_gather_gemm/multiply.cuh"
+#include "gemm/tensor_map.h"
+
+namespace weave::gpu {
+namespace {
+
+int make_maps(GatheredWork& made, const Gather& given, const GatheredProduct& product, const GatherCut& cut,
+              DType dtype) {
+    gemm::Work& work = made.work;
+    const fabric::GroupView& group = given.group;
+    const int64_t share = work.order.rows_of(group.rank);
+    const char* rows = group.base[group.rank] + given.rows_offset;
+    int error = gemm::make_map(work.a, rows, dtype, given.tokens, product.k, product.k, gemm::kPanelRows);
+    if (error == 0)
+        error = gemm::make_map(made.own_rows, given.shard, dtype, share, product.k, product.k, gemm::kPanelRows);
+    if (error == 0)
+        error = gemm::make_map(work.b, product.weight, dtype, product.n, product.k, product.weight_stride,
+                               cut.tile_columns / gemm::kClusterCtas);
+    for (int32_t owner = 0; owner < group.world && error == 0; ++owner) {
+        const char* out = static_cast<const char*>(product.out) + work.order.begin[owner] * product.n * size_of(dtype);
+        error = gemm::make_map(work.c[owner], out, dtype, share, product.n, product.n, gemm::kConsumerRows);
+    }
+    return error;
+}
+
+}  // namespace
+
+int64_t piece_bytes(int64_t rows, int64_t row_bytes, int32_t num_pieces) {
+    const int64_t pairs = gemm::ceiling(rows, gemm::kPairRows);
+    const int64_t count = std::clamp<int64_t>(num_pieces, 1, kMostPieces);
+    return std::max<int64_t>(gemm::ceiling(pairs, count), 1) * gemm::kPairRows * row_bytes;
+}
+
+int run_gathered_product(const Gather& given, const GatheredProduct& product, const GatherCut& cut, DType dtype,
+                         void* main) {
+    const int32_t world = given.group.world;
+    if (given.tokens == 0 || product.n == 0) return cudaSuccess;
+    const int64_t row_bytes = product.k * size_of(dtype);
+    if (given.outer != 1 || product.k < 1 || given.tokens % world != 0 ||
+        given.block_bytes != given.tokens / world * row_bytes || given.piece_bytes % (gemm::kPairRows * row_bytes) != 0)
+        return cudaErrorInvalidValue;
+    GatheredWork made{};
+    gemm::TileOrder& order = made.work.order;
+    const int32_t share = given.tokens / world;
+    for (int32_t owner = 0; owner <= world; ++owner)
+        order.begin[owner] = share * owner;
+    order.num_owners = world;
+    order.rank = given.group.rank;
+    order.pairs = gemm::ceiling(share, gemm::kPairRows);
+    order.columns = gemm::ceiling(product.n, cut.tile_columns);
+    order.group_pairs = std::max(cut.group_pairs, 1);
+    order.owner_order = gemm::OwnerOrder::kOwnFirst;
+    made.work.k_blocks = gemm::ceiling(product.k, gemm::kBlockK);
+    made.group = given.group;
+    made.tokens = given.tokens;
+    made.site = given.site;
+    made.piece_rows = static_cast<int32_t>(given.piece_bytes / row_bytes);
+    int device = 0, num_sms = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    // This grid waits for peers, whose kernels that signal need an SM there, as this rank's need one here.
+    const int32_t spare = std::max(cut.spare_ctas / gemm::kClusterCtas, 1);
+    made.work.num_clusters = std::min(std::max(num_sms / gemm::kClusterCtas - spare, 1), order.num_tiles());
+    const int error = make_maps(made, given, product, cut, dtype);
+    if (error != 0) return error;
+    const int32_t num_ctas = made.work.num_clusters * gemm::kClusterCtas;
+    if (dtype == DType::kBFloat16) return enqueue_gathered_bf16(made, cut.tile_columns, num_ctas, main);
+    if (dtype == DType::kFloat16) return enqueue_gathered_fp16(made, cut.tile_columns, num_ctas, main);
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace weave::gpu

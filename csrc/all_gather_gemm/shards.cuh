@@ -1,0 +1,24 @@
+// Arrival of shards, as kernels see it: word rows[source][piece] of the channel, by the number of the running call.
+#pragma once
+
+#include "fabric/call.cuh"
+
+namespace weave::gpu {
+
+// Of a kernel behind the one that counted the call. The word is read from memory: it was written a kernel ago.
+__device__ __forceinline__ uint64_t running_call(const fabric::GroupView& group) {
+    return fabric::load_relaxed(&group.channel(group.rank)->state.num_calls);
+}
+
+// In `of`'s arena.
+__device__ __forceinline__ uint64_t* shard_flag(const fabric::GroupView& group, int32_t of, int32_t source,
+                                                int32_t piece) {
+    return &group.channel(of)->rows[source][piece];
+}
+
+__device__ __forceinline__ void await_piece(const fabric::Watch& watch, uint64_t epoch, int32_t source, int32_t piece) {
+    fabric::wait(shard_flag(watch.group, watch.group.rank, source, piece), fabric::signal_word(epoch, 1), watch, source,
+                 fabric::Slot::kRows);
+}
+
+}  // namespace weave::gpu

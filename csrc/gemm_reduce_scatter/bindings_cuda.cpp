@@ -1,0 +1,107 @@
+// The Python face of gemm_reduce_scatter on GPUs. Plain C++: everything that needs CUDA's headers is behind gpu.h and
+// pushed_tiles.h.
+#ifdef WEAVE_WITH_CUDA
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "all_reduce_norm/layout.h"
+#include "all_reduce_norm/pushed_tiles.h"
+#include "base/bindings.h"
+#include "fabric/peer.h"
+#include "gemm_reduce_scatter/gpu.h"
+
+namespace py = pybind11;
+
+namespace weave {
+
+void bind_gemm_reduce_scatter_cuda(py::module_& m);
+
+namespace {
+
+using fabric::PeerGroup;
+
+// A site bound to the arenas of its group. Partial rows of all its calls go into one buffer, "staging".
+class GpuGemmReduceScatter {
+  public:
+    GpuGemmReduceScatter(std::shared_ptr<PeerGroup> group, uint32_t tag, DType dtype, int64_t hidden, float scale,
+                         int32_t channel, double timeout_s, int64_t staging_offset, int64_t staging_bytes)
+        : group_(std::move(group)), dtype_(dtype), staging_bytes_(staging_bytes) {
+        const int64_t all = group_->num_bytes();
+        if (staging_offset < static_cast<int64_t>(fabric::kHeaderBytes) ||
+            staging_offset % gpu::kBufferAlignment != 0 || staging_bytes < 0 || staging_offset + staging_bytes > all)
+            throw std::invalid_argument("staging at [" + std::to_string(staging_offset) + ", " +
+                                        std::to_string(staging_offset + staging_bytes) + "): not in an arena of " +
+                                        std::to_string(all) + " bytes");
+        call_.group = group_->view(channel, static_cast<uint64_t>(std::llround(timeout_s * 1e9)));
+        call_.hidden = static_cast<int32_t>(hidden);
+        call_.site = tag;
+        call_.scale = scale;
+        call_.buffers.staging_offset = staging_offset;
+        call_.buffers.staging_bytes = staging_bytes;
+    }
+
+    // The sum of this rank's part [outer, block] of what all ranks' GEMMs wrote to the beginning of "staging". A CUDA
+    // error code.
+    int sum_parts(int64_t tokens, int64_t outer, int64_t block, uintptr_t out, uintptr_t stream) const {
+        if (outer * block * call_.group.world * size_of(dtype_) > staging_bytes_)
+            throw std::invalid_argument("the partial result is larger than its buffer");
+        const gpu::PartSum given{call_.group,
+                                 call_.buffers.staging_offset,
+                                 outer,
+                                 block,
+                                 reinterpret_cast<void*>(out),
+                                 static_cast<int32_t>(tokens),
+                                 call_.site,
+                                 call_.scale};
+        // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
+        // another thread of this interpreter, must get to run then.
+        py::gil_scoped_release release;
+        return gpu::run_part_sum(given, dtype_, reinterpret_cast<void*>(stream));
+    }
+
+    // The sum of this rank's rows of the product `a` [tokens, k] times `weight` [hidden, k]^T, in one kernel that sends
+    // tiles to the owners of their rows. `tokens` divide by the ranks. A CUDA error code.
+    int run_tiles(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, bool own_last,
+                  uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t out,
+                  uintptr_t stream) const {
+        gpu::Call call = call_;
+        const int64_t own_rows = tokens / call.group.world;
+        if (own_rows * call.group.world != tokens)
+            throw std::invalid_argument(std::to_string(tokens) + " rows do not divide by the ranks");
+        call.tokens = static_cast<int32_t>(tokens);
+        // Kernels count rows of the sum from the group's first one.
+        call.sum = reinterpret_cast<void*>(out - static_cast<uintptr_t>(call.group.rank) * own_rows * call.hidden *
+                                                     size_of(dtype_));
+        const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(weight), k, a_stride,
+                                   weight_stride};
+        const auto order = own_last ? gemm::OwnerOrder::kOwnLast : gemm::OwnerOrder::kInterleaved;
+        const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas, order};
+        py::gil_scoped_release release;
+        return gpu::run_pushed_tiles(call, product, cut, dtype_, reinterpret_cast<void*>(stream));
+    }
+
+  private:
+    std::shared_ptr<PeerGroup> group_;
+    DType dtype_;
+    int64_t staging_bytes_;
+    gpu::Call call_{};
+};
+
+}  // namespace
+
+void bind_gemm_reduce_scatter_cuda(py::module_& m) {
+    py::class_<GpuGemmReduceScatter>(m, "GpuGemmReduceScatter")
+        .def(py::init<std::shared_ptr<PeerGroup>, uint32_t, DType, int64_t, float, int32_t, double, int64_t, int64_t>(),
+             py::arg("group"), py::arg("tag"), py::arg("dtype"), py::arg("hidden"), py::arg("scale"),
+             py::arg("channel"), py::arg("timeout_s"), py::arg("staging_offset"), py::arg("staging_bytes"))
+        .def("sum_parts", &GpuGemmReduceScatter::sum_parts)
+        .def("run_tiles", &GpuGemmReduceScatter::run_tiles);
+}
+
+}  // namespace weave
+#endif

@@ -1,0 +1,127 @@
+"""Variant `pushed`: GEMMs that begin with the rows that are here, while copy engines push the others' shards.
+
+The time is not modelled: a profile keeps that of the gather with one GEMM, see `weaveopt.ops.all_gather_gemm.cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us
+from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.gemm import num_units
+from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.overlapped import Message, overlapped_us
+from weaveopt.fabrics.traits import NativePart, is_built
+from weaveopt.ops.all_gather_gemm.cut import OP, TILE_DTYPES, Cut, parse_variant
+from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+from weaveopt.rewrites.all_gather_gemm.forms import Form
+from weaveopt.sites.gather import GatherFacts
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: size_refused() says so
+    _native = None  # type: ignore[assignment]
+
+ROW_ALIGNMENT = 8
+"""Elements: TMA moves rows that begin at multiples of 16 bytes."""
+Curves = Mapping[Cut, Mapping[int, tuple[Curve, ...]]]
+"""By cut and columns of the GEMM: one for each length of rows."""
+
+
+def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
+    """What the kernel does not do at a site, whatever its sizes."""
+    reasons: list[Rejection] = []
+    if not form.gemms:
+        reasons.append(Rejection("no_gemm", "there is no GEMM that could begin"))
+    if any(gemm.bias is not None or gemm.addend is not None for gemm in form.gemms):
+        reasons.append(Rejection("addend_not_supported", "the kernel adds nothing to what its GEMM makes"))
+    if form.outer != 1:
+        values = (("outer", facts.outer),)
+        reasons.append(Rejection("blocks_not_supported", "the kernel takes shards whose rows lie together", values))
+    if any(gemm.transposed_b is None for gemm in form.gemms):
+        reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [n, hidden]"))
+    return tuple(reasons)
+
+
+def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iterator[Rejection]:
+    """Token counts, rows and types that the kernel does not take."""
+    if not is_built(NativePart.HOST):
+        yield Rejection(NativePart.HOST.code, "weaveopt was installed without its native part")
+        return
+    if not tokens.is_static:
+        message = "the kernel is planned for one token count, and this graph's is symbolic"
+        yield Rejection("symbolic_tokens", message)
+    odd = next((size for gemm in gemms for size in (gemm.k, gemm.n) if size % ROW_ALIGNMENT or size == 0), None)
+    if odd is not None:
+        message = f"the kernel takes rows and columns of a multiple of {ROW_ALIGNMENT}"
+        yield Rejection("row_not_supported", message, (("size", odd),))
+    if dtype not in TILE_DTYPES:
+        yield Rejection("dtype_not_supported", "the kernel takes bf16 or fp16", (("dtype", dtype),))
+
+
+def price(
+    machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, hands_out_rows: bool
+) -> tuple[Cut, Estimate] | Rejection:
+    """By the cut that is predicted fastest; or why the time is not known.
+
+    Terms: `gemm`, as the graph's own would take; `exposed`, what the gather and the first GEMM take beyond that;
+    `rows`, a copy of all of them where they are handed out, in full, though it runs beside the GEMMs; `host`. The
+    model's own error is charged for all of it: the GEMMs are not the graph's, so what is wrong with their price need
+    not be with these ones'.
+    """
+    known = curves_of(machine, fabric, world)
+    if not known:
+        values = (("machine", machine.name), ("world", world))
+        return Rejection("not_measured", "the kernel was not measured on the machine with so many ranks", values)
+    first = gemms[0]
+    message = Message(first.m, first.k, DTYPE_BYTES[dtype])
+    found: list[tuple[Cut, float]] = []
+    for cut, by_width in known.items():
+        us = _kernel_us(machine, message, first.n, dtype, world, cut, by_width)
+        if us is not None:
+            found.append((cut, us))
+    if not found:
+        sizes = (("bytes", message.bytes), ("n", first.n))
+        return Rejection("beyond_measured", "the kernel was not measured at this size, and is not used there", sizes)
+    cut, us = min(found, key=lambda each: each[1])
+    multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
+    terms = (
+        Term("gemm", sum(multiplied_us)),
+        Term("exposed", us - multiplied_us[0]),
+        Term("rows", memory_us(machine, 2 * message.bytes) if hands_out_rows else 0.0),
+        Term("host", host_us(machine) * machine.oversubscription(world, 1)),
+    )
+    return cut, Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
+
+
+@cache
+def curves_of(machine: Machine, fabric: Fabric, world: int) -> Curves:
+    """What the profile keeps of the kernel with so many ranks; other numbers of ranks tell nothing of it."""
+    if fabric not in machine.fabrics:
+        return {}
+    found: dict[Cut, dict[int, tuple[Curve, ...]]] = {}
+    for curve in fabric_costs(machine, fabric).curves_of(OP):
+        cut, width = parse_variant(curve.variant)
+        if curve.world == world:
+            by_width = found.setdefault(cut, {})
+            by_width[width] = (*by_width.get(width, ()), curve)
+    return found
+
+
+def _kernel_us(
+    machine: Machine, message: Message, width: int, dtype: str, world: int, cut: Cut,
+    by_width: Mapping[int, tuple[Curve, ...]],
+) -> float | None:  # fmt: skip
+    units = num_units(machine, dtype)
+
+    def waves(tokens: int, _: int, columns: int) -> int:
+        return (
+            0
+            if _native is None
+            else _native.product_waves(tokens, columns, cut.tile_columns, cut.spare_ctas, world, units)
+        )
+
+    return overlapped_us(by_width, message, width, waves)

@@ -1,0 +1,106 @@
+"""One rank of `test_scatter_gather`: compiled blocks of a sequence-parallel plan, by every pair of variants.
+
+Profiles claim times that nobody measured, so short that the variants meant are chosen. What has to come out is computed
+by plain torch from all ranks' inputs, which are -1, 0 and 1: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+import weaveopt
+from benchmarks import gpu_ranks
+from benchmarks.gpu_ranks import Place
+from tests.gpu.scatter_gather_ranks import equal, small
+from weaveopt import cost_model
+from weaveopt.cost_model.machine import Curve, Point
+from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
+from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
+from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
+from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
+from weaveopt.records.candidate import Fabric
+
+POINTS = (Point(1 << 10, 0.5), Point(1 << 30, 1.0))
+ROWS, HIDDEN, INNER = 512, 1024, 512
+"""Of a rank; of a row; of a row between the GEMMs."""
+EARLY = (("all_gather_gemm", "pushed"), ("gemm_reduce_scatter", "tiles"))
+LATE = (("all_gather_gemm", "copies"), ("gemm_reduce_scatter", "partials"))
+
+
+def profile(folder: Path, early: bool) -> str:
+    base, world = cost_model.load("h200x4"), dist.get_world_size()
+    if early:
+        pushed, tiles = GatherCut(256, 1, 2, 2), TileCut(256, 1, 4, True)
+        curves = tuple(
+            curve
+            for size in (64, 8192)
+            for curve in (
+                Curve("fused", "all_gather_gemm", gather_variant(pushed, size), world, POINTS, HIDDEN),
+                Curve("fused", "gemm_reduce_scatter", tiles_variant(tiles, size), world, POINTS, HIDDEN),
+            )
+        )
+    else:
+        curves = (
+            Curve("fused", "all_gather", "copies", world, POINTS),
+            Curve("fused", "reduce_scatter", "partials", world, POINTS),
+        )
+    costs = tuple(
+        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
+        for each in base.fabric_costs
+    )
+    path = folder / f"short{early}.json"
+    path.write_text(cost_model.dumps(replace(base, name="short", fabric_costs=costs)))
+    return str(path)
+
+
+def compiled(place: Place, machine: str, early: bool, cuda_graphs: bool) -> None:
+    ups = [small(INNER, HIDDEN, seed=rank, dtype=torch.bfloat16) for rank in range(place.world)]
+    downs = [small(HIDDEN, INNER, seed=rank + 9, dtype=torch.bfloat16) for rank in range(place.world)]
+    up, down = ups[place.rank], downs[place.rank]
+
+    def block(shard: Tensor) -> Tensor:
+        rows = functional.all_gather_tensor(shard, 0, dist.group.WORLD)
+        between = torch.sign(torch.nn.functional.linear(rows, up))
+        total = functional.reduce_scatter_tensor(torch.nn.functional.linear(between, down), "sum", 0, dist.group.WORLD)
+        return torch.sign(total)
+
+    def want(shards: list[Tensor]) -> Tensor:
+        rows = torch.cat(shards).float()
+        total = torch.zeros_like(rows)
+        for first, second in zip(ups, downs, strict=True):
+            total += torch.sign(rows @ first.float().t()) @ second.float().t()
+        return torch.sign(total).bfloat16().chunk(place.world)[place.rank]
+
+    torch._dynamo.reset()
+    options = {
+        "machine": machine, "strict": True, "timeout_s": 30.0, "cuda_graphs": cuda_graphs,
+        "force": [rule for rule, _ in EARLY],
+    }  # fmt: skip
+    run = torch.compile(block, backend="weave", options=options)  # type: ignore[call-overload]
+    for turn in range(5):
+        shards = [small(ROWS, HIDDEN, seed=50 * turn + rank, dtype=torch.bfloat16) for rank in range(place.world)]
+        equal(run(shards[place.rank]), want(shards), f"turn {turn}, early {early}, cuda_graphs {cuda_graphs}")
+    chosen = {(each.chosen.choice, each.chosen.variant) for each in weaveopt.report().graphs[-1].decisions}
+    assert chosen == set(EARLY if early else LATE), chosen
+    gpu_ranks.barrier()
+
+
+def program(place: Place) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for early in (True, False):
+            machine = profile(Path(folder), early)
+            for cuda_graphs in (False, True):
+                compiled(place, machine, early, cuda_graphs)
+    print("compiled blocks agree", flush=True)
+
+
+if __name__ == "__main__":
+    gpu_ranks.run_and_exit(program)

@@ -1,0 +1,32 @@
+"""GEMM + reduce-scatter and all-gather + GEMM on GPUs: against the reference, and from CUDA graphs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part
+from tests.ranks import free_port
+
+
+@needs_cuda_part
+@pytest.mark.multigpu
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("tests.gpu.scatter_gather_ranks", "scatter and gather agree"),
+        ("tests.gpu.scatter_gather_compiled_ranks", "compiled blocks agree"),
+    ],
+)
+def test_both_equal_the_reference(world: int, program: str, says: str) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += ["--master-port", str(free_port()), "-m", program]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert done.stdout.count(says) == world

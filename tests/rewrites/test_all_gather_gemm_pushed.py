@@ -1,0 +1,171 @@
+"""`all_gather_gemm` on GPUs: which sites get which variant at what price, and the rewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor
+
+from tests.preview import previewed
+from weaveopt import cost_model
+from weaveopt.cost_model import Gemm, gemm_us, memory_us
+from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.errors import ProfileError
+from weaveopt.fabrics.rows_call import decode
+from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
+from weaveopt.ops.all_gather_gemm.cut import Cut, parse_cut, parse_variant, variant_of
+from weaveopt.records.candidate import LEAVE, Candidate, Fabric, Rejection
+from weaveopt.records.report import GraphReport
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.all_gather_gemm.pushed import price, size_refused
+
+RULE = "all_gather_gemm"
+OP = torch.ops.weave.all_gather_gemm.default
+H200 = cost_model.load("h200x4")
+TOKENS, WIDTH, HIDDEN = 4096, 4096, 8192
+MESSAGE_BYTES = TOKENS * HIDDEN * 2
+SIZES = (1 << 20, 1 << 30)
+ONE, FOUR = Cut(256, 1, 2, 1), Cut(256, 1, 2, 4)
+
+
+def curve(us: float, width: int, cut: Cut = ONE, world: int = 4) -> Curve:
+    """Proportional to bytes: `us` at `MESSAGE_BYTES`."""
+    points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in (SIZES[0], MESSAGE_BYTES, SIZES[1]))
+    return Curve("fused", RULE, variant_of(cut, width), world, points, HIDDEN, *SIZES)
+
+
+def copied(us: float) -> Curve:
+    return Curve("fused", "all_gather", "copies", 4, (Point(1 << 12, us / 10), Point(MESSAGE_BYTES, us)))
+
+
+def toy(*curves: Curve) -> Machine:
+    """h200x4 on which the kernels were measured so."""
+    costs = (
+        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
+        for each in H200.fabric_costs
+    )
+    return replace(H200, fabric_costs=tuple(costs))
+
+
+def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(*sizes, dtype=dtype)
+
+
+def gather(x: Tensor, dim: int = 0) -> Tensor:
+    return all_gather_tensor(x, dim, dist.group.WORLD)
+
+
+def up(x: Tensor, w: Tensor) -> Tensor:
+    return torch.nn.functional.linear(gather(x), w)
+
+
+@pytest.fixture
+def reported(tmp_path: Path) -> Callable[..., GraphReport]:
+    def run(fn: Callable[..., object], inputs: tuple[Tensor, ...], *curves: Curve, **more: object) -> GraphReport:
+        path = tmp_path / "toy.json"
+        path.write_text(cost_model.dumps(toy(*curves)))
+        known = {"static": True, "force": (), "world": 4, "machine": str(path), "device": "cuda", **more}
+        return previewed(fn, inputs, **known)  # type: ignore[arg-type]
+
+    return run
+
+
+def on_peer(report: GraphReport) -> dict[str, Candidate]:
+    [decision] = report.decisions
+    return {each.variant: each for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.PEER}
+
+
+def test_names_of_curves() -> None:
+    assert parse_variant(variant_of(FOUR, 4096)) == (FOUR, 4096)
+    assert parse_cut(str(ONE)) == ONE and str(ONE) != str(FOUR)
+    for name in (
+        "pushed columns=64 pairs=1 spare=2 pieces=1 n=64",
+        "pushed columns=256 pairs=1 spare=0 pieces=1 n=64",
+        "pushed columns=256 pairs=1 spare=3 pieces=1 n=64",
+        "pushed columns=256 pairs=1 spare=2 pieces=33 n=64",
+        str(ONE),
+        f"{ONE} n=0",
+    ):
+        with pytest.raises(ProfileError, match="a curve of all_gather_gemm"):
+            parse_variant(name)
+
+
+def test_the_first_gemm_has_the_gather_and_the_others_follow() -> None:
+    machine = toy(curve(200.0, 512), curve(700.0, 8192), curve(250.0, 512, FOUR), curve(600.0, 8192, FOUR))
+    other = Gemm(TOKENS, HIDDEN, 1024)
+    for width, want_cut, want_us in ((512, ONE, 200.0), (8192, FOUR, 600.0)):
+        for hands_out in (False, True):
+            gemms = (Gemm(TOKENS, HIDDEN, width), other)
+            found = price(machine, Fabric.PEER, gemms, "bfloat16", 4, hands_out)
+            assert not isinstance(found, Rejection)
+            cut, estimate = found
+            terms = {term.name: term.us for term in estimate.terms}
+            assert cut == want_cut
+            assert terms["gemm"] + terms["exposed"] == pytest.approx(want_us + gemm_us(machine, other, "bfloat16"))
+            assert terms.get("rows", 0.0) == (memory_us(machine, 2 * MESSAGE_BYTES) if hands_out else 0.0)
+    for tokens, world, code in ((TOKENS, 2, "not_measured"), (TOKENS * 64, 4, "beyond_measured")):
+        refused = price(machine, Fabric.PEER, (Gemm(tokens, HIDDEN, 512),), "bfloat16", world, False)
+        assert isinstance(refused, Rejection) and refused.code == code
+
+
+def test_it_is_chosen_where_it_was_measured_fast(reported: Callable[..., GraphReport], graphs: list[fx.Graph]) -> None:
+    inputs = rows(TOKENS // 4, HIDDEN), rows(WIDTH, HIDDEN)
+    baseline = reported(up, inputs).decisions[0].baseline
+    assert baseline is not None
+    report = reported(up, inputs, curve(baseline.us / 3, 512), curve(baseline.us / 2, 8192))
+    [decision] = report.decisions
+    assert (decision.chosen.choice, decision.chosen.fabric, decision.chosen.variant) == (RULE, Fabric.PEER, "pushed")
+    assert dict(decision.chosen.parameters)["num_pieces"] == 1
+    [node] = [node for node in graphs[-1].nodes if node.target is OP]
+    call = decode(AllGatherGemmCall, str(node.args[-1]))
+    assert (call.fabric, parse_cut(call.cut), call.max_tokens) == (Fabric.PEER, ONE, TOKENS)
+    [plan] = report.plans
+    [buffer] = plan.buffers
+    assert buffer.name == "gathered" and buffer.num_bytes >= MESSAGE_BYTES
+    slow = curve(baseline.us, 512), curve(3 * baseline.us, 8192)
+    assert reported(up, inputs, *slow).decisions[0].chosen.choice == LEAVE
+    # The other variant competes by its own curve.
+    found = reported(up, inputs, *slow, copied(5.0))
+    assert found.decisions[0].chosen.variant == "copies"
+    [node] = [node for node in graphs[-1].nodes if node.target is OP]
+    assert decode(AllGatherGemmCall, str(node.args[-1])).cut == ""
+
+
+def test_what_the_kernel_does_not_take_comes_behind_all_rows(reported: Callable[..., GraphReport]) -> None:
+    def stored_otherwise(x: Tensor, w: Tensor) -> Tensor:
+        return gather(x) @ w
+
+    def sequences(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.linear(gather(x, 1), w)
+
+    def biased(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.linear(gather(x), w, b)
+
+    known = curve(1.0, 512), curve(1.0, 8192), copied(1.0)
+    shard, weight = rows(256, HIDDEN), rows(512, HIDDEN)
+    for fn, inputs, code in (
+        (stored_otherwise, (shard, rows(HIDDEN, 512)), "weight_layout"),
+        (sequences, (rows(2, 128, HIDDEN), weight), "blocks_not_supported"),
+        (biased, (shard, weight, rows(512)), "addend_not_supported"),
+        (up, (shard, rows(508, HIDDEN)), "row_not_supported"),
+        (up, (rows(256, 508), rows(512, 508)), "row_not_supported"),
+        (up, (shard.float(), weight.float()), "dtype_not_supported"),
+    ):
+        found = on_peer(reported(fn, inputs, *known, force=(RULE,)))
+        refused = [reason.code for reason in found["pushed"].rejections]
+        assert refused in ([code], [code, "beyond_measured"]), fn.__name__
+        assert not found["copies"].rejections, fn.__name__
+
+
+def test_token_counts_that_are_not_for_the_kernel() -> None:
+    gemms = (Gemm(512, HIDDEN, 512),)
+    assert not list(size_refused(gemms, "bfloat16", TokenCounts(512)))
+    [reason] = size_refused(gemms, "bfloat16", TokenCounts(512, 1, 1024))
+    assert reason.code == "symbolic_tokens"

@@ -1,0 +1,196 @@
+"""`gemm_reduce_scatter` on GPUs: which sites get which variant at what price, and the rewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch import Tensor
+from torch.distributed._functional_collectives import reduce_scatter_single
+
+from tests.preview import previewed
+from weaveopt import cost_model
+from weaveopt.cost_model import Gemm
+from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.errors import ProfileError
+from weaveopt.fabrics.rows_call import decode
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.cut import Cut, parse_cut, parse_variant, variant_of
+from weaveopt.records.candidate import LEAVE, Candidate, Fabric, Rejection
+from weaveopt.records.report import GraphReport
+from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.gemm_reduce_scatter.tiles import price, size_refused
+
+RULE = "gemm_reduce_scatter"
+OP = torch.ops.weave.gemm_reduce_scatter.default
+H200 = cost_model.load("h200x4")
+TOKENS, DEPTH, HIDDEN = 4096, 4096, 8192
+MESSAGE_BYTES = TOKENS * HIDDEN * 2
+SIZES = (1 << 20, 1 << 30)
+LAST, TURNS = Cut(256, 1, 4, True), Cut(256, 2, 16, False)
+
+
+def curve(us: float, depth: int, cut: Cut = LAST, world: int = 4) -> Curve:
+    """Proportional to bytes: `us` at `MESSAGE_BYTES`."""
+    points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in (SIZES[0], MESSAGE_BYTES, SIZES[1]))
+    return Curve("fused", RULE, variant_of(cut, depth), world, points, HIDDEN, *SIZES)
+
+
+def summed(us: float) -> Curve:
+    return Curve("fused", "reduce_scatter", "partials", 4, (Point(1 << 12, us / 10), Point(MESSAGE_BYTES, us)))
+
+
+def toy(*curves: Curve) -> Machine:
+    """h200x4 on which the kernels were measured so."""
+    costs = (
+        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
+        for each in H200.fabric_costs
+    )
+    return replace(H200, fabric_costs=tuple(costs))
+
+
+def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(*sizes, dtype=dtype)
+
+
+def scatter(x: Tensor, op: str = "sum", dim: int = 0) -> Tensor:
+    return reduce_scatter_single(x, op, dim, dist.group.WORLD)
+
+
+def down(x: Tensor, w: Tensor) -> Tensor:
+    return scatter(torch.nn.functional.linear(x, w))
+
+
+@pytest.fixture
+def reported(tmp_path: Path) -> Callable[..., GraphReport]:
+    def run(fn: Callable[..., object], inputs: tuple[Tensor, ...], *curves: Curve, **more: object) -> GraphReport:
+        path = tmp_path / "toy.json"
+        path.write_text(cost_model.dumps(toy(*curves)))
+        known = {"static": True, "force": (), "world": 4, "machine": str(path), "device": "cuda", **more}
+        return previewed(fn, inputs, **known)  # type: ignore[arg-type]
+
+    return run
+
+
+def on_peer(report: GraphReport) -> dict[str, Candidate]:
+    [decision] = report.decisions
+    return {each.variant: each for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.PEER}
+
+
+def test_names_of_curves() -> None:
+    assert parse_variant(variant_of(LAST, 4096)) == (LAST, 4096)
+    assert parse_cut(str(TURNS)) == TURNS and str(TURNS) != str(replace(TURNS, own_last=True))
+    for name in (
+        "tiles columns=64 pairs=1 ctas=4 own_last=1 k=64",
+        "tiles columns=256 pairs=1 ctas=3 own_last=1 k=64",
+        "tiles columns=256 pairs=0 ctas=4 own_last=0 k=64",
+        "tiles columns=256 pairs=1 ctas=4 k=64",
+        str(LAST),
+        f"{LAST} k=0",
+    ):
+        with pytest.raises(ProfileError, match="a curve of gemm_reduce_scatter"):
+            parse_variant(name)
+    assert parse_cut(variant_of(LAST, 4096)) is None
+
+
+def test_the_kernel_is_priced_by_the_fastest_cut_at_the_depth() -> None:
+    machine = toy(curve(200.0, 512), curve(700.0, 8192), curve(250.0, 512, TURNS), curve(600.0, 8192, TURNS))
+    for depth, want_cut, want_us in ((512, LAST, 200.0), (8192, TURNS, 600.0)):
+        found = price(machine, Fabric.PEER, Gemm(TOKENS, depth, HIDDEN), "bfloat16", 4)
+        assert not isinstance(found, Rejection)
+        cut, estimate = found
+        terms = {term.name: term.us for term in estimate.terms}
+        assert cut == want_cut
+        assert terms["gemm"] + terms["exposed"] == pytest.approx(want_us)
+        assert estimate.us_with_margin == pytest.approx(estimate.us * (1 + machine.relative_error))
+    for size, world, code in ((TOKENS, 2, "not_measured"), (TOKENS * 64, 4, "beyond_measured")):
+        refused = price(machine, Fabric.PEER, Gemm(size, 512, HIDDEN), "bfloat16", world)
+        assert isinstance(refused, Rejection) and refused.code == code
+
+
+def test_a_few_rows_more_may_take_a_wave_more() -> None:
+    machine = toy(curve(200.0, 512), curve(700.0, 8192))
+
+    def us(tokens: int) -> float:
+        found = price(machine, Fabric.PEER, Gemm(tokens, 512, HIDDEN), "bfloat16", 4)
+        assert not isinstance(found, Rejection)
+        return sum(term.us for term in found[1].terms if term.name != "host")
+
+    assert us(TOKENS) == pytest.approx(200.0)
+    assert us(TOKENS + 4) > 1.2 * us(TOKENS)
+
+
+def test_tiles_are_chosen_where_they_were_measured_fast(
+    reported: Callable[..., GraphReport], graphs: list[fx.Graph]
+) -> None:
+    inputs = rows(TOKENS, DEPTH), rows(HIDDEN, DEPTH)
+    baseline = reported(down, inputs).decisions[0].baseline
+    assert baseline is not None
+    fast = curve(baseline.us / 3, 512), curve(baseline.us / 2, 8192)
+    report = reported(down, inputs, *fast)
+    [decision] = report.decisions
+    assert (decision.chosen.choice, decision.chosen.fabric, decision.chosen.variant) == (RULE, Fabric.PEER, "tiles")
+    assert dict(decision.chosen.parameters)["own_last"] is True
+    [node] = [node for node in graphs[-1].nodes if node.target is OP]
+    call = decode(GemmReduceScatterCall, str(node.args[-1]))
+    assert (call.fabric, parse_cut(call.cut), call.max_tokens) == (Fabric.PEER, LAST, TOKENS)
+    [plan] = report.plans
+    [buffer] = plan.buffers
+    assert buffer.name == "staging" and buffer.num_bytes >= MESSAGE_BYTES
+    slow = curve(baseline.us, 512), curve(3 * baseline.us, 8192)
+    assert reported(down, inputs, *slow).decisions[0].chosen.choice == LEAVE
+    # The other variant competes by its own curve.
+    found = reported(down, inputs, *slow, summed(5.0))
+    assert found.decisions[0].chosen.variant == "partials"
+    [node] = [node for node in graphs[-1].nodes if node.target is OP]
+    assert decode(GemmReduceScatterCall, str(node.args[-1])).cut == ""
+
+
+def test_what_the_kernel_does_not_take_is_summed_behind_the_gemms(reported: Callable[..., GraphReport]) -> None:
+    def stored_otherwise(x: Tensor, w: Tensor) -> Tensor:
+        return scatter(x @ w)
+
+    def sequences(x: Tensor, w: Tensor) -> Tensor:
+        return scatter(torch.nn.functional.linear(x, w), dim=1)
+
+    def columns(x: Tensor, w: Tensor) -> Tensor:
+        return scatter(torch.nn.functional.linear(x, w), dim=-1)
+
+    def biased(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return scatter(torch.nn.functional.linear(x, w, b))
+
+    def two(x: Tensor, w: Tensor) -> Tensor:
+        linear = torch.nn.functional.linear
+        return scatter(linear(x, w) + linear(x.sin(), w))
+
+    known = curve(1.0, 512), curve(1.0, 8192), summed(1.0)
+    whole, weight = rows(1024, 512), rows(HIDDEN, 512)
+    for fn, inputs, code in (
+        (stored_otherwise, (whole, rows(512, HIDDEN)), "weight_layout"),
+        (sequences, (rows(2, 512, 512), weight), "blocks_not_supported"),
+        (columns, (whole, weight), "columns_not_supported"),
+        (biased, (whole, weight, rows(HIDDEN)), "addend_not_supported"),
+        (two, (whole, weight), "several_gemms"),
+        (down, (rows(1024, 508), rows(HIDDEN, 508)), "depth_not_supported"),
+        (down, (whole, rows(8196, 512)), "row_not_supported"),
+        (down, (whole, rows(16384, 512)), "row_not_supported"),
+        (down, (whole.float(), weight.float()), "dtype_not_supported"),
+    ):
+        found = on_peer(reported(fn, inputs, *known, force=(RULE,)))
+        assert [reason.code for reason in found["tiles"].rejections] in ([code], [code, "beyond_measured"]), fn.__name__
+        assert not found["partials"].rejections, fn.__name__
+
+
+def test_token_counts_that_are_not_for_tiles() -> None:
+    gemm = Gemm(512, 512, HIDDEN)
+    for counts, found in (
+        (TokenCounts(512), []),
+        (TokenCounts(512, 1, 1024), ["symbolic_tokens"]),
+        (TokenCounts(4 * 256 * 128 + 4), ["too_many_tokens"]),
+    ):
+        assert [reason.code for reason in size_refused(gemm, "bfloat16", 4, counts)] == found

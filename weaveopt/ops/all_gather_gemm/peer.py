@@ -1,0 +1,146 @@
+"""`all_gather_gemm` between GPUs of one host: copy engines push shards, and GEMMs begin with the rows that are here.
+
+A call opens with a barrier of all ranks, behind which peers' buffers may be written to. Then every rank pushes its
+shard to all others on a second stream, with a signal behind each piece, and this stream goes on:
+
+with `call.cut`   GEMMs whose loading threads wait for the rows of a tile; own rows come first, out of the shard itself
+else              one kernel that waits for all rows, then the library's GEMMs
+
+The same happens to calls that the kernel does not take: rows of each of several sequences, other GPUs; and GEMMs with
+an addend, or whose weight it does not read, come behind all rows. All ranks see the same of a call, so all of them
+choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
+
+Gathered rows lie in one buffer, `gathered`. Where the op hands them out they are copied: the next call's are pushed
+into the buffer as soon as all that this rank launched before that call is through. Nothing here synchronizes with the
+host or allocates but results, and copies of operands whose rows do not begin at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, buffer_for, second_stream
+from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
+from weaveopt.ops.all_gather_gemm.cut import TILE_DTYPES, Cut, parse_cut
+from weaveopt.records.memory import Buffer
+from weaveopt.records.site import DTYPE_BYTES
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: no arena can be reserved, and no site is bound
+    _native = None  # type: ignore[assignment]
+
+Tensor = torch.Tensor
+GATHERED = "gathered"
+
+
+class PeerSite:
+    """One site, ready to run."""
+
+    __slots__ = ("_call", "_cut", "_native", "_rows", "_side", "_unsupported")
+
+    def __init__(self, call: AllGatherGemmCall, rows: PeerRows) -> None:
+        self._call, self._rows = call, rows
+        self._cut = parse_cut(call.cut) if call.cut else None
+        if call.cut and (self._cut is None or call.dtype not in TILE_DTYPES):
+            raise WeaveError(f"site {call.site}: GEMMs of {call.dtype} cut as {call.cut!r}: there is no such kernel")
+        self._native = _native.GpuAllGatherGemm(
+            rows.arena.native, rows.tag, getattr(_native.DType, call.dtype), call.hidden, call.channel, call.timeout_s,
+            rows.offset, rows.num_bytes,
+        )  # fmt: skip
+        self._side = second_stream(rows.device)
+        self._unsupported: dict[int, str] = {}
+        """By a GEMM's columns: why the device has no kernel for it; empty where it has."""
+
+    @staticmethod
+    def buffers(call: AllGatherGemmCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena."""
+        rows = -(-call.max_tokens // call.world) * call.world
+        return (buffer_for(GATHERED, rows * call.hidden * DTYPE_BYTES[call.dtype]),)
+
+    @staticmethod
+    def bind(call: AllGatherGemmCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+        """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
+        [need] = PeerSite.buffers(call)
+        return PeerSite(call, PeerRows(call, text, op, need, forget))
+
+    def run(self, shard: Tensor, weights: Weights, outer: int) -> tuple[Tensor, list[Tensor]] | None:
+        """The gathered rows, empty where they are not handed out, and the GEMMs' results; None where there are more
+        rows than were planned for."""
+        call, rows = self._call, self._rows
+        shard = rows.checked(shard, call.hidden, "the shard")
+        own = shard.numel() // call.hidden
+        tokens = own * call.world
+        if tokens > call.max_tokens:
+            return None
+        if outer < 1 or own % outer:
+            raise WeaveError(f"site {call.site}: {own} rows of a rank are not {outer} blocks")
+        whole = shard.new_empty((tokens, call.hidden) if call.hands_out_rows else (0,))
+        if own == 0:
+            return whole, weights.multiply(shard.view(0, call.hidden))
+        early = self._early(weights, outer)
+        with rows.launching() as main:
+            products = self._run(shard, weights, outer, early, whole, main)
+        return whole, products
+
+    def _run(
+        self, shard: Tensor, weights: Weights, outer: int, early: list[bool], whole: Tensor, main: torch.cuda.Stream
+    ) -> list[Tensor]:
+        """`early`: of each GEMM, whether it begins before all rows are here."""
+        call, native, rows, cut = self._call, self._native, self._rows, self._cut
+        own = shard.numel() // call.hidden
+        tokens, stream, side = own * call.world, main.cuda_stream, self._side.cuda_stream
+        all_early = all(early) and outer == 1 and cut is not None
+        pieces = cut.num_pieces if cut is not None and any(early) else 1
+        products: dict[int, Tensor] = {}
+        try:
+            # What is not early reads all rows where they are gathered.
+            keeps_own = not all_early
+            rows.check(native.begin(outer, own // outer, pieces, shard.data_ptr(), keeps_own, stream, side))
+            for index, (b, is_early) in enumerate(zip(weights.b, early, strict=True)):
+                if is_early:
+                    assert cut is not None, f"site {call.site}: no cut"
+                    products[index] = self._multiply(shard, b, tokens, cut, stream)
+            if all_early:
+                if call.hands_out_rows:
+                    rows.check(native.hand_out(whole.data_ptr(), side))
+            else:
+                rows.check(native.await_shards(stream))
+                gathered = rows.own(tokens, call.hidden)
+                late = [index for index, is_early in enumerate(early) if not is_early]
+                rest = Weights([weights.b[each] for each in late], [weights.addends[each] for each in late])
+                products.update(zip(late, rest.multiply(gathered), strict=True))
+                if call.hands_out_rows:
+                    whole.copy_(gathered)
+        finally:
+            # Also where a launch failed: a capture has to find every stream that it drew in.
+            joined = native.end(stream, side)
+        rows.check(joined)
+        return [products[index] for index in range(len(weights.b))]
+
+    def _early(self, weights: Weights, outer: int) -> list[bool]:
+        takes = self._cut is not None and outer == 1
+        return [
+            takes and addend is None and not self._why_not(b.shape[1])
+            for b, addend in zip(weights.b, weights.addends, strict=True)
+        ]
+
+    def _why_not(self, width: int) -> str:
+        if width == 0:
+            return "the GEMM has no columns"
+        if width not in self._unsupported:
+            dtype = getattr(_native.DType, self._call.dtype)
+            self._unsupported[width] = _native.gemm_unsupported(dtype, width, self._call.hidden, self._rows.device)
+        return self._unsupported[width]
+
+    def _multiply(self, shard: Tensor, b: Tensor, tokens: int, cut: Cut, stream: int) -> Tensor:
+        weight, out = aligned_rows(b.t()), shard.new_empty(tokens, b.shape[1])
+        code = self._native.multiply(
+            cut.tile_columns, cut.group_pairs, cut.spare_ctas, weight.data_ptr(), weight.stride(0), b.shape[1],
+            out.data_ptr(), stream,
+        )  # fmt: skip
+        self._rows.check(code)
+        return out

@@ -1,0 +1,114 @@
+"""`gemm_reduce_scatter` between GPUs of one host: tile by tile in one kernel, or behind the library's GEMMs.
+
+Tiles (`call.cut`): one kernel computes the GEMM, sends every tile to the owner of its rows as it is finished, and sums
+the rows that this rank owns as their tiles are complete. Its source, pushed_tiles.cuh, says what orders memory between
+ranks.
+
+Else the GEMMs write into this rank's arena, and a kernel behind them sums this rank's part of all ranks' results. So do
+calls that the kernel of tiles does not take: several GEMMs, addends, rows of each of several sequences, columns, other
+GPUs than it is for. All ranks see the same of a call, so all of them choose the same.
+
+Both use one buffer, `staging`, which is also that of other operations' partial rows. Every kernel that has peers write
+there, or read there, ends only when all of them are through. Nothing here synchronizes with the host or allocates but
+results, and copies of operands whose rows do not begin at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weaveopt.errors import WeaveError
+from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, buffer_for
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products, part_of
+from weaveopt.ops.gemm_reduce_scatter.cut import TILE_DTYPES, parse_cut
+from weaveopt.records.memory import Buffer
+from weaveopt.records.site import DTYPE_BYTES
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: no arena can be reserved, and no site is bound
+    _native = None  # type: ignore[assignment]
+
+Tensor = torch.Tensor
+STAGING = "staging"
+
+
+class PeerSite:
+    """One site, ready to run."""
+
+    __slots__ = ("_call", "_cut", "_native", "_rows", "_unsupported")
+
+    def __init__(self, call: GemmReduceScatterCall, rows: PeerRows) -> None:
+        self._call, self._rows = call, rows
+        self._cut = parse_cut(call.cut) if call.cut else None
+        if call.cut and (self._cut is None or call.dtype not in TILE_DTYPES):
+            raise WeaveError(f"site {call.site}: tiles of {call.dtype} cut as {call.cut!r}: there is no such kernel")
+        self._native = _native.GpuGemmReduceScatter(
+            rows.arena.native, rows.tag, getattr(_native.DType, call.dtype), call.hidden, call.scale, call.channel,
+            call.timeout_s, rows.offset, rows.num_bytes,
+        )  # fmt: skip
+        self._unsupported: dict[int, str] = {}
+        """By the GEMM's depth: why the device has no kernel of tiles; empty where it has."""
+
+    @staticmethod
+    def buffers(call: GemmReduceScatterCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena: partial rows of all ranks for those that a rank owns, or this
+        rank's for all."""
+        rows = -(-call.max_tokens // call.world) * call.world
+        return (buffer_for(STAGING, rows * call.hidden * DTYPE_BYTES[call.dtype]),)
+
+    @staticmethod
+    def bind(call: GemmReduceScatterCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+        """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
+        [need] = PeerSite.buffers(call)
+        return PeerSite(call, PeerRows(call, text, op, need, forget))
+
+    def run(self, products: Products, outer: int) -> Tensor | None:
+        """This rank's part of the sum; None where there are more rows than were planned for."""
+        call, rows, tokens = self._call, self._rows, products.num_tokens
+        first = products.a[0]
+        if tokens > call.max_tokens:
+            return None
+        if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or first.device.index != rows.device:
+            found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
+            raise WeaveError(
+                f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} on "
+                f"cuda:{rows.device}"
+            )
+        part = part_of(call, tokens, outer)
+        out = first.new_empty(part.shape(call))
+        if out.numel() == 0:
+            return out
+        with rows.launching() as stream:
+            if self._takes_tiles(products, outer):
+                self._run_tiles(products, out, stream.cuda_stream)
+            else:
+                products.compute(rows.own(tokens, call.hidden))
+                block = part.inner * part.row
+                rows.check(self._native.sum_parts(tokens, part.outer, block, out.data_ptr(), stream.cuda_stream))
+        return out
+
+    def _takes_tiles(self, products: Products, outer: int) -> bool:
+        call, depth = self._call, products.a[0].shape[1]
+        if self._cut is None or len(products.a) != 1 or products.addends or outer != 1 or call.columns:
+            return False
+        if products.num_tokens > _native.product_most_tokens(call.world) or depth == 0:
+            return False
+        if depth not in self._unsupported:
+            dtype = getattr(_native.DType, call.dtype)
+            self._unsupported[depth] = _native.product_unsupported(
+                dtype, call.hidden, depth, call.world, self._rows.device
+            )
+        return not self._unsupported[depth]
+
+    def _run_tiles(self, products: Products, out: Tensor, stream: int) -> None:
+        cut = self._cut
+        assert cut is not None, f"site {self._call.site}: tiles without a cut"
+        a, weight = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
+        code = self._native.run_tiles(
+            a.shape[0], cut.tile_columns, cut.group_pairs, cut.finisher_ctas, cut.own_last, a.data_ptr(), a.stride(0),
+            weight.data_ptr(), weight.stride(0), a.shape[1], out.data_ptr(), stream,
+        )  # fmt: skip
+        self._rows.check(code)
