@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from weaveopt import cost_model
+from weaveopt.cli import calibrate
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
 from weaveopt.cost_model.collectives import fabric_costs
@@ -182,19 +183,59 @@ def test_ranks_of_two_hosts_need_the_profile_of_one(tmp_path: Path) -> None:
 def test_one_process_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "torchrun --nproc-per-node" in error and "RANK is not set" in error
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
-    assert "WORLD_SIZE is 1" in capsys.readouterr().err
+    """Unless it has the only GPU of the host, and is not asked for CPU ranks."""
+    command = ["calibrate", "--output", str(tmp_path / "a.json")]
+    for num_gpus, device in ((0, "auto"), (4, "auto"), (1, "cpu")):
+        monkeypatch.setattr(calibrate, "_num_gpus", lambda count=num_gpus: count)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        assert main([*command, "--device", device]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "torchrun --nproc-per-node" in error and "RANK is not set" in error
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        assert main([*command, "--device", device]) == 2
+        assert "WORLD_SIZE is 1" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "two")
-    assert main(["calibrate", "--output", str(tmp_path / "a.json")]) == 2
+    assert main(command) == 2
     assert "WORLD_SIZE is 'two', expected a number" in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(command) == 2
+    assert "RANK is not set" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_only_gpu_of_a_host_is_measured_alone(tmp_path: Path) -> None:
+    """Here a CPU rank stands in for it. What rests on peers is not measured, and so not chosen."""
+    program = (
+        "import sys; from weaveopt.cli import calibrate, main; calibrate._num_gpus = lambda: 1; "
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in calibrate.LAUNCHED}
+    command = [sys.executable, "-c", program, "calibrate", "--quick", "--output", str(tmp_path / "alone.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1 rank measured" in done.stdout
+    machine = cost_model.load(str(tmp_path / "alone.json"))
+    assert Fabric.SHM not in machine.fabrics and not fabric_costs(machine, Fabric.LIBRARY).curves
+    kinds = {name: origin.kind for name, origin in machine.origins}
+    assert kinds["ranks"] == "estimate" and machine.gemms and kinds[machine.gemms[0].origin] == "measured"
+    explained = [
+        sys.executable,
+        "-m",
+        "weaveopt.cli.main",
+        "explain",
+        "llama-3.3-70b",
+        "--layers",
+        "1",
+        "--tokens",
+        "64",
+    ]
+    for tp in ("1", "2"):
+        asked = [*explained, "--tokens", "64", "--tp", tp, "--machine", str(tmp_path / "alone.json")]
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
+        assert told.returncode == 0, told.stderr[-3000:]
 
 
 def test_places_that_cannot_be_written_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

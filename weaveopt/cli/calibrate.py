@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures GEMMs, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
         "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ... On CPU "
-        "ranks of several hosts: the link between them, for the profile of one host that --base names."
+        "ranks of several hosts: the link between them, for the profile of one host that --base names. On a host of "
+        "one GPU: what one rank can measure, without a launcher."
     )
     parser.add_argument(
         "--output", type=Path, default=Path(DEFAULT_OUTPUT), metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
@@ -68,18 +69,32 @@ def question(args: argparse.Namespace) -> Question:
         raise OptionError(f"--output {asked.output}: {folder} is not writable")
     if os.path.isdir(asked.output):
         raise OptionError(f"--output {asked.output}: is a directory, expected a file")
-    wrong = [name for name in LAUNCHED if not os.environ.get(name, "").isdecimal()]
-    if wrong or int(os.environ["WORLD_SIZE"]) < 2:
-        value = os.environ.get(wrong[0]) if wrong else None
-        if not wrong:
-            found = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}"
-        else:
-            found = f"{wrong[0]} is not set" if value is None else f"{wrong[0]} is {value!r}, expected a number"
-        raise OptionError(
-            f"calibrate measures at least 2 ranks together and found one process ({found}): start it with "
-            "torchrun --nproc-per-node N -m weaveopt.cli.main calibrate, or with accelerate launch"
-        )
+    _check_ranks(asked)
     return asked
+
+
+def _check_ranks(asked: Question) -> None:
+    """Raises `OptionError` unless a launcher started several ranks, or this host has one GPU to measure alone."""
+    missing = [name for name in LAUNCHED if name not in os.environ]
+    wrong = [name for name in LAUNCHED if name not in missing and not os.environ[name].isdecimal()]
+    alone = len(missing) == len(LAUNCHED) or (not missing and not wrong and int(os.environ["WORLD_SIZE"]) < 2)
+    if not (missing or wrong or alone) or (alone and asked.device != "cpu" and _num_gpus() == 1):
+        return
+    if missing:
+        found = f"{missing[0]} is not set"
+    else:
+        found = f"{wrong[0]} is {os.environ[wrong[0]]!r}, expected a number" if wrong else "WORLD_SIZE is 1"
+    raise OptionError(
+        "calibrate measures at least 2 ranks together, or the GPU of a host that has one, and found one process "
+        f"({found}): start it with torchrun --nproc-per-node N -m weaveopt.cli.main calibrate, or with accelerate "
+        "launch"
+    )
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def run(asked: Question) -> int:
@@ -99,8 +114,12 @@ def run(asked: Question) -> int:
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     except (dist.DistError, ValueError) as error:  # no MASTER_ADDR, a port in use, a rank that does not come
         words = " ".join(str(error).split())[:300]
         raise OptionError(f"the ranks do not meet: {words}; start them with torchrun or accelerate launch") from error
@@ -167,7 +186,8 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
             unfinished.replace(asked.output)
         finally:
             unfinished.unlink(missing_ok=True)
-        sys.stdout.write(f"{asked.output}: {world} ranks measured in {time.monotonic() - started:.0f} s{said}\n")
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        sys.stdout.write(f"{asked.output}: {ranks} measured in {time.monotonic() - started:.0f} s{said}\n")
 
 
 def _refuse_hosts(asked: Question, device: torch.device, base: Machine | None, num_hosts: int) -> None:
@@ -190,7 +210,7 @@ def _device(asked: str) -> torch.device:
         raise OptionError("--device cuda: torch finds no GPU")
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
         raise OptionError(f"{count} GPU(s) found for local rank {index}: start at most {count} ranks on this host")
     return torch.device("cuda", index)

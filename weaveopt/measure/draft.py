@@ -93,6 +93,8 @@ class Draft:
         """The profile."""
         assert self.memory is not None, "no family wrote what memory costs"
         self.origin("host", (), "as the system tells")
+        if Fabric.LIBRARY not in self.links:
+            self.links[Fabric.LIBRARY] = self._between_ranks()
         made = Machine(
             name=name,
             device=self.device.type,
@@ -126,6 +128,16 @@ class Draft:
             note, link = "10 Gbit/s Ethernet between hosts, assumed", Link("between", 50.0, 1.25e9)
         self._origins["between"] = Origin("estimate", "", "", note)
         return link
+
+    def _between_ranks(self) -> Link:
+        """One rank cannot measure the link to another: it is kept from the profile before, or assumed."""
+        before = self.before
+        known = None if before is None else next((c for c in before.fabric_costs if c.fabric is Fabric.LIBRARY), None)
+        if before is not None and known is not None:
+            self._origins["ranks"] = dict(before.origins)[known.link.origin]
+            return replace(known.link, origin="ranks")
+        self._origins["ranks"] = Origin("estimate", "", "", "25 GB/s between ranks, assumed: one rank was measured")
+        return Link("ranks", 10.0, 25e9)
 
     def _compiled_before(self) -> CompiledCosts | None:
         """The host's part was found on whole models: chains of little kernels in cache show next to none of it."""

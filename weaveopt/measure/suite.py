@@ -10,6 +10,7 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.topology import Topology
 from weaveopt.measure.cases import FAMILIES, HostExchanges
 from weaveopt.measure.cases.between_hosts import HostLink, host_ranks
+from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
@@ -21,7 +22,8 @@ NUM_ATTEMPTS = 3
 def measure(session: Session, name: str, before: Machine | None) -> Machine:
     """The profile `name` of this machine, the same on every rank.
 
-    What one host cannot measure, the link to another one, is kept from `before`, or assumed.
+    What one host cannot measure, the link to another one, is kept from `before`, or assumed; so is the link between the
+    ranks where there is one rank.
     """
     families = [family() for family in FAMILIES if session.device.type in family.devices]
     with torch.no_grad():
@@ -38,8 +40,14 @@ def measure(session: Session, name: str, before: Machine | None) -> Machine:
     dist.broadcast_object_list(box, src=0)
     draft = Draft(session.device, session.world, before)
     for family in box[0]:
-        family.write(draft)
+        if session.worlds or not _measures_together_alone(family):
+            family.write(draft)
     return draft.machine(name)
+
+
+def _measures_together_alone(family: Family) -> bool:
+    """Whether it has nothing to tell of a rank without peers."""
+    return type(family).measure_alone is Family.measure_alone
 
 
 def measure_between_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
