@@ -23,11 +23,13 @@ void bind_families(pybind11::module_& m) {
 void bind_all_reduce_norm_cuda(pybind11::module_& m);
 void bind_gemm_cuda(pybind11::module_& m);
 void bind_moe_experts_cuda(pybind11::module_& m);
+void bind_moe_sharded_cuda(pybind11::module_& m);
 
 void bind_families_cuda(pybind11::module_& m) {
     bind_all_reduce_norm_cuda(m);
     bind_gemm_cuda(m);
     bind_moe_experts_cuda(m);
+    bind_moe_sharded_cuda(m);
 }
 #endif
 
