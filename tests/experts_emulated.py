@@ -14,10 +14,10 @@ import torch
 from tests import experts_routing
 from tests.experts_routing import plain
 from weaveopt import _native
-from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.hopper import activation_number
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.ops.moe_experts.cpu import combine
-from weaveopt.ops.moe_experts.hopper import activation_number
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 Tensor = torch.Tensor
 

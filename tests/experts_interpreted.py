@@ -20,10 +20,10 @@ import torch
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
 from tests.experts_routing import POISON, assert_sorted
 from tests.tolerances import KERNEL, assert_close
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import Plan, plan
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+from weaveopt.expert_kernels import gpu
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import Plan, plan
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 
 SILU, INTERLEAVED, UNGATED, CLAMPED = CALLS[0], CALLS[1], CALLS[3], CALLS[5]
 

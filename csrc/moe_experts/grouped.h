@@ -3,7 +3,7 @@
 //   inner[p] = act(x[order[p] / choices] * gate_up[expert of p]^T + bias)
 //   results[order[p]] = inner[p] * down[expert of p]^T + bias
 //
-// for positions p of rows sorted by expert, in tiles of 288 rows by the table of ops/moe_experts/routing_kernels.py.
+// for positions p of rows sorted by expert, in tiles of 288 rows by the table of expert_kernels/routing_kernels.py.
 #pragma once
 
 #include <cstdint>

@@ -240,11 +240,10 @@ class GpuShardedMixture {
         const auto header = static_cast<int64_t>(fabric::kHeaderBytes);
         if (offset >= header && offset + num_bytes <= group_->num_bytes() && offset % moe::GpuLayout::kAlignment == 0)
             return;
-        throw std::invalid_argument("a buffer at [" + std::to_string(offset) + ", " +
-                                    std::to_string(offset + num_bytes) + "): expected a multiple of " +
-                                    std::to_string(moe::GpuLayout::kAlignment) + " behind the header of " +
-                                    std::to_string(header) + " bytes, in an arena of " +
-                                    std::to_string(group_->num_bytes()) + " bytes");
+        throw std::invalid_argument(
+            "a buffer at [" + std::to_string(offset) + ", " + std::to_string(offset + num_bytes) +
+            "): expected a multiple of " + std::to_string(moe::GpuLayout::kAlignment) + " behind the header of " +
+            std::to_string(header) + " bytes, in an arena of " + std::to_string(group_->num_bytes()) + " bytes");
     }
 
     std::shared_ptr<PeerGroup> group_;
@@ -281,7 +280,8 @@ void bind_moe_sharded_cuda(py::module_& m) {
              "Rows and ids to the ranks of the experts, and waits for those of all ranks. A CUDA error code, as of the "
              "others.")
         .def("down", &Op::down, py::arg("slot_tokens"), py::arg("inner"), py::arg("inner_width"), py::arg("weight"),
-             py::arg("routing"), py::arg("stream"), "As experts_down, with rows into the memory of their tokens' ranks.")
+             py::arg("routing"), py::arg("stream"),
+             "As experts_down, with rows into the memory of their tokens' ranks.")
         .def("combine", &Op::combine, py::arg("tokens"), py::arg("slot_tokens"), py::arg("experts"), py::arg("weights"),
              py::arg("weights_dtype"), py::arg("out"), py::arg("stream"),
              "Waits for all ranks' rows of this one's tokens, and sums them.");

@@ -90,7 +90,8 @@ __device__ __forceinline__ void push_row(const Dispatch& work, int32_t token, in
         Vec16 row[kVecsInFlight];
 #pragma unroll
         for (int32_t i = 0; i < kVecsInFlight; ++i)
-            if (first + i * 32 < end) row[i] = fabric::load(work.x + token * work.x_stride + (first + i * 32) * kVecBytes);
+            if (first + i * 32 < end)
+                row[i] = fabric::load(work.x + token * work.x_stride + (first + i * 32) * kVecBytes);
         for (int32_t step = 0; step < group.world; ++step) {
             const int32_t rank = group.after(step);
             if ((needed >> rank & 1) == 0) continue;
@@ -192,7 +193,8 @@ __device__ __forceinline__ void combine_rows(const Combine& work) {
     __syncthreads();
     const int64_t vecs = int64_t{exchange.tokens} * exchange.row_vecs;
     for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < vecs; at += int64_t{gridDim.x} * blockDim.x)
-        sum_choices<T>(work, static_cast<int32_t>(at / exchange.row_vecs), static_cast<int32_t>(at % exchange.row_vecs));
+        sum_choices<T>(work, static_cast<int32_t>(at / exchange.row_vecs),
+                       static_cast<int32_t>(at % exchange.row_vecs));
 }
 
 }  // namespace weave::moe

@@ -33,11 +33,11 @@ struct Counters {
 
 struct Dispatch {
     Exchange exchange;
-    const char* x;  // [tokens] rows
-    int64_t x_stride;  // bytes
+    const char* x;           // [tokens] rows
+    int64_t x_stride;        // bytes
     const int64_t* experts;  // [tokens][choices], contiguous: ids over all ranks
-    Counters* traffic;  // nullptr: not counted
-    int32_t parts;  // of a row, that warps bring by themselves
+    Counters* traffic;       // nullptr: not counted
+    int32_t parts;           // of a row, that warps bring by themselves
 };
 
 struct Combine {

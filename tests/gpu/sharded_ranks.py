@@ -14,12 +14,12 @@ from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.experts_cases import Sizes, make_operands
 from tests.tolerances import KERNEL, assert_close
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels.shapes import Operands
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import SITES, traffic
 from weaveopt.records.candidate import Fabric

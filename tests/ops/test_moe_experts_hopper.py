@@ -15,10 +15,10 @@ from tests.experts_emulated import cut_tile, emulated, rows_of
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.errors import WeaveError
-from weaveopt.ops.moe_experts import hopper
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels, decode
+from weaveopt.expert_kernels import hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels, decode
+from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands, Shape
 
 BF16 = torch.bfloat16
 SILU, PLAIN = CALLS[0], CALLS[3]

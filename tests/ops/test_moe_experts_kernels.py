@@ -13,8 +13,8 @@ import pytest
 
 from tests.experts_compiled import CASES
 from tests.experts_interpreted import CHECKS
-from weaveopt.ops.moe_experts.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
-from weaveopt.ops.moe_experts.shapes import Shape
+from weaveopt.expert_kernels.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
+from weaveopt.expert_kernels.shapes import Shape
 
 KERNELS = ["route", "gate_up", "down", "combine"]
 

@@ -19,6 +19,7 @@ from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.moe_experts import ExpertKernels
+from weaveopt.measure.cases.moe_sharded import ShardedKernels
 
 __all__ = ["FAMILIES", "HostExchanges"]
 
@@ -38,5 +39,6 @@ FAMILIES: tuple[type[Family], ...] = (
     StreamContention,
     Copies,
     TileKernels,
+    ShardedKernels,
 )
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.expert_kernels.call import Kernels
 from weaveopt.fabrics.rows_call import RowsCall
 from weaveopt.mixtures.activation import Activation
 from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_experts.call import Kernels
 
 Tensor = torch.Tensor
 

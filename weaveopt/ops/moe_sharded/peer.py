@@ -16,15 +16,15 @@ from dataclasses import replace
 import torch
 
 from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.expert_kernels import gpu, hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels.plan import plan
+from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_experts import gpu, hopper
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
-from weaveopt.ops.moe_experts.plan import plan
-from weaveopt.ops.moe_experts.shapes import Operands, Shape
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
 from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
@@ -118,7 +118,6 @@ class PeerSite:
         not take the weights."""
         call, tokens = self._call, x.shape[0]
         check(x, experts, weights, operands, call)
-        self._arena.begin_call()
         if tokens > call.max_tokens and not call.same_tokens:
             raise WeaveError(
                 f"{self._where}: {tokens} tokens, and {call.max_tokens} were planned for each rank: raise the option "
@@ -144,7 +143,11 @@ class PeerSite:
         return self.combine(x, experts, weights, slot_tokens, stream)
 
     def dispatch(self, x: Tensor, experts: Tensor, slot_tokens: int, stream: int) -> None:
-        """Ends on the device when the rows of all ranks have come. `experts` is contiguous."""
+        """Ends on the device when the rows of all ranks have come. `experts` is contiguous.
+
+        Raises why nothing can run here any more.
+        """
+        self._arena.begin_call()
         if x.stride(1) != 1 or (x.data_ptr() | x.stride(0) * x.element_size()) % VECTOR_BYTES:
             x = x.clone(memory_format=torch.contiguous_format)
         self._check(
@@ -154,7 +157,11 @@ class PeerSite:
         )
 
     def combine(self, x: Tensor, experts: Tensor, weights: Tensor, slot_tokens: int, stream: int) -> Tensor:
-        """The sum over the choices of tokens like `x`, once the rows of all ranks have come."""
+        """The sum over the choices of tokens like `x`, once the rows of all ranks have come.
+
+        Raises why nothing can run here any more.
+        """
+        self._arena.begin_call()
         factors = weights if weights.dtype in _WEIGHTS else weights.float()
         factors = factors.contiguous()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -13,13 +13,13 @@ from operator import or_
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.expert_kernels import gpu
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import RowTiles
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.mixtures.activation import ActivationName
 from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import RowTiles
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 try:
     from weaveopt import _native
