@@ -6,6 +6,7 @@ Prints a line of JSON for each kernel of each case.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -60,6 +61,20 @@ def main() -> None:
             for kernel in made:
                 print(json.dumps({"case": name, **kernel.record()}), flush=True)
             made.clear()
+        for name, (shape, call) in CASES.items():
+            home(shape, call)
+            print(json.dumps({"case": f"{name}, home", **made.pop().record()}), flush=True)
+
+
+def home(shape: Shape, call: ExpertsCall) -> None:
+    """The second GEMM, with rows into the memory of several ranks."""
+    how = replace(plan(shape, 132, call.gated), splits=1)
+    inner = torch.empty(shape.rows, shape.inner, dtype=torch.bfloat16, device="meta")
+    order = torch.empty(shape.rows, dtype=torch.int32, device="meta")
+    table = torch.empty(how.max_tiles(shape) + 1, 4, dtype=torch.int32, device="meta")
+    homes = torch.empty(4, dtype=torch.int64, device="meta")
+    weights = operands_of(shape, call).of_experts
+    gpu.second_gemm(inner, order, table, weights, homes, shape, how, shape.rows // 4)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,24 @@ def many_tiles(call: ExpertsCall, swap: bool, splits: int, group: int) -> None:
     check(operands, call, replace(how, splits=splits, group=group))
 
 
+def homes(swap: bool) -> None:
+    """The second GEMM's rows at three ranks: those of all in one tensor, where nothing is at other places."""
+    sizes = Sizes(tokens=21, choices=2, experts=2, hidden=51, inner=35, bias=True, transposed=swap)
+    operands = make_operands(sizes, SILU, torch.float16, 7, "some_foreign")
+    shape = checked_shape(operands, SILU)
+    how = small(plan(shape, 132), swap=swap)
+    order, table = gpu.route(operands.experts, shape, how, False)
+    weights = operands.of_experts
+    inner = gpu.first_gemm(operands.x, order, table, weights, SILU, shape, how)
+    together = torch.full((1, shape.rows, shape.hidden), -777.0, dtype=torch.float16)
+    gpu.second_gemm(inner, order, table, weights, together, shape, how)
+    apart = [torch.full((14, shape.hidden), -777.0, dtype=torch.float16) for _ in range(3)]
+    addresses = torch.tensor([each.data_ptr() for each in apart])
+    gpu.second_gemm(inner, order, table, weights, addresses, shape, how, 14)
+    assert torch.equal(torch.cat(apart), together[0])
+    assert (together != -777.0).any() and (together == -777.0).any()
+
+
 def routing(experts: int) -> None:
     """Against a stable sort; blocks are so small that there are several."""
     generator = torch.Generator().manual_seed(experts)
@@ -115,6 +133,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         )
     },
     **{f"routing of {experts}": partial(routing, experts) for experts in (1, 9)},
+    **{f"homes swap {swap}": partial(homes, swap) for swap in (False, True)},
     "not finite": not_finite,
     "odd strides": odd_strides,
     "repeats": repeats,

@@ -58,6 +58,17 @@ def test_tiles_are_shared_out(num_sms: int, group: int) -> None:
     check(make_operands(sizes, SILU, BF16, 3, "skewed"), SILU, f"{num_sms} {group}", num_sms=num_sms, group=group)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("homes", [1, 2, 5, 8])
+def test_rows_to_several_ranks(homes: int, transposed: bool) -> None:
+    """The bits of rows that go into one tensor, and nothing beside them."""
+    sizes = Sizes(tokens=200, choices=2, experts=3, hidden=328, inner=72, bias=True, transposed=transposed)
+    operands = make_operands(sizes, SILU, BF16, 8, "some_foreign")
+    _, together = rows_of(operands, SILU, 4, 0, 2)
+    _, apart = rows_of(operands, SILU, 4, 1, 2, homes)
+    assert torch.equal(apart, together)
+
+
 def test_any_order_of_threads_and_copies() -> None:
     """More stages than the ring has, so that both parities of each come; the same bits in any order."""
     sizes = Sizes(tokens=200, choices=2, experts=2, hidden=328, inner=392)

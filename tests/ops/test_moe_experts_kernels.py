@@ -55,6 +55,14 @@ def test_compiled(case: str) -> None:
     assert [name for name, line in found.items() if line["waits_for_grid"]] == KERNELS[1:]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_with_rows_to_several_ranks(case: str) -> None:
+    """Stores are as wide as where all rows go into one tensor: they cross a link."""
+    lines = lines_of("tests.experts_compiled", False)
+    [down] = [line for line in lines if (line["case"], line["kernel"]) == (f"{case}, home", "down")]
+    assert down["store_bytes"] == [16] and down["waits_for_grid"], down
+
+
 MODELS = (
     (2, 4, 6144, 16384),
     (8, 64, 2048, 768),

@@ -71,11 +71,11 @@ MISTAKES = {
     "no wait for rows": (
         "        fabric::wait(&group.channel(group.rank)->rows",
         "        if (0) fabric::wait(&group.channel(group.rank)->rows",
-    ),  # fmt: skip
+    ),
     "no wait for what was pushed": (
         "        fabric::wait(&group.channel(group.rank)->partial",
         "        if (0) fabric::wait(&group.channel(group.rank)->partial",
-    ),  # fmt: skip
+    ),
     "rows of another slot": (
         "const int64_t to = exchange.rows_offset + place * exchange.row_vecs * kVecBytes;",
         "const int64_t to = exchange.rows_offset + token * exchange.row_vecs * kVecBytes;",
