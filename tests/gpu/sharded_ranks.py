@@ -24,7 +24,7 @@ from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import SITES, traffic
 from weaveopt.records.candidate import Fabric
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 MAX_TOKENS = 1100
 REPLAYS = 300
 
@@ -53,7 +53,7 @@ PLAIN = Form()
 GPT_OSS = Form(
     "clamped_swish", interleaved=True, bias=True, transposed=True, choices=4, hidden=2880, inner=360, limit=7
 )
-MANY = Form(choices=8, experts=16, hidden=2048, inner=768, weights_in_fp32=True)
+MANY = Form(choices=8, experts=16, hidden=1024, inner=384, weights_in_fp32=True)
 ONE = Form("relu", gated=False, bias=True, choices=1, experts=1, hidden=264, inner=72, dtype="float16")
 ODD = Form("gelu", gated=False, choices=3, experts=5, hidden=1032, inner=200)
 SIX = Form("gelu_tanh", choices=6, experts=7, hidden=520, inner=136, dtype="float16", weights_in_fp32=True)
@@ -210,7 +210,8 @@ def grid(place: Place) -> None:
     for form, routing, tokens in cases():
         check(form, routing, [tokens] * place.world, place, Kernels.HOPPER, same=True)
     for form in BY_TRITON:
-        for routing, tokens in (("uniform", 37), ("some foreign", 1), ("last rank", 300), ("skewed", 1000)):
+        more = (("some foreign", 1), ("last rank", 1000)) if form is PLAIN else ()
+        for routing, tokens in (("uniform", 37), ("skewed", 300), *more):
             check(form, routing, [tokens] * place.world, place, Kernels.TRITON, same=True)
 
 

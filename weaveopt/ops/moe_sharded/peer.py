@@ -72,9 +72,8 @@ class PeerSite:
         slots, dtype = call.world * call.max_tokens, getattr(torch, call.dtype)
         self._rows = memory.tensor(self._native.rows_offset - header, (slots, call.hidden), dtype)
         self._ids = memory.tensor(self._native.ids_offset - header, (slots, call.choices), torch.int64)
-        device = torch.device("cuda", memory.device)
-        self._homes = torch.tensor(self._native.homes, dtype=torch.int64, device=device)
-        self._counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self._homes = torch.tensor(self._native.homes, dtype=torch.int64, device=self._rows.device)
+        self._counted = torch.zeros(2, dtype=torch.int64, device=self._rows.device)
 
     @staticmethod
     def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
