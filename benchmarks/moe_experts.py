@@ -21,8 +21,8 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import weaveopt.ops  # noqa: F401
+from weaveopt.expert_kernels.call import ExpertsCall
 from weaveopt.mixtures.activation import ActivationName
-from weaveopt.ops.moe_experts.call import ExpertsCall
 
 Tensor = torch.Tensor
 Step = Callable[[], Tensor]

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import weaveopt.ops  # noqa: F401
+from weaveopt.expert_kernels import gpu, hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels.plan import Plan
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.mixtures.activation import ActivationName
-from weaveopt.ops.moe_experts import gpu, hopper
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
-from weaveopt.ops.moe_experts.plan import Plan
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]

@@ -42,9 +42,9 @@ from benchmarks.moe_experts_cases import (
     make_weights,
     time_in_turns,
 )
-from weaveopt.ops.moe_experts import gpu, hopper
-from weaveopt.ops.moe_experts.call import Kernels
-from weaveopt.ops.moe_experts.plan import Plan, candidates, plan
+from weaveopt.expert_kernels import gpu, hopper
+from weaveopt.expert_kernels.call import Kernels
+from weaveopt.expert_kernels.plan import Plan, candidates, plan
 
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 ROUTINGS = ("uniform", "skewed")
@@ -125,7 +125,7 @@ def compile_all(data: Data, launches: tuple[Plan, ...]) -> None:
     """What they launch, all at a time; an error comes again where the launch is timed."""
     from triton import AsyncCompileMode
 
-    from weaveopt.ops.moe_experts import kernels, routing_kernels
+    from weaveopt.expert_kernels import kernels, routing_kernels
 
     began, threads = time.monotonic(), os.cpu_count() or 1
     known = [routing_kernels.route, kernels.gate_up, kernels.down, kernels.combine]

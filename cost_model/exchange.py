@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weaveopt.cost_model.collectives import collective_us, measured_parts_us
+from weaveopt.cost_model.collectives import collective_us, fabric_costs, measured_parts_us
+from weaveopt.cost_model.curve import interpolate_us, nearest_curve
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernels import memory_us
-from weaveopt.cost_model.machine import Machine
-from weaveopt.cost_model.mixture import Mixture, gemms_us
+from weaveopt.cost_model.machine import Machine, Point
+from weaveopt.cost_model.mixture import Mixture, gemms_us, kernels_us
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
+OP, DISPATCH, COMBINE = "expert_exchange", "dispatch", "combine"
+"""Curves of a fabric of GPUs: rows to the ranks of their experts, by the bytes that a rank pushes to others; and the
+sum of what came home, by its bytes."""
 OWN_BATCH_TOKENS = 512
 """For which a rank's mixture is decided where ranks hold batches of their own: they cannot compare token counts."""
 _ID_BYTES = 8
@@ -67,9 +71,17 @@ class ShardedMixture:
         return self.of_rank.rows * (self.world - 1) * self.busiest_share
 
     @property
+    def sent_bytes(self) -> float:
+        return self.rows_sent * self.row_bytes
+
+    @property
+    def returned_bytes(self) -> float:
+        return self.rows_returned * self.row_bytes
+
+    @property
     def wire_bytes(self) -> int:
         """Of the busiest rank's link: rows to experts, and results home."""
-        return round((self.rows_sent + self.rows_returned) * self.row_bytes)
+        return round(self.sent_bytes + self.returned_bytes)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,50 @@ def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batc
         synchronize=synchronize,
         host=_NATIVE_CALLS * host_us(machine),
     )
+
+
+@dataclass(frozen=True)
+class GpuParts:
+    """What the operation takes between GPUs that reach each other's memory, in microseconds."""
+
+    experts: float
+    """As measured of a mixture whose tokens every rank has, its sum over choices included."""
+    dispatch: float
+    home: float
+    """Results of others' tokens over the link, at the rate of the dispatch. They leave while the second GEMM runs, and
+    are charged in full: what that hides nobody has measured."""
+    combine: float
+    host: float
+
+
+_GPU_LAUNCHES = 6
+"""Kernels of a call: dispatch, two that route, two GEMMs, the sum."""
+
+
+def gpu_parts(
+    machine: Machine, fabric: Fabric, sharded: ShardedMixture, kernels: str, transposed: bool
+) -> GpuParts | None:
+    """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times."""
+    experts = kernels_us(machine, replace(sharded.of_busiest, transposed=transposed), kernels)
+    pushed = _points(machine, fabric, DISPATCH, sharded.world)
+    summed = _points(machine, fabric, COMBINE, sharded.world)
+    if experts is None or not pushed or not summed:
+        return None
+    return GpuParts(
+        experts=experts,
+        dispatch=interpolate_us(pushed, max(sharded.sent_bytes, 1.0)),
+        home=interpolate_us(pushed, max(sharded.returned_bytes, 1.0)) - pushed[0].us,
+        combine=interpolate_us(summed, max(sharded.of_rank.rows * sharded.row_bytes, 1.0)),
+        host=_GPU_LAUNCHES * host_us(machine),
+    )
+
+
+def _points(machine: Machine, fabric: Fabric, variant: str, world: int) -> tuple[Point, ...]:
+    """Of the curve that was measured among the most alike number of ranks; none where nothing was."""
+    if fabric not in {costs.fabric for costs in machine.fabric_costs}:
+        return ()
+    curve = nearest_curve(fabric_costs(machine, fabric).curves_of(OP, variant), world)
+    return () if curve is None else curve.points
 
 
 def experts_us(machine: Machine, sharded: ShardedMixture) -> float:

@@ -7,6 +7,9 @@ Unfused, on every rank of a group::
 Fused: the same operation with a fabric and its memory in `call`. One row travels for each (token, destination), results
 go into [token][choice] at home, and nothing is counted on the host first.
 
+On GPUs of one host that reach each other's memory the same is done by kernels (`weaveopt/ops/moe_sharded/peer.py`).
+How many rows come is known on the device alone, so a CUDA graph can hold the call.
+
 Where ranks hold batches of their own, the call is the same in whatever graph a rank has compiled, and its memory is no
 part of the graph's: all ranks reserve it in the first call, together.
 """
@@ -21,19 +24,32 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.exchange import PushedParts, pushed_parts
-from weaveopt.cost_model.mixture import rows_by_expert
+from weaveopt.cost_model.exchange import OP, GpuParts, PushedParts, ShardedMixture, gpu_parts, pushed_parts
+from weaveopt.cost_model.mixture import fastest_kernels, rows_by_expert
+from weaveopt.cost_model.token_grid import grid_of
+from weaveopt.expert_kernels.call import Kernels
+from weaveopt.expert_kernels.gpu import has_triton
+from weaveopt.expert_kernels.hopper import lacks_hopper
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.rows_call import decode
+from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
+from weaveopt.ops.moe_sharded.gpu_limits import refusal
 from weaveopt.ops.moe_sharded.op import SITES
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term, Values
-from weaveopt.records.site import TokenCounts
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.exchange import KIND, ExchangeFacts
+from weaveopt.solver.boundaries import runs
 
 RULE = "moe_sharded"
+KERNELS, HOPPER = "kernels", "hopper"
+CURVES = {KERNELS: "", HOPPER: HOPPER}
+"""Variants on GPUs: whose kernels the experts run, and what those are called in a profile."""
+HALVES = ("bfloat16", "float16")
+ROW_MULTIPLE = 8
+"""Elements: rows begin at multiples of 16 bytes."""
 BATCHES = (1, 2)
 """Wait for all rows, or begin with this rank's own: which reads the weights twice."""
 
@@ -44,7 +60,9 @@ class Lowered:
 
     fabric: Fabric
     max_tokens: int
-    batches: int
+    batches: int = ExpertExchangeCall.batches
+    kernels: str = ExpertExchangeCall.kernels
+    few_tokens: int = 0
 
 
 class MoeSharded:
@@ -59,7 +77,7 @@ class MoeSharded:
         facts, node = _site(found)
         return tuple(
             Proposal(candidate, frozenset((node,)), lowered)
-            for candidate, lowered in _candidates(facts, _given(node), tokens, context, usable_only)
+            for candidate, lowered in _candidates(facts, node, tokens, context, usable_only)
         )
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
@@ -80,35 +98,128 @@ class MoeSharded:
 
 
 def _candidates(
-    facts: ExchangeFacts, given: ExpertExchangeCall, tokens: TokenCounts, context: Context, usable_only: bool
+    facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts, context: Context, usable_only: bool
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    machine, sharded = context.machine, facts.sharded(tokens.hint, context.machine.skew)
+    machine = context.machine
+    for fabric, unreachable in reaching(context.topologies[facts.group], machine, SITES):
+        on_fabric = _between_gpus if fabric is Fabric.PEER else _in_batches
+        for variant, lowered, own, parts in on_fabric(machine, fabric, facts, node, tokens):
+            reasons = (*unreachable, *own)
+            if parts is None and not reasons:
+                reasons = (not_measured(machine, fabric, OP if fabric is Fabric.PEER else "all_gather"),)
+            if reasons and usable_only:
+                continue
+            parameters = _parameters(facts, tokens, machine, lowered)
+            if not reasons:
+                buffers = SITES[fabric].buffers(_with_fabric(_given(node), facts, lowered))
+                parameters = (*parameters, ("arena_bytes", sum(buffer.num_bytes for buffer in buffers)))
+            estimate = None if parts is None else _estimate(machine, parts, facts)
+            yield Candidate(RULE, fabric, variant, parameters, estimate, reasons), lowered
+
+
+Way = tuple[str, Lowered, tuple[Rejection, ...], PushedParts | GpuParts | None]
+"""The candidate's variant, what the rule remembers of it, what speaks against it, and what it takes."""
+
+
+def _in_batches(
+    machine: Machine, fabric: Fabric, facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts
+) -> Iterator[Way]:
+    sharded = facts.sharded(tokens.hint, machine.skew)
+    for batches in BATCHES:
+        yield "", Lowered(fabric, tokens.most, batches), (), pushed_parts(machine, fabric, sharded, batches)
+
+
+def _between_gpus(
+    machine: Machine, fabric: Fabric, facts: ExchangeFacts, node: fx.Node, tokens: TokenCounts
+) -> Iterator[Way]:
+    transposed = _is_transposed(node)
+    against = tuple(_against(facts, tokens))
+    for variant, kernels in ((KERNELS, Kernels.TRITON), (HOPPER, Kernels.HOPPER)):
+        few = 0
+        if variant == HOPPER:
+            against = (*against, *_against_hopper(facts))
+            few = 0 if against or tokens.is_static else _few_tokens(machine, facts, tokens, transposed)
+        lowered = Lowered(fabric, tokens.most, kernels=kernels.value, few_tokens=few)
+        runs_now = CURVES[KERNELS if tokens.hint <= few else variant]
+        sharded = facts.sharded(tokens.hint, machine.skew)
+        parts = None if against else gpu_parts(machine, fabric, sharded, runs_now, transposed)
+        yield variant, lowered, against, parts
+
+
+def _few_tokens(machine: Machine, facts: ExchangeFacts, tokens: TokenCounts, transposed: bool) -> int:
+    """Up to how many Triton's kernels are the faster ones, by their curves."""
+
+    def fastest(count: int) -> str | None:
+        mixture = replace(facts.sharded(count, machine.skew).of_busiest, transposed=transposed)
+        return fastest_kernels(machine, mixture, tuple(CURVES.values()))
+
+    found = list(runs(fastest, grid_of((tokens.hint,), tokens.most, max(tokens.least, 1))))
+    others = [first for first, name in found if name != CURVES[KERNELS]]
+    return others[0] - 1 if others else tokens.most
+
+
+def _against(facts: ExchangeFacts, tokens: TokenCounts) -> Iterator[Rejection]:
+    if not facts.same_tokens:
+        message = "on GPUs ranks need equally many tokens: no rank could tell the others that it has more than planned"
+        yield Rejection("own_batches", message, (("group", facts.group),))
+    if facts.dtype not in HALVES:
+        yield Rejection("dtype_not_supported", "the kernels take bfloat16 and float16", (("dtype", facts.dtype),))
+    if facts.hidden % ROW_MULTIPLE:
+        message = f"rows are of a multiple of {ROW_MULTIPLE} elements"
+        yield Rejection("rows_not_aligned", message, (("hidden", facts.hidden),))
+    why = refusal(facts.world, tokens.most, facts.choices, facts.experts, facts.hidden)
+    if why:
+        values = (("max_tokens", tokens.most), ("choices", facts.choices), ("experts", facts.experts))
+        yield Rejection("too_many", why, values)
+    if not has_triton():
+        yield Rejection("triton_missing", "Triton, which compiles the kernels, is not installed")
+
+
+def _against_hopper(facts: ExchangeFacts) -> Iterator[Rejection]:
+    if facts.width % ROW_MULTIPLE:
+        message = f"rows of the Hopper kernels' operands are of a multiple of {ROW_MULTIPLE} elements"
+        yield Rejection("rows_not_aligned", message, (("width", facts.width),))
+    if lacks_hopper():
+        message = "the Hopper kernels are for GPUs of compute capability 9.0, in a build with the CUDA part"
+        yield Rejection("hopper_kernels_missing", message)
+
+
+def _parameters(facts: ExchangeFacts, tokens: TokenCounts, machine: Machine, lowered: Lowered) -> Values:
+    sharded: ShardedMixture = facts.sharded(tokens.hint, machine.skew)
     busiest = sharded.of_busiest
-    sizes = (
+    how: Values = (("batches", lowered.batches),)
+    if lowered.fabric is Fabric.PEER:
+        # Between the GEMMs there is room for whatever comes.
+        rows = facts.world * lowered.max_tokens * facts.choices
+        how = (("few_tokens", lowered.few_tokens),) if lowered.few_tokens else ()
+        how = (*how, ("temporary_bytes", rows * facts.width * DTYPE_BYTES[facts.dtype]))
+    return (
+        *how,
+        ("max_tokens", lowered.max_tokens),
         ("rows", busiest.rows),
         ("active_experts", busiest.active),
         *rows_by_expert(busiest, sharded.skew),
         ("wire_bytes", sharded.wire_bytes),
     )
-    for fabric, unreachable in reaching(context.topologies[facts.group], machine, SITES):
-        for batches in BATCHES:
-            parts = pushed_parts(machine, fabric, sharded, batches)
-            unknown = parts is None and not unreachable
-            reasons = (not_measured(machine, fabric, "all_gather"),) if unknown else unreachable
-            if reasons and usable_only:
-                continue
-            lowered = Lowered(fabric, tokens.most, batches)
-            parameters: Values = (("batches", batches), ("max_tokens", tokens.most), *sizes)
-            if not reasons:
-                buffers = SITES[fabric].buffers(_with_fabric(given, facts, lowered))
-                parameters = (*parameters, ("arena_bytes", sum(buffer.num_bytes for buffer in buffers)))
-            estimate = None if parts is None else _estimate(machine, parts, facts)
-            yield Candidate(RULE, fabric, "", parameters, estimate, reasons), lowered
 
 
-def _estimate(machine: Machine, parts: PushedParts, facts: ExchangeFacts) -> Estimate:
-    """`experts` as without a rewrite, so their error cancels in a saving."""
+def _is_transposed(node: fx.Node) -> bool:
+    """Whether the first weight lies as `[experts, in, out]`."""
+    weight = node.args[3]
+    value = tensor_of(weight) if isinstance(weight, fx.Node) else None
+    if value is None:
+        return False
+    # A symbol is no answer, and to ask for one would be a guard.
+    of_row, of_depth = (stride if isinstance(stride, int) else 0 for stride in value.stride()[1:])
+    return of_row == 1 != of_depth
+
+
+def _estimate(machine: Machine, parts: PushedParts | GpuParts, facts: ExchangeFacts) -> Estimate:
+    """`experts` of CPU ranks as without a rewrite, so their error cancels in a saving."""
     slowdown = machine.oversubscription(facts.world, facts.hosts)
+    if isinstance(parts, GpuParts):
+        terms = tuple(Term(name, us * slowdown) for name, us in asdict(parts).items() if us)
+        return Estimate(terms, machine.relative_error)
     us = {name: value if name == "synchronize" else value * slowdown for name, value in asdict(parts).items()}
     experts = Term("experts", us.pop("experts"))
     uncertain = Estimate(tuple(Term(name, value) for name, value in us.items()), machine.relative_error)
@@ -149,4 +260,6 @@ def _with_fabric(call: ExpertExchangeCall, facts: ExchangeFacts, lowered: Lowere
         max_tokens=lowered.max_tokens,
         choices=facts.choices,
         batches=lowered.batches,
+        kernels=lowered.kernels,
+        few_tokens=lowered.few_tokens,
     )

@@ -6,16 +6,17 @@ Prints a line of JSON for each kernel of each case.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from unittest import mock
 
 import torch
 
 from tests.triton_compiler import Compiled, only_compile
+from weaveopt.expert_kernels import gpu
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import plan
+from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.mixtures.activation import ActivationName
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import plan
-from weaveopt.ops.moe_experts.shapes import Operands, Shape
 
 SILU = ExpertsCall(ActivationName.SILU, gated=True)
 GPT_OSS = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
@@ -48,7 +49,7 @@ def operands_of(shape: Shape, call: ExpertsCall) -> Operands:
 
 
 def main() -> None:
-    from weaveopt.ops.moe_experts import kernels, routing_kernels
+    from weaveopt.expert_kernels import kernels, routing_kernels
 
     made: list[Compiled] = []
     of_kernels = {each: getattr(kernels, each) for each in ("gate_up", "down", "combine")}
@@ -60,6 +61,20 @@ def main() -> None:
             for kernel in made:
                 print(json.dumps({"case": name, **kernel.record()}), flush=True)
             made.clear()
+        for name, (shape, call) in CASES.items():
+            home(shape, call)
+            print(json.dumps({"case": f"{name}, home", **made.pop().record()}), flush=True)
+
+
+def home(shape: Shape, call: ExpertsCall) -> None:
+    """The second GEMM, with rows into the memory of several ranks."""
+    how = replace(plan(shape, 132, call.gated), splits=1)
+    inner = torch.empty(shape.rows, shape.inner, dtype=torch.bfloat16, device="meta")
+    order = torch.empty(shape.rows, dtype=torch.int32, device="meta")
+    table = torch.empty(how.max_tiles(shape) + 1, 4, dtype=torch.int32, device="meta")
+    homes = torch.empty(4, dtype=torch.int64, device="meta")
+    weights = operands_of(shape, call).of_experts
+    gpu.second_gemm(inner, order, table, weights, homes, shape, how, shape.rows // 4)
 
 
 if __name__ == "__main__":

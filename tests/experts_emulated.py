@@ -14,10 +14,10 @@ import torch
 from tests import experts_routing
 from tests.experts_routing import plain
 from weaveopt import _native
-from weaveopt.ops.moe_experts.call import ExpertsCall
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.hopper import activation_number
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.ops.moe_experts.cpu import combine
-from weaveopt.ops.moe_experts.hopper import activation_number
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 Tensor = torch.Tensor
 
@@ -40,6 +40,7 @@ class NativeCall(ctypes.Structure):
         ("transposed", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
+        ("rows_of_home", ctypes.c_int64),
     )
 
 
@@ -73,9 +74,11 @@ def cut_tile(begin: int, first: int, end: int) -> list[tuple[int, int]]:
     return [(out[0], out[1]), (out[2], out[3])]
 
 
-def rows_of(operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int) -> tuple[Tensor, Tensor]:
+def rows_of(
+    operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int, homes: int = 0
+) -> tuple[Tensor, Tensor]:
     """What both GEMMs leave, of weights that are contiguous or transposed ones that were: `inner` by position,
-    `results` by row; the rest is `POISON`."""
+    `results` by row; the rest is `POISON`. `homes`: in how many places, each of as many rows, results go."""
     shape = checked_shape(operands, call)
     order, table = routed(operands.experts, shape, _native.EXPERT_TILE_ROWS)
     inner = torch.full((shape.rows, shape.inner), POISON, dtype=torch.bfloat16)
@@ -89,10 +92,13 @@ def rows_of(operands: Operands, call: ExpertsCall, num_sms: int, seed: int, grou
         at(order), at(table), at(inner), at(results),
         shape.rows, shape.experts, shape.hidden, shape.inner, operands.x.stride(0),
         shape.choices, group, call.gated, call.interleaved, activation_number(call.activation),
-        call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed,
+        call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed, shape.rows // homes if homes else 0,
     )  # fmt: skip
     wrong = library().run(ctypes.byref(asked)).decode()
     assert not wrong, wrong
+    if homes:
+        assert shape.rows % homes == 0, f"{shape.rows} rows at {homes} homes"
+        results = results.view(homes, -1, shape.hidden).flip(0).reshape(results.shape)
     return inner, results
 
 

@@ -20,10 +20,10 @@ import torch
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
 from tests.experts_routing import POISON, assert_sorted
 from tests.tolerances import KERNEL, assert_close
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import Plan, plan
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+from weaveopt.expert_kernels import gpu
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import Plan, plan
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 
 SILU, INTERLEAVED, UNGATED, CLAMPED = CALLS[0], CALLS[1], CALLS[3], CALLS[5]
 
@@ -54,6 +54,24 @@ def many_tiles(call: ExpertsCall, swap: bool, splits: int, group: int) -> None:
     operands = make_operands(sizes, call, torch.float16, 7, "skewed")
     how = small(plan(checked_shape(operands, call), 132), swap=swap)
     check(operands, call, replace(how, splits=splits, group=group))
+
+
+def homes(swap: bool) -> None:
+    """The second GEMM's rows at three ranks: those of all in one tensor, where nothing is at other places."""
+    sizes = Sizes(tokens=21, choices=2, experts=2, hidden=51, inner=35, bias=True, transposed=swap)
+    operands = make_operands(sizes, SILU, torch.float16, 7, "some_foreign")
+    shape = checked_shape(operands, SILU)
+    how = small(plan(shape, 132), swap=swap)
+    order, table = gpu.route(operands.experts, shape, how, False)
+    weights = operands.of_experts
+    inner = gpu.first_gemm(operands.x, order, table, weights, SILU, shape, how)
+    together = torch.full((1, shape.rows, shape.hidden), -777.0, dtype=torch.float16)
+    gpu.second_gemm(inner, order, table, weights, together, shape, how)
+    apart = [torch.full((14, shape.hidden), -777.0, dtype=torch.float16) for _ in range(3)]
+    addresses = torch.tensor([each.data_ptr() for each in apart])
+    gpu.second_gemm(inner, order, table, weights, addresses, shape, how, 14)
+    assert torch.equal(torch.cat(apart), together[0])
+    assert (together != -777.0).any() and (together == -777.0).any()
 
 
 def routing(experts: int) -> None:
@@ -115,6 +133,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         )
     },
     **{f"routing of {experts}": partial(routing, experts) for experts in (1, 9)},
+    **{f"homes swap {swap}": partial(homes, swap) for swap in (False, True)},
     "not finite": not_finite,
     "odd strides": odd_strides,
     "repeats": repeats,

@@ -13,7 +13,7 @@ import pytest
 from tests import binary
 from weaveopt import _native
 
-ORDERED = ("9ll_packet", "4bulk", "6direct")
+ORDERED = ("9ll_packet", "4bulk", "6direct", "8dispatch", "7combine")
 """In the mangled names of kernels that call fabric::begin_call."""
 HOPPER = "sm_90a"
 HOPPER_KERNELS = ("10push_tiles", "7compute", "12grouped_gemm")

@@ -24,9 +24,14 @@ class Compiled:
     async_bytes: tuple[int, ...]
     """Of copies to shared memory that nothing waits for, each size once."""
     waits_for_grid: bool
+    store_bytes: tuple[int, ...]
+    """Of stores to memory, each size once."""
 
     def record(self) -> dict[str, object]:
         return asdict(self)
+
+
+_STORE = r"st\.global(?:\.v(\d+))?\.b(\d+)"
 
 
 class Driver:
@@ -65,6 +70,7 @@ def _compiling(name: str, run: Callable[..., object], tell: Callable[[Compiled],
             Compiled(
                 name, made.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("mma.sync"),  # type: ignore[attr-defined]
                 tuple(sorted({int(size, 0) for size in copies})), "griddepcontrol.wait" in ptx,
+                tuple(sorted({int(many or 1) * int(bits) // 8 for many, bits in re.findall(_STORE, ptx)})),
             )
         )  # fmt: skip
         return made

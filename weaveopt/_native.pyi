@@ -512,3 +512,41 @@ class ShardedMixture:
     def leave(self) -> None: ...
 
 def sharded_mixture_needs(world: int, max_tokens: int, choices: int, row_bytes: int) -> list[BufferNeed]: ...
+def gpu_sharded_mixture_needs(world: int, max_tokens: int, choices: int, row_bytes: int) -> list[BufferNeed]: ...
+
+class GpuShardedMixtureSite:
+    tag: int
+    channel: int
+    dispatch_offset: int
+    combine_offset: int
+    max_tokens: int
+    choices: int
+    num_experts: int
+    hidden: int
+    dtype: DType
+    timeout_s: float
+
+class GpuShardedMixture:
+    def __init__(self, group: PeerGroup, site: GpuShardedMixtureSite) -> None: ...
+    @property
+    def ids_offset(self) -> int: ...
+    @property
+    def rows_offset(self) -> int: ...
+    @property
+    def homes(self) -> list[int]: ...
+    def dispatch(
+        self, tokens: int, slot_tokens: int, x: int, x_stride: int, experts: int, traffic: int, stream: int
+    ) -> int: ...
+    def down(
+        self, slot_tokens: int, inner: int, inner_width: int, weight: ExpertWeight, routing: ExpertRouting, stream: int
+    ) -> int: ...
+    def combine(
+        self,
+        tokens: int,
+        slot_tokens: int,
+        experts: int,
+        weights: int,
+        weights_dtype: DType,
+        out: int,
+        stream: int,
+    ) -> int: ...

@@ -25,6 +25,7 @@ void bind_all_reduce_norm_cuda(pybind11::module_& m);
 void bind_gemm_cuda(pybind11::module_& m);
 void bind_gemm_reduce_scatter_cuda(pybind11::module_& m);
 void bind_moe_experts_cuda(pybind11::module_& m);
+void bind_moe_sharded_cuda(pybind11::module_& m);
 
 void bind_families_cuda(pybind11::module_& m) {
     bind_all_gather_gemm_cuda(m);
@@ -32,6 +33,7 @@ void bind_families_cuda(pybind11::module_& m) {
     bind_gemm_cuda(m);
     bind_gemm_reduce_scatter_cuda(m);
     bind_moe_experts_cuda(m);
+    bind_moe_sharded_cuda(m);
 }
 #endif
 

@@ -131,20 +131,26 @@ __device__ __forceinline__ void stage_columns(int32_t octets, uint8_t* staged, c
 }
 
 // From there to rows of the result. `targets` are of the rows that this thread stores.
-template <typename T, int kFirst>
+template <typename T, Product kProduct, int kFirst>
 __device__ __forceinline__ void store_columns(const Work& work, const Part& part, const uint8_t* staged,
                                               const int32_t (&targets)[kPasses], int32_t column) {
     constexpr int kFirstPass = kFirst * kOctetRows / kRowsAPass, kMany = kStagedOctets * kOctetRows / kRowsAPass;
     static_assert(kFirstPass * kRowsAPass == kFirst * kOctetRows && kMany * kRowsAPass == kStagedOctets * kOctetRows);
     const int32_t thread = threadIdx.x % 128, chunk = gathered_chunk(thread), at = column + chunk * kChunkElements;
     if (at >= work.width) return;
-    T* out = static_cast<T*>(work.out) + at;
+    T* out = kProduct == Product::kHome ? nullptr : static_cast<T*>(work.out) + at;
 #pragma unroll
     for (int pass = kFirstPass; pass < kFirstPass + kMany && pass < kPasses; ++pass) {
         const int32_t row = gathered_row(thread, pass);
-        if (row < part.rows)
-            fabric::store(out + int64_t{targets[pass]} * work.width,
-                          *reinterpret_cast<const fabric::Vec16*>(staged + chunk_offset(row - kFirst * 8, chunk)));
+        if (row >= part.rows) continue;
+        int32_t target = targets[pass];
+        if constexpr (kProduct == Product::kHome) {
+            const Place place = unpacked_place(target);
+            out = static_cast<T*>(work.homes.base[place.home]) + at;
+            target = place.row;
+        }
+        fabric::store(out + int64_t{target} * work.width,
+                      *reinterpret_cast<const fabric::Vec16*>(staged + chunk_offset(row - kFirst * 8, chunk)));
     }
 }
 
@@ -155,7 +161,7 @@ __device__ __forceinline__ void put_columns(const Work& work, const Part& part, 
                                             const float (&sum)[kSums]) {
     stage_columns<T, kProduct, kBlock, kFirst>(part.octets, staged, sum);
     await_consumer(consumer);
-    store_columns<T, kFirst>(work, part, staged, targets, column);
+    store_columns<T, kProduct, kFirst>(work, part, staged, targets, column);
     await_consumer(consumer);
     if constexpr (kFirst + kStagedOctets < kOctets) {
         if (part.octets > kFirst + kStagedOctets)
@@ -172,7 +178,7 @@ __device__ __forceinline__ void finish_part(const Work& work, const Part& part, 
     const int32_t column = part.column * tile_columns(kGated) + consumer * tile_columns(kGated) / gemm::kConsumers;
     if (work.bias != nullptr) add_bias<T, kProduct>(work, part, consumer, sum);
     if constexpr (kProduct == Product::kPairs) separate_pairs(sum);
-    if constexpr (kProduct != Product::kDown) apply_activation<kProduct>(work, part.octets, sum);
+    if constexpr (!is_second(kProduct)) apply_activation<kProduct>(work, part.octets, sum);
     put_columns<T, kProduct, 0>(work, part, consumer, staged, targets, column, sum);
     if constexpr (!kGated) put_columns<T, kProduct, 1>(work, part, consumer, staged, targets, column + kBlockRows, sum);
 }

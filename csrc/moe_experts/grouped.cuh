@@ -82,7 +82,7 @@ template <Product kProduct>
 __device__ __forceinline__ void init_pipeline(Shared& shared) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
-            gemm::init_barrier(&shared.full[i], kProduct == Product::kDown ? 1 : 1 + kGatherThreads);
+            gemm::init_barrier(&shared.full[i], is_second(kProduct) ? 1 : 1 + kGatherThreads);
             gemm::init_barrier(&shared.empty[i], gemm::kClusterCtas * gemm::kConsumers * 4);
         }
         gemm::publish_barriers();
@@ -94,7 +94,7 @@ template <Product kProduct, bool kTransposed>
 __device__ __forceinline__ void load_boxes(const Work& work, Shared& shared, const Part& part, int32_t block,
                                            int32_t stage) {
     constexpr bool kGated = kProduct == Product::kGated;
-    const int32_t loads = kProduct == Product::kDown ? (part.octets * kOctetRows + kLoadRows - 1) / kLoadRows : 0;
+    const int32_t loads = is_second(kProduct) ? (part.octets * kOctetRows + kLoadRows - 1) / kLoadRows : 0;
     fabric::arrive_expecting(&shared.full[stage], kBlocks * kBlockBytes + loads * (kLoadRows * kDepth * 2));
 #pragma unroll
     for (int i = 0; i < kBlocks / gemm::kClusterCtas; ++i) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_boxes(const Work& work, Shared& shared, con
 // First GEMM: all threads of the producer warp group; second: its first thread.
 template <Product kProduct, bool kTransposed>
 __device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
-    constexpr bool kGathers = kProduct != Product::kDown;
+    constexpr bool kGathers = !is_second(kProduct);
     const int32_t thread = threadIdx.x, blocks = work.blocks;
     const int32_t chunk = gathered_chunk(thread), chunks = work.depth / kChunkElements;
     const uint32_t to = gemm::shared_address(shared.rows) + chunk_offset(gathered_row(thread, 0), chunk);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void multiply_blocks(const Work& work, Shared& shared
     int32_t before = 0;
     for (int32_t block = 0; block < blocks; ++block) {
         await_phase(&shared.full[at.stage], at.parity);
-        if constexpr (kProduct != Product::kDown) order_chunks_before_multiplies();
+        if constexpr (!is_second(kProduct)) order_chunks_before_multiplies();
         const uint64_t first = gemm::operand(gemm::shared_address(shared.weight[at.stage][2 * consumer]));
         const uint64_t second = gemm::operand(gemm::shared_address(shared.weight[at.stage][2 * consumer + 1]));
         const uint64_t rows = gemm::operand(gemm::shared_address(shared.rows[at.stage]));
@@ -200,7 +200,9 @@ __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, 
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const int32_t position = part.first + gathered_row(threadIdx.x % 128, pass);
-            targets[pass] = kProduct == Product::kDown ? work.order[min(position, part.last)] : position;
+            targets[pass] = is_second(kProduct) ? work.order[min(position, part.last)] : position;
+            if constexpr (kProduct == Product::kHome)
+                targets[pass] = packed_place(targets[pass], static_cast<int32_t>(work.homes.rows));
         }
         float sum[kSums];
 #define WEAVE_ROWS(WIDE)                                                                  \
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_c
     const int32_t warp = threadIdx.x / 32;
     if (warp < 4) {
         gemm::leave_registers<gemm::kLoaderRegisters>();
-        if (kProduct != Product::kDown || threadIdx.x == 0) load_parts<kProduct, kTransposed>(work, shared);
+        if (!is_second(kProduct) || threadIdx.x == 0) load_parts<kProduct, kTransposed>(work, shared);
     } else {
         gemm::take_registers<gemm::kConsumerRegisters>();
         compute_parts<T, kProduct, kTransposed>(work, shared, warp / 4 - 1);

@@ -3,7 +3,7 @@
 //   inner[p] = act(x[order[p] / choices] * gate_up[expert of p]^T + bias)
 //   results[order[p]] = inner[p] * down[expert of p]^T + bias
 //
-// for positions p of rows sorted by expert, in tiles of 288 rows by the table of ops/moe_experts/routing_kernels.py.
+// for positions p of rows sorted by expert, in tiles of 288 rows by the table of expert_kernels/routing_kernels.py.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +39,13 @@ struct Gate {
     float limit;  // 0: none
 };
 
+// Where a second GEMM's rows go if not into one tensor: to the rank that they came from.
+constexpr int32_t kMostHomes = 8;
+struct Homes {
+    void* base[kMostHomes];  // rows of its own: those numbered from `rows` times its place on, in this order
+    int64_t rows;            // of each
+};
+
 // Why `device` cannot run them; empty where it can. `addresses` is the or of all addresses and strides in bytes.
 const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device);
 
@@ -50,5 +57,10 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
 // `results` [num_rows, hidden] contiguous: rows of choices that no expert of the weight has are not written.
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
              DType dtype, void* stream);
+
+// The same, into the memory of several ranks: row order[p] of all is row `order[p] % homes.rows` at home
+// `order[p] / homes.rows`.
+int run_down_home(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
+                  const Homes& homes, DType dtype, void* stream);
 
 }  // namespace weave::moe_experts

@@ -55,6 +55,17 @@ int enqueue(const Work& work, Product product, bool transposed, DType dtype, voi
     return cudaErrorInvalidValue;
 }
 
+int run_second(Product product, const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
+               void* results, const Homes& homes, DType dtype, void* stream) {
+    if (routing.num_rows == 0) return cudaSuccess;
+    if (routing.num_rows >= kMostNumbers) return cudaErrorInvalidValue;
+    Work work = work_of(weight, routing, inner_width, weight.rows, false, results);
+    work.homes = homes;
+    int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width, kLoadRows);
+    if (error == cudaSuccess) error = make_weight_map(work.weight[0], weight, dtype, inner_width, 0, 1, weight.rows);
+    return error != cudaSuccess ? error : enqueue(work, product, is_transposed(weight), dtype, stream);
+}
+
 }  // namespace
 
 const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device) {
@@ -92,12 +103,14 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
 
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
              DType dtype, void* stream) {
-    if (routing.num_rows == 0) return cudaSuccess;
-    if (routing.num_rows >= kMostNumbers) return cudaErrorInvalidValue;
-    Work work = work_of(weight, routing, inner_width, weight.rows, false, results);
-    int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width, kLoadRows);
-    if (error == cudaSuccess) error = make_weight_map(work.weight[0], weight, dtype, inner_width, 0, 1, weight.rows);
-    return error != cudaSuccess ? error : enqueue(work, Product::kDown, is_transposed(weight), dtype, stream);
+    return run_second(Product::kDown, inner, inner_width, weight, routing, results, {}, dtype, stream);
+}
+
+int run_down_home(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
+                  const Homes& homes, DType dtype, void* stream) {
+    if (homes.rows < 1 || homes.rows > int64_t{1} << kHomeShift || routing.num_rows > kMostHomes * homes.rows)
+        return cudaErrorInvalidValue;
+    return run_second(Product::kHome, inner, inner_width, weight, routing, nullptr, homes, dtype, stream);
 }
 
 }  // namespace weave::moe_experts

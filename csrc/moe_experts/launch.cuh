@@ -42,6 +42,8 @@ int launch_as(const Work& work, Product product, int32_t num_ctas, void* stream)
             return launch(grouped_gemm<T, Product::kPlain, kTransposed>, work, num_ctas, stream);
         case Product::kDown:
             return launch(grouped_gemm<T, Product::kDown, kTransposed>, work, num_ctas, stream);
+        case Product::kHome:
+            return launch(grouped_gemm<T, Product::kHome, kTransposed>, work, num_ctas, stream);
     }
     return cudaErrorInvalidValue;
 }

@@ -90,4 +90,19 @@ WEAVE_HOST_DEVICE constexpr int32_t gathered_row(int32_t thread, int32_t pass) {
     return thread / kChunks + pass * kRowsAPass;
 }
 
+// A row at one of several homes, as one number, so that it is taken apart once for all the pieces that go there.
+constexpr int32_t kHomeShift = 28;
+
+struct Place {
+    int32_t home;
+    int32_t row;
+};
+
+WEAVE_HOST_DEVICE constexpr int32_t packed_place(int32_t number, int32_t rows_of_home) {
+    return number / rows_of_home << kHomeShift | number % rows_of_home;
+}
+WEAVE_HOST_DEVICE constexpr Place unpacked_place(int32_t packed) {
+    return {packed >> kHomeShift, packed & ((1 << kHomeShift) - 1)};
+}
+
 }  // namespace weave::moe_experts

@@ -5,6 +5,7 @@
 
 #include "gemm/tensor_copy.cuh"
 #include "moe_experts/activation.cuh"
+#include "moe_experts/grouped.h"
 #include "moe_experts/tiles.h"
 
 namespace weave::moe_experts {
@@ -15,7 +16,12 @@ enum class Product : int32_t {
     kPairs = 1,  // first: gate, up, gate, up by rows
     kPlain = 2,  // first, without a gate
     kDown = 3,   // second
+    kHome = 4,   // second, whose rows go to the ranks that they came from
 };
+
+WEAVE_HOST_DEVICE constexpr bool is_second(Product product) {
+    return product == Product::kDown || product == Product::kHome;
+}
 
 WEAVE_HOST_DEVICE constexpr bool is_gated(Product product) {
     return product == Product::kGated || product == Product::kPairs;
@@ -48,6 +54,7 @@ struct Work {
     Activation activation;
     float alpha;
     float limit;  // 0: none
+    Homes homes;  // kHome
 };
 
 }  // namespace weave::moe_experts

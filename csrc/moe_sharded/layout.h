@@ -6,6 +6,12 @@
 //   dispatch   [world - 1] slots, one a source. A slot is a header, then routes [max_tokens * choices], then rows
 //              [max_tokens]: one row for each of the source's tokens that has a choice here, however many it has
 //   combine    rows [max_tokens][choices]: of each own token, what the expert of each of its choices made
+//
+// On GPUs, where nobody counts before a GEMM begins, what is pushed lies at its token's own number instead:
+//
+//   dispatch   ids [world][tokens][choices], one source after the other: each choice's expert among the owner's, or -1;
+//              then rows [world][tokens], of which those without a choice here are not written
+//   combine    the same
 #pragma once
 
 #include <cstdint>
@@ -50,6 +56,26 @@ class Layout {
     int64_t routes_offset_;
     int64_t rows_offset_;
     int64_t slot_bytes_;
+    int64_t combine_bytes_;
+};
+
+class GpuLayout {
+  public:
+    static constexpr int64_t kAlignment = 256;
+    static constexpr int64_t kIdBytes = 8;
+
+    // Throws std::invalid_argument for sizes that the kernels cannot count.
+    GpuLayout(int32_t world, int64_t max_tokens, int64_t choices, int64_t row_bytes);
+
+    // From where the dispatch buffer begins; ids do at its begin.
+    int64_t rows() const { return rows_offset_; }
+    int64_t dispatch_bytes() const { return dispatch_bytes_; }
+    int64_t combine_bytes() const { return combine_bytes_; }
+    std::vector<fabric::BufferNeed> needs() const;
+
+  private:
+    int64_t rows_offset_;
+    int64_t dispatch_bytes_;
     int64_t combine_bytes_;
 };
 

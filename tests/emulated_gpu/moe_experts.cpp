@@ -50,6 +50,7 @@ int enqueue_as(const Work& work, Product product) {
         if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated, kTransposed>(work);
         if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain, kTransposed>(work);
         if (product == Product::kPairs) return grouped_gemm<__nv_bfloat16, Product::kPairs, kTransposed>(work);
+        if (product == Product::kHome) return grouped_gemm<__nv_bfloat16, Product::kHome, kTransposed>(work);
         grouped_gemm<__nv_bfloat16, Product::kDown, kTransposed>(work);
     });
 }
@@ -76,6 +77,7 @@ struct Call {
     int32_t transposed;
     int32_t num_sms;
     uint32_t seed;
+    int64_t rows_of_home;  // 0: `results` is one tensor, else homes lie in it one behind the other, the last one first
 };
 
 // What failed; empty if nothing did.
@@ -96,7 +98,17 @@ const char* run(const Call* call) {
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
     int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
                            DType::kBFloat16, nullptr);
-    if (code == 0) code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
+    if (code == 0 && call->rows_of_home == 0)
+        code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
+    if (code == 0 && call->rows_of_home != 0) {
+        Homes homes{};
+        homes.rows = call->rows_of_home;
+        // In the other order, so that none lies where the home before ends.
+        const int64_t count = (call->rows + homes.rows - 1) / homes.rows;
+        for (int64_t home = 0; home < count; ++home)
+            homes.base[home] = static_cast<char*>(call->results) + (count - 1 - home) * homes.rows * hidden * 2;
+        code = run_down_home(call->inner, width, down, routing, homes, DType::kBFloat16, nullptr);
+    }
     if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
     return failure.c_str();
 }

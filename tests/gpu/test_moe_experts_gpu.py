@@ -13,11 +13,11 @@ from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, 
 from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases
 from tests.gpu.captured import captured
 from tests.tolerances import KERNEL, assert_close
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import Plan, candidates, plan
+from weaveopt.expert_kernels import gpu
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import Plan, candidates, plan
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
 
 pytestmark = pytest.mark.gpu
 SILU, CLAMPED = CALLS[0], CALLS[5]

@@ -12,11 +12,11 @@ import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_operands, poisoned
 from tests.gpu.captured import captured
 from tests.tolerances import KERNEL, assert_close
-from weaveopt.ops.moe_experts import gpu, hopper
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
-from weaveopt.ops.moe_experts.plan import TRITON_ROUTING_ROWS
+from weaveopt.expert_kernels import gpu, hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS
+from weaveopt.expert_kernels.shapes import Operands, checked_shape
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
 QWEN = Sizes(choices=8, experts=64, hidden=2048, inner=768)

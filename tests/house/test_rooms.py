@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fabrics",),
     ("rule",),
     ("sites", "inductor"),
-    ("reductions",),
+    ("reductions", "expert_kernels"),
     ("ops",),
     ("rewrites",),
     ("pipeline",),
@@ -34,12 +34,14 @@ FAMILIES = {
     "all_gather_gemm": re.compile(r"all_?gather_?gemm", re.IGNORECASE),
     "hierarchical_all_reduce": re.compile(r"hierarchical_?all_?reduce", re.IGNORECASE),
     "causal_attention": re.compile(r"causal_?attention|masked_?attention|library_?attention", re.IGNORECASE),
-    "moe_fused": re.compile(r"moe_?(fused|experts)", re.IGNORECASE),
+    "moe_fused": re.compile(r"moe_?fused", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
     "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
+    "moe_experts": re.compile(r"moe_?experts", re.IGNORECASE),
 }
-"""Each rule, and every name of it and of its operations; last, the kernels of reductions, which four rules run."""
+"""Each rule, and every name of it and of its operations; last, kernels that several rules run: those of reductions, and
+of a mixture's experts."""
 ROOMS = {
     "all_reduce_rms_norm": ("rewrites/all_reduce_rms_norm/",),
     "gemm_all_reduce": (
@@ -64,12 +66,7 @@ ROOMS = {
         "weaveopt/ops/masked_attention/",
         "weaveopt/measure/cases/causal_attention/",
     ),
-    "moe_fused": (
-        "rewrites/moe_fused/",
-        "weaveopt/ops/moe_experts/",
-        "weaveopt/measure/cases/moe_experts.py",
-        "csrc/moe_experts/",
-    ),
+    "moe_fused": ("rewrites/moe_fused/",),
     "gemm_reduce_scatter": (
         "rewrites/gemm_reduce_scatter/",
         "weaveopt/ops/gemm_reduce_scatter/",
@@ -80,6 +77,7 @@ ROOMS = {
         "rewrites/moe_sharded.py",
         "weaveopt/ops/moe_sharded/",
         "weaveopt/experts/",
+        "weaveopt/measure/cases/moe_sharded.py",
         "csrc/moe_sharded/",
     ),
     "all_reduce_norm": (
@@ -91,6 +89,14 @@ ROOMS = {
         "weaveopt/reductions/",
         "weaveopt/measure/cases/all_reduce_norm/",
         "csrc/all_reduce_norm/",
+    ),
+    "moe_experts": (
+        "rewrites/moe_fused/",
+        "weaveopt/expert_kernels/",
+        "weaveopt/ops/moe_experts/",
+        "weaveopt/measure/cases/moe_experts.py",
+        "csrc/moe_experts/",
+        "csrc/moe_sharded/",
     ),
 }
 REGISTRIES = (

@@ -13,11 +13,11 @@ import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned, random_sizes
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
+from weaveopt.expert_kernels.call import ExpertsCall, decode
+from weaveopt.expert_kernels.shapes import Operands
 from weaveopt.mixtures import by_expert
-from weaveopt.ops.moe_experts.call import ExpertsCall, decode
 from weaveopt.ops.moe_experts.plain import plain
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SILU = CALLS[0]

@@ -15,10 +15,10 @@ from tests.experts_emulated import cut_tile, emulated, rows_of
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.errors import WeaveError
-from weaveopt.ops.moe_experts import hopper
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels, decode
+from weaveopt.expert_kernels import hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels, decode
+from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_experts.shapes import Operands, Shape
 
 BF16 = torch.bfloat16
 SILU, PLAIN = CALLS[0], CALLS[3]
@@ -56,6 +56,17 @@ def test_tiles_are_shared_out(num_sms: int, group: int) -> None:
     """Among one cluster and more clusters than there are tiles, in groups of any size; an SM may be left over."""
     sizes = Sizes(tokens=330, choices=2, experts=3, hidden=520, inner=136, bias=True)
     check(make_operands(sizes, SILU, BF16, 3, "skewed"), SILU, f"{num_sms} {group}", num_sms=num_sms, group=group)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("homes", [1, 2, 5, 8])
+def test_rows_to_several_ranks(homes: int, transposed: bool) -> None:
+    """The bits of rows that go into one tensor, and nothing beside them."""
+    sizes = Sizes(tokens=200, choices=2, experts=3, hidden=328, inner=72, bias=True, transposed=transposed)
+    operands = make_operands(sizes, SILU, BF16, 8, "some_foreign")
+    _, together = rows_of(operands, SILU, 4, 0, 2)
+    _, apart = rows_of(operands, SILU, 4, 1, 2, homes)
+    assert torch.equal(apart, together)
 
 
 def test_any_order_of_threads_and_copies() -> None:
@@ -154,10 +165,10 @@ def test_machine_code_multiplies_and_copies_asynchronously() -> None:
     if "sm_90a" not in binary.architectures():
         pytest.skip(f"built for {_native.CUDA_ARCHS}: nothing of it runs on Hopper alone")
     names = [name for name in binary.kernels("sm_90a") if "grouped_gemm" in name]
-    assert len(names) == 14, names
+    assert len(names) == 18, names
     gathering = []
     for name, text in binary.instructions("sm_90a", names).items():
         assert all(f"HGMMA.64x{columns}x16.F32" in text for columns in range(8, 145, 8)), name
         assert "UTMALDG.3D.MULTICAST" in text and "ACQBULK" in text, name
         gathering.append("LDGSTS" in text)
-    assert sorted(gathering) == [False] * 4 + [True] * 10
+    assert sorted(gathering) == [False] * 8 + [True] * 10

@@ -13,8 +13,8 @@ import pytest
 
 from tests.experts_compiled import CASES
 from tests.experts_interpreted import CHECKS
-from weaveopt.ops.moe_experts.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
-from weaveopt.ops.moe_experts.shapes import Shape
+from weaveopt.expert_kernels.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
+from weaveopt.expert_kernels.shapes import Shape
 
 KERNELS = ["route", "gate_up", "down", "combine"]
 
@@ -53,6 +53,14 @@ def test_compiled(case: str) -> None:
         if case.startswith("decode"):
             assert RESIDENT * (int(str(found[name]["shared_bytes"])) + 1024) <= 228 * 1024, found[name]
     assert [name for name, line in found.items() if line["waits_for_grid"]] == KERNELS[1:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_with_rows_to_several_ranks(case: str) -> None:
+    """Stores are as wide as where all rows go into one tensor: they cross a link."""
+    lines = lines_of("tests.experts_compiled", False)
+    [down] = [line for line in lines if (line["case"], line["kernel"]) == (f"{case}, home", "down")]
+    assert down["store_bytes"] == [16] and down["waits_for_grid"], down
 
 
 MODELS = (

@@ -10,7 +10,10 @@
 // do not wait for each other. A thread that polls in vain is not run again before something has changed; where nothing
 // can change any more, its wait has timed out.
 //
-// Nothing is said about time, about a thread's stores to its own GPU (which others see at once), nor about fences.
+// A store that is a release (signal, or store_relaxed behind a fence of its thread) arrives behind all that it orders:
+// what its thread stored before, what other threads of its CTA stored before a barrier, and what kernels before stored.
+//
+// Nothing is said about time, nor about a thread's stores to its own GPU (which others see at once).
 #pragma once
 
 #include <ucontext.h>
@@ -95,7 +98,7 @@ struct Thread {
     std::unique_ptr<uint8_t[]> stack{new uint8_t[kStackBytes]};
     Dim index;
     Cta* cta;
-    bool ended = false, polls = false;
+    bool ended = false, polls = false, has_fenced = false;
     uint64_t polled_at = 0;       // what had changed by then
     std::function<bool()> ready;  // empty: it can run
 };
@@ -113,18 +116,29 @@ struct Rank {
     std::vector<uint64_t> warp_sleeps_until;
 };
 
+// Who sent something, and when: as far as a release orders it.
+struct Sender {
+    const Rank* rank = nullptr;
+    size_t kernel = 0;
+    uint32_t cta = 0, thread = 0;
+    uint32_t barriers = 0;  // of the CTA, so far
+    uint64_t number = 0;    // among all that was sent
+};
+
 // 8 bytes on their way; with a source, that is read on arrival.
 struct Flight {
     uint64_t* to;
     const uint64_t* from;
     uint64_t value;
     uint64_t not_before = 0;  // a round of the scheduler
+    Sender sender;
+    bool is_release = false;
 };
 
 struct World {
     std::vector<Rank> ranks;
     std::vector<Flight> flights;
-    uint64_t num_changes = 0, round = 0;
+    uint64_t num_changes = 0, round = 0, num_sent = 0;
     bool is_stuck = false;
     uint32_t cta_threads;
     std::mt19937 random;
@@ -170,6 +184,14 @@ inline bool is_own(const void* address) {
     return address >= arena.data() && address < arena.data() + arena.size();
 }
 
+inline bool is_of_another(const void* address) {
+    for (const Rank& rank : world->ranks)
+        if (&rank != current->cta->rank && address >= rank.arena.data() &&
+            address < rank.arena.data() + rank.arena.size())
+            return true;
+    return false;
+}
+
 inline void deliver(const Flight& flight) {
     *flight.to = flight.from != nullptr ? *flight.from : flight.value;
     ++world->num_changes;
@@ -180,9 +202,29 @@ inline uint64_t some_delay(uint32_t one_in) {
     return world->random() % one_in == 0 ? world->round + world->random() % kLongest : 0;
 }
 
+inline Sender sender_now() {
+    const Cta& cta = *current->cta;
+    return {cta.rank, cta.rank->next, cta.block.x, current->index.x, cta.meeting.past, ++world->num_sent};
+}
+
+inline bool is_ordered(const Sender& before, const Sender& release) {
+    if (before.rank != release.rank || before.number >= release.number) return false;
+    if (before.kernel != release.kernel) return true;
+    return before.cta == release.cta && (before.thread == release.thread || before.barriers < release.barriers);
+}
+
+// Whether nothing that a release orders is still on its way.
+inline bool may_arrive(const Flight& flight) {
+    if (!flight.is_release) return true;
+    for (const Flight& other : world->flights)
+        if (is_ordered(other.sender, flight.sender)) return false;
+    return true;
+}
+
 // At once, soon or late, by chance.
 inline void send(Flight flight) {
-    if (world->random() % 4 == 0) return deliver(flight);
+    flight.sender = sender_now();
+    if (may_arrive(flight) && world->random() % 4 == 0) return deliver(flight);
     flight.not_before = some_delay(8);
     world->flights.push_back(flight);
 }
@@ -234,7 +276,7 @@ inline bool deliver_some() {
     bool moved = false;
     for (size_t at = 0; at < flights.size();) {
         std::swap(flights[at], flights[flights.size() - 1 - world->random() % (flights.size() - at)]);
-        if (flights[at].not_before > world->round || world->random() % 4 > eagerness) {
+        if (flights[at].not_before > world->round || world->random() % 4 > eagerness || !may_arrive(flights[at])) {
             ++at;
             continue;
         }
@@ -326,7 +368,35 @@ inline float __shfl_xor_sync(uint32_t, float value, int mask) {
     return found;
 }
 
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+    weave::emulated::Thread& thread = weave::emulated::running();
+    weave::emulated::Cta& cta = *thread.cta;
+    const uint32_t at = thread.index.x, first = at / 32 * 32;
+    cta.exchanged[at] = value ? 1.0f : 0.0f;
+    weave::emulated::meet(cta.warps[at / 32], 32);
+    uint32_t found = 0;
+    for (uint32_t lane = 0; lane < 32; ++lane)
+        found |= static_cast<uint32_t>(cta.exchanged[first + lane] != 0.0f) << lane;
+    weave::emulated::meet(cta.warps[at / 32], 32);
+    return found;
+}
+inline int32_t __popc(uint32_t bits) {
+    return __builtin_popcount(bits);
+}
+inline float __fadd_rn(float a, float b) {
+    return a + b;
+}
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+
 inline void __threadfence() {}
+
+inline unsigned long long atomicAdd(unsigned long long* word, unsigned long long value) {
+    const unsigned long long before = *word;
+    *word += value;
+    return before;
+}
 
 inline uint32_t atomicAdd(uint32_t* word, uint32_t value) {
     const uint32_t before = *word;

@@ -19,6 +19,7 @@ from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.moe_experts import ExpertKernels
+from weaveopt.measure.cases.moe_sharded import ShardedKernels
 
 __all__ = ["FAMILIES", "HostExchanges"]
 
@@ -40,5 +41,6 @@ FAMILIES: tuple[type[Family], ...] = (
     TileKernels,
     ScatteredTiles,
     PushedGathers,
+    ShardedKernels,
 )
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.shapes import Operands, checked_shape
 from weaveopt.mixtures.by_expert import ranges_of, through_experts
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
 Tensor = torch.Tensor
 

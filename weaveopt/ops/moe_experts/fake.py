@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.ops.moe_experts.call import decode
-from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
+from weaveopt.expert_kernels.call import decode
+from weaveopt.expert_kernels.shapes import Operands, checked_shape
 
 Tensor = torch.Tensor
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.ops.moe_experts import gpu, hopper
-from weaveopt.ops.moe_experts.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels import gpu, hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels.plan import plan
+from weaveopt.expert_kernels.shapes import Operands, checked_shape
 from weaveopt.ops.moe_experts.plain import plain
-from weaveopt.ops.moe_experts.plan import plan
-from weaveopt.ops.moe_experts.shapes import Operands, checked_shape
 
 
 def on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:

@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import torch
 
+from weaveopt.expert_kernels.call import decode
+from weaveopt.expert_kernels.shapes import Operands
 from weaveopt.ops.moe_experts import fake
-from weaveopt.ops.moe_experts.call import decode
 from weaveopt.ops.moe_experts.cpu import on_cpu
 from weaveopt.ops.moe_experts.on_gpu import on_gpu
-from weaveopt.ops.moe_experts.shapes import Operands
 
 Tensor = torch.Tensor
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.expert_kernels.call import Kernels
 from weaveopt.fabrics.rows_call import RowsCall
 from weaveopt.mixtures.activation import Activation
 from weaveopt.mixtures.by_expert import ExpertWeights
@@ -38,6 +39,15 @@ class ExpertExchangeCall(RowsCall):
     """That the arena has at least, where it is reserved in the first call."""
     batches: int = 2
     """In how many parts the experts see the rows: 1 waits for all of them, 2 begins with this rank's own."""
+
+    kernels: str = Kernels.TRITON
+    """Of the experts on GPUs, a word of `Kernels`."""
+    few_tokens: int = 0
+    """Of a rank, up to so many: Triton's, whatever `kernels` are."""
+
+    def kernels_at(self, tokens: int) -> str:
+        """Whose kernels run for so many tokens of a rank."""
+        return Kernels.TRITON.value if tokens <= self.few_tokens else self.kernels
 
     @property
     def act(self) -> Activation:

@@ -14,9 +14,10 @@ Rows travel and are rounded as in transformers' all-to-all; the sum over choices
 the dtype of the weights. On `shm` one row is pushed for each (token, destination) into a place that no other rank
 writes, the experts begin with this rank's own rows, and their results go into this rank's [token][choice] (the layout
 and the order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Ranks that hold batches
-of their own (`same_tokens` is false) reserve the memory together in their first call. Where a rank has more
-tokens than `call.max_tokens`, or with fabric `library`, all ranks use the group's all-to-all. Both take the derivative
-through the library.
+of their own (`same_tokens` is false) reserve the memory together in their first call. On `peer` the same is done by
+kernels, at any time and in CUDA graphs (`peer.py`); ranks with batches of their own have room for `call.max_tokens`
+tokens each in every call. Where a rank has more tokens than that, or with fabric `library`, all ranks use the group's
+all-to-all. All take the derivative through the library.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site,
 `ArenaError` where no arena was reserved, `WeaveError` for operands that do not fit together. After one of the first two
@@ -38,7 +39,9 @@ from weaveopt.ops.moe_sharded import fake
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
 from weaveopt.ops.moe_sharded.first_call import reserve
 from weaveopt.ops.moe_sharded.library import derivative, through_library
-from weaveopt.ops.moe_sharded.shm import ShmSite, Traffic
+from weaveopt.ops.moe_sharded.peer import PeerSite
+from weaveopt.ops.moe_sharded.shm import ShmSite
+from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
@@ -83,7 +86,7 @@ class LibrarySite:
         return None
 
 
-SITES: Mapping[Fabric, type[FabricSite]] = MappingProxyType({Fabric.SHM: ShmSite})
+SITES: Mapping[Fabric, type[FabricSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 
@@ -99,9 +102,9 @@ def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> Bo
 _bound: BoundCalls[ExpertExchangeCall, BoundSite] = BoundCalls(ExpertExchangeCall, _bind)
 
 
-def traffic(call: str) -> Traffic | None:
-    """What the encoded `call` has sent so far; None where no fabric of CPU ranks runs it."""
-    site = _bound.of("cpu", call)
+def traffic(call: str, device: str = "cpu") -> Traffic | None:
+    """What the encoded `call` has sent so far; None where no fabric of ranks of that device runs it."""
+    site = _bound.of(device, call)
     return None if site is None else site.traffic
 
 

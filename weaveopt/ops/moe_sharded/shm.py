@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -14,6 +13,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.mixtures.by_expert import ExpertWeights
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
 from weaveopt.ops.moe_sharded.experts import expert_rows
+from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
 from weaveopt.records.site import DTYPE_BYTES
@@ -24,13 +24,6 @@ except ImportError:  # built without it: no arena can be reserved, and no site i
     _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
-
-
-class Traffic(NamedTuple):
-    """Rows that this rank sent to others since the site was bound."""
-
-    dispatched: int
-    returned: int
 
 
 class ShmSite:

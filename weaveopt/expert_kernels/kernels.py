@@ -151,11 +151,12 @@ def down(
     inner, order, table, weight, bias, out, stride_we, stride_wn, stride_wk, num_rows,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, HOMES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`inner @ weight[expert].T + bias[expert]` at the row's number: `out` [SPLITS, rows, H], partial sums in fp32.
 
-    With one split it is in x's dtype. Grid (tiles * blocks, SPLITS).
+    With one split it is in x's dtype. Grid (tiles * blocks, SPLITS). With HOMES `out` are addresses: row n is row
+    `n % num_rows` of the n // num_rows-th, and there is one split.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -188,8 +189,15 @@ def down(
         acc = tl.trans(acc)
     if BIAS and split == 0:
         acc += tl.load(bias + expert * HIDDEN + read).to(tl.float32)[None, :]
-    here = out + (split * num_rows.to(tl.int64) + numbers.to(tl.int64))[:, None] * HIDDEN + at[None, :]
-    tl.store(here, acc.to(out.dtype.element_ty), mask=(positions < end)[:, None] & (at < HIDDEN)[None, :])
+    if HOMES:
+        # Else nobody could know that rows begin at multiples of 16 bytes, and stores would be of one element.
+        homes = tl.multiple_of(tl.load(out + numbers // num_rows).to(tl.pointer_type(inner.dtype.element_ty)), 16)
+        here = homes[:, None] + (numbers % num_rows).to(tl.int64)[:, None] * HIDDEN + at[None, :]
+        result = acc.to(inner.dtype.element_ty)
+    else:
+        here = out + (split * num_rows.to(tl.int64) + numbers.to(tl.int64))[:, None] * HIDDEN + at[None, :]
+        result = acc.to(out.dtype.element_ty)
+    tl.store(here, result, mask=(positions < end)[:, None] & (at < HIDDEN)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])

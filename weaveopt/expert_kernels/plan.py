@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weaveopt.ops.moe_experts.shapes import Shape
+from weaveopt.expert_kernels.shapes import Shape
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 """Of a tile: what a product takes, and what one program's registers hold beside 256 columns."""

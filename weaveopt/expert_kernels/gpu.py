@@ -9,10 +9,11 @@ from functools import cache
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+from weaveopt.mixtures.by_expert import ExpertWeights
 
 try:
     from weaveopt import _native
@@ -70,8 +71,6 @@ def has_kernels(operands: Operands, shape: Shape) -> bool:
 
 def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
     """All of Triton's kernels of one call; tensors may lie anywhere that Triton runs."""
-    from weaveopt.ops.moe_experts import kernels
-
     shape = checked_shape(operands, call)
     x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
     if not shape.rows:
@@ -79,35 +78,63 @@ def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
     early = how.early and may_launch_early(x.device)
     experts = operands.experts.contiguous()
     order, table = route(experts, shape, how, early)
-    inner = x.new_empty((shape.rows, shape.inner))
-    max_tiles = how.max_tiles(shape)
-    gate_up, down = how.gate_up, how.down
-    kernels.gate_up[(max_tiles * -(-shape.inner // gate_up.columns),)](
-        x, order, table, operands.gate_up, _dense(operands.gate_up_bias, x), inner,
-        x.stride(0), *operands.gate_up.stride(), shape.choices, call.alpha, call.limit,
-        HIDDEN=shape.hidden, INNER=shape.inner, ACT=str(call.activation), CUT=call.limit > 0,
-        GATED=call.gated,
-        INTERLEAVED=call.interleaved, BIAS=operands.gate_up_bias is not None,
-        BLOCK_M=how.rows, BLOCK_N=gate_up.columns, BLOCK_K=gate_up.depth, GROUP=how.group, SWAP=gate_up.swap,
-        PDL=early, num_warps=gate_up.num_warps, num_stages=gate_up.num_stages, launch_pdl=early,
-    )  # fmt: skip
+    inner = first_gemm(x, order, table, operands.of_experts, call, shape, how)
     dtype = torch.float32 if how.splits > 1 else x.dtype
     results = x.new_empty((how.splits, shape.rows, shape.hidden), dtype=dtype)
-    kernels.down[(max_tiles * -(-shape.hidden // down.columns), how.splits)](
-        inner, order, table, operands.down, _dense(operands.down_bias, x), results,
-        *operands.down.stride(), shape.rows,
-        HIDDEN=shape.hidden, INNER=shape.inner, BIAS=operands.down_bias is not None, SPLITS=how.splits,
-        BLOCK_M=how.rows, BLOCK_N=down.columns, BLOCK_K=down.depth, GROUP=how.group, SWAP=down.swap,
-        PDL=early, num_warps=down.num_warps, num_stages=down.num_stages, launch_pdl=early,
-    )  # fmt: skip
+    second_gemm(inner, order, table, operands.of_experts, results, shape, how)
     return combine(results, experts, operands.weights, x.dtype, shape, how, early)
+
+
+def first_gemm(
+    x: Tensor, order: Tensor, table: Tensor, weights: ExpertWeights, call: ExpertsCall, shape: Shape, how: Plan
+) -> Tensor:
+    """[positions, I], activated. Rows of `x` are contiguous."""
+    from weaveopt.expert_kernels import kernels
+
+    early, tile = how.early and may_launch_early(x.device), how.gate_up
+    inner = x.new_empty((shape.rows, shape.inner))
+    kernels.gate_up[(how.max_tiles(shape) * -(-shape.inner // tile.columns),)](
+        x, order, table, weights.gate_up, _dense(weights.gate_up_bias, x), inner,
+        x.stride(0), *weights.gate_up.stride(), shape.choices, call.alpha, call.limit,
+        HIDDEN=shape.hidden, INNER=shape.inner, ACT=str(call.activation), CUT=call.limit > 0,
+        GATED=call.gated,
+        INTERLEAVED=call.interleaved, BIAS=weights.gate_up_bias is not None,
+        BLOCK_M=how.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=how.group, SWAP=tile.swap,
+        PDL=early, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=early,
+    )  # fmt: skip
+    return inner
+
+
+def second_gemm(
+    inner: Tensor,
+    order: Tensor,
+    table: Tensor,
+    weights: ExpertWeights,
+    out: Tensor,
+    shape: Shape,
+    how: Plan,
+    rows_of_home: int = 0,
+) -> None:
+    """Into `out` [splits, rows, H]; with `rows_of_home` `out` are addresses, each of that many rows [H]."""
+    from weaveopt.expert_kernels import kernels
+
+    early, tile = how.early and may_launch_early(inner.device), how.down
+    assert not rows_of_home or how.splits == 1, f"{how.splits} splits have no sum at another rank"
+    kernels.down[(how.max_tiles(shape) * -(-shape.hidden // tile.columns), how.splits)](
+        inner, order, table, weights.down, _dense(weights.down_bias, inner), out,
+        *weights.down.stride(), rows_of_home or shape.rows,
+        HIDDEN=shape.hidden, INNER=shape.inner, BIAS=weights.down_bias is not None, SPLITS=how.splits,
+        BLOCK_M=how.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=how.group, SWAP=tile.swap,
+        HOMES=rows_of_home > 0,
+        PDL=early, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=early,
+    )  # fmt: skip
 
 
 def combine(
     results: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype, shape: Shape, how: RowTiles, early: bool
 ) -> Tensor:
     """The weighted sum over choices of `results` [splits, rows, H], in `dtype`. `experts` is contiguous."""
-    from weaveopt.ops.moe_experts import kernels
+    from weaveopt.expert_kernels import kernels
 
     y = results.new_empty((shape.tokens, shape.hidden), dtype=dtype)
     columns = min(how.combine_columns, power_of_two(shape.hidden))
@@ -131,7 +158,7 @@ def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Te
 
 
 def sort_by_triton(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
-    from weaveopt.ops.moe_experts import routing_kernels
+    from weaveopt.expert_kernels import routing_kernels
 
     routing_kernels.route[(shape.experts,)](
         experts, order, table, shape.rows, shape.experts,

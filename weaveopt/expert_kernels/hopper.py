@@ -13,12 +13,13 @@ from operator import or_
 import torch
 
 from weaveopt.errors import WeaveError
+from weaveopt.expert_kernels import gpu
+from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.plan import RowTiles
+from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.mixtures.activation import ActivationName
-from weaveopt.ops.moe_experts import gpu
-from weaveopt.ops.moe_experts.call import ExpertsCall
-from weaveopt.ops.moe_experts.plan import RowTiles
-from weaveopt.ops.moe_experts.shapes import Operands, Shape, checked_shape
+from weaveopt.mixtures.by_expert import ExpertWeights
 
 try:
     from weaveopt import _native
@@ -93,27 +94,37 @@ def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
         return x.new_empty((shape.tokens, shape.hidden))
     experts = operands.experts.contiguous()
     order, table = gpu.route(experts, shape, how, how.early)
-    inner = x.new_empty((shape.rows, shape.inner))
+    routing = routing_of(order, table, shape, how)
+    inner = first_gemm(x, routing, operands.of_experts, call, shape)
     results = x.new_empty((1, shape.rows, shape.hidden))
-    routing = _native.ExpertRouting(order.data_ptr(), table.data_ptr(), shape.rows, how.group)
-    gate = _native.ExpertGate(call.gated, call.interleaved, activation_number(call.activation), call.alpha, call.limit)
-    first_bias, second_bias = (_dense(bias) for bias in (operands.gate_up_bias, operands.down_bias))
-    dtype = _dtype(x)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    bias = dense(operands.down_bias)
     with torch.cuda.device(x.device):
-        _check(
-            _native.experts_gate_up(
-                x.data_ptr(), x.stride(0), shape.hidden, shape.choices, _weight(operands.gate_up, first_bias), routing,
-                gate, inner.data_ptr(), dtype, stream,
-            ), "first", shape,
+        code = _native.experts_down(
+            inner.data_ptr(), shape.inner, weight_of(operands.down, bias), routing, results.data_ptr(), _dtype(x),
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
-        _check(
-            _native.experts_down(
-                inner.data_ptr(), shape.inner, _weight(operands.down, second_bias), routing,
-                results.data_ptr(), dtype, stream,
-            ), "second", shape,
-        )  # fmt: skip
+    expect_taken(code, "second", shape)
     return gpu.combine(results, experts, operands.weights, x.dtype, shape, how, how.early)
+
+
+def routing_of(order: Tensor, table: Tensor, shape: Shape, how: HopperPlan) -> _native.ExpertRouting:
+    return _native.ExpertRouting(order.data_ptr(), table.data_ptr(), shape.rows, how.group)
+
+
+def first_gemm(
+    x: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, call: ExpertsCall, shape: Shape
+) -> Tensor:
+    """[positions, I], activated. Rows of `x` are contiguous."""
+    inner = x.new_empty((shape.rows, shape.inner))
+    gate = _native.ExpertGate(call.gated, call.interleaved, activation_number(call.activation), call.alpha, call.limit)
+    bias = dense(weights.gate_up_bias)
+    with torch.cuda.device(x.device):
+        code = _native.experts_gate_up(
+            x.data_ptr(), x.stride(0), shape.hidden, shape.choices, weight_of(weights.gate_up, bias), routing, gate,
+            inner.data_ptr(), _dtype(x), torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+    expect_taken(code, "first", shape)
+    return inner
 
 
 def activation_number(name: str) -> int:
@@ -121,7 +132,8 @@ def activation_number(name: str) -> int:
     return tuple(ActivationName).index(ActivationName(name))
 
 
-def _check(code: int, which: str, shape: Shape) -> None:
+def expect_taken(code: int, which: str, shape: Shape) -> None:
+    """Raises `WeaveError` where the driver refused a GEMM."""
     if code:
         raise WeaveError(f"moe_experts: the {which} GEMM of {shape} was refused: {_native.cuda_error_text(code)}")
 
@@ -131,11 +143,11 @@ def _dtype(x: Tensor) -> _native.DType:
     return found
 
 
-def _dense(bias: Tensor | None) -> Tensor | None:
+def dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _weight(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
+def weight_of(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
     experts, rows, _ = weight.shape
     of_expert, of_row, of_depth = weight.stride()
     return _native.ExpertWeight(

@@ -1,0 +1,1 @@
+"""What operations on a mixture's experts run on GPUs: routing and GEMMs, how they are launched, and their calls."""

@@ -1,0 +1,212 @@
+"""`expert_exchange` on GPUs of one host: rows into the memory of their experts' ranks, and results into ours.
+
+A call is five kernels or six, one after another on the stream: dispatch, which ends when every rank's rows are here;
+routing of all of them by expert; two GEMMs, of which the second one stores its rows at the ranks that they came from;
+and a sum, which begins when every rank's results are here. Nothing waits for the device and nothing is allocated but
+the call's tensors, so it can be captured in a CUDA graph. Rows between the GEMMs have room for all ranks' choices, as
+nobody knows on the host how many come.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.expert_kernels import gpu, hopper
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
+from weaveopt.expert_kernels.plan import plan
+from weaveopt.expert_kernels.shapes import Operands, Shape
+from weaveopt.fabrics import peer as arena
+from weaveopt.fabrics import watchdog
+from weaveopt.fabrics.peer import PeerArena
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
+from weaveopt.ops.moe_sharded.traffic import Traffic
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.records.site import DTYPE_BYTES
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: arena.of() says so before anything here is needed
+    _native = None  # type: ignore[assignment]
+
+Tensor = torch.Tensor
+VECTOR_BYTES = 16
+"""Rows begin at multiples of it, and are multiples of it."""
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the routing, as the sum reads them."""
+
+
+class PeerSite:
+    """One site, ready to run."""
+
+    __slots__ = ("_arena", "_call", "_counted", "_experts_call", "_homes", "_ids", "_native", "_rows", "_where")
+
+    def __init__(self, call: ExpertExchangeCall, tag: int, memory: PeerArena, where: str) -> None:
+        site = _native.GpuShardedMixtureSite()
+        header = TRAITS[call.fabric].header_bytes
+        for need, field in zip(self.buffers(call), ("dispatch_offset", "combine_offset"), strict=True):
+            buffer = memory.buffer(need.name)
+            if buffer.num_bytes < need.num_bytes:
+                raise ArenaError(
+                    f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "
+                    f"{call.group!r}, which has {buffer.num_bytes} bytes for it"
+                )
+            setattr(site, field, memory.native_offset(buffer.offset))
+        site.tag, site.channel, site.timeout_s = tag, call.channel, call.timeout_s
+        site.max_tokens, site.choices, site.num_experts = call.max_tokens, call.choices, call.num_experts
+        site.hidden, site.dtype = call.hidden, getattr(_native.DType, call.dtype)
+        try:
+            self._native = _native.GpuShardedMixture(memory.native, site)
+        except ValueError as error:
+            raise ArenaError(f"site {call.site}: {error}") from None
+        self._call, self._arena, self._where = call, memory, where
+        act = call.act
+        self._experts_call = ExpertsCall(act.name, act.gated, act.interleaved, act.alpha, act.limit)
+        slots, dtype = call.world * call.max_tokens, getattr(torch, call.dtype)
+        self._rows = memory.tensor(self._native.rows_offset - header, (slots, call.hidden), dtype)
+        self._ids = memory.tensor(self._native.ids_offset - header, (slots, call.choices), torch.int64)
+        self._homes = torch.tensor(self._native.homes, dtype=torch.int64, device=self._rows.device)
+        self._counted = torch.zeros(2, dtype=torch.int64, device=self._rows.device)
+
+    @staticmethod
+    def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
+        """What the call needs in every rank's arena: what all ranks push here, and what comes home.
+
+        Raises `WeaveError` without the native module.
+        """
+        if _native is None:
+            raise WeaveError(
+                "weaveopt was installed without its native part, which knows what its kernels need: build it"
+            )
+        row_bytes = call.hidden * DTYPE_BYTES[call.dtype]
+        needs = _native.gpu_sharded_mixture_needs(call.world, call.max_tokens, call.choices, row_bytes)
+        alignment = TRAITS[Fabric.PEER].buffer_alignment
+        return tuple(Buffer(need.name, need.num_bytes, Lifetime.ARENA, need.fill, alignment) for need in needs)
+
+    @staticmethod
+    def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+        """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
+        memory = arena.of(call.group)
+        if len(memory.group.ranks) != call.world:
+            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(memory.group.ranks)}")
+        if call.max_tokens > watchdog.MAX_TOKENS:
+            raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
+        # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
+        tag = watchdog.tag_of(zlib.crc32(text.encode()))
+        rank = memory.group.ranks[memory.group.rank]
+        site = PeerSite(call, tag, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}")
+        watchdog.name_site(tag, watchdog.NamedSite(op, call.site, call.timeout_s))
+        memory.at_close(forget)
+        return site
+
+    @property
+    def traffic(self) -> Traffic:
+        """Waits for the device."""
+        pushed, came_home = self._counted.tolist()
+        return Traffic(pushed, came_home)
+
+    def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
+        """[tokens, hidden]; None, on all ranks, where there are more tokens than were planned for, or the kernels do
+        not take the weights."""
+        call, tokens = self._call, x.shape[0]
+        check(x, experts, weights, operands, call)
+        if tokens > call.max_tokens and not call.same_tokens:
+            raise WeaveError(
+                f"{self._where}: {tokens} tokens, and {call.max_tokens} were planned for each rank: raise the option "
+                "max_tokens"
+            )
+        slot_tokens = tokens if call.same_tokens else call.max_tokens
+        if slot_tokens == 0:
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+        shape = self._shape(slot_tokens, operands)
+        if tokens > call.max_tokens or not gpu.has_kernels(self._received(slot_tokens, operands), shape):
+            return None
+        with torch.cuda.device(self._arena.device):
+            return self._exchange(x, experts.contiguous(), weights, operands, shape, slot_tokens)
+
+    def _exchange(
+        self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, shape: Shape, slot_tokens: int
+    ) -> Tensor:
+        stream = torch.cuda.current_stream().cuda_stream
+        self.dispatch(x, experts, slot_tokens, stream)
+        received = self._received(slot_tokens, operands)
+        by_hopper = self._call.kernels_at(slot_tokens) == Kernels.HOPPER and not hopper.unsupported(received, shape)
+        (self._through_hopper if by_hopper else self._through_triton)(received, shape, slot_tokens, stream)
+        return self.combine(x, experts, weights, slot_tokens, stream)
+
+    def dispatch(self, x: Tensor, experts: Tensor, slot_tokens: int, stream: int) -> None:
+        """Ends on the device when the rows of all ranks have come. `experts` is contiguous.
+
+        Raises why nothing can run here any more.
+        """
+        self._arena.begin_call()
+        if x.stride(1) != 1 or (x.data_ptr() | x.stride(0) * x.element_size()) % VECTOR_BYTES:
+            x = x.clone(memory_format=torch.contiguous_format)
+        self._check(
+            self._native.dispatch(
+                x.shape[0], slot_tokens, x.data_ptr(), x.stride(0), experts.data_ptr(), self._counted.data_ptr(), stream
+            )
+        )
+
+    def combine(self, x: Tensor, experts: Tensor, weights: Tensor, slot_tokens: int, stream: int) -> Tensor:
+        """The sum over the choices of tokens like `x`, once the rows of all ranks have come.
+
+        Raises why nothing can run here any more.
+        """
+        self._arena.begin_call()
+        factors = weights if weights.dtype in _WEIGHTS else weights.float()
+        factors = factors.contiguous()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kind = getattr(_native.DType, str(factors.dtype).removeprefix("torch."))
+        self._check(
+            self._native.combine(
+                x.shape[0], slot_tokens, experts.data_ptr(), factors.data_ptr(), kind, out.data_ptr(), stream
+            )
+        )
+        return out
+
+    def _through_triton(self, received: Operands, shape: Shape, slot_tokens: int, stream: int) -> None:
+        how = replace(plan(shape, gpu.num_sms(received.x.device), self._call.gated), splits=1)
+        early = how.early and gpu.may_launch_early(received.x.device)
+        order, table = gpu.route(received.experts, shape, how, early)
+        weights = received.of_experts
+        inner = gpu.first_gemm(received.x, order, table, weights, self._experts_call, shape, how)
+        gpu.second_gemm(inner, order, table, weights, self._homes, shape, how, slot_tokens * shape.choices)
+
+    def _through_hopper(self, received: Operands, shape: Shape, slot_tokens: int, stream: int) -> None:
+        how = hopper.plan(shape)
+        order, table = gpu.route(received.experts, shape, how, how.early)
+        weights, routing = received.of_experts, hopper.routing_of(order, table, shape, how)
+        inner = hopper.first_gemm(received.x, routing, weights, self._experts_call, shape)
+        bias = hopper.dense(weights.down_bias)
+        code = self._native.down(
+            slot_tokens, inner.data_ptr(), shape.inner, hopper.weight_of(weights.down, bias), routing, stream
+        )
+        hopper.expect_taken(code, "second", shape)
+
+    def _received(self, slot_tokens: int, operands: ExpertWeights) -> Operands:
+        """What came, as one rank's tokens; there are no routing weights here."""
+        slots = self._call.world * slot_tokens
+        ids = self._ids[:slots]
+        return Operands(self._rows[:slots], ids, ids, *operands)
+
+    def _shape(self, slot_tokens: int, operands: ExpertWeights) -> Shape:
+        """Of the experts' kernels: all ranks' tokens, of which nobody knows here which ones came."""
+        call, gate_up = self._call, operands.gate_up
+        transposed = gate_up.stride(1) == 1 != gate_up.stride(2)
+        return Shape(
+            call.world * slot_tokens, call.choices, call.num_experts, call.hidden, operands.down.shape[2], transposed
+        )
+
+    def _check(self, code: int) -> None:
+        if code:
+            watchdog.fail(
+                self._arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}"
+            )

@@ -1,0 +1,15 @@
+"""What a bound `expert_exchange` has moved."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Traffic(NamedTuple):
+    """Rows between this rank and others since the site was bound."""
+
+    dispatched: int
+    """Of this rank's tokens, pushed to others."""
+    returned: int
+    """Results: on CPU ranks those that this one's experts sent home, on GPUs those that came home to this one. Over
+    all ranks it is the same."""
