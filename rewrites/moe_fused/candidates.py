@@ -27,6 +27,8 @@ from weaveopt.sites.mixture import MixtureFacts
 from weaveopt.solver.boundaries import runs
 
 RULE = "moe_fused"
+EXPERTS = "experts"
+"""The term of the kernels' time."""
 BY_EXPERT, KERNELS, HOPPER = "by_expert", "kernels", "hopper"
 HALVES = ("bfloat16", "float16")
 ROW_MULTIPLE = 8
@@ -94,7 +96,7 @@ def candidates(
             message = "the profile holds no time of these kernels: measure it with `weaveopt calibrate`"
             reasons = (Rejection("not_measured", message, (("profile", machine.name), ("dtype", facts.dtype))),)
         if us is not None:
-            estimate = Estimate((Term(RULE, us + host_us(machine)),), machine.relative_error)
+            estimate = Estimate((Term(EXPERTS, us + host_us(machine)),), machine.relative_error)
             several = CURVES[variant] == fastest and not tokens.is_static
             table = _by_tokens(machine, facts, transposed, tokens, tuple(able)) if several else ()
             yield Candidate(RULE, Fabric.LIBRARY, variant, parameters, estimate, table=table)

@@ -55,7 +55,7 @@ def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("explain llama-3.3-70b --ep 8", "no expert-parallel plan for llama"),
         ("explain gpt-oss-120b --tp 8", "no tensor-parallel plan for gpt_oss; it has an expert-parallel plan"),
         ("explain mixtral-8x22b --tp 2 --ep 4", "same number twice"),
-        ("explain llama-3.3-70b --tp 1", "at least 2"),
+        ("explain llama-3.3-70b --tp -1", "--tp -1"),
         ("explain llama-3.3-70b --tp 0", "--tp 0"),
         ("explain llama-3.3-70b --tp eight", "invalid int value"),
         ("explain llama-3.3-70b --tp 8 --batch 0", "--batch 0: expected at least 1"),

@@ -17,6 +17,7 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision, Report
 from weaveopt.reporting import document as report_json
 from weaveopt.reporting.memory import routing_lines
+from weaveopt.reporting.timeline import total
 
 EMBEDDING = 1
 """All-reduces behind the embedding, which is shared by vocabulary."""
@@ -43,6 +44,15 @@ def _assert_complete(decision: Decision) -> None:
     for candidate in decision.alternatives:
         assert candidate.estimate is not None or candidate.rejections, candidate
         assert all(r.code and r.message for r in candidate.rejections)
+
+
+def test_one_rank_has_local_sites_and_no_communication(tmp_path: Path) -> None:
+    report = _explain("qwen3-235b-a22b --tp 1 --batch 8 --phase decode --machine h200x4", tmp_path)
+    (graph,) = report.graphs
+    assert report.world == 1 and {each.site.kind for each in graph.decisions} == {"attention", "mixture"}
+    assert all(each.rewritten and not each.site.groups for each in graph.decisions)
+    for fused in (False, True):
+        assert total(graph, fused).us > 0 and total(graph, fused).exposed_us == 0
 
 
 def test_llama_70b_accounts_for_every_all_reduce(tmp_path: Path) -> None:

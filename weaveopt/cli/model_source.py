@@ -157,8 +157,8 @@ def check(source: Source, request: Request) -> None:
             f"--tp {request.tp} --ep {request.ep}: in transformers the experts' ranks are those that share a batch; "
             "give the same number twice, or only one of them"
         )
-    if world < 2:
-        raise CaptureError("one rank alone has no communication to rewrite; give --tp (or --ep) of at least 2")
+    if world < 1:
+        raise CaptureError(f"{world} ranks: give --tp (or --ep) of at least 1")
     if world % request.nodes:
         raise CaptureError(f"{world} ranks cannot be spread evenly over --nodes {request.nodes}")
     for size in SIZES:
@@ -170,7 +170,8 @@ def check(source: Source, request: Request) -> None:
         raise CaptureError(f"{name}: its configuration has no num_hidden_layers; expected a decoder-only text model")
     if request.layers is not None and not 1 <= request.layers <= total:
         raise CaptureError(f"--layers {request.layers}: {name} has {total}")
-    _check_plan(source, request)
+    if world > 1:
+        _check_plan(source, request)
 
 
 def _check_plan(source: Source, request: Request) -> None:

@@ -111,10 +111,12 @@ def sharding(request: Request) -> str:
     return _parallelism(request)[1]
 
 
-def _parallelism(request: Request) -> tuple[DistributedConfig, str]:
+def _parallelism(request: Request) -> tuple[DistributedConfig | None, str]:
     """What transformers is asked for, and a sentence on it."""
     from transformers.distributed import DistributedConfig
 
+    if request.world == 1:
+        return None, "one rank, nothing sharded"
     if not request.ep:
         return DistributedConfig(tp_size=request.world, tp_plan="auto"), f"tensor parallel over {request.world} ranks"
     shard = DistributedConfig(tp_size=request.world, ep_size=request.world)
@@ -145,11 +147,14 @@ def capture(
         try:
             on_step(f"building {plan.captured} of {plan.total} layers")
             distributed, _ = _parallelism(request)
-            distributed, _, mesh = model_class.prepare_distribute_model(distributed)
+            mesh = None
+            if distributed is not None:
+                distributed, _, mesh = model_class.prepare_distribute_model(distributed)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
             stack.enter_context(torch.no_grad())
             model = build(config, torch.device("cpu"), request.dtype)
-            model = model.maybe_distribute_model(model, distributed, mesh)
+            if distributed is not None:
+                model = model.maybe_distribute_model(model, distributed, mesh)
             # In the order of from_pretrained: shared weights are joined after they were sharded.
             model.tie_weights()
             cache = _filled_cache(model, config, request) if request.phase == "decode" else None
