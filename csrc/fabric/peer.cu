@@ -115,9 +115,9 @@ bool has_code(int32_t device) {
 PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t rank, int32_t device, int64_t num_bytes,
                      const std::vector<Fill>& fills)
     : bases_(std::move(bases)), multicast_(multicast), rank_(rank), num_bytes_(num_bytes), maker_(getpid()) {
-    if (bases_.size() < 2 || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
+    if (bases_.empty() || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
         throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(bases_.size()) +
-                                 ": a peer group has 2 to " + std::to_string(kMaxWorld) + " ranks");
+                                 ": a peer group has 1 to " + std::to_string(kMaxWorld) + " ranks");
     for (const Fill& fill : fills)
         expect_inside(fill, num_bytes);
     const DeviceGuard guard(device);
