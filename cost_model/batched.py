@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from math import ceil
+from bisect import bisect_right
+from math import ceil, log2
 
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us
-from weaveopt.cost_model.machine import Machine
+from weaveopt.cost_model.machine import CompiledCosts, Machine
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
@@ -36,12 +37,29 @@ def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> f
     """`gemm.m` rows in all, each times the `[k, n]` weights of its expert, on one rank, in microseconds.
 
     Only the weights of experts that get rows are read. Taken as one GEMM of the same work (`same_work`), times
-    what the machine's grouped kernel takes more.
+    what the machine's grouped kernel takes more: much of it where experts have few rows, little where they have many.
     """
     if gemm.m <= 0 or experts <= 0:
         return 0.0
-    grouped = 1.0 if machine.compiled is None else machine.compiled.grouped
-    return gemm_us(machine, same_work(num_active_experts(experts, gemm.m, machine.skew), gemm), dtype) * grouped
+    active = num_active_experts(experts, gemm.m, machine.skew)
+    slowdown = 1.0 if machine.compiled is None else grouped_slowdown(machine.compiled, gemm.m / active)
+    return gemm_us(machine, same_work(active, gemm), dtype) * slowdown
+
+
+def grouped_slowdown(costs: CompiledCosts, rows: float) -> float:
+    """Of a grouped GEMM against one GEMM of the same work, where an expert has `rows` rows: straight between two points
+    over the logarithm of the rows, and as at the ends beyond them."""
+    points = costs.grouped_rows
+    if not points:
+        return costs.grouped
+    if rows <= points[0].rows:
+        return points[0].times
+    if rows >= points[-1].rows:
+        return points[-1].times
+    right = bisect_right(points, rows, key=lambda point: point.rows)
+    low, high = points[right - 1], points[right]
+    share = log2(rows / low.rows) / log2(high.rows / low.rows)
+    return low.times + share * (high.times - low.times)
 
 
 def same_work(active: int, gemm: Gemm) -> Gemm:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weaveopt.cost_model.machine import FabricCosts, KernelCurve, Machine, Point, Rate, Samples, SizePoint
+from weaveopt.cost_model.machine import (
+    CompiledCosts,
+    FabricCosts,
+    KernelCurve,
+    Machine,
+    Point,
+    Rate,
+    Samples,
+    SizePoint,
+    Slowdown,
+)
 from weaveopt.cost_model.records import walk
 from weaveopt.cost_model.validate import refuse
 
@@ -20,7 +30,9 @@ def check(file: str, machine: Machine) -> None:
         points, size = getattr(record, "points", ()), "size" if isinstance(record, KernelCurve) else "bytes"
         _check_points(file, f"{field}.points", points, size)
         _check_rates(file, f"{field}.rates", getattr(record, "rates", ()))
-        if isinstance(record, Samples):
+        if isinstance(record, CompiledCosts):
+            _check_slowdowns(file, f"{field}.grouped_rows", record.grouped_rows)
+        elif isinstance(record, Samples):
             _check_samples(file, field, record)
         elif isinstance(record, FabricCosts):
             _check_curves(file, f"{field}.curves", record)
@@ -46,6 +58,13 @@ def _check_rates(file: str, where: str, rates: Sequence[Rate]) -> None:
     for index in range(1, len(rates)):
         if rates[index].m <= rates[index - 1].m:
             refuse(file, f"{where}[{index}].m", rates[index].m, f"more than the row before ({rates[index - 1].m})")
+
+
+def _check_slowdowns(file: str, where: str, slowdowns: Sequence[Slowdown]) -> None:
+    for index in range(1, len(slowdowns)):
+        before, rows = slowdowns[index - 1].rows, slowdowns[index].rows
+        if rows <= before:
+            refuse(file, f"{where}[{index}].rows", rows, f"more than the row before ({before})")
 
 
 def _check_samples(file: str, where: str, samples: Samples) -> None:

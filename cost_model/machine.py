@@ -271,6 +271,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Slowdown:
+    """Time of a grouped GEMM, of one GEMM's of the same work, where an expert has `rows` rows."""
+
+    rows: int
+    times: float
+
+
+@dataclass(frozen=True)
 class CompiledCosts:
     """What kernels of compiled graphs take beyond what is known of their arithmetic and traffic."""
 
@@ -280,6 +288,8 @@ class CompiledCosts:
     device, or a CUDA graph replays without it."""
     grouped: float = 1.0
     """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work."""
+    grouped_rows: tuple[Slowdown, ...] = ()
+    """The same by the rows of an expert, fewest first; empty: `grouped` for any."""
 
 
 @dataclass(frozen=True)

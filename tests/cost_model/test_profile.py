@@ -202,6 +202,8 @@ CASES = [
     ("memory.bytes_per_s", ..., "field memory.bytes_per_s: found nothing, expected a number > 0"),
     ("memory.floor_us", float("nan"), "field memory.floor_us: found NaN, expected a finite number"),
     ("memory.floor_us", float("inf"), "field memory.floor_us: found Infinity, expected a finite number"),
+    ("compiled.grouped_rows[1].rows", 1, "grouped_rows[1].rows: found 1, expected more than the row before (1)"),
+    ("compiled.grouped_rows[0].times", 0, "compiled.grouped_rows[0].times: found 0, expected a number > 0"),
     ("ranks_per_host", 0, "field ranks_per_host: found 0, expected a number >= 1"),
     ("ranks_per_host", 2.5, "field ranks_per_host: found 2.5, expected an integer"),
     ("relative_error", 1.0, "field relative_error: found 1.0, expected a number < 1"),

@@ -32,7 +32,8 @@ CALLS = 3
 def run_case(gpu: Gpu, case: Case, shape: tuple[int, int, int], dtype: str, cut: tuple[int, int, int]) -> int:
     tokens, hidden, k = shape
     kind, owned = getattr(torch, dtype), gpu.num_owned
-    call = make_call(case, hidden, dtype, 1, (BULK.row(2 * tokens + 2),))
+    # The bulk kernel's buffers of two ranks, which have room for this one's.
+    call = make_call(case, hidden, dtype, 2, (BULK.row(2 * tokens + 2),))
     random = torch.Generator().manual_seed(tokens)
     a = torch.randn(tokens, k, generator=random).to(kind)
     weight = (torch.randn(hidden, k, generator=random) / k**0.5).to(kind)

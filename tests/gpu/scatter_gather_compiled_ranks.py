@@ -6,9 +6,7 @@ by plain torch from all ranks' inputs, which are -1, 0 and 1: nothing is rounded
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch import Tensor
 import weaveopt
 from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
+from tests.gpu.profiles import written_once
 from tests.gpu.scatter_gather_ranks import equal, small
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
@@ -34,7 +33,7 @@ EARLY = (("all_gather_gemm", "pushed"), ("gemm_reduce_scatter", "tiles"))
 LATE = (("all_gather_gemm", "copies"), ("gemm_reduce_scatter", "partials"))
 
 
-def profile(folder: Path, early: bool) -> str:
+def profile(early: bool) -> str:
     base, world = cost_model.load("h200x4"), dist.get_world_size()
     if early:
         pushed, tiles = GatherCut(256, 1, 2, 2), TileCut(256, 1, 4, True)
@@ -55,9 +54,7 @@ def profile(folder: Path, early: bool) -> str:
         replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
         for each in base.fabric_costs
     )
-    path = folder / f"short{early}.json"
-    path.write_text(cost_model.dumps(replace(base, name="short", fabric_costs=costs)))
-    return str(path)
+    return written_once(replace(base, name=f"short{early}", fabric_costs=costs))
 
 
 def compiled(place: Place, machine: str, early: bool, cuda_graphs: bool) -> None:
@@ -94,9 +91,9 @@ def compiled(place: Place, machine: str, early: bool, cuda_graphs: bool) -> None
 
 def program(place: Place) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+    with torch.no_grad():
         for early in (True, False):
-            machine = profile(Path(folder), early)
+            machine = profile(early)
             for cuda_graphs in (False, True):
                 compiled(place, machine, early, cuda_graphs)
     print("compiled blocks agree", flush=True)

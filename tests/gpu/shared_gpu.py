@@ -33,8 +33,8 @@ def share_gpus() -> None:
     set_device, init = torch.cuda.set_device, dist.init_process_group
     announcement = peer._announcement
 
-    def set_shared_device(device: int | torch.device) -> None:
-        index = device if isinstance(device, int) else device.index
+    def set_shared_device(device: torch.device | str | int | None) -> None:
+        index = device if isinstance(device, int) else torch.device(device or "cuda:0").index
         set_device((index or 0) % count)
 
     def init_with_gloo(backend: str | None = None, *arguments: Any, **options: Any) -> None:

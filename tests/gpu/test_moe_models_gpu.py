@@ -6,6 +6,7 @@ import copy
 import gc
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -77,6 +78,11 @@ def prompt(batch: int, length: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 512, (batch, length), device="cuda", generator=random)
 
 
+def logits_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(tokens, use_cache=False).logits
+    return logits
+
+
 def errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     """Of the positions' logits, relative to the exact ones: the median, and how many are off by a tenth or more.
 
@@ -121,7 +127,7 @@ def test_captured_graphs_read_other_tokens(family: str) -> None:
     compiled = torch.compile(model, backend="weave", options=OPTIONS, dynamic=False)  # type: ignore[call-overload]
     for batch, length in ((32, 1), (1, 600)):
         tokens = prompt(batch, length, 1)
-        graph, result = captured(lambda tokens=tokens: compiled(tokens, use_cache=False).logits)
+        graph, result = captured(partial(logits_of, compiled, tokens))
         for seed in (2, 3):
             tokens.copy_(prompt(batch, length, seed))
             graph.replay()

@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ import weaveopt
 from tests import forms
 from tests.gpu.gemm_ranks import DEPTH, inputs_of, run_op
 from tests.gpu.op_cases import BULK, TIMEOUT_S, Case, make_call
+from tests.gpu.profiles import written_once
 from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt import _native, cost_model
 from weaveopt.cost_model.machine import Curve, Point
@@ -159,7 +158,7 @@ def sharded(rank: int) -> None:
             assert_close(result, expected, LIBRARY, "sums that stay sharded", torch.bfloat16)
 
 
-def profile(folder: Path) -> str:
+def profile() -> str:
     """h200x4 with times of the kernel that nobody measured: so short that it is chosen wherever it can run."""
     base = cost_model.load("h200x4")
     curves = tuple(
@@ -171,9 +170,7 @@ def profile(folder: Path) -> str:
         replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
         for each in base.fabric_costs
     )
-    path = folder / "short.json"
-    path.write_text(cost_model.dumps(replace(base, name="short", fabric_costs=costs)))
-    return str(path)
+    return written_once(replace(base, name="short", fabric_costs=costs))
 
 
 def compiled(rank: int) -> None:
@@ -194,22 +191,21 @@ def compiled(rank: int) -> None:
             x = forms.rms(residual, norm) @ up.t()
         return x, residual
 
-    with tempfile.TemporaryDirectory() as folder:
-        machine = profile(Path(folder))
-        for cuda_graphs in (False, True):
-            torch._dynamo.reset()
-            options = {
-                "machine": machine, "strict": True, "timeout_s": 30.0, "cuda_graphs": cuda_graphs, "disable": [OTHER],
-            }  # fmt: skip
-            run = torch.compile(block, backend="weave", options=options)  # type: ignore[call-overload]
-            for _ in range(4):
-                x, residual = random(tokens, DEPTH, generator=own), random(tokens, hidden, generator=shared)
-                for got, want in zip(run(x, residual), block(x, residual), strict=True):
-                    assert_close(got, want, LIBRARY, f"cuda_graphs={cuda_graphs}")
-            first, second = (each.chosen for each in weaveopt.report().graphs[-1].decisions)
-            assert first.choice == second.choice == RULE
-            # The second sum is read whole: its norm may stay in the graph.
-            assert first.variant == TILES and second.variant.startswith(TILES), (first.variant, second.variant)
+    machine = profile()
+    for cuda_graphs in (False, True):
+        torch._dynamo.reset()
+        options = {
+            "machine": machine, "strict": True, "timeout_s": 30.0, "cuda_graphs": cuda_graphs, "disable": [OTHER],
+        }  # fmt: skip
+        run = torch.compile(block, backend="weave", options=options)  # type: ignore[call-overload]
+        for _ in range(4):
+            x, residual = random(tokens, DEPTH, generator=own), random(tokens, hidden, generator=shared)
+            for got, want in zip(run(x, residual), block(x, residual), strict=True):
+                assert_close(got, want, LIBRARY, f"cuda_graphs={cuda_graphs}")
+        first, second = (each.chosen for each in weaveopt.report().graphs[-1].decisions)
+        assert first.choice == second.choice == RULE
+        # The second sum is read whole: its norm may stay in the graph.
+        assert first.variant == TILES and second.variant.startswith(TILES), (first.variant, second.variant)
 
 
 def main() -> None:

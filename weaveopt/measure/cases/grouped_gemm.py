@@ -11,7 +11,7 @@ import torch
 
 from weaveopt.cost_model.batched import same_work
 from weaveopt.cost_model.gemm import Gemm
-from weaveopt.cost_model.machine import CompiledCosts
+from weaveopt.cost_model.machine import CompiledCosts, Slowdown
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import guess_us
 from weaveopt.measure.clock import Clock, Sample, slowest
@@ -33,7 +33,9 @@ class GroupedCase:
         return same_work(self.experts, Gemm(self.rows, self.k, self.n))
 
 
-CASES = tuple(GroupedCase(8, rows, k, n) for k, n in ((4096, 7168), (3584, 4096)) for rows in (64, 512, 2048, 8192))
+CASES = tuple(
+    GroupedCase(8, rows, k, n) for k, n in ((4096, 7168), (3584, 4096)) for rows in (16, 64, 512, 2048, 8192, 32768)
+)
 """Experts of mixtures as ranks hold them, from few rows each to many."""
 
 
@@ -90,4 +92,13 @@ class GroupedGemms(Family):
             samples = [sample for pair in self.times.values() for sample in pair]
             what = "grouped GEMMs of 8 experts against one of the same work, bfloat16"
             origin = draft.origin("compiled", samples, what)
-            draft.compiled = CompiledCosts(origin, grouped=round(grouped_slowdown(self.times.values()), 3))
+            counts = sorted({case.rows // case.experts for case in self.times})
+            by_rows = tuple(
+                Slowdown(
+                    count,
+                    round(grouped_slowdown(t for c, t in self.times.items() if c.rows // c.experts == count), 3),
+                )
+                for count in counts
+            )
+            whole = round(grouped_slowdown(self.times.values()), 3)
+            draft.compiled = CompiledCosts(origin, grouped=whole, grouped_rows=by_rows)
