@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
 
+from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.curve import at_row, interpolate_us
 from weaveopt.cost_model.depths import at_depth_us
-from weaveopt.cost_model.machine import Curve, Point
+from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.records.candidate import Fabric, Values
 
+C = TypeVar("C")
+"""How a kernel is cut: each operation's own."""
+ByDepth = Mapping[int, tuple[Curve, ...]]
+"""Curves of one kernel by depth: one for each length of rows."""
 Waves = Callable[[int, int, int], int]
 """How many tiles the busiest cluster computes one after the other, of (rows, elements of a row, depth); 0: unknown."""
 
@@ -27,9 +35,58 @@ class Message:
         return self.tokens * self.row * self.element_bytes
 
 
-def overlapped_us(
-    by_depth: Mapping[int, tuple[Curve, ...]], message: Message, depth: int, waves: Waves
-) -> float | None:
+@dataclass(frozen=True)
+class Kernels(Generic[C]):
+    """What a profile keeps of an operation's kernels with so many ranks; other numbers of ranks tell nothing of it."""
+
+    machine: str
+    world: int
+    depth: str
+    """What the operation calls the depth: `k` or `n`."""
+    by_cut: Mapping[C, ByDepth]
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """Why no kernel's time is known: a stable code, one sentence, and the values that decided it."""
+
+    code: str
+    message: str
+    values: Values
+
+
+def kernels_of(
+    machine: Machine, fabric: Fabric, world: int, op: str, depth: str, parse: Callable[[str], tuple[C, int] | None]
+) -> Kernels[C]:
+    """By `parse`: the cut and depth of the curve of a variant; None: of other kernels of the operation."""
+    found: dict[C, dict[int, tuple[Curve, ...]]] = {}
+    for curve in fabric_costs(machine, fabric).curves_of(op) if fabric in machine.fabrics else ():
+        parsed = parse(curve.variant)
+        if parsed is not None and curve.world == world:
+            by_depth = found.setdefault(parsed[0], {})
+            by_depth[parsed[1]] = (*by_depth.get(parsed[1], ()), curve)
+    return Kernels(machine.name, world, depth, found)
+
+
+def fastest(
+    kernels: Kernels[C], message: Message, depth: int, waves: Callable[[C, int, int, int], int]
+) -> tuple[C, float] | Unmeasured:
+    """The cut that is predicted fastest, and its time; `waves`: as `Waves`, of a cut."""
+    if not kernels.by_cut:
+        where = (("machine", kernels.machine), ("world", kernels.world))
+        return Unmeasured("not_measured", "the kernel was not measured on the machine with so many ranks", where)
+    found: list[tuple[C, float]] = []
+    for cut, by_depth in kernels.by_cut.items():
+        us = overlapped_us(by_depth, message, depth, partial(waves, cut))
+        if us is not None:
+            found.append((cut, us))
+    if not found:
+        sizes = (("bytes", message.bytes), (kernels.depth, depth))
+        return Unmeasured("beyond_measured", "the kernel was not measured at this size, and is not used there", sizes)
+    return min(found, key=lambda each: each[1])
+
+
+def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> float | None:
     """At `depth`, from curves of one kernel by depth: one for each length of rows. What is called depth is the size of
     the GEMM that rows do not tell: k where its results are exchanged, n where its input is.
 

@@ -5,14 +5,12 @@ The time is not modelled: a profile keeps that of the gather with one GEMM, see 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us
-from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.machine import Curve
-from weaveopt.cost_model.overlapped import Message, overlapped_us
+from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.all_gather_gemm.cut import OP, TILE_DTYPES, Cut, parse_variant
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
@@ -27,8 +25,6 @@ except ImportError:  # built without it: size_refused() says so
 
 ROW_ALIGNMENT = 8
 """Elements: TMA moves rows that begin at multiples of 16 bytes."""
-Curves = Mapping[Cut, Mapping[int, tuple[Curve, ...]]]
-"""By cut and columns of the GEMM: one for each length of rows."""
 
 
 def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
@@ -72,21 +68,17 @@ def price(
     model's own error is charged for all of it: the GEMMs are not the graph's, so what is wrong with their price need
     not be with these ones'.
     """
-    known = curves_of(machine, fabric, world)
-    if not known:
-        values = (("machine", machine.name), ("world", world))
-        return Rejection("not_measured", "the kernel was not measured on the machine with so many ranks", values)
-    first = gemms[0]
+    first, units = gemms[0], num_units(machine, dtype)
     message = Message(first.m, first.k, DTYPE_BYTES[dtype])
-    found: list[tuple[Cut, float]] = []
-    for cut, by_width in known.items():
-        us = _kernel_us(machine, message, first.n, dtype, world, cut, by_width)
-        if us is not None:
-            found.append((cut, us))
-    if not found:
-        sizes = (("bytes", message.bytes), ("n", first.n))
-        return Rejection("beyond_measured", "the kernel was not measured at this size, and is not used there", sizes)
-    cut, us = min(found, key=lambda each: each[1])
+
+    def waves(cut: Cut, tokens: int, _: int, columns: int) -> int:
+        sizes = tokens, columns, cut.tile_columns, cut.spare_ctas, world, units
+        return 0 if _native is None else _native.product_waves(*sizes)
+
+    found = fastest(known_kernels(machine, fabric, world), message, first.n, waves)
+    if isinstance(found, Unmeasured):
+        return Rejection(found.code, found.message, found.values)
+    cut, us = found
     multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
     terms = (
         Term("gemm", sum(multiplied_us)),
@@ -98,30 +90,6 @@ def price(
 
 
 @cache
-def curves_of(machine: Machine, fabric: Fabric, world: int) -> Curves:
-    """What the profile keeps of the kernel with so many ranks; other numbers of ranks tell nothing of it."""
-    if fabric not in machine.fabrics:
-        return {}
-    found: dict[Cut, dict[int, tuple[Curve, ...]]] = {}
-    for curve in fabric_costs(machine, fabric).curves_of(OP):
-        cut, width = parse_variant(curve.variant)
-        if curve.world == world:
-            by_width = found.setdefault(cut, {})
-            by_width[width] = (*by_width.get(width, ()), curve)
-    return found
-
-
-def _kernel_us(
-    machine: Machine, message: Message, width: int, dtype: str, world: int, cut: Cut,
-    by_width: Mapping[int, tuple[Curve, ...]],
-) -> float | None:  # fmt: skip
-    units = num_units(machine, dtype)
-
-    def waves(tokens: int, _: int, columns: int) -> int:
-        return (
-            0
-            if _native is None
-            else _native.product_waves(tokens, columns, cut.tile_columns, cut.spare_ctas, world, units)
-        )
-
-    return overlapped_us(by_width, message, width, waves)
+def known_kernels(machine: Machine, fabric: Fabric, world: int) -> Kernels[Cut]:
+    """By columns of the GEMM: they are what rows do not tell."""
+    return kernels_of(machine, fabric, world, OP, "n", parse_variant)

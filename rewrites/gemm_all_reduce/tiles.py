@@ -5,19 +5,17 @@ Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from weaveopt.cost_model import Machine, gemm_us, host_us
-from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.machine import MEASURED, Curve
-from weaveopt.cost_model.overlapped import Message, overlapped_us
+from weaveopt.cost_model.machine import MEASURED
+from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_all_reduce.call import WeightLayout
 from weaveopt.ops.gemm_all_reduce.cut import OP, TILE_DTYPES, Cut, HandsOut, parse_variant
-from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term, Values
+from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.norm import NormKind
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.reductions.eligible import ROW_ALIGNMENT
@@ -31,8 +29,6 @@ except ImportError:  # built without it: size_rejections() says so
     _native = None  # type: ignore[assignment]
 
 SYMBOLIC = Rejection("symbolic_tokens", "the kernel is planned for one token count, and this graph's is symbolic")
-Curves = Mapping[Cut, Mapping[int, tuple[Curve, ...]]]
-"""By cut and depth: one for each length of rows."""
 
 
 @dataclass(frozen=True)
@@ -101,37 +97,32 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
     graph's, so what is wrong with its price need not be with this one's.
     """
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
-    known = curves_of(machine, fabric, workload.world, HandsOut.NORM if workload.has_norm else HandsOut.SUM)
-    if not known:
-        values: Values = (("machine", machine.name), ("world", workload.world))
-        return Rejection("not_measured", "the kernel was not measured on the machine with so many ranks", values)
-    named = dict(machine.origins)
-    gathered_us = gather_us(machine, workload, fabric)
-    found = []
-    for cut, by_depth in known.items():
-        us = _kernel_us(machine, workload, cut, by_depth)
-        if us is not None:
-            origins = {named[curve.origin].kind for curves in by_depth.values() for curve in curves}
-            estimate = _estimate(machine, workload, us, gathered_us)
-            found.append(Priced(cut, estimate, gathered_us, origins == {MEASURED}))
-    if found:
-        return min(found, key=lambda each: each.estimate.us)
-    values = (("bytes", workload.message_bytes), ("k", workload.gemm.k))
-    return Rejection("beyond_measured", "the kernel was not measured at this size, and is not used there", values)
+    kernels = known_kernels(machine, fabric, workload.world, HandsOut.NORM if workload.has_norm else HandsOut.SUM)
+    units = num_units(machine, workload.dtype)
+
+    def waves(cut: Cut, tokens: int, hidden: int, _: int) -> int:
+        sizes = tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units
+        return 0 if _native is None else _native.product_waves(*sizes)
+
+    message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])
+    found = fastest(kernels, message, workload.gemm.k, waves)
+    if isinstance(found, Unmeasured):
+        return Rejection(found.code, found.message, found.values)
+    cut, us = found
+    named, gathered_us = dict(machine.origins), gather_us(machine, workload, fabric)
+    origins = {named[curve.origin].kind for curves in kernels.by_cut[cut].values() for curve in curves}
+    return Priced(cut, _estimate(machine, workload, us, gathered_us), gathered_us, origins == {MEASURED})
 
 
 @cache
-def curves_of(machine: Machine, fabric: Fabric, world: int, hands_out: HandsOut) -> Curves:
-    """What the profile keeps of the kernel with so many ranks; other numbers of ranks tell nothing of it."""
-    if fabric not in machine.fabrics:
-        return {}
-    found: dict[Cut, dict[int, tuple[Curve, ...]]] = {}
-    for curve in fabric_costs(machine, fabric).curves_of(OP):
-        measured = parse_variant(curve.variant)
-        if curve.world == world and measured.hands_out is hands_out:
-            by_depth = found.setdefault(measured.cut, {})
-            by_depth[measured.depth] = (*by_depth.get(measured.depth, ()), curve)
-    return found
+def known_kernels(machine: Machine, fabric: Fabric, world: int, hands_out: HandsOut) -> Kernels[Cut]:
+    """Those that hand out these rows."""
+
+    def parse(variant: str) -> tuple[Cut, int] | None:
+        found = parse_variant(variant)
+        return (found.cut, found.depth) if found.hands_out is hands_out else None
+
+    return kernels_of(machine, fabric, world, OP, "k", parse)
 
 
 def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_us: float) -> Estimate:
@@ -144,21 +135,3 @@ def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_u
         Term("host", host_us(machine) * slowdown),
     )
     return Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
-
-
-def _kernel_us(
-    machine: Machine, workload: Workload, cut: Cut, by_depth: Mapping[int, tuple[Curve, ...]]
-) -> float | None:
-    """None where it was not measured at such a size."""
-    assert workload.gemm is not None, "a site without a GEMM has no tiles"
-    units = num_units(machine, workload.dtype)
-
-    def waves(tokens: int, hidden: int, _: int) -> int:
-        return (
-            0
-            if _native is None
-            else _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units)
-        )
-
-    message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])
-    return overlapped_us(by_depth, message, workload.gemm.k, waves)

@@ -5,14 +5,12 @@ Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us
-from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.machine import Curve
-from weaveopt.cost_model.overlapped import Message, overlapped_us
+from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_reduce_scatter.cut import OP, TILE_DTYPES, Cut, parse_variant
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
@@ -27,8 +25,6 @@ except ImportError:  # built without it: size_refused() says so
 
 ROW_ALIGNMENT = 8
 """Elements: TMA moves rows that begin at multiples of 16 bytes."""
-Curves = Mapping[Cut, Mapping[int, tuple[Curve, ...]]]
-"""By cut and depth: one for each length of rows."""
 
 
 def form_refused(facts: ScatterFacts, form: Form) -> tuple[Rejection, ...]:
@@ -77,20 +73,17 @@ def price(machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int) 
     error is charged for all of it: the GEMM is not the graph's, so what is wrong with its price need not be with this
     one's.
     """
-    known = curves_of(machine, fabric, world)
-    if not known:
-        values = (("machine", machine.name), ("world", world))
-        return Rejection("not_measured", "the kernel was not measured on the machine with so many ranks", values)
+    units = num_units(machine, dtype)
+
+    def waves(cut: Cut, tokens: int, hidden: int, _: int) -> int:
+        sizes = tokens, hidden, cut.tile_columns, cut.finisher_ctas, world, units
+        return 0 if _native is None else _native.product_waves(*sizes)
+
     message = Message(gemm.m, gemm.n, DTYPE_BYTES[dtype])
-    found: list[tuple[Cut, float]] = []
-    for cut, by_depth in known.items():
-        us = _kernel_us(machine, message, gemm.k, dtype, world, cut, by_depth)
-        if us is not None:
-            found.append((cut, us))
-    if not found:
-        sizes = (("bytes", message.bytes), ("k", gemm.k))
-        return Rejection("beyond_measured", "the kernel was not measured at this size, and is not used there", sizes)
-    cut, us = min(found, key=lambda each: each[1])
+    found = fastest(known_kernels(machine, fabric, world), message, gemm.k, waves)
+    if isinstance(found, Unmeasured):
+        return Rejection(found.code, found.message, found.values)
+    cut, us = found
     multiplied_us = gemm_us(machine, gemm, dtype)
     terms = (
         Term("gemm", multiplied_us),
@@ -101,30 +94,5 @@ def price(machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int) 
 
 
 @cache
-def curves_of(machine: Machine, fabric: Fabric, world: int) -> Curves:
-    """What the profile keeps of the kernel with so many ranks; other numbers of ranks tell nothing of it."""
-    if fabric not in machine.fabrics:
-        return {}
-    found: dict[Cut, dict[int, tuple[Curve, ...]]] = {}
-    for curve in fabric_costs(machine, fabric).curves_of(OP):
-        cut, depth = parse_variant(curve.variant)
-        if curve.world == world:
-            by_depth = found.setdefault(cut, {})
-            by_depth[depth] = (*by_depth.get(depth, ()), curve)
-    return found
-
-
-def _kernel_us(
-    machine: Machine, message: Message, depth: int, dtype: str, world: int, cut: Cut,
-    by_depth: Mapping[int, tuple[Curve, ...]],
-) -> float | None:  # fmt: skip
-    units = num_units(machine, dtype)
-
-    def waves(tokens: int, hidden: int, _: int) -> int:
-        return (
-            0
-            if _native is None
-            else _native.product_waves(tokens, hidden, cut.tile_columns, cut.finisher_ctas, world, units)
-        )
-
-    return overlapped_us(by_depth, message, depth, waves)
+def known_kernels(machine: Machine, fabric: Fabric, world: int) -> Kernels[Cut]:
+    return kernels_of(machine, fabric, world, OP, "k", parse_variant)

@@ -11,11 +11,12 @@ from tests.measure.test_families import own_kernels, rows
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
-from weaveopt.measure.cases.gemm_all_reduce import TileKernels, call_of, cases
+from weaveopt.measure.cases.gemm_all_reduce import Kernel, TileKernels, call_of, cases, variant_of
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
+from weaveopt.measure.overlapped import Times
 from weaveopt.ops.gemm_all_reduce.call import decode
-from weaveopt.ops.gemm_all_reduce.cut import Cut, HandsOut, parse_variant
+from weaveopt.ops.gemm_all_reduce.cut import Cut, HandsOut, MeasuredAs, parse_variant
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
@@ -31,12 +32,12 @@ def kernel_us(num_bytes: int, depth: int, cut: Cut) -> float:
 @pytest.fixture
 def machine() -> Machine:
     """What calibrate writes of made-up samples of all that it measures among two ranks."""
-    times: dict[object, list[tuple[int, Sample]]] = {}
+    times: Times[Kernel] = {}
     for case in cases(quick=False):
-        known = times.setdefault((2, case.hidden, case.measured), [])
-        known.append((case.bytes, Sample(kernel_us(case.bytes, case.measured.depth, case.measured.cut), 0.01)))
+        known = times.setdefault((2, case.hidden, case.cut, case.depth), [])
+        known.append((case.bytes, Sample(kernel_us(case.bytes, case.depth, case.cut[1]), 0.01)))
     draft = Draft(torch.device("cpu"), 2, None)
-    for family in (*own_kernels(), PeerKernels({(2, 4096, BULK): rows(4.0)}), TileKernels(times)):  # type: ignore[arg-type]
+    for family in (*own_kernels(), PeerKernels({(2, 4096, BULK): rows(4.0)}), TileKernels(times)):
         family.write(draft)
     return draft.machine("made_up")
 
@@ -59,8 +60,8 @@ def test_the_price_is_the_measurement(machine: Machine, tmp_path: Path) -> None:
     path.write_text(cost_model.dumps(machine))
     assert cost_model.load(str(path)) == machine
     for case in cases(quick=False):
-        depth, cut = case.measured.depth, case.measured.cut
-        of = workload(case.tokens, case.hidden, depth, case.measured.hands_out is HandsOut.NORM)
+        depth, (hands_out, cut) = case.depth, case.cut
+        of = workload(case.tokens, case.hidden, depth, hands_out is HandsOut.NORM)
         us, best = priced_us(machine, of)
         assert best.finisher_ctas == 4, "the faster of the two"
         if cut == best:
@@ -88,8 +89,8 @@ def test_a_host_without_the_kernel_writes_nothing() -> None:
 @pytest.mark.parametrize("quick", [True, False])
 def test_what_is_measured_can_be_called_and_named(quick: bool) -> None:
     every = list(cases(quick))
-    assert len(set(every)) == len(every) and len({case.measured.depth for case in every}) > 1
+    assert len(set(every)) == len(every) and len({case.depth for case in every}) > 1
     for case in every:
         call = call_of(case, "0", 4)
         assert decode(call.encode()) == call
-        assert parse_variant(case.measured.variant) == case.measured
+        assert parse_variant(variant_of(case.cut, case.depth)) == MeasuredAs(*case.cut, case.depth)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,49 +9,29 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor
 
-from tests.preview import previewed
-from weaveopt import cost_model
+from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm, gemm_us, memory_us
-from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.cost_model.machine import Curve
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.cut import Cut, parse_cut, parse_variant, variant_of
-from weaveopt.records.candidate import LEAVE, Candidate, Fabric, Rejection
-from weaveopt.records.report import GraphReport
+from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_gather_gemm.pushed import price, size_refused
 
 RULE = "all_gather_gemm"
 OP = torch.ops.weave.all_gather_gemm.default
-H200 = cost_model.load("h200x4")
-TOKENS, WIDTH, HIDDEN = 4096, 4096, 8192
-MESSAGE_BYTES = TOKENS * HIDDEN * 2
-SIZES = (1 << 20, 1 << 30)
+WIDTH = 4096
 ONE, FOUR = Cut(256, 1, 2, 1), Cut(256, 1, 2, 4)
 
 
-def curve(us: float, width: int, cut: Cut = ONE, world: int = 4) -> Curve:
-    """Proportional to bytes: `us` at `MESSAGE_BYTES`."""
-    points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in (SIZES[0], MESSAGE_BYTES, SIZES[1]))
-    return Curve("fused", RULE, variant_of(cut, width), world, points, HIDDEN, *SIZES)
+def curve(us: float, width: int, cut: Cut = ONE) -> Curve:
+    return fused(us, RULE, variant_of(cut, width))
 
 
 def copied(us: float) -> Curve:
-    return Curve("fused", "all_gather", "copies", 4, (Point(1 << 12, us / 10), Point(MESSAGE_BYTES, us)))
-
-
-def toy(*curves: Curve) -> Machine:
-    """h200x4 on which the kernels were measured so."""
-    costs = (
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
-        for each in H200.fabric_costs
-    )
-    return replace(H200, fabric_costs=tuple(costs))
-
-
-def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.zeros(*sizes, dtype=dtype)
+    return alone(us, "all_gather", "copies")
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:
@@ -64,22 +40,6 @@ def gather(x: Tensor, dim: int = 0) -> Tensor:
 
 def up(x: Tensor, w: Tensor) -> Tensor:
     return torch.nn.functional.linear(gather(x), w)
-
-
-@pytest.fixture
-def reported(tmp_path: Path) -> Callable[..., GraphReport]:
-    def run(fn: Callable[..., object], inputs: tuple[Tensor, ...], *curves: Curve, **more: object) -> GraphReport:
-        path = tmp_path / "toy.json"
-        path.write_text(cost_model.dumps(toy(*curves)))
-        known = {"static": True, "force": (), "world": 4, "machine": str(path), "device": "cuda", **more}
-        return previewed(fn, inputs, **known)  # type: ignore[arg-type]
-
-    return run
-
-
-def on_peer(report: GraphReport) -> dict[str, Candidate]:
-    [decision] = report.decisions
-    return {each.variant: each for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.PEER}
 
 
 def test_names_of_curves() -> None:
@@ -115,7 +75,7 @@ def test_the_first_gemm_has_the_gather_and_the_others_follow() -> None:
         assert isinstance(refused, Rejection) and refused.code == code
 
 
-def test_it_is_chosen_where_it_was_measured_fast(reported: Callable[..., GraphReport], graphs: list[fx.Graph]) -> None:
+def test_it_is_chosen_where_it_was_measured_fast(reported: Reported, graphs: list[fx.Graph]) -> None:
     inputs = rows(TOKENS // 4, HIDDEN), rows(WIDTH, HIDDEN)
     baseline = reported(up, inputs).decisions[0].baseline
     assert baseline is not None
@@ -138,7 +98,7 @@ def test_it_is_chosen_where_it_was_measured_fast(reported: Callable[..., GraphRe
     assert decode(AllGatherGemmCall, str(node.args[-1])).cut == ""
 
 
-def test_what_the_kernel_does_not_take_comes_behind_all_rows(reported: Callable[..., GraphReport]) -> None:
+def test_what_the_kernel_does_not_take_comes_behind_all_rows(reported: Reported) -> None:
     def stored_otherwise(x: Tensor, w: Tensor) -> Tensor:
         return gather(x) @ w
 

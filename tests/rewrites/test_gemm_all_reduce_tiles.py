@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from tests import forms
+from tests.overlapped_gemms import toy
 from tests.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
@@ -52,15 +52,6 @@ def curve(
 
 def pair(shallow_us: float = SHALLOW_US, deep_us: float = DEEP_US, **known: object) -> tuple[Curve, Curve]:
     return curve(shallow_us, 512, **known), curve(deep_us, 8192, **known)  # type: ignore[arg-type]
-
-
-def toy(*curves: Curve) -> Machine:
-    """h200x4 on which the kernel was measured so."""
-    costs = (
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
-        for each in H200.fabric_costs
-    )
-    return replace(H200, fabric_costs=tuple(costs))
 
 
 Profile = Callable[..., str]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,49 +11,29 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed._functional_collectives import reduce_scatter_single
 
-from tests.preview import previewed
-from weaveopt import cost_model
+from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm
-from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.cost_model.machine import Curve
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
 from weaveopt.ops.gemm_reduce_scatter.cut import Cut, parse_cut, parse_variant, variant_of
-from weaveopt.records.candidate import LEAVE, Candidate, Fabric, Rejection
-from weaveopt.records.report import GraphReport
+from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_reduce_scatter.tiles import price, size_refused
 
 RULE = "gemm_reduce_scatter"
 OP = torch.ops.weave.gemm_reduce_scatter.default
-H200 = cost_model.load("h200x4")
-TOKENS, DEPTH, HIDDEN = 4096, 4096, 8192
-MESSAGE_BYTES = TOKENS * HIDDEN * 2
-SIZES = (1 << 20, 1 << 30)
+DEPTH = 4096
 LAST, TURNS = Cut(256, 1, 4, True), Cut(256, 2, 16, False)
 
 
-def curve(us: float, depth: int, cut: Cut = LAST, world: int = 4) -> Curve:
-    """Proportional to bytes: `us` at `MESSAGE_BYTES`."""
-    points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in (SIZES[0], MESSAGE_BYTES, SIZES[1]))
-    return Curve("fused", RULE, variant_of(cut, depth), world, points, HIDDEN, *SIZES)
+def curve(us: float, depth: int, cut: Cut = LAST) -> Curve:
+    return fused(us, RULE, variant_of(cut, depth))
 
 
 def summed(us: float) -> Curve:
-    return Curve("fused", "reduce_scatter", "partials", 4, (Point(1 << 12, us / 10), Point(MESSAGE_BYTES, us)))
-
-
-def toy(*curves: Curve) -> Machine:
-    """h200x4 on which the kernels were measured so."""
-    costs = (
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
-        for each in H200.fabric_costs
-    )
-    return replace(H200, fabric_costs=tuple(costs))
-
-
-def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.zeros(*sizes, dtype=dtype)
+    return alone(us, "reduce_scatter", "partials")
 
 
 def scatter(x: Tensor, op: str = "sum", dim: int = 0) -> Tensor:
@@ -64,22 +42,6 @@ def scatter(x: Tensor, op: str = "sum", dim: int = 0) -> Tensor:
 
 def down(x: Tensor, w: Tensor) -> Tensor:
     return scatter(torch.nn.functional.linear(x, w))
-
-
-@pytest.fixture
-def reported(tmp_path: Path) -> Callable[..., GraphReport]:
-    def run(fn: Callable[..., object], inputs: tuple[Tensor, ...], *curves: Curve, **more: object) -> GraphReport:
-        path = tmp_path / "toy.json"
-        path.write_text(cost_model.dumps(toy(*curves)))
-        known = {"static": True, "force": (), "world": 4, "machine": str(path), "device": "cuda", **more}
-        return previewed(fn, inputs, **known)  # type: ignore[arg-type]
-
-    return run
-
-
-def on_peer(report: GraphReport) -> dict[str, Candidate]:
-    [decision] = report.decisions
-    return {each.variant: each for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.PEER}
 
 
 def test_names_of_curves() -> None:
@@ -125,9 +87,7 @@ def test_a_few_rows_more_may_take_a_wave_more() -> None:
     assert us(TOKENS + 4) > 1.2 * us(TOKENS)
 
 
-def test_tiles_are_chosen_where_they_were_measured_fast(
-    reported: Callable[..., GraphReport], graphs: list[fx.Graph]
-) -> None:
+def test_tiles_are_chosen_where_they_were_measured_fast(reported: Reported, graphs: list[fx.Graph]) -> None:
     inputs = rows(TOKENS, DEPTH), rows(HIDDEN, DEPTH)
     baseline = reported(down, inputs).decisions[0].baseline
     assert baseline is not None
@@ -151,7 +111,7 @@ def test_tiles_are_chosen_where_they_were_measured_fast(
     assert decode(GemmReduceScatterCall, str(node.args[-1])).cut == ""
 
 
-def test_what_the_kernel_does_not_take_is_summed_behind_the_gemms(reported: Callable[..., GraphReport]) -> None:
+def test_what_the_kernel_does_not_take_is_summed_behind_the_gemms(reported: Reported) -> None:
     def stored_otherwise(x: Tensor, w: Tensor) -> Tensor:
         return scatter(x @ w)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
+from weaveopt.measure.overlapped import Case, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
@@ -34,14 +35,9 @@ EXPONENTS = range(11, 26, 2)
 GPU_VARIANT = "copies"
 TIMEOUT_S = 60.0
 
-PUSHED_ROWS = (2048, 4096, 8192)
-"""k of the GEMM: what travels of each row."""
-PUSHED_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-PUSHED_WIDTHS = (512, 2048, 4096, 8192)
-"""n of the GEMM: from one that the gather hides to one that hides the gather."""
 PUSHED_CUTS = (Cut(256, 1, 2, 1), Cut(256, 1, 2, 4))
-TAKEN_BYTES_PER_US, TAKEN_FLOPS_PER_US = 3e5, 5e8
-"""About what the link and a GEMM do, for how many calls a measurement makes."""
+TAKEN_BYTES_PER_US = 3e5
+"""About what the link does, for how many calls a measurement makes."""
 
 
 def call_of(
@@ -96,51 +92,23 @@ class AllGathers(Family):
             draft.add_curve(fabric, Curve(origin, OP, variant, world, points))
 
 
-@dataclass(frozen=True)
-class Case:
-    """A gather and the GEMM that begins before all rows are here, at one size."""
-
-    cut: Cut
-    width: int
-    hidden: int
-    tokens: int
-
-    @property
-    def bytes(self) -> int:
-        """Of the gathered rows."""
-        return self.tokens * self.hidden * DTYPE.itemsize
-
-    @property
-    def guess_us(self) -> float:
-        flops = 2.0 * self.tokens * self.hidden * self.width
-        return 10.0 + self.bytes / TAKEN_BYTES_PER_US + flops / TAKEN_FLOPS_PER_US
+def cases(quick: bool) -> Iterator[Case[Cut]]:
+    """A gather and the GEMM that begins before all rows are here, at each size."""
+    return cases_of(PUSHED_CUTS[:1] if quick else PUSHED_CUTS, quick)
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    rows, tokens, widths, cuts = (
-        (PUSHED_ROWS[1:2], PUSHED_TOKENS[1::3], PUSHED_WIDTHS[::3], PUSHED_CUTS[:1])
-        if quick
-        else (PUSHED_ROWS, PUSHED_TOKENS, PUSHED_WIDTHS, PUSHED_CUTS)
-    )
-    for cut in cuts:
-        for width in widths:
-            for hidden in rows:
-                for count in tokens:
-                    yield Case(cut, width, hidden, count)
-
-
-def has_kernel(case: Case, ranks: Ranks) -> bool:
+def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
     """Whether the device has it, and rows divide; the op would go another way without a word."""
     from weaveopt import _native
 
-    why = _native.gemm_unsupported(_native.DType.bfloat16, case.width, case.hidden, ranks.device.index or 0)
+    why = _native.gemm_unsupported(_native.DType.bfloat16, case.depth, case.hidden, ranks.device.index or 0)
     return not why and ranks.world <= _native.MAX_WORLD and case.tokens % ranks.world == 0
 
 
-def pushed_launch(case: Case, ranks: Ranks) -> Launch:
+def pushed_launch(case: Case[Cut], ranks: Ranks) -> Launch:
     device, own = ranks.device, case.tokens // ranks.world
     shards = [torch.randn(own, case.hidden, device=device, dtype=DTYPE) for _ in range(2)]
-    weights = [torch.randn(case.width, case.hidden, device=device, dtype=DTYPE) / case.hidden**0.5 for _ in range(2)]
+    weights = [torch.randn(case.depth, case.hidden, device=device, dtype=DTYPE) / case.hidden**0.5 for _ in range(2)]
     op = torch.ops.weave.all_gather_gemm.default
     text = call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut).encode()
     return lambda index: op(shards[index % 2], [weights[index % 2].t()], [None], 1, text)
@@ -151,8 +119,7 @@ class PushedGathers(Family):
     """On the fabric `peer`: the time of the gather with one GEMM, at each number of its columns."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: dict[tuple[int, int, Cut, int], Rows] = field(default_factory=dict)
-    """(bytes, time) by number of ranks, row length, cut and columns."""
+    times: Times[Cut] = field(default_factory=dict)
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
@@ -160,24 +127,9 @@ class PushedGathers(Family):
             return
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve(ranks, *(call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut) for case in every))
-        curves: dict[tuple[int, Cut, int], list[Case]] = {}
-        for case in every:
-            curves.setdefault((case.hidden, case.cut, case.width), []).append(case)
-        for (row, cut, width), sizes in curves.items():
-
-            def take(index: int, sizes: Sequence[Case] = sizes) -> Sample:
-                case = sizes[index]
-                return session.clock.together(pushed_launch(case, ranks), case.guess_us, ranks.process_group)
-
-            what = f"all-gather of {ranks.world} ranks beside a GEMM"
-            self.times[ranks.world, row, cut, width] = session.curve(what, [each.bytes for each in sizes], take)
+        what = f"all-gather of {ranks.world} ranks beside a GEMM"
+        self.times |= measured_times(session, ranks, every, what, pushed_launch, TAKEN_BYTES_PER_US)
 
     def write(self, draft: Draft) -> None:
-        if not self.times:
-            return
         what = "all-gather by copy engines and a GEMM that begins before it ends, bfloat16"
-        origin = draft.origin("pushed", (sample for rows in self.times.values() for _, sample in rows), what)
-        for (world, row, cut, width), rows in self.times.items():
-            points = never_falling([(size, sample.us) for size, sample in rows])
-            ends = points[0].bytes, points[-1].bytes
-            draft.add_curve(Fabric.PEER, Curve(origin, PUSHED_OP, variant_of(cut, width), world, points, row, *ends))
+        write_curves(draft, self.times, "pushed", what, PUSHED_OP, variant_of)

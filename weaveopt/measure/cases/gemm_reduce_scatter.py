@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
+from weaveopt.measure.overlapped import Case, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
@@ -36,14 +37,9 @@ EXPONENTS = range(11, 26, 2)
 GPU_VARIANT = "partials"
 TIMEOUT_S = 60.0
 
-TILE_ROWS = (2048, 4096, 8192)
-"""Columns of the GEMM."""
-TILE_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-TILE_DEPTHS = (512, 2048, 4096, 8192)
-"""k of the GEMM: from one that the exchange hides to one that hides the exchange."""
 TILE_CUTS = tuple(Cut(256, pairs, ctas, own_last) for pairs, ctas in ((1, 4), (2, 16)) for own_last in (True, False))
-TAKEN_BYTES_PER_US, TAKEN_FLOPS_PER_US = 3e5, 5e8
-"""About what the link and a GEMM do, for how many calls a measurement makes."""
+TAKEN_BYTES_PER_US = 3e5
+"""About what the link does, for how many calls a measurement makes."""
 
 
 def call_of(
@@ -105,39 +101,12 @@ class ReduceScatters(Family):
             draft.add_curve(fabric, Curve(origin, OP, variant, world, points))
 
 
-@dataclass(frozen=True)
-class Case:
-    """The kernel that computes the GEMM too, at one size."""
-
-    cut: Cut
-    depth: int
-    hidden: int
-    tokens: int
-
-    @property
-    def bytes(self) -> int:
-        return self.tokens * self.hidden * DTYPE.itemsize
-
-    @property
-    def guess_us(self) -> float:
-        flops = 2.0 * self.tokens * self.hidden * self.depth
-        return 10.0 + self.bytes / TAKEN_BYTES_PER_US + flops / TAKEN_FLOPS_PER_US
+def cases(quick: bool) -> Iterator[Case[Cut]]:
+    """The kernel that computes the GEMM too, at each size."""
+    return cases_of(TILE_CUTS[:1] if quick else TILE_CUTS, quick)
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    rows, tokens, depths, cuts = (
-        (TILE_ROWS[1:2], TILE_TOKENS[1::3], TILE_DEPTHS[::3], TILE_CUTS[:1])
-        if quick
-        else (TILE_ROWS, TILE_TOKENS, TILE_DEPTHS, TILE_CUTS)
-    )
-    for cut in cuts:
-        for depth in depths:
-            for hidden in rows:
-                for count in tokens:
-                    yield Case(cut, depth, hidden, count)
-
-
-def has_kernel(case: Case, ranks: Ranks) -> bool:
+def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
     """Whether the device has it, and rows divide; the op would go another way without a word."""
     from weaveopt import _native
 
@@ -147,7 +116,7 @@ def has_kernel(case: Case, ranks: Ranks) -> bool:
     return not why and case.tokens % ranks.world == 0
 
 
-def tiles_launch(case: Case, ranks: Ranks) -> Launch:
+def tiles_launch(case: Case[Cut], ranks: Ranks) -> Launch:
     device = ranks.device
     rows = [torch.randn(case.tokens, case.depth, device=device, dtype=DTYPE) for _ in range(2)]
     weights = [torch.randn(case.hidden, case.depth, device=device, dtype=DTYPE) / case.depth**0.5 for _ in range(2)]
@@ -161,8 +130,7 @@ class ScatteredTiles(Family):
     """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: dict[tuple[int, int, Cut, int], Rows] = field(default_factory=dict)
-    """(bytes, time) by number of ranks, row length, cut and depth."""
+    times: Times[Cut] = field(default_factory=dict)
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
@@ -170,24 +138,9 @@ class ScatteredTiles(Family):
             return
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve(ranks, *(call_of(ranks, case.tokens, Fabric.PEER, case.hidden, case.cut) for case in every))
-        curves: dict[tuple[int, Cut, int], list[Case]] = {}
-        for case in every:
-            curves.setdefault((case.hidden, case.cut, case.depth), []).append(case)
-        for (row, cut, depth), sizes in curves.items():
-
-            def take(index: int, sizes: Sequence[Case] = sizes) -> Sample:
-                case = sizes[index]
-                return session.clock.together(tiles_launch(case, ranks), case.guess_us, ranks.process_group)
-
-            what = f"GEMM and reduce-scatter of {ranks.world} ranks in tiles"
-            self.times[ranks.world, row, cut, depth] = session.curve(what, [each.bytes for each in sizes], take)
+        what = f"GEMM and reduce-scatter of {ranks.world} ranks in tiles"
+        self.times |= measured_times(session, ranks, every, what, tiles_launch, TAKEN_BYTES_PER_US)
 
     def write(self, draft: Draft) -> None:
-        if not self.times:
-            return
         what = "GEMM and reduce-scatter in one kernel, bfloat16"
-        origin = draft.origin("scattered tiles", (sample for rows in self.times.values() for _, sample in rows), what)
-        for (world, row, cut, depth), rows in self.times.items():
-            points = never_falling([(size, sample.us) for size, sample in rows])
-            ends = points[0].bytes, points[-1].bytes
-            draft.add_curve(Fabric.PEER, Curve(origin, TILES_OP, variant_of(cut, depth), world, points, row, *ends))
+        write_curves(draft, self.times, "scattered tiles", what, TILES_OP, variant_of)

@@ -1,0 +1,52 @@
+"""Rules whose kernels hold a GEMM and its exchange: curves of those, and a machine on which they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weaveopt import cost_model
+from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.records.candidate import Candidate, Fabric
+from weaveopt.records.report import GraphReport
+
+H200 = cost_model.load("h200x4")
+TOKENS, HIDDEN = 4096, 8192
+MESSAGE_BYTES = TOKENS * HIDDEN * 2
+SIZES = (1 << 20, 1 << 30)
+
+Reported = Callable[..., GraphReport]
+"""Of a function, its inputs and curves, as the fixture `reported` makes it."""
+
+
+def fused(us: float, op: str, variant: str) -> Curve:
+    """Of four ranks, proportional to bytes: `us` at `MESSAGE_BYTES`."""
+    points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in (SIZES[0], MESSAGE_BYTES, SIZES[1]))
+    return Curve("fused", op, variant, 4, points, HIDDEN, *SIZES)
+
+
+def alone(us: float, op: str, variant: str) -> Curve:
+    """An exchange without a GEMM."""
+    return Curve("fused", op, variant, 4, (Point(1 << 12, us / 10), Point(MESSAGE_BYTES, us)))
+
+
+def toy(*curves: Curve) -> Machine:
+    """h200x4 on which the kernels were measured so."""
+    costs = (
+        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
+        for each in H200.fabric_costs
+    )
+    return replace(H200, fabric_costs=tuple(costs))
+
+
+def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(*sizes, dtype=dtype)
+
+
+def on_peer(report: GraphReport) -> dict[str, Candidate]:
+    """What was proposed on that fabric, by variant."""
+    [decision] = report.decisions
+    return {each.variant: each for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.PEER}
