@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention_layers_gpu --machine h200x4 [--ranks 2] [--models llama-70b qwen3-30b-a3b]
         [--cases prefill:4096 decode:8] [--layers N] [--variants ...] [--beside]
-    python -m benchmarks.attention_layers_gpu --suite moe_layers --machine h200x4 --models mixtral-8x22b ...
+    python -m benchmarks.attention_layers_gpu --suite moe_layers --machine h200x4 --ranks 1
 
 Random weights, bf16, tensor parallel over all ranks by the model's own plan. Prefill is one sequence without a cache;
 decode is one token a sequence over a static cache of 2048 positions of which 1000 are filled. Variants are captured in
@@ -49,6 +49,10 @@ class Shape:
     layers: int
     settings: dict[str, int | float | bool]
     cases: tuple[str, ...]
+    suites: tuple[str, ...] = SUITES
+    """That measure it unless models are named."""
+    tensor_parallel: bool = True
+    """Else transformers has a plan for its experts alone."""
 
 
 SHAPES = {
@@ -56,6 +60,7 @@ SHAPES = {
         "llama", 4,
         {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8},
         (*(f"prefill:{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)), "decode:1", "decode:8", "decode:64"),
+        suites=("attention_layers",),
     ),
     "qwen3-30b-a3b": Shape(
         "qwen3_moe", 6,
@@ -81,6 +86,7 @@ SHAPES = {
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
         },
         ("prefill:512", "prefill:2048"),
+        suites=("moe_layers",), tensor_parallel=False,
     ),
 }  # fmt: skip
 
@@ -93,7 +99,10 @@ def make(place: Place, shape: Shape, layers: int) -> PreTrainedModel:
         **shape.settings, num_hidden_layers=layers, vocab_size=32768, max_position_embeddings=16384
     )
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    plan = DistributedConfig(tp_size=place.world) if place.world > 1 else None
+    plan = None
+    if place.world > 1:
+        experts = {} if shape.tensor_parallel else {"ep_size": place.world}
+        plan = DistributedConfig(tp_size=place.world, **experts)
     distributed, _, mesh = model_class.prepare_distribute_model(plan) if plan else (None, None, None)
     with place.device, no_init_weights():
         model = model_class._from_config(config, dtype=torch.bfloat16).eval()
@@ -245,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", default="gpu")
     parser.add_argument("--ranks", type=int, default=0, help="0: all GPUs")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=None, help="default: those of the suite")
     parser.add_argument("--cases", nargs="+", default=None, help="prefill:TOKENS, decode:BATCH")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--suite", choices=SUITES, default=SUITES[0])
@@ -264,7 +273,7 @@ def main() -> None:
         rows: list[record.Row] = []
         wrong = []
         with torch.no_grad():
-            for name in asked.models:
+            for name in asked.models or [name for name, each in SHAPES.items() if asked.suite in each.suites]:
                 shape = SHAPES[name]
                 model = make(place, shape, asked.layers or shape.layers)
                 for case in map(parse, asked.cases or shape.cases):

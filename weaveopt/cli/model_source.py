@@ -157,8 +157,6 @@ def check(source: Source, request: Request) -> None:
             f"--tp {request.tp} --ep {request.ep}: in transformers the experts' ranks are those that share a batch; "
             "give the same number twice, or only one of them"
         )
-    if world < 1:
-        raise CaptureError(f"{world} ranks: give --tp (or --ep) of at least 1")
     if world % request.nodes:
         raise CaptureError(f"{world} ranks cannot be spread evenly over --nodes {request.nodes}")
     for size in SIZES:

@@ -40,12 +40,12 @@ def measure(session: Session, name: str, before: Machine | None) -> Machine:
     dist.broadcast_object_list(box, src=0)
     draft = Draft(session.device, session.world, before)
     for family in box[0]:
-        if session.worlds or not _measures_together_alone(family):
+        if session.worlds or not _needs_peers(family):
             family.write(draft)
     return draft.machine(name)
 
 
-def _measures_together_alone(family: Family) -> bool:
+def _needs_peers(family: Family) -> bool:
     """Whether it has nothing to tell of a rank without peers."""
     return type(family).measure_alone is Family.measure_alone
 

@@ -23,13 +23,14 @@ from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.peer import PeerArena
+from weaveopt.fabrics.peer_rows import VECTOR_BYTES
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.buffers import needed, placed
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
 from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import Buffer, Lifetime
-from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.records.memory import Buffer
 
 try:
     from weaveopt import _native
@@ -37,8 +38,6 @@ except ImportError:  # built without it: arena.of() says so before anything here
     _native = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
-VECTOR_BYTES = 16
-"""Rows begin at multiples of it, and are multiples of it."""
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 """Of the routing, as the sum reads them."""
 
@@ -51,14 +50,8 @@ class PeerSite:
     def __init__(self, call: ExpertExchangeCall, tag: int, memory: PeerArena, where: str) -> None:
         site = _native.GpuShardedMixtureSite()
         header = TRAITS[call.fabric].header_bytes
-        for need, field in zip(self.buffers(call), ("dispatch_offset", "combine_offset"), strict=True):
-            buffer = memory.buffer(need.name)
-            if buffer.num_bytes < need.num_bytes:
-                raise ArenaError(
-                    f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "
-                    f"{call.group!r}, which has {buffer.num_bytes} bytes for it"
-                )
-            setattr(site, field, memory.native_offset(buffer.offset))
+        dispatch, combine = placed(call, self.buffers(call), memory)
+        site.dispatch_offset, site.combine_offset = memory.native_offset(dispatch), memory.native_offset(combine)
         site.tag, site.channel, site.timeout_s = tag, call.channel, call.timeout_s
         site.max_tokens, site.choices, site.num_experts = call.max_tokens, call.choices, call.num_experts
         site.hidden, site.dtype = call.hidden, getattr(_native.DType, call.dtype)
@@ -81,14 +74,7 @@ class PeerSite:
 
         Raises `WeaveError` without the native module.
         """
-        if _native is None:
-            raise WeaveError(
-                "weaveopt was installed without its native part, which knows what its kernels need: build it"
-            )
-        row_bytes = call.hidden * DTYPE_BYTES[call.dtype]
-        needs = _native.gpu_sharded_mixture_needs(call.world, call.max_tokens, call.choices, row_bytes)
-        alignment = TRAITS[Fabric.PEER].buffer_alignment
-        return tuple(Buffer(need.name, need.num_bytes, Lifetime.ARENA, need.fill, alignment) for need in needs)
+        return needed(call, Fabric.PEER)
 
     @staticmethod
     def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:

@@ -6,17 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
-from weaveopt.fabrics.traits import TRAITS
 from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.moe_sharded.buffers import needed, placed
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
 from weaveopt.ops.moe_sharded.experts import expert_rows
 from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import Buffer, Lifetime
-from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.records.memory import Buffer
 
 try:
     from weaveopt import _native
@@ -37,14 +36,7 @@ class ShmSite:
         if len(group.ranks) != call.world:
             raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
         site = _native.ShardedMixtureSite()
-        for need, field in zip(self.buffers(call), ("dispatch_offset", "combine_offset"), strict=True):
-            buffer = arena.buffer(need.name)
-            if buffer.num_bytes < need.num_bytes:
-                raise ArenaError(
-                    f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "
-                    f"{call.group!r}, which has {buffer.num_bytes} bytes for it"
-                )
-            setattr(site, field, buffer.offset)
+        site.dispatch_offset, site.combine_offset = placed(call, self.buffers(call), arena)
         site.tag, site.timeout_s = tag_of(call.site, text), call.timeout_s
         site.max_tokens, site.choices, site.num_experts = call.max_tokens, call.choices, call.num_experts
         site.hidden, site.dtype = call.hidden, getattr(_native.DType, call.dtype)
@@ -58,14 +50,7 @@ class ShmSite:
 
         Raises `WeaveError` without the native module.
         """
-        if _native is None:
-            raise WeaveError(
-                "weaveopt was installed without its native part, which knows what its kernels need: build it"
-            )
-        row_bytes = call.hidden * DTYPE_BYTES[call.dtype]
-        needs = _native.sharded_mixture_needs(call.world, call.max_tokens, call.choices, row_bytes)
-        alignment = TRAITS[Fabric.SHM].buffer_alignment
-        return tuple(Buffer(need.name, need.num_bytes, Lifetime.ARENA, need.fill, alignment) for need in needs)
+        return needed(call, Fabric.SHM)
 
     @staticmethod
     def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
