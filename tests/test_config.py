@@ -64,3 +64,14 @@ def test_ranks_do_not_decide_by_the_clock_whether_products_are_padded() -> None:
     assert inductor.patches_for(None, resolve({}, known))["shape_padding"] is False
     asked = resolve({"shape_padding": True}, known)
     assert inductor.patches_for("reduce-overhead", asked)["shape_padding"] is True
+
+
+def test_a_mode_that_inductor_lacks_is_a_clear_error() -> None:
+    with pytest.raises(OptionError, match=r"unknown mode 'fast'.*reduce-overhead"):
+        inductor.patches_for("fast", resolve())
+
+
+def test_an_unknown_option_does_not_list_those_of_inductor() -> None:
+    with pytest.raises(OptionError, match=r"known: strict, .*list_options") as caught:
+        resolve({"zzz": 1}, inductor.known_options())
+    assert len(str(caught.value)) < 400

@@ -27,7 +27,7 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in, groups_met_in_calls, runs_on_gpu
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.pipeline.bind import await_peers, bind, unrewritten
+from weaveopt.pipeline.bind import await_peers, bind, compared_groups, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
@@ -77,7 +77,7 @@ def weave(
             )
             compiled = seams.compile_graph(module, inputs, arguments, hooks)
             guard(optimized.captured, optimized.report.regime, optimized.numbers)
-            await_peers(optimized.captured.groups, optimized.context)
+            await_peers(optimized.compared, optimized.context)
             return compiled
 
         patches = seams.patches_for(mode, config)
@@ -93,6 +93,8 @@ class Optimized:
     captured: CapturedGraph
     context: Context
     report: GraphReport
+    compared: tuple[str, ...] = ()
+    """Process groups whose ranks compile the same graph, and wait for each other."""
     numbers: tuple[torch.SymFloat, ...] = ()
     """Python floats that rewrites took as the numbers they are in this call."""
 
@@ -121,9 +123,10 @@ def optimize(
     time_candidates = partial(verify, rules=rules, context=context, make=make) if config.verify else None
     steps = _steps(captured, context, rules, clock, failure, time_candidates=time_candidates)
     report = steps.report
+    groups = compared_groups(captured.groups, report)
     try:
         # Ranks agree even where a step failed on this one: the others must not go on without it.
-        error = bind(captured.groups, report, context)
+        error = bind(groups, report, context)
         if error:
             report = unrewritten(report, steps.captured, error)
     finally:
@@ -137,8 +140,8 @@ def optimize(
         raise WeaveError(f"the work outside the sites of {report.name} could not be estimated: {report.work_failure}")
     if report.num_rewritten or report.variant != captured.variant:
         module.graph = steps.graph
-        return Optimized(captured, context, report, steps.numbers)
-    return Optimized(captured, context, report)
+        return Optimized(captured, context, report, groups, steps.numbers)
+    return Optimized(captured, context, report, groups)
 
 
 def _capture(

@@ -148,6 +148,8 @@ def resolve(
     for name in sorted(given):
         if name not in inductor_options:
             hint = closest(name, known_options() + inductor_options)
+            if not hint.startswith("did you mean"):  # Inductor has hundreds
+                hint = f"{closest(name, known_options())}, and what Inductor takes (torch._inductor.list_options())"
             raise OptionError(f"unknown option {name!r} for backend 'weave': {hint}")
         inductor.append((name, given[name]))
     for option_name in ("disable", "force"):

@@ -72,6 +72,7 @@ def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("explain llama-3.3-70b --tp 8 --disable all_reduce_norm", "did you mean 'all_reduce_rms_norm'"),
         ("explain llama-3.3-70b --tp 8 --why x --format json", "--format json"),
         ("explain llama-3.3-70b --tp 8 --output /no/such/place/report.json --format json", "no directory"),
+        ("explain llama-3.3-70b --tp 8 --output /proc", "--output /proc: is a directory"),
         ("explain llama-3.3-70b --tp 8 --why x --output x.svg", "--output x.svg"),
         ("explain llama-3.3-70b --tp 8 --format png", "give --output FILE.png"),
         ("explain llama-3.3-70b --tp 8 --format png --output x.svg", "which of the two is meant"),
@@ -144,6 +145,8 @@ TINY = {
         ({"num_key_value_heads": 0}, "num_key_value_heads 0; expected at least 1"),
         ({"head_dim": -16}, "head_dim -16; expected at least 1"),
         ({"num_hidden_layers": -2}, "no num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000; expected at most 10000"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1000000000; expected at most 10000"),
         ({"num_attention_heads": 0}, "not a valid llama configuration"),
         ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
         ({"num_attention_heads": None}, "not a valid llama configuration"),
@@ -250,3 +253,11 @@ def test_every_preset_is_named_in_the_help(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", out)
     assert main.main(["explain", "--help"]) == 0
     assert all(name in "".join(out.getvalue().split()) for name in presets.names())
+
+
+def test_a_locale_that_torch_cannot_be_read_in_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0`: Inductor's templates are not ASCII."""
+    monkeypatch.setattr("weaveopt.cli.main.doctor.run", lambda form: b"\xe2".decode("ascii"))
+    assert "set PYTHONUTF8=1" in _error(["doctor"], capsys)

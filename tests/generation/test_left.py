@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
@@ -103,3 +103,26 @@ def test_reports_from_before_it_are_read() -> None:
     del document["generate"]
     assert from_json(json.dumps(document)).generation == GenerationReport()
     assert LeftCall("_sample", ()).count == 1
+
+
+def test_a_model_that_does_not_run_with_a_mask_of_four_dimensions() -> None:
+    """Falcon with ALiBi makes its biases from a mask [batch, positions]."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128}
+    model = AutoModelForCausalLM.from_config(FalconConfig(**sizes, alibi=True, pad_token_id=0)).eval()
+    inputs = ragged(2)
+    found = ours(model, inputs)
+    assert torch.equal(found.sequences, theirs(model, inputs).sequences)  # type: ignore[attr-defined]
+    (left,) = weaveopt.report(model).generation.left
+    assert [reason.code for reason in left.reasons] == ["step"] and "ValueError" in str(left.reasons[0].values)
+
+
+def test_a_model_whose_masks_go_by_the_length_of_its_keys() -> None:
+    """GPT-Neo hides keys by how many there are, so a static cache makes other tokens; transformers says so."""
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128, "max_position_embeddings": 64}
+    config = GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]], window_size=5)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    inputs = ragged(2)
+    found = ours(model, inputs)
+    assert torch.equal(found.sequences, theirs(model, inputs).sequences)  # type: ignore[attr-defined]
+    (left,) = weaveopt.report(model).generation.left
+    assert [reason.code for reason in left.reasons] == ["static_cache"]

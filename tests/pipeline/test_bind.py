@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import forms
+from tests.executing import executing
+from tests.functional_collectives import all_gather_single
 from tests.ranks import run_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt import _native
+from weaveopt.config import Config
 from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import shm
 from weaveopt.pipeline import bind as binding
@@ -173,3 +176,26 @@ def test_the_report_of_an_unbound_graph_says_what_ran() -> None:
     assert [why.code for why in found.variants[1].rejections] == ["not_bound"]
     assert [(f.step, f.error) for f in found.fallbacks] == [("bind", "ArenaError: none")]
     assert unrewritten(report, None, "none").fallbacks
+
+
+def run_own_batches(rank: int) -> tuple[int, str]:
+    """Data parallel: each rank has sequences of its own lengths, so each compiles at times of its own."""
+    reports: list[GraphReport] = []
+
+    def step(x: Tensor) -> Tensor:
+        attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        embeddings = all_gather_single(attended.mean((1, 2)), 0, dist.group.WORLD)
+        return functional.all_reduce(embeddings.square().sum(), "sum", dist.group.WORLD)
+
+    compiled = torch.compile(step, backend=executing(Config(compile_timeout_s=10.0), reports))
+    with torch.no_grad():
+        for length in ((3, 5, 6), (3, 3, 3))[rank]:
+            x = torch.ones(1, 2, length, 16)
+            torch.testing.assert_close(compiled(x), step(x))
+    return len(reports), " ".join(sorted({d.site.kind for report in reports for d in report.decisions}))
+
+
+def test_ranks_with_batches_of_their_own_compile_at_times_of_their_own() -> None:
+    """Nothing that communicates could be rewritten, so nobody waits for a rank that has nothing to compile."""
+    (many, _), (one, kinds) = run_ranks(run_own_batches, 2, timeout_s=120)
+    assert (many, one) == (2, 1) and "attention" in kinds, "the second rank compiled once, with a site in the graph"

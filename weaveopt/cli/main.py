@@ -71,6 +71,9 @@ def _main(argv: Sequence[str] | None) -> int:
     except ImportError as error:  # a package that is missing, or too old
         print(f"weaveopt: error: {' '.join(str(error).split())[:300]} (see weaveopt doctor)", file=sys.stderr)
         return MISUSE
+    except UnicodeDecodeError as error:  # torch reads files of its own by the locale's encoding
+        print(f"weaveopt: error: torch's files cannot be read as {error.encoding}: set PYTHONUTF8=1", file=sys.stderr)
+        return MISUSE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -101,6 +101,10 @@ def _from_text(text: str, where: str) -> PreTrainedConfig:
     if data["model_type"] not in known:
         hint = _near(data["model_type"], known)
         raise CaptureError(f"{where}: model_type {data['model_type']!r} is unknown to transformers: {hint}")
+    for part in (data, data.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise CaptureError(f"{where}: num_hidden_layers {layers}; expected at most {MOST_LAYERS}")
     try:
         with quiet():
             return CONFIG_MAPPING[data["model_type"]].from_dict(data).get_text_config()
@@ -215,6 +219,8 @@ SIZES = (
     "head_dim",
     "vocab_size",
 )
+MOST_LAYERS = 10_000
+"""Configurations list their layers, and all are built, without weights, to see which are alike: 10⁹ fill any memory."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that families give to the number of routed experts."""
 

@@ -115,6 +115,8 @@ def question(args: argparse.Namespace) -> Question:
         _check_comparison(asked)
     if asked.output is not None and not os.path.isdir(asked.output.absolute().parent):
         raise OptionError(f"--output {asked.output}: no directory {asked.output.absolute().parent}")
+    if asked.output is not None and os.path.isdir(asked.output):
+        raise OptionError(f"--output {asked.output}: is a directory")
     return asked
 
 

@@ -117,6 +117,9 @@ def _model_reasons(model: PreTrainedModel) -> list[Rejection]:
     own += ["create_masks_for_generate"] if hasattr(kind, "create_masks_for_generate") else []
     for name in own:
         no.append(Rejection("own_generation", f"the model has a {name} of its own", (("method", name),)))
+    if not getattr(model, "_can_compile_fullgraph", False):
+        message = "transformers does not say that the model runs with a static cache (_can_compile_fullgraph)"
+        no.append(Rejection("static_cache", message))
     text = model.config.get_text_config(decoder=True)
     attention = str(getattr(text, "_attn_implementation", None))
     if attention not in ATTENTIONS:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from weaveopt.errors import WeaveError
 from weaveopt.generation import layers
 from weaveopt.generation.compiling import Backend
 from weaveopt.generation.request import Request, weights_fingerprint
@@ -73,7 +74,14 @@ def _make(model: PreTrainedModel, request: Request, backend: Backend | None, kep
     if backend is not None and request.batch == 1 and device.type == "cuda" and not _routes(model):
         backend = backend.for_one_row()
     session = Session(model, cache, buffers, backend, request.positions, kept.pool)
-    session.allocate(model)
+    try:
+        session.allocate(model)
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        if isinstance(error, (WeaveError, torch.OutOfMemoryError)):
+            raise
+        lines = str(error).splitlines()
+        words = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return Rejection("step", "the model does not run with a step's cache and mask", (("error", words[:200]),))
     return session
 
 

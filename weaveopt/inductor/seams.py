@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from weaveopt.config import Config
+from weaveopt.errors import OptionError
 from weaveopt.inductor.one_row import store_rows
 from weaveopt.rule import ReuseHook, ReusePredicate
 
@@ -36,8 +37,12 @@ def patches_for(mode: str | None, config: Config) -> dict[str, object]:
 
     Inductor pads a GEMM whose sizes are not multiples of 8 where that was faster when it tried, on each rank for
     itself: before this backend sees the graph, so ranks would see different ones. It is off unless asked for.
+    Raises `OptionError` for a mode that Inductor does not have.
     """
-    mode_patches = list_mode_options(mode) if mode else {}
+    try:
+        mode_patches = list_mode_options(mode) if mode else {}
+    except RuntimeError as error:
+        raise OptionError(f"unknown mode {mode!r} for backend 'weave': {error}") from None
     patches: dict[str, object] = {"shape_padding": False, **mode_patches, **dict(config.inductor)}
     if config.cuda_graphs:
         patches["triton.cudagraphs"] = True

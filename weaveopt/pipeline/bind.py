@@ -53,6 +53,18 @@ def bind(groups: Sequence[str], report: GraphReport, context: Context) -> str:
     return _spread(why, shared, timeout_s)
 
 
+def compared_groups(groups: Sequence[str], report: GraphReport) -> tuple[str, ...]:
+    """The groups whose ranks compare this graph and wait for each other: all that it communicates in, or none where no
+    rule could take any of its communication (the sum of a metric, embeddings gathered for a loss).
+
+    Ranks of such a group may hold batches of their own, so they compile graphs of other sizes and at other times.
+    """
+    could_differ = report.fallbacks or len(report.variants) > 1 or report.plans
+    if could_differ or any(d.site.groups and not d.site.rejections for d in report.decisions):
+        return tuple(groups)
+    return ()
+
+
 @dataclass(frozen=True)
 class _Refused:
     """An arena that a process group could not have."""
