@@ -30,6 +30,7 @@ PEAK_FLOPS_PER_US = 720e6
 """What one H200 reads and multiplies at best."""
 NUM_ROUTINGS = 8
 """In turn, so that experts of one call are not found in the L2 by the next."""
+LEAST_WIDE_ROWS = 256
 MOST_BATCHED_BYTES = 24e9
 """Of weights that `batched_mm` would copy."""
 SILU = ExpertsCall(ActivationName.SILU, gated=True)
@@ -155,6 +156,10 @@ class Data:
     def runs_hopper(self) -> bool:
         """Whether calls that name the native kernels are other than one with Triton's."""
         return not hopper.unsupported(self.operands(0), self.shape)
+
+    def runs_wide(self) -> bool:
+        """Whether those for many rows an expert take the weights, and there are some hundred."""
+        return not self.model.transposed and self.own_rows >= LEAST_WIDE_ROWS * self.num_experts
 
     def fits(self, name: str) -> bool:
         copied = self.shape.rows * 3 * self.model.hidden * self.model.inner * 2

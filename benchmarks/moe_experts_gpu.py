@@ -7,8 +7,9 @@ A case is one rank's share of a layer's experts, on the tokens of all ranks; bf1
 sequences that transformers runs, compiled; `grouped_mm_alone` its two GEMMs and the activation, of rows that were
 sorted beforehand. Each variant's calls run in one CUDA graph over several routings in turn; graphs are replayed in
 turns, and a time is the median. The bound is the larger of active weights at 4.1 TB/s and FLOPs at 720 TFLOP/s.
-A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper`; both beside the
-same baselines. Up to 512 tokens the active weights are to be read at 85 % of the bound or more: each row prints what it
+A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper` and, from some
+hundred rows an expert on, `wide`; all beside the same baselines.
+Up to 512 tokens the active weights are to be read at 85 % of the bound or more: each row prints what it
 reaches.
 
 `--sweep` times every launch that `candidates` of the plan lists instead: what the plan is fitted from.
@@ -68,6 +69,8 @@ def rows_of(case: Case, data: Data, without: list[str]) -> list[record.Row]:
     }
     if not data.runs_hopper():
         ours = {Kernels.TRITON: ours[Kernels.TRITON]}
+    elif not data.runs_wide():
+        del ours[Kernels.WIDE]
     for name, make in {**ours, **BASELINES}.items():
         if name in without or not data.fits(name):
             continue
@@ -88,7 +91,8 @@ def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str,
     if kernels == Kernels.TRITON:
         tile = brief(plan(data.shape, gpu.num_sms(data.x.device)))
     else:
-        tile = hopper_tile(hopper.plan(data.shape))
+        shape, operands = data.shape, data.operands(0)
+        tile = hopper_tile(hopper.wide_plan(operands, shape) if kernels == Kernels.WIDE else hopper.plan(shape))
     gb, tflops = data.weight_bytes / us / 1e3, data.flops / us / 1e6
     others = " ".join(f"{name} {us:.1f}" for name, us in baselines.items())
     print(

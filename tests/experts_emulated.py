@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "emulated_gpu"
+FIRST_WIDE, SECOND_WIDE = 1, 2
 POISON = -777.0
 """In results before a call."""
 
@@ -32,7 +34,7 @@ class NativeCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "gate_up", "gate_up_bias", "down", "down_bias")),
-        *((name, ctypes.c_void_p) for name in ("order", "table", "inner", "results")),
+        *((name, ctypes.c_void_p) for name in ("order", "table", "inner", "results", "gathered")),
         *((name, ctypes.c_int64) for name in ("rows", "experts", "hidden", "inner_width", "x_stride")),
         *((name, ctypes.c_int32) for name in ("choices", "group", "gated", "interleaved", "activation")),
         ("alpha", ctypes.c_float),
@@ -40,6 +42,8 @@ class NativeCall(ctypes.Structure):
         ("transposed", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
+        ("tile_rows", ctypes.c_int32),
+        ("second_wide", ctypes.c_int32),
         ("rows_of_home", ctypes.c_int64),
     )
 
@@ -75,24 +79,29 @@ def cut_tile(begin: int, first: int, end: int) -> list[tuple[int, int]]:
 
 
 def rows_of(
-    operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int, homes: int = 0
+    operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int, homes: int = 0, wide: int = 0
 ) -> tuple[Tensor, Tensor]:
     """What both GEMMs leave, of weights that are contiguous or transposed ones that were: `inner` by position,
-    `results` by row; the rest is `POISON`. `homes`: in how many places, each of as many rows, results go."""
+    `results` by row; the rest is `POISON`. `homes`: in how many places, each of as many rows, results go.
+    `wide`: which GEMM is, `FIRST_WIDE` or `SECOND_WIDE` or both."""
     shape = checked_shape(operands, call)
-    order, table = routed(operands.experts, shape, _native.EXPERT_TILE_ROWS)
+    tile_rows = _native.WIDE_EXPERT_TILE_ROWS if wide else _native.EXPERT_TILE_ROWS
+    order, table = routed(operands.experts, shape, tile_rows)
     inner = torch.full((shape.rows, shape.inner), POISON, dtype=torch.bfloat16)
     results = torch.full((shape.rows, shape.hidden), POISON, dtype=torch.bfloat16)
+    gathered = torch.full((shape.rows, shape.hidden), math.nan, dtype=torch.bfloat16) if wide & FIRST_WIDE else None
 
     def at(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
     asked = NativeCall(
         at(operands.x), at(operands.gate_up), at(operands.gate_up_bias), at(operands.down), at(operands.down_bias),
-        at(order), at(table), at(inner), at(results),
+        at(order), at(table), at(inner), at(results), at(gathered),
         shape.rows, shape.experts, shape.hidden, shape.inner, operands.x.stride(0),
         shape.choices, group, call.gated, call.interleaved, activation_number(call.activation),
-        call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed, shape.rows // homes if homes else 0,
+        call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed, tile_rows,
+        bool(wide & SECOND_WIDE),
+        shape.rows // homes if homes else 0,
     )  # fmt: skip
     wrong = library().run(ctypes.byref(asked)).decode()
     assert not wrong, wrong
@@ -102,10 +111,12 @@ def rows_of(
     return inner, results
 
 
-def emulated(operands: Operands, call: ExpertsCall, num_sms: int = 4, seed: int = 0, group: int = 2) -> Tensor:
+def emulated(
+    operands: Operands, call: ExpertsCall, num_sms: int = 4, seed: int = 0, group: int = 2, wide: int = 0
+) -> Tensor:
     """`weave::moe_experts` by these GEMMs and the CPU's sum; asserts that nothing but own rows was written."""
     shape = checked_shape(operands, call)
-    inner, results = rows_of(operands, call, num_sms, seed, group)
+    inner, results = rows_of(operands, call, num_sms, seed, group, wide=wide)
     own = (operands.experts >= 0) & (operands.experts < shape.experts)
     assert (inner[int(own.sum()) :] == POISON).all(), "rows behind the last expert's were written"
     assert (results[~own.flatten()] == POISON).all(), "rows of foreign choices were written"

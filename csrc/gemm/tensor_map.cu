@@ -19,20 +19,20 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
     return found;
 }
 
-// `strides` in bytes, one for each dimension but the first.
+// `strides` in bytes, one for each dimension but the first, along which boxes have 64 elements.
 int encode(CUtensorMap& map, const void* data, DType dtype, cuuint32_t dimensions, const cuuint64_t* sizes,
-           const cuuint64_t* strides, int32_t box_rows) {
-    constexpr cuuint32_t kBoxColumns = 64;
+           const cuuint64_t* strides, const cuuint32_t* box) {
     const auto encode_tiled = encoder();
     if (encode_tiled == nullptr) return cudaErrorNotSupported;
     const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const cuuint32_t box[3] = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1};
-    const cuuint32_t steps[3] = {1, 1, 1};
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     const CUresult result = encode_tiled(&map, type, dimensions, const_cast<void*>(data), sizes, strides, box, steps,
                                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
+
+constexpr cuuint32_t kBoxColumns = 64;
 
 }  // namespace
 
@@ -40,7 +40,8 @@ int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int6
              int32_t box_rows) {
     const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride * size_of(dtype))};
-    return encode(map, data, dtype, 2, sizes, strides, box_rows);
+    const cuuint32_t box[2] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
+    return encode(map, data, dtype, 2, sizes, strides, box);
 }
 
 int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matrices, int64_t rows, int64_t columns,
@@ -49,7 +50,20 @@ int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matr
                                  static_cast<cuuint64_t>(matrices)};
     const cuuint64_t strides[2] = {static_cast<cuuint64_t>(stride * size_of(dtype)),
                                    static_cast<cuuint64_t>(matrix_stride * size_of(dtype))};
-    return encode(map, data, dtype, 3, sizes, strides, box_rows);
+    const cuuint32_t box[3] = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1};
+    return encode(map, data, dtype, 3, sizes, strides, box);
+}
+
+int make_gate_map(CUtensorMap& map, const GatesAndUps& weight, DType dtype, int32_t box_octets) {
+    constexpr int64_t kOctet = 8;
+    const auto bytes = [dtype](int64_t elements) { return static_cast<cuuint64_t>(elements * size_of(dtype)); };
+    const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(weight.depth), kOctet, 2,
+                                 static_cast<cuuint64_t>(weight.columns / kOctet),
+                                 static_cast<cuuint64_t>(weight.matrices)};
+    const cuuint64_t strides[4] = {bytes(weight.stride), bytes(weight.between), bytes(kOctet * weight.stride),
+                                   bytes(weight.matrix_stride)};
+    const cuuint32_t box[5] = {kBoxColumns, kOctet, 2, static_cast<cuuint32_t>(box_octets), 1};
+    return encode(map, weight.data, dtype, 5, sizes, strides, box);
 }
 
 }  // namespace weave::gemm

@@ -19,4 +19,17 @@ int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int6
 int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matrices, int64_t rows, int64_t columns,
                    int64_t matrix_stride, int64_t stride, int32_t box_rows);
 
+// Boxes of `box_octets` times 8 gates and the 8 ups of the same columns: of each of `matrices` gate `i` begins at
+// `i * stride` and its up `between` elements behind, for `columns` of them, a multiple of 8, of `depth` elements.
+struct GatesAndUps {
+    const void* data;
+    int64_t matrices;
+    int64_t columns;
+    int64_t depth;
+    int64_t matrix_stride;
+    int64_t stride;
+    int64_t between;
+};
+int make_gate_map(CUtensorMap& map, const GatesAndUps& weight, DType dtype, int32_t box_octets);
+
 }  // namespace weave::gemm

@@ -12,6 +12,7 @@ namespace weave {
 
 void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
+    m.attr("WIDE_EXPERT_TILE_ROWS") = py::int_(moe_experts::kWideRows);
     m.def("expert_row_counts", &moe_experts::num_counts, py::arg("num_rows"), py::arg("num_experts"),
           "How many int32 numbers sort_expert_rows takes as its workspace.");
 }
@@ -33,12 +34,12 @@ void bind_moe_experts_cuda(py::module_& m) {
              "[experts, rows, depth]: addresses, strides in elements, of which that of rows or of the depth is 1; a "
              "bias of 0 is none.");
     py::class_<Routing>(m, "ExpertRouting")
-        .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group) {
+        .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group, int32_t tile_rows) {
                  return Routing{reinterpret_cast<const int32_t*>(order), reinterpret_cast<const int32_t*>(table),
-                                num_rows, group};
+                                num_rows, group, tile_rows};
              }),
-             py::arg("order"), py::arg("table"), py::arg("num_rows"), py::arg("group"),
-             "What the routing kernels left, in tiles of EXPERT_TILE_ROWS.");
+             py::arg("order"), py::arg("table"), py::arg("num_rows"), py::arg("group"), py::arg("tile_rows"),
+             "What the routing kernels left, in tiles of at most EXPERT_TILE_ROWS, or WIDE_EXPERT_TILE_ROWS.");
     py::class_<Gate>(m, "ExpertGate")
         .def(py::init([](bool gated, bool interleaved, int32_t activation, float alpha, float limit) {
                  return Gate{gated, interleaved, activation, alpha, limit};
@@ -47,25 +48,26 @@ void bind_moe_experts_cuda(py::module_& m) {
     m.def(
         "experts_gate_up",
         [](uintptr_t x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight, const Routing& routing,
-           const Gate& gate, uintptr_t inner, DType dtype, uintptr_t stream) {
+           const Gate& gate, uintptr_t inner, DType dtype, uintptr_t gathered, uintptr_t stream) {
             py::gil_scoped_release release;
             return moe_experts::run_gate_up(reinterpret_cast<const void*>(x), x_stride, hidden, choices, weight,
                                             routing, gate, reinterpret_cast<void*>(inner), dtype,
-                                            reinterpret_cast<void*>(stream));
+                                            reinterpret_cast<void*>(gathered), reinterpret_cast<void*>(stream));
         },
         py::arg("x"), py::arg("x_stride"), py::arg("hidden"), py::arg("choices"), py::arg("weight"), py::arg("routing"),
-        py::arg("gate"), py::arg("inner"), py::arg("dtype"), py::arg("stream"),
+        py::arg("gate"), py::arg("inner"), py::arg("dtype"), py::arg("gathered"), py::arg("stream"),
         "inner[p] = act(x[order[p] / choices] @ weight[expert of p].T + bias) on Hopper. A CUDA error code.");
     m.def(
         "experts_down",
         [](uintptr_t inner, int64_t inner_width, const Weight& weight, const Routing& routing, uintptr_t results,
-           DType dtype, uintptr_t stream) {
+           DType dtype, bool wide, uintptr_t stream) {
             py::gil_scoped_release release;
             return moe_experts::run_down(reinterpret_cast<const void*>(inner), inner_width, weight, routing,
-                                         reinterpret_cast<void*>(results), dtype, reinterpret_cast<void*>(stream));
+                                         reinterpret_cast<void*>(results), dtype, wide,
+                                         reinterpret_cast<void*>(stream));
         },
         py::arg("inner"), py::arg("inner_width"), py::arg("weight"), py::arg("routing"), py::arg("results"),
-        py::arg("dtype"), py::arg("stream"),
+        py::arg("dtype"), py::arg("wide"), py::arg("stream"),
         "results[order[p]] = inner[p] @ weight[expert of p].T + bias on Hopper. A CUDA error code.");
     m.def(
         "sort_expert_rows",

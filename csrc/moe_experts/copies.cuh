@@ -36,6 +36,26 @@ __device__ __forceinline__ void load_box_to_both(void* to, const CUtensorMap* ma
         : "memory");
 }
 
+// The same into this CTA alone.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, int32_t x, int32_t y, int32_t z,
+                                         uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+            "r"(gemm::shared_address(to)),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(gemm::shared_address(barrier))
+        : "memory");
+}
+
+// Gates and ups of an expert from octet `octet` of columns on: 8 gates, their 8 ups, the next 8 gates, ...
+__device__ __forceinline__ void load_gates_and_ups(void* to, const CUtensorMap* map, int32_t depth, int32_t octet,
+                                                   int32_t expert, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, 0, 0, %3, %4}], [%5];" ::"r"(gemm::shared_address(to)),
+        "l"(map), "r"(depth), "r"(octet), "r"(expert), "r"(gemm::shared_address(barrier))
+        : "memory");
+}
+
 // Dynamic shared memory as an S, aligned to 1024 bytes: it begins at a multiple of 16 only.
 template <class S>
 __device__ __forceinline__ S& shared_memory() {

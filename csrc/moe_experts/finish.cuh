@@ -3,22 +3,13 @@
 
 #include "moe_experts/activation.cuh"
 #include "moe_experts/multiplies.cuh"
+#include "moe_experts/parts.cuh"
 #include "moe_experts/work.cuh"
 
 namespace weave::moe_experts {
 
 constexpr int kBlockSums = kPanelRows / 2;  // of a thread, for a block of the weight
 constexpr int kSums = 2 * kBlockSums;
-
-// One CTA's part of an item.
-struct Part {
-    int32_t expert;
-    int32_t first;   // position, among rows sorted by expert
-    int32_t rows;    // up to 8 * octets
-    int32_t octets;  // that are multiplied; of both CTAs as many
-    int32_t last;    // position of the expert
-    int32_t column;  // of tiles
-};
 
 // A thread's place in a block of the weight: its rows are this one and the one 8 behind.
 __device__ __forceinline__ int32_t own_block_row() {

@@ -29,6 +29,7 @@
 
 #include "moe_experts/copies.cuh"
 #include "moe_experts/finish.cuh"
+#include "moe_experts/parts.cuh"
 
 namespace weave::moe_experts {
 
@@ -43,39 +44,6 @@ struct Shared {
     uint8_t rows[kStages][kPanelBytes];
     uint8_t staged[gemm::kConsumers][kStagedOctets * kOctetRows * kBlockRows * 2];
     uint64_t full[kStages], empty[kStages];
-};
-
-// A cluster's parts, one after another. The next one is read while this one is worked on.
-class Parts {
-  public:
-    __device__ __forceinline__ explicit Parts(const Work& work)
-        : work_(work), items_{work.table[0], work.columns, work.group}, index_(gemm::cluster_index()) {
-        read();
-    }
-    // Whether there is one.
-    __device__ __forceinline__ bool take(Part& part) {
-        if (index_ >= items_.num_items()) return false;
-        const Rows tile = even_rows(record_.w, record_.y, record_.z);
-        const Rows own = own_rows(tile, static_cast<int32_t>(gemm::cluster_rank()));
-        part = {record_.x, own.first, own.count, octets_of(tile.count), record_.z - 1, column_};
-        index_ += static_cast<int32_t>(gridDim.x) / gemm::kClusterCtas;
-        read();
-        return true;
-    }
-
-  private:
-    __device__ __forceinline__ void read() {
-        if (index_ >= items_.num_items()) return;
-        const Item item = items_.item(index_);
-        record_ = *reinterpret_cast<const int4*>(work_.table + 4 * (item.tile + 1));
-        column_ = item.column;
-    }
-
-    const Work& work_;
-    ItemOrder items_;
-    int32_t index_;
-    int4 record_{};
-    int32_t column_ = 0;
 };
 
 template <Product kProduct>
@@ -118,7 +86,7 @@ __device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
     const uint32_t to = gemm::shared_address(shared.rows) + chunk_offset(gathered_row(thread, 0), chunk);
     gemm::Position<kStages> at;
     Part part{};
-    for (Parts parts(work); parts.take(part);) {
+    for (Parts<false> parts(work); parts.take(part);) {
         const int32_t passes = (part.octets * kOctetRows + kRowsAPass - 1) / kRowsAPass;
         uint32_t from[kPasses];
         if constexpr (kGathers) {
@@ -195,7 +163,7 @@ template <typename T, Product kProduct, bool kTransposed>
 __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, int32_t consumer) {
     gemm::Position<kStages> at;
     Part part{};
-    for (Parts parts(work); parts.take(part);) {
+    for (Parts<false> parts(work); parts.take(part);) {
         int32_t targets[kPasses];
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {

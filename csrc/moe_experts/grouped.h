@@ -3,7 +3,8 @@
 //   inner[p] = act(x[order[p] / choices] * gate_up[expert of p]^T + bias)
 //   results[order[p]] = inner[p] * down[expert of p]^T + bias
 //
-// for positions p of rows sorted by expert, in tiles of 288 rows by the table of expert_kernels/routing_kernels.py.
+// for positions p of rows sorted by expert, in tiles by the table of expert_kernels/routing_kernels.py: of up to 288
+// rows, of up to 256 where a GEMM is `wide`.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,9 @@ struct Weight {
 struct Routing {
     const int32_t* order;
     const int32_t* table;
-    int64_t num_rows;  // positions at most: tokens * choices
-    int32_t group;     // tiles that go through a column of weights before the next
+    int64_t num_rows;   // positions at most: tokens * choices
+    int32_t group;      // tiles that go through a column of weights before the next
+    int32_t tile_rows;  // of the table's tiles
 };
 
 struct Gate {
@@ -49,14 +51,18 @@ struct Homes {
 // Why `device` cannot run them; empty where it can. `addresses` is the or of all addresses and strides in bytes.
 const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device);
 
-// `x` [tokens, hidden] with `x_stride` elements from row to row, `inner` [num_rows, inner_width] contiguous. Both
-// enqueue a kernel and return a CUDA error code; 0 is success.
+// Whether the kernel of wide.cuh computes a GEMM whose weight is this one: one whose depth lies side by side.
+bool can_be_wide(const Weight& weight);
+
+// `x` [tokens, hidden] with `x_stride` elements from row to row, `inner` [num_rows, inner_width] contiguous. With
+// `gathered` [num_rows, hidden], contiguous, rows are gathered there first and the GEMM is wide. All of these enqueue
+// kernels and return a CUDA error code; 0 is success.
 int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight,
-                const Routing& routing, const Gate& gate, void* inner, DType dtype, void* stream);
+                const Routing& routing, const Gate& gate, void* inner, DType dtype, void* gathered, void* stream);
 
 // `results` [num_rows, hidden] contiguous: rows of choices that no expert of the weight has are not written.
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
-             DType dtype, void* stream);
+             DType dtype, bool wide, void* stream);
 
 // The same, into the memory of several ranks: row order[p] of all is row `order[p] % homes.rows` at home
 // `order[p] / homes.rows`.

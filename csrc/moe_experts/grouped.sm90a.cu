@@ -4,8 +4,10 @@
 
 #include "gemm/gemm.h"
 #include "gemm/tensor_map.h"
+#include "moe_experts/gather_rows.h"
 #include "moe_experts/grouped.cuh"
 #include "moe_experts/grouped.h"
+#include "moe_experts/wide.cuh"
 
 namespace weave::moe_experts {
 namespace {
@@ -31,39 +33,49 @@ Work work_of(const Weight& weight, const Routing& routing, int64_t depth, int64_
     work.width = static_cast<int32_t>(width);
     work.columns = gemm::ceiling(width, tile_columns(gated));
     work.group = std::max(routing.group, 1);
+    work.tile_rows = routing.tile_rows;
     return work;
 }
 
 // Rows `first`, `first + step`, ... of each expert's weight, `count` of them; `step` is 1 where they lie side by side.
 int make_weight_map(CUtensorMap& map, const Weight& weight, DType dtype, int64_t depth, int64_t first, int64_t step,
-                    int64_t count) {
+                    int64_t count, int32_t box_rows = kBlockRows) {
     const char* data = static_cast<const char*>(weight.data) + first * weight.row_stride * size_of(dtype);
     if (is_transposed(weight))
         return gemm::make_stack_map(map, data, dtype, weight.experts, depth, count, weight.expert_stride,
                                     weight.depth_stride, kDepth);
     return gemm::make_stack_map(map, data, dtype, weight.experts, count, depth, weight.expert_stride,
-                                step * weight.row_stride, kBlockRows);
+                                step * weight.row_stride, box_rows);
 }
 
-int enqueue(const Work& work, Product product, bool transposed, DType dtype, void* stream) {
+int enqueue(const Work& work, Product product, const Weight& weight, bool wide, DType dtype, void* stream) {
+    if (work.tile_rows < 1 || work.tile_rows > (wide ? kWideRows : kTileRows)) return cudaErrorInvalidValue;
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     const int32_t num_ctas = num_sms / gemm::kClusterCtas * gemm::kClusterCtas;
-    if (dtype == DType::kBFloat16) return enqueue_bf16(work, product, transposed, num_ctas, stream);
-    if (dtype == DType::kFloat16) return enqueue_fp16(work, product, transposed, num_ctas, stream);
+    const bool transposed = is_transposed(weight);
+    if (dtype == DType::kBFloat16)
+        return wide ? enqueue_wide_bf16(work, product, num_ctas, stream)
+                    : enqueue_bf16(work, product, transposed, num_ctas, stream);
+    if (dtype == DType::kFloat16)
+        return wide ? enqueue_wide_fp16(work, product, num_ctas, stream)
+                    : enqueue_fp16(work, product, transposed, num_ctas, stream);
     return cudaErrorInvalidValue;
 }
 
 int run_second(Product product, const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
-               void* results, const Homes& homes, DType dtype, void* stream) {
+               void* results, const Homes& homes, DType dtype, bool wide, void* stream) {
     if (routing.num_rows == 0) return cudaSuccess;
-    if (routing.num_rows >= kMostNumbers) return cudaErrorInvalidValue;
+    if (routing.num_rows >= kMostNumbers || (wide && !can_be_wide(weight))) return cudaErrorInvalidValue;
     Work work = work_of(weight, routing, inner_width, weight.rows, false, results);
     work.homes = homes;
-    int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width, kLoadRows);
-    if (error == cudaSuccess) error = make_weight_map(work.weight[0], weight, dtype, inner_width, 0, 1, weight.rows);
-    return error != cudaSuccess ? error : enqueue(work, product, is_transposed(weight), dtype, stream);
+    int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width,
+                               wide ? kWideBoxRows : kLoadRows);
+    if (error == cudaSuccess)
+        error = make_weight_map(work.weight[0], weight, dtype, inner_width, 0, 1, weight.rows,
+                                wide ? kWideWeightRows : kBlockRows);
+    return error != cudaSuccess ? error : enqueue(work, product, weight, wide, dtype, stream);
 }
 
 }  // namespace
@@ -73,14 +85,19 @@ const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t add
     return gemm::unsupported(dtype, hidden, inner, device);
 }
 
+bool can_be_wide(const Weight& weight) {
+    return !is_transposed(weight);
+}
+
 int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight,
-                const Routing& routing, const Gate& gate, void* inner, DType dtype, void* stream) {
+                const Routing& routing, const Gate& gate, void* inner, DType dtype, void* gathered, void* stream) {
     if (routing.num_rows == 0) return cudaSuccess;
     const int64_t width = gate.gated ? weight.rows / 2 : weight.rows;
     const int64_t tokens = routing.num_rows / choices;
+    const bool wide = gathered != nullptr, transposed = is_transposed(weight);
     if (routing.num_rows >= kMostNumbers || tokens * x_stride / kChunkElements >= kMostNumbers)
         return cudaErrorInvalidValue;
-    const bool transposed = is_transposed(weight), pairs = transposed && gate.gated && gate.interleaved;
+    if (wide && !can_be_wide(weight)) return cudaErrorInvalidValue;
     Work work = work_of(weight, routing, hidden, width, gate.gated, inner);
     work.x = static_cast<const uint8_t*>(x);
     work.x_chunks = static_cast<int32_t>(x_stride / kChunkElements);
@@ -88,29 +105,45 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
     work.activation = static_cast<Activation>(gate.activation);
     work.alpha = gate.alpha;
     work.limit = gate.limit;
+    const bool pairs = transposed && gate.gated && gate.interleaved;
     const Product product = pairs ? Product::kPairs : gate.gated ? Product::kGated : Product::kPlain;
+    int error = cudaSuccess;
+    if (wide) {
+        error = gather_rows({work.x, work.x_chunks, static_cast<int32_t>(hidden / kChunkElements), choices, gathered},
+                            routing, stream);
+        if (error == cudaSuccess)
+            error = gemm::make_map(work.rows, gathered, dtype, routing.num_rows, hidden, hidden, kWideBoxRows);
+        if (error != cudaSuccess) return error;
+    }
     if (product != Product::kGated) {
-        const int error = make_weight_map(work.weight[0], weight, dtype, hidden, 0, 1, weight.rows);
-        return error != cudaSuccess ? error : enqueue(work, product, transposed, dtype, stream);
+        error = make_weight_map(work.weight[0], weight, dtype, hidden, 0, 1, weight.rows,
+                                wide ? kWideWeightRows : kBlockRows);
+        return error != cudaSuccess ? error : enqueue(work, product, weight, wide, dtype, stream);
     }
     work.bias_step = gate.interleaved ? 2 : 1;
     work.up_bias = gate.interleaved ? 1 : static_cast<int32_t>(width);
-    int error = cudaSuccess;
-    for (int32_t i = 0; i < 2 && error == cudaSuccess; ++i)
-        error = make_weight_map(work.weight[i], weight, dtype, hidden, i * work.up_bias, work.bias_step, width);
-    return error != cudaSuccess ? error : enqueue(work, product, transposed, dtype, stream);
+    if (wide) {
+        const int64_t stride = work.bias_step * weight.row_stride, between = work.up_bias * weight.row_stride;
+        error = gemm::make_gate_map(work.weight[0],
+                                    {weight.data, weight.experts, width, hidden, weight.expert_stride, stride, between},
+                                    dtype, kWideWeightRows / (2 * kOctetRows));
+    } else {
+        for (int32_t i = 0; i < 2 && error == cudaSuccess; ++i)
+            error = make_weight_map(work.weight[i], weight, dtype, hidden, i * work.up_bias, work.bias_step, width);
+    }
+    return error != cudaSuccess ? error : enqueue(work, product, weight, wide, dtype, stream);
 }
 
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
-             DType dtype, void* stream) {
-    return run_second(Product::kDown, inner, inner_width, weight, routing, results, {}, dtype, stream);
+             DType dtype, bool wide, void* stream) {
+    return run_second(Product::kDown, inner, inner_width, weight, routing, results, {}, dtype, wide, stream);
 }
 
 int run_down_home(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
                   const Homes& homes, DType dtype, void* stream) {
     if (homes.rows < 1 || homes.rows > int64_t{1} << kHomeShift || routing.num_rows > kMostHomes * homes.rows)
         return cudaErrorInvalidValue;
-    return run_second(Product::kHome, inner, inner_width, weight, routing, nullptr, homes, dtype, stream);
+    return run_second(Product::kHome, inner, inner_width, weight, routing, nullptr, homes, dtype, false, stream);
 }
 
 }  // namespace weave::moe_experts

@@ -1,4 +1,4 @@
-// Multiplies whose left operand is 64 rows of a weight and whose right one is 8 to 144 tokens (wgmma, sm_90a), and
+// Multiplies whose left operand is 64 rows of a weight and whose right one is 8 to 256 tokens (wgmma, sm_90a), and
 // matrices that are stored across.
 #pragma once
 
@@ -47,6 +47,20 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
 #define WEAVE_REGISTERS128 WEAVE_REGISTERS120 ", %60, %61, %62, %63"
 #define WEAVE_REGISTERS136 WEAVE_REGISTERS128 ", %64, %65, %66, %67"
 #define WEAVE_REGISTERS144 WEAVE_REGISTERS136 ", %68, %69, %70, %71"
+#define WEAVE_REGISTERS152 WEAVE_REGISTERS144 ", %72, %73, %74, %75"
+#define WEAVE_REGISTERS160 WEAVE_REGISTERS152 ", %76, %77, %78, %79"
+#define WEAVE_REGISTERS168 WEAVE_REGISTERS160 ", %80, %81, %82, %83"
+#define WEAVE_REGISTERS176 WEAVE_REGISTERS168 ", %84, %85, %86, %87"
+#define WEAVE_REGISTERS184 WEAVE_REGISTERS176 ", %88, %89, %90, %91"
+#define WEAVE_REGISTERS192 WEAVE_REGISTERS184 ", %92, %93, %94, %95"
+#define WEAVE_REGISTERS200 WEAVE_REGISTERS192 ", %96, %97, %98, %99"
+#define WEAVE_REGISTERS208 WEAVE_REGISTERS200 ", %100, %101, %102, %103"
+#define WEAVE_REGISTERS216 WEAVE_REGISTERS208 ", %104, %105, %106, %107"
+#define WEAVE_REGISTERS224 WEAVE_REGISTERS216 ", %108, %109, %110, %111"
+#define WEAVE_REGISTERS232 WEAVE_REGISTERS224 ", %112, %113, %114, %115"
+#define WEAVE_REGISTERS240 WEAVE_REGISTERS232 ", %116, %117, %118, %119"
+#define WEAVE_REGISTERS248 WEAVE_REGISTERS240 ", %120, %121, %122, %123"
+#define WEAVE_REGISTERS256 WEAVE_REGISTERS248 ", %124, %125, %126, %127"
 #define WEAVE_SUMS8(d) WEAVE_SUMS4(d, 0)
 #define WEAVE_SUMS16(d) WEAVE_SUMS8(d), WEAVE_SUMS4(d, 4)
 #define WEAVE_SUMS24(d) WEAVE_SUMS16(d), WEAVE_SUMS4(d, 8)
@@ -65,6 +79,20 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
 #define WEAVE_SUMS128(d) WEAVE_SUMS120(d), WEAVE_SUMS4(d, 60)
 #define WEAVE_SUMS136(d) WEAVE_SUMS128(d), WEAVE_SUMS4(d, 64)
 #define WEAVE_SUMS144(d) WEAVE_SUMS136(d), WEAVE_SUMS4(d, 68)
+#define WEAVE_SUMS152(d) WEAVE_SUMS144(d), WEAVE_SUMS4(d, 72)
+#define WEAVE_SUMS160(d) WEAVE_SUMS152(d), WEAVE_SUMS4(d, 76)
+#define WEAVE_SUMS168(d) WEAVE_SUMS160(d), WEAVE_SUMS4(d, 80)
+#define WEAVE_SUMS176(d) WEAVE_SUMS168(d), WEAVE_SUMS4(d, 84)
+#define WEAVE_SUMS184(d) WEAVE_SUMS176(d), WEAVE_SUMS4(d, 88)
+#define WEAVE_SUMS192(d) WEAVE_SUMS184(d), WEAVE_SUMS4(d, 92)
+#define WEAVE_SUMS200(d) WEAVE_SUMS192(d), WEAVE_SUMS4(d, 96)
+#define WEAVE_SUMS208(d) WEAVE_SUMS200(d), WEAVE_SUMS4(d, 100)
+#define WEAVE_SUMS216(d) WEAVE_SUMS208(d), WEAVE_SUMS4(d, 104)
+#define WEAVE_SUMS224(d) WEAVE_SUMS216(d), WEAVE_SUMS4(d, 108)
+#define WEAVE_SUMS232(d) WEAVE_SUMS224(d), WEAVE_SUMS4(d, 112)
+#define WEAVE_SUMS240(d) WEAVE_SUMS232(d), WEAVE_SUMS4(d, 116)
+#define WEAVE_SUMS248(d) WEAVE_SUMS240(d), WEAVE_SUMS4(d, 120)
+#define WEAVE_SUMS256(d) WEAVE_SUMS248(d), WEAVE_SUMS4(d, 124)
 #define WEAVE_MULTIPLY(COLUMNS, NAME, REGISTERS, A, B, TRANSPOSED, ...)                                              \
     if constexpr (kColumns == COLUMNS)                                                                            \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                               \
@@ -90,14 +118,21 @@ __device__ __forceinline__ void store_columns_as_rows(uint32_t to, uint32_t m0, 
     WEAVE_MULTIPLY(120, NAME, WEAVE_REGISTERS120, "%60", "%61", TRANSPOSED, WEAVE_SUMS120(d)); \
     WEAVE_MULTIPLY(128, NAME, WEAVE_REGISTERS128, "%64", "%65", TRANSPOSED, WEAVE_SUMS128(d)); \
     WEAVE_MULTIPLY(136, NAME, WEAVE_REGISTERS136, "%68", "%69", TRANSPOSED, WEAVE_SUMS136(d)); \
-    WEAVE_MULTIPLY(144, NAME, WEAVE_REGISTERS144, "%72", "%73", TRANSPOSED, WEAVE_SUMS144(d));
+    WEAVE_MULTIPLY(144, NAME, WEAVE_REGISTERS144, "%72", "%73", TRANSPOSED, WEAVE_SUMS144(d)); \
+    WEAVE_MULTIPLY(160, NAME, WEAVE_REGISTERS160, "%80", "%81", TRANSPOSED, WEAVE_SUMS160(d)); \
+    WEAVE_MULTIPLY(176, NAME, WEAVE_REGISTERS176, "%88", "%89", TRANSPOSED, WEAVE_SUMS176(d)); \
+    WEAVE_MULTIPLY(192, NAME, WEAVE_REGISTERS192, "%96", "%97", TRANSPOSED, WEAVE_SUMS192(d)); \
+    WEAVE_MULTIPLY(208, NAME, WEAVE_REGISTERS208, "%104", "%105", TRANSPOSED, WEAVE_SUMS208(d)); \
+    WEAVE_MULTIPLY(224, NAME, WEAVE_REGISTERS224, "%112", "%113", TRANSPOSED, WEAVE_SUMS224(d)); \
+    WEAVE_MULTIPLY(240, NAME, WEAVE_REGISTERS240, "%120", "%121", TRANSPOSED, WEAVE_SUMS240(d)); \
+    WEAVE_MULTIPLY(256, NAME, WEAVE_REGISTERS256, "%128", "%129", TRANSPOSED, WEAVE_SUMS256(d));
 // d[kFirst] and on = weight * tokens^T of 64 x kColumns added to what is there; kTransposed: the weight's rows lie
 // side by side, else its depth does. The last argument is a type.
 #define WEAVE_MULTIPLY_BY(TYPE, NAME)                                                                             \
     template <int kColumns, bool kTransposed, int kFirst, int kCount>                                                                         \
     __device__ __forceinline__ void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens,   \
                                              const TYPE*) {                                                       \
-        static_assert(kColumns <= 144 && kFirst + kColumns / 2 <= kCount);                                                     \
+        static_assert(kColumns <= 256 && kColumns % (kColumns <= 144 ? 8 : 16) == 0 && kFirst + kColumns / 2 <= kCount);                                                     \
         if constexpr (kTransposed) {                                                                                  \
             WEAVE_MULTIPLIES(NAME, "1")                                                                           \
         } else {                                                                                                  \
@@ -109,6 +144,34 @@ WEAVE_MULTIPLY_BY(__half, "f16")
 #undef WEAVE_MULTIPLY_BY
 #undef WEAVE_MULTIPLIES
 #undef WEAVE_MULTIPLY
+#undef WEAVE_SUMS256
+#undef WEAVE_REGISTERS256
+#undef WEAVE_SUMS248
+#undef WEAVE_REGISTERS248
+#undef WEAVE_SUMS240
+#undef WEAVE_REGISTERS240
+#undef WEAVE_SUMS232
+#undef WEAVE_REGISTERS232
+#undef WEAVE_SUMS224
+#undef WEAVE_REGISTERS224
+#undef WEAVE_SUMS216
+#undef WEAVE_REGISTERS216
+#undef WEAVE_SUMS208
+#undef WEAVE_REGISTERS208
+#undef WEAVE_SUMS200
+#undef WEAVE_REGISTERS200
+#undef WEAVE_SUMS192
+#undef WEAVE_REGISTERS192
+#undef WEAVE_SUMS184
+#undef WEAVE_REGISTERS184
+#undef WEAVE_SUMS176
+#undef WEAVE_REGISTERS176
+#undef WEAVE_SUMS168
+#undef WEAVE_REGISTERS168
+#undef WEAVE_SUMS160
+#undef WEAVE_REGISTERS160
+#undef WEAVE_SUMS152
+#undef WEAVE_REGISTERS152
 #undef WEAVE_SUMS144
 #undef WEAVE_REGISTERS144
 #undef WEAVE_SUMS136

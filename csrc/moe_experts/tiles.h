@@ -20,10 +20,13 @@ constexpr int32_t kOctets = kPanelRows / kOctetRows;
 constexpr int32_t kBlockRows = 64;  // of the weight, in one copy and one multiply
 constexpr int32_t kBlocks = 4;      // a tile has: two of each consumer, which lie side by side or are gates and ups
 constexpr int32_t kWeightRows = kBlocks * kBlockRows;
-constexpr int32_t kDepth = 64;           // of a stage: rows of 128 bytes
-constexpr int32_t kChunks = 8;           // of 16 bytes, in such a row
-constexpr int32_t kChunkElements = 8;    // of 2 bytes
-constexpr int32_t kGatherThreads = 128;  // bring the rows of a stage
+constexpr int32_t kWideRows = 256;        // of a tile whose rows each CTA multiplies all (wide.cuh), at most
+constexpr int32_t kWideBoxRows = 64;      // of them, in one copy
+constexpr int32_t kWideWeightRows = 128;  // of such a tile, of a CTA
+constexpr int32_t kDepth = 64;            // of a stage: rows of 128 bytes
+constexpr int32_t kChunks = 8;            // of 16 bytes, in such a row
+constexpr int32_t kChunkElements = 8;     // of 2 bytes
+constexpr int32_t kGatherThreads = 128;   // bring the rows of a stage
 constexpr int32_t kRowsAPass = kGatherThreads / kChunks;
 constexpr int32_t kPasses = kPanelRows / kRowsAPass;
 constexpr int32_t kLoadRows = 48;      // of what the first GEMM left, in one copy
@@ -57,11 +60,11 @@ struct Rows {
 };
 
 // Of an expert's rows, from `begin` to `end`, those of the tile that begins at `first` in the table. There tiles have
-// 288 rows and the last one what is left; here they are equally long, up to a multiple of 16, so that none is short.
-WEAVE_HOST_DEVICE constexpr Rows even_rows(int32_t begin, int32_t first, int32_t end) {
-    const int32_t rows = end - begin, tiles = (rows + kTileRows - 1) / kTileRows;
+// `tile_rows` and the last one what is left; here they are equally long, up to a multiple of 16, so that none is short.
+WEAVE_HOST_DEVICE constexpr Rows even_rows(int32_t begin, int32_t first, int32_t end, int32_t tile_rows) {
+    const int32_t rows = end - begin, tiles = (rows + tile_rows - 1) / tile_rows;
     const int32_t each = ((rows + tiles - 1) / tiles + 2 * kOctetRows - 1) / (2 * kOctetRows) * (2 * kOctetRows);
-    const int32_t at = begin + (first - begin) / kTileRows * each;
+    const int32_t at = begin + (first - begin) / tile_rows * each;
     return {at, each < end - at ? each : end - at};
 }
 

@@ -34,8 +34,9 @@ WEAVE_HOST_DEVICE constexpr int32_t tile_columns(bool gated) {
 
 struct Work {
     CUtensorMap weight[2];  // by depth, row and expert; of weights whose rows lie side by side by row, depth and
-                            // expert. kGated: of gates and of ups; else the first one
-    CUtensorMap rows;       // second GEMM: what the first one left, in boxes of 48 rows
+                            // expert. kGated: of gates and of ups, in wide.cuh of both together; else the first one
+    CUtensorMap rows;       // second GEMM: what the first one left, in boxes of 48 rows; wide.cuh: of 64, and in the
+                            // first GEMM what gather_rows() left
     const int32_t* table;   // routing.h
     const int32_t* order;
     const uint8_t* x;     // first GEMM
@@ -51,6 +52,7 @@ struct Work {
     int32_t width;   // columns of the result
     int32_t columns;
     int32_t group;
+    int32_t tile_rows;  // of the table's tiles
     Activation activation;
     float alpha;
     float limit;  // 0: none

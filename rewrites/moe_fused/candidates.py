@@ -4,8 +4,9 @@ by_expert     CPU ranks: tokens sorted by expert, the library's GEMMs over the r
 kernels       GPUs: routing, two grouped GEMMs that gather and scatter rows themselves, and a sum in the choices' order,
               in Triton
 hopper        the same with GEMMs of our own, for compute capability 9.0
+wide          the same with GEMMs of our own for many rows an expert, which are gathered beforehand
 
-Which of the last two serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
+Which of the last three serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
 several counts holds a table of them; every kernel takes any number of rows.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from weaveopt.cost_model import Machine, host_us
-from weaveopt.cost_model.mixture import Mixture, cpu_parts, fastest_kernels, kernels_us, rows_by_expert
+from weaveopt.cost_model.mixture import WIDE, WIDE_ROWS, Mixture, cpu_parts, fastest_kernels, kernels_us, rows_by_expert
 from weaveopt.cost_model.token_grid import grid_of
 from weaveopt.inductor.calls import GEMM, MEMORY
 from weaveopt.inductor.kernels import Surroundings
@@ -44,7 +45,7 @@ class Host:
     """GPUs are here, and the Hopper kernels do not run on them."""
 
 
-CURVES = {KERNELS: "", HOPPER: HOPPER}
+CURVES = {KERNELS: "", HOPPER: HOPPER, WIDE: WIDE}
 """What the kernels of a candidate are called in a profile."""
 VARIANTS = {name: variant for variant, name in CURVES.items()}
 
@@ -87,14 +88,14 @@ def candidates(
         return
     against = tuple(_against(facts, host))
     against_hopper = (*against, *_against_hopper(facts, host))
-    refused = {KERNELS: against, HOPPER: against_hopper}
+    against_wide = (*against_hopper, *_against_wide(mixture))
+    refused = {KERNELS: against, HOPPER: against_hopper, WIDE: against_wide}
     able = [name for variant, name in CURVES.items() if not refused[variant]]
     fastest = fastest_kernels(machine, mixture, able)
     for variant, reasons in refused.items():
         us = None if reasons else kernels_us(machine, mixture, CURVES[variant])
         if not reasons and us is None:
-            message = "the profile holds no time of these kernels: measure it with `weaveopt calibrate`"
-            reasons = (Rejection("not_measured", message, (("profile", machine.name), ("dtype", facts.dtype))),)
+            reasons = (_no_time(machine, mixture, variant),)
         if us is not None:
             estimate = Estimate((Term(EXPERTS, us + host_us(machine)),), machine.relative_error)
             several = CURVES[variant] == fastest and not tokens.is_static
@@ -134,3 +135,17 @@ def _against_hopper(facts: MixtureFacts, host: Host) -> Iterator[Rejection]:
     if host.lacks_hopper:
         message = "the Hopper kernels are for GPUs of compute capability 9.0, in a build with the CUDA part"
         yield Rejection("hopper_kernels_missing", message)
+
+
+def _against_wide(mixture: Mixture) -> Iterator[Rejection]:
+    if mixture.transposed:
+        yield Rejection("weight_layout", "these kernels take weights that lie as [experts, out, in]")
+
+
+def _no_time(machine: Machine, mixture: Mixture, variant: str) -> Rejection:
+    mean, _ = mixture.rows_of_expert
+    if variant == WIDE and mean < WIDE_ROWS:
+        message = f"with fewer than {WIDE_ROWS} rows an expert other kernels are the faster ones"
+        return Rejection("few_rows", message, (("expert_rows", round(mean, 1)),))
+    message = "the profile holds no time of these kernels: measure it with `weaveopt calibrate`"
+    return Rejection("not_measured", message, (("profile", machine.name), ("dtype", mixture.dtype)))

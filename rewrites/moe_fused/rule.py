@@ -20,6 +20,7 @@ import torch
 import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.cost_model.mixture import WIDE
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.gpu import has_triton
 from weaveopt.expert_kernels.hopper import lacks_hopper
@@ -36,7 +37,7 @@ from weaveopt.sites.mixtures.experts import Experts, Linear
 aten = torch.ops.aten
 
 
-_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER}
+_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER, WIDE: Kernels.WIDE}
 
 
 class MoeFused:

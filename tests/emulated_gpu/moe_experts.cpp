@@ -1,6 +1,7 @@
 // The GEMMs of a mixture's experts, from csrc/moe_experts, as functions of a library for tests: on the CPU, in bf16.
 #include <string>
 
+#include "moe_experts/gather_rows.cuh"
 #include "moe_experts/grouped.sm90a.cu"
 
 namespace {
@@ -59,8 +60,25 @@ int enqueue_bf16(const Work& work, Product product, bool transposed, int32_t, vo
     return transposed ? enqueue_as<true>(work, product) : enqueue_as<false>(work, product);
 }
 
+int enqueue_wide_bf16(const Work& work, Product product, int32_t, void*) {
+    return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
+        if (product == Product::kGated) return wide_grouped_gemm<__nv_bfloat16, Product::kGated>(work);
+        if (product == Product::kPlain) return wide_grouped_gemm<__nv_bfloat16, Product::kPlain>(work);
+        if (product != Product::kDown) throw std::runtime_error("not of that kernel");
+        wide_grouped_gemm<__nv_bfloat16, Product::kDown>(work);
+    });
+}
+
 int enqueue_fp16(const Work&, Product, bool, int32_t, void*) {
     return cudaErrorInvalidValue;
+}
+
+int enqueue_wide_fp16(const Work&, Product, int32_t, void*) {
+    return cudaErrorInvalidValue;
+}
+
+int gather_rows(const RowsToGather& rows, const Routing& routing, void*) {
+    return run_clusters({1, kGatherCtaThreads}, [&] { gather({rows, routing.order, routing.table}); });
 }
 
 }  // namespace weave::moe_experts
@@ -70,14 +88,15 @@ extern "C" {
 struct Call {
     const void *x, *gate_up, *gate_up_bias, *down, *down_bias;
     const int32_t *order, *table;
-    void *inner, *results;
+    void *inner, *results, *gathered;
     int64_t rows, experts, hidden, inner_width, x_stride;
     int32_t choices, group, gated, interleaved, activation;
     float alpha, limit;
     int32_t transposed;
     int32_t num_sms;
     uint32_t seed;
-    int64_t rows_of_home;  // 0: `results` is one tensor, else homes lie in it one behind the other, the last one first
+    int32_t tile_rows, second_wide;
+    int64_t rows_of_home;     // 0: `results` is one tensor, else homes lie in it one behind the other, the last one first
 };
 
 // What failed; empty if nothing did.
@@ -94,12 +113,13 @@ const char* run(const Call* call) {
     };
     const Weight gate_up = weight(call->gate_up, rows, hidden, call->gate_up_bias);
     const Weight down = weight(call->down, hidden, width, call->down_bias);
-    const Routing routing{call->order, call->table, call->rows, call->group};
+    const Routing routing{call->order, call->table, call->rows, call->group, call->tile_rows};
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
     int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
-                           DType::kBFloat16, nullptr);
+                           DType::kBFloat16, call->gathered, nullptr);
     if (code == 0 && call->rows_of_home == 0)
-        code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, nullptr);
+        code = run_down(call->inner, width, down, routing, call->results, DType::kBFloat16, call->second_wide != 0,
+                        nullptr);
     if (code == 0 && call->rows_of_home != 0) {
         Homes homes{};
         homes.rows = call->rows_of_home;
@@ -117,7 +137,7 @@ const char* run(const Call* call) {
 void cut_tile(int32_t begin, int32_t first, int32_t end, int32_t* out) {
     using namespace weave::moe_experts;
     for (int32_t rank = 0; rank < 2; ++rank) {
-        const Rows own = own_rows(even_rows(begin, first, end), rank);
+        const Rows own = own_rows(even_rows(begin, first, end, kTileRows), rank);
         out[2 * rank] = own.first;
         out[2 * rank + 1] = own.count;
     }

@@ -35,10 +35,10 @@ pytestmark = [
 ]
 
 
-def run(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+def run(operands: Operands, call: ExpertsCall, kernels: Kernels = Kernels.HOPPER) -> torch.Tensor:
     result: torch.Tensor = torch.ops.weave.moe_experts(
         operands.x, operands.experts, operands.weights, operands.gate_up, operands.gate_up_bias, operands.down,
-        operands.down_bias, replace(call, kernels=Kernels.HOPPER).encode(),
+        operands.down_bias, replace(call, kernels=kernels).encode(),
     )  # fmt: skip
     return result
 
@@ -50,8 +50,19 @@ def launch(operands: Operands, call: ExpertsCall, group: int = 4) -> torch.Tenso
     return hopper.launch(operands, call, replace(hopper.plan(shape), group=group))
 
 
+def launch_wide(operands: Operands, call: ExpertsCall, group: int = 4) -> torch.Tensor:
+    """Those for many rows an expert."""
+    shape = checked_shape(operands, call)
+    how = hopper.wide_plan(operands, shape)
+    assert how.wide, "of weights whose depth lies side by side"
+    return hopper.launch(operands, call, replace(how, group=group))
+
+
 def check(operands: Operands, call: ExpertsCall, what: str) -> None:
-    assert_close(launch(poisoned(operands), call), reference(operands, call), KERNEL, what)
+    want = reference(operands, call)
+    assert_close(launch(poisoned(operands), call), want, KERNEL, what)
+    if operands.gate_up.stride(2) == operands.down.stride(2) == 1:
+        assert_close(launch_wide(poisoned(operands), call), want, KERNEL, f"wide, {what}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -87,7 +98,9 @@ def test_sizes_of_models(tokens: int, routing: str) -> None:
     for sizes, call in ((QWEN, SILU), (MIXTRAL, SILU), (GPT_OSS, CLAMPED)):
         operands = make_operands(replace(sizes, tokens=tokens), call, torch.bfloat16, tokens, routing, "cuda")
         assert not hopper.unsupported(operands, checked_shape(operands, call))
-        assert_close(run(operands, call), reference(operands, call), KERNEL, f"{sizes} {tokens} {routing}")
+        want = reference(operands, call)
+        for kernels in (Kernels.HOPPER, Kernels.WIDE):
+            assert_close(run(operands, call, kernels), want, KERNEL, f"{kernels} {sizes} {tokens} {routing}")
 
 
 def test_every_width_of_a_multiply() -> None:
@@ -104,11 +117,25 @@ def test_every_width_of_a_multiply() -> None:
             assert torch.equal(launch(operands, call), got), f"{call} {transposed}"
 
 
+def test_every_width_of_a_wide_multiply() -> None:
+    counts = (*range(1, 257, 5), 256, 0, 257, 2000)
+    sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=1160, inner=712, bias=True)
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    for call in (SILU, PLAIN, CLAMPED):
+        made = make_operands(sizes, call, torch.bfloat16, 1, device="cuda")
+        operands = replace(made, experts=ids.cuda()[:, None])
+        got = launch_wide(operands, call)
+        assert_close(got, reference(operands, call), KERNEL, str(call))
+        for group in (1, 2, 8, 64, 4, 4, 4, 4, 4, 4):
+            assert torch.equal(launch_wide(operands, call, group), got), f"{call} {group}"
+
+
+@pytest.mark.parametrize("kernels", [Kernels.HOPPER, Kernels.WIDE])
 @pytest.mark.parametrize("tokens", [8, 1000, 3000])
-def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int) -> None:
+def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int, kernels: Kernels) -> None:
     sizes = replace(QWEN, tokens=tokens)
     operands = make_operands(sizes, SILU, torch.bfloat16, 0, "uniform", "cuda")
-    graph, got = captured(lambda: run(operands, SILU))
+    graph, got = captured(lambda: run(operands, SILU, kernels))
     generator = torch.Generator().manual_seed(1)
     for routing in (*ROUTINGS, "uniform"):
         operands.experts.copy_(make_experts(routing, sizes, generator))
@@ -127,11 +154,14 @@ def test_calls_repeat_bit_by_bit() -> None:
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
     operands = make_operands(SMALL, SILU, torch.bfloat16, 6, device="cuda")
-    want = launch(operands, SILU)
-    operands.x[4] = math.nan
-    got = launch(operands, SILU)
     others = [row for row in range(SMALL.tokens) if row != 4]
-    assert got[4].isnan().all() and torch.equal(got[others], want[others])
+    finite = operands.x[4].clone()
+    for launched in (launch, launch_wide):
+        operands.x[4] = finite
+        want = launched(operands, SILU)
+        operands.x[4] = math.nan
+        got = launched(operands, SILU)
+        assert got[4].isnan().all() and torch.equal(got[others], want[others])
 
 
 def test_what_they_do_not_take_is_tritons() -> None:
@@ -153,6 +183,7 @@ def test_rows_of_x_may_lie_apart() -> None:
     assert torch.equal(launch(replace(operands, x=apart[:, 16:152]), SILU), launch(operands, SILU))
     columns = replace(operands, x=operands.x.T.contiguous().T)
     assert torch.equal(launch(columns, SILU), launch(operands, SILU))
+    assert torch.equal(launch_wide(replace(operands, x=apart[:, 16:152]), SILU), launch_wide(operands, SILU))
 
 
 def test_many_rows_are_routed_natively() -> None:

@@ -19,7 +19,7 @@ from tests.tolerances import KERNEL, assert_close
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
-from weaveopt.cost_model.mixture import Mixture, kernels_us
+from weaveopt.cost_model.mixture import WIDE, WIDE_ROWS, Mixture, kernels_us
 from weaveopt.expert_kernels.call import Kernels, decode
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.mixtures.activation import Activation
@@ -205,7 +205,11 @@ def test_ids_that_are_cut_keep_their_meaning(biased: bool) -> None:
 
 def test_kernels_that_were_not_measured_are_not_used() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=())
-    assert _on(machine, 8) == [(variant, None, ["not_measured"]) for variant in (KERNELS, HOPPER)]
+    assert _on(machine, 8) == [
+        (variant, None, [code])
+        for variant, code in ((KERNELS, "not_measured"), (HOPPER, "not_measured"), (WIDE, "few_rows"))
+    ]
+    assert [codes for *_, codes in _on(machine, 8192)] == [["not_measured"]] * 3
 
 
 def test_kernels_take_weights_and_arithmetic_together() -> None:
@@ -216,9 +220,9 @@ def test_kernels_take_weights_and_arithmetic_together() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=curves)
     few, many = (kernels_us(machine, Mixture(tokens, 2.0, 8, 6144, 8192, True, "bfloat16")) for tokens in (1, 8192))
     assert few is not None and many is not None and few < many
-    (_, us, refused), (_, _, others) = _on(machine, 8192)
+    (_, us, refused), (_, _, others), _ = _on(machine, 8192)
     assert us is not None and us >= many and not refused and others == ["not_measured"]
-    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 2
+    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 3
     tiny = kernels_us(machine, Mixture(1, 2.0, 8, 64, 64, True, "bfloat16"))
     assert tiny == pytest.approx(5.0), "less arithmetic than was measured takes less than the least that was"
     most = Mixture(1 << 20, 2.0, 64, 6144, 8192, True, "bfloat16")
@@ -236,12 +240,14 @@ def _curves(name: str, us: float) -> tuple[KernelCurve, KernelCurve]:
 
 def test_each_of_the_kernels_has_its_own_curves() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
-    (triton, slow, _), (hopper, fast, _) = _on(machine, 8192)
+    (triton, slow, _), (hopper, fast, _), _ = _on(machine, 8192)
     assert (triton, hopper) == (KERNELS, HOPPER)
     assert slow is not None and fast is not None and slow - fast == pytest.approx(math.hypot(400.0, 400.0))
-    assert [codes for *_, codes in _on(machine, 8192, transposed=True)] == [["not_measured"]] * 2
+    assert [codes for *_, codes in _on(machine, 8192, transposed=True)] == [
+        ["not_measured"], ["not_measured"], ["weight_layout"],
+    ]  # fmt: skip
     both = replace(machine, kernels=(*machine.kernels, *_curves("hopper transposed ", 700.0)))
-    (_, unknown, _), (_, turned, _) = _on(both, 8192, transposed=True)
+    (_, unknown, _), (_, turned, _), _ = _on(both, 8192, transposed=True)
     assert unknown is None and turned is not None and turned - fast == pytest.approx(math.hypot(200.0, 200.0))
 
 
@@ -275,14 +281,26 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
     )
 
 
+def test_kernels_for_many_rows_an_expert() -> None:
+    """They are no choice for few, whatever their curves say, in a table either."""
+    machine = replace(cost_model.load("h200x4"), kernels=(*_curves("hopper ", 500.0), *_curves("wide ", 400.0)))
+    assert FACTS.experts * WIDE_ROWS == 8192 * FACTS.choices
+    (_, hopper_us, _), (_, wide_us, none) = _on(machine, 8192)[1:]
+    assert hopper_us is not None and wide_us is not None and wide_us < hopper_us and not none
+    assert _on(machine, 8191)[2] == (WIDE, None, ["few_rows"])
+    asked = TokenCounts(8, most=16384)
+    found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
+    assert [(row.variant, row.max_tokens) for row in found[0].table] == [(HOPPER, 8191), (WIDE, 16384)]
+
+
 def test_what_speaks_against_the_hopper_kernels() -> None:
     """All of it, and nothing of it against Triton's."""
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     odd = replace(FACTS, hidden=6140)
-    (_, us, none), (_, refused_us, refused) = _on(machine, 8192, odd, host=Host(True, lacks_hopper=True))
+    (_, us, none), (_, refused_us, refused), (*_, also) = _on(machine, 8192, odd, host=Host(True, lacks_hopper=True))
     assert us is not None and not none
     assert refused_us is None
-    assert refused == ["rows_not_aligned", "hopper_kernels_missing"]
+    assert refused == also == ["rows_not_aligned", "hopper_kernels_missing"]
     assert _on(machine, 8192, host=Host(False))[1][2] == ["triton_missing"]
 
 

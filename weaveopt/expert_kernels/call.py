@@ -19,6 +19,8 @@ class Kernels(StrEnum):
     TRITON = "triton"
     HOPPER = "hopper"
     """Our own, where they run; else Triton's."""
+    WIDE = "wide"
+    """Our own for many rows an expert (csrc/moe_experts/wide.cuh); those of `HOPPER` for weights they do not take."""
 
 
 @dataclass(frozen=True)

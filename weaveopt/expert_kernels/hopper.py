@@ -1,7 +1,7 @@
 """The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between the routing and Triton's sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
-persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left.
+persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left, or of `WIDE_EXPERT_TILE_ROWS`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class HopperPlan(RowTiles):
 
     rows: int
     group: int
+    wide: bool = False
+    """Whether each multiply takes all rows of a tile (csrc/moe_experts/wide.cuh), or half of them."""
     combine_columns: int = 2048
     early: bool = True
 
@@ -49,6 +51,13 @@ def plan(shape: Shape) -> HopperPlan:
     """The launch for `shape`. It counts all choices as own."""
     tiles = shape.rows // (shape.experts * _native.EXPERT_TILE_ROWS)
     return HopperPlan(_native.EXPERT_TILE_ROWS, group=GROUP if tiles >= GROUP else 1)
+
+
+def wide_plan(operands: Operands, shape: Shape) -> HopperPlan:
+    """The launch by the kernels for many rows an expert, where they take the weights."""
+    if any(weight.stride(2) != 1 for weight in (operands.gate_up, operands.down)):
+        return plan(shape)
+    return HopperPlan(_native.WIDE_EXPERT_TILE_ROWS, group=GROUP, wide=True)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -95,33 +104,35 @@ def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
     experts = operands.experts.contiguous()
     order, table = gpu.route(experts, shape, how, how.early)
     routing = routing_of(order, table, shape, how)
-    inner = first_gemm(x, routing, operands.of_experts, call, shape)
+    inner = first_gemm(x, routing, operands.of_experts, call, shape, how)
     results = x.new_empty((1, shape.rows, shape.hidden))
     bias = dense(operands.down_bias)
     with torch.cuda.device(x.device):
         code = _native.experts_down(
             inner.data_ptr(), shape.inner, weight_of(operands.down, bias), routing, results.data_ptr(), _dtype(x),
-            torch.cuda.current_stream(x.device).cuda_stream,
+            how.wide, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
     expect_taken(code, "second", shape)
     return gpu.combine(results, experts, operands.weights, x.dtype, shape, how, how.early)
 
 
 def routing_of(order: Tensor, table: Tensor, shape: Shape, how: HopperPlan) -> _native.ExpertRouting:
-    return _native.ExpertRouting(order.data_ptr(), table.data_ptr(), shape.rows, how.group)
+    return _native.ExpertRouting(order.data_ptr(), table.data_ptr(), shape.rows, how.group, how.rows)
 
 
 def first_gemm(
-    x: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, call: ExpertsCall, shape: Shape
+    x: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, call: ExpertsCall, shape: Shape, how: HopperPlan
 ) -> Tensor:
     """[positions, I], activated. Rows of `x` are contiguous."""
     inner = x.new_empty((shape.rows, shape.inner))
+    gathered = x.new_empty((shape.rows, shape.hidden)) if how.wide else None
     gate = _native.ExpertGate(call.gated, call.interleaved, activation_number(call.activation), call.alpha, call.limit)
     bias = dense(weights.gate_up_bias)
     with torch.cuda.device(x.device):
         code = _native.experts_gate_up(
             x.data_ptr(), x.stride(0), shape.hidden, shape.choices, weight_of(weights.gate_up, bias), routing, gate,
-            inner.data_ptr(), _dtype(x), torch.cuda.current_stream(x.device).cuda_stream,
+            inner.data_ptr(), _dtype(x), 0 if gathered is None else gathered.data_ptr(),
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
     expect_taken(code, "first", shape)
     return inner

@@ -9,6 +9,7 @@ struct CUtensorMap {
     int64_t columns, rows, matrices;
     int64_t stride, matrix_stride;
     int32_t box_rows;
+    int64_t between = 0;  // from a gate to its up; 0: rows are no gates
 };
 
 namespace weave::fabric {
@@ -74,10 +75,13 @@ inline void load_box(emulated::Cta& cta, uint32_t to, const CUtensorMap* map, in
     if (to % 1024 != 0) throw std::runtime_error("a box at no multiple of 1024 bytes");
     emulated::cluster->copies.push_back([&cta, to, map, x, y, z, barrier] {
         for (int64_t row = 0; row < map->box_rows; ++row) {
+            // Of gates and ups y counts octets of columns: 8 gates, their 8 ups, the next 8 gates.
+            const int64_t up = map->between != 0 ? row / 8 % 2 * map->between : 0;
+            const int64_t at_row = map->between != 0 ? (y + row / 16) * 8 + row % 8 : y + row;
             for (int64_t column = 0; column < 64; ++column) {
                 uint16_t element = 0;
-                if (x + column < map->columns && y + row < map->rows && z < map->matrices)
-                    element = map->data[z * map->matrix_stride + (y + row) * map->stride + x + column];
+                if (x + column < map->columns && at_row < map->rows && z < map->matrices)
+                    element = map->data[z * map->matrix_stride + at_row * map->stride + up + x + column];
                 const uint32_t at = to + static_cast<uint32_t>(row * 128 + column * 2);
                 memcpy(cta.memory() + (at ^ (at >> 7 & 7) << 4), &element, 2);
             }
@@ -90,6 +94,12 @@ inline void load_box(emulated::Cta& cta, uint32_t to, const CUtensorMap* map, in
 
 inline void load_tile(void* to, const CUtensorMap* map, int32_t x, int32_t y, uint64_t* barrier) {
     load_box(*emulated::running().cta, emulated::address(to), map, x, y, 0, emulated::address(barrier));
+}
+
+inline void load_tile_to(uint16_t mask, void* to, const CUtensorMap* map, int32_t x, int32_t y, uint64_t* barrier) {
+    for (emulated::Cta& cta : emulated::cluster->ctas)
+        if (mask >> cta.rank & 1)
+            load_box(cta, emulated::address(to), map, x, y, 0, emulated::address(barrier));
 }
 
 }  // namespace weave::gemm

@@ -18,4 +18,16 @@ inline int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t row
     return make_stack_map(map, data, dtype, 1, rows, columns, 0, stride, box_rows);
 }
 
+struct GatesAndUps {
+    const void* data;
+    int64_t matrices, columns, depth, matrix_stride, stride, between;
+};
+
+inline int make_gate_map(CUtensorMap& map, const GatesAndUps& weight, DType dtype, int32_t box_octets) {
+    const int code = make_stack_map(map, weight.data, dtype, weight.matrices, weight.columns, weight.depth,
+                                    weight.matrix_stride, weight.stride, box_octets * 16);
+    map.between = weight.between;
+    return weight.columns % 8 == 0 && weight.between % 8 == 0 ? code : 1;
+}
+
 }  // namespace weave::gemm

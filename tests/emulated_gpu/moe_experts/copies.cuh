@@ -37,6 +37,16 @@ inline void load_box_to_both(void* to, const CUtensorMap* map, int32_t x, int32_
         gemm::load_box(cta, emulated::address(to), map, x, y, z, emulated::address(barrier));
 }
 
+inline void load_box(void* to, const CUtensorMap* map, int32_t x, int32_t y, int32_t z, uint64_t* barrier) {
+    gemm::load_box(*emulated::running().cta, emulated::address(to), map, x, y, z, emulated::address(barrier));
+}
+
+inline void load_gates_and_ups(void* to, const CUtensorMap* map, int32_t depth, int32_t octet, int32_t expert,
+                               uint64_t* barrier) {
+    if (map->between == 0) throw std::runtime_error("a map without gates");
+    load_box(to, map, depth, octet, expert, barrier);
+}
+
 template <class S>
 inline S& shared_memory() {
     static_assert(sizeof(S) + 1024 <= 227 << 10);

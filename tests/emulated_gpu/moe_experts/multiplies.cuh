@@ -40,7 +40,7 @@ inline void store_columns_as_rows(uint32_t to, uint32_t m0, uint32_t m1, uint32_
 
 template <int kColumns, bool kTransposed, int kFirst, int kCount>
 inline void multiply(float (&d)[kCount], uint64_t weight, uint64_t tokens, const __nv_bfloat16*) {
-    static_assert(kColumns <= 144 && kFirst + kColumns / 2 <= kCount);
+    static_assert(kColumns <= 256 && kFirst + kColumns / 2 <= kCount);
     gemm::begin_multiply(kColumns, d + kFirst, weight, tokens, kTransposed);
 }
 

@@ -15,7 +15,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.machine import KernelCurve, SizePoint
-from weaveopt.cost_model.mixture import OPERATION, Mixture, variant_of
+from weaveopt.cost_model.mixture import OPERATION, WIDE, WIDE_ROWS, Mixture, variant_of
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.gpu import has_triton
 from weaveopt.expert_kernels.hopper import runs_on
@@ -25,7 +25,7 @@ from weaveopt.measure.clock import Sample, slowest
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session
 
-NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper"}
+NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.WIDE: WIDE}
 """Of kernels, in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(
@@ -121,9 +121,14 @@ class ExpertKernels(Family):
 
 def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
     """What is timed: with `quick` a third of it."""
-    measured = tuple(NAMES) if with_hopper else (Kernels.TRITON,)
+    measured = (Kernels.TRITON, Kernels.HOPPER) if with_hopper else (Kernels.TRITON,)
     cases = (*FEW, *SOME, *MANY)[:: 3 if quick else 1]
-    return tuple(
-        (kernels, replace(case, transposed=transposed))
-        for kernels, transposed, case in itertools.product(measured, (False, True), cases)
+    # Those are never a choice for few rows; what they take at least is in the time of the weights.
+    of_wide = (*FEW[::3], *(case for case in MANY if case.rows_of_expert[0] >= WIDE_ROWS)) if with_hopper else ()
+    return (
+        *(
+            (kernels, replace(case, transposed=transposed))
+            for kernels, transposed, case in itertools.product(measured, (False, True), cases)
+        ),
+        *((Kernels.WIDE, case) for case in of_wide),
     )

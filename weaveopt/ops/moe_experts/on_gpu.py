@@ -16,6 +16,8 @@ def on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:
     shape = checked_shape(operands, call)
     if not gpu.has_kernels(operands, shape):
         return plain(operands, call)
-    if call.kernels_at(shape.tokens) == Kernels.HOPPER and not hopper.unsupported(operands, shape):
-        return hopper.launch(operands, call, hopper.plan(shape))
+    kernels = call.kernels_at(shape.tokens)
+    if kernels != Kernels.TRITON and not hopper.unsupported(operands, shape):
+        wide = kernels == Kernels.WIDE
+        return hopper.launch(operands, call, hopper.wide_plan(operands, shape) if wide else hopper.plan(shape))
     return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))

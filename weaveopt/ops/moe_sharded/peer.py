@@ -170,7 +170,7 @@ class PeerSite:
         how = hopper.plan(shape)
         order, table = gpu.route(received.experts, shape, how, how.early)
         weights, routing = received.of_experts, hopper.routing_of(order, table, shape, how)
-        inner = hopper.first_gemm(received.x, routing, weights, self._experts_call, shape)
+        inner = hopper.first_gemm(received.x, routing, weights, self._experts_call, shape, how)
         bias = hopper.dense(weights.down_bias)
         code = self._native.down(
             slot_tokens, inner.data_ptr(), shape.inner, hopper.weight_of(weights.down, bias), routing, stream

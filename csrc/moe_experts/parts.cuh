@@ -1,0 +1,55 @@
+// What a cluster computes one after the other.
+#pragma once
+
+#include "gemm/mainloop.cuh"
+#include "moe_experts/work.cuh"
+
+namespace weave::moe_experts {
+
+// One CTA's part of an item.
+struct Part {
+    int32_t expert;
+    int32_t first;   // position, among rows sorted by expert
+    int32_t rows;    // up to 8 * octets
+    int32_t octets;  // that are multiplied; of both CTAs as many
+    int32_t last;    // position of the expert
+    int32_t column;  // of tiles
+};
+
+// A cluster's parts. The next one is read while this one is worked on. kWide: each CTA has all of the tile's rows,
+// else half of them.
+template <bool kWide>
+class Parts {
+  public:
+    __device__ __forceinline__ explicit Parts(const Work& work)
+        : work_(work), items_{work.table[0], work.columns, work.group}, index_(gemm::cluster_index()) {
+        read();
+    }
+    // Whether there is one.
+    __device__ __forceinline__ bool take(Part& part) {
+        if (index_ >= items_.num_items()) return false;
+        const Rows tile = even_rows(record_.w, record_.y, record_.z, work_.tile_rows);
+        const int32_t octets = octets_of(tile.count);
+        const Rows own = kWide ? tile : own_rows(tile, static_cast<int32_t>(gemm::cluster_rank()));
+        part = {record_.x, own.first, own.count, kWide ? 2 * octets : octets, record_.z - 1, column_};
+        index_ += static_cast<int32_t>(gridDim.x) / gemm::kClusterCtas;
+        read();
+        return true;
+    }
+
+  private:
+    __device__ __forceinline__ void read() {
+        if (index_ >= items_.num_items()) return;
+        const Item item = items_.item(index_);
+        record_ = *reinterpret_cast<const int4*>(work_.table + 4 * (item.tile + 1));
+        column_ = item.column;
+    }
+
+    const Work& work_;
+    ItemOrder items_;
+    int32_t index_;
+    int4 record_{};
+    int32_t column_ = 0;
+};
+
+}  // namespace weave::moe_experts
