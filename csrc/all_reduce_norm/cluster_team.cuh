@@ -13,7 +13,6 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 struct ClusterPlace {
     int cta;  // in its cluster
     int cluster;
-    int num_clusters;
 };
 
 __device__ __forceinline__ ClusterPlace cluster_place([[maybe_unused]] int size) {
@@ -22,11 +21,10 @@ __device__ __forceinline__ ClusterPlace cluster_place([[maybe_unused]] int size)
         ClusterPlace place;
         asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(place.cta));
         asm("mov.u32 %0, %%clusterid.x;" : "=r"(place.cluster));
-        asm("mov.u32 %0, %%nclusterid.x;" : "=r"(place.num_clusters));
         return place;
     }
 #endif
-    return {0, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+    return {0, static_cast<int>(blockIdx.x)};
 }
 
 // The threads of a cluster that share a row. Sums are made of all warps' parts in one order, so they agree bitwise

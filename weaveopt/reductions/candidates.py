@@ -63,6 +63,8 @@ class Lowered:
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
     aliases_arena: bool = False
     """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
+    prefetch: op.Prefetch | None = None
+    """What is loaded into L2 of the weights that are read next."""
 
     @property
     def may_alias_arena(self) -> bool:
@@ -214,8 +216,9 @@ def _division(
     base: Lowered, algorithm: Algorithm, parameters: Values, table: tuple[KernelRow, ...]
 ) -> tuple[Hashable, ...]:
     workload = base.workload
-    in_one = workload.is_static and bool(table) and table[-1].max_tokens >= workload.tokens
-    if base.fabric is Fabric.PEER and in_one and algorithm is Algorithm.TWO_SHOT:
+    # On `shm` there is no table: a graph of one size has the one algorithm that serves it.
+    in_one = workload.is_static and (table[-1].max_tokens >= workload.tokens if table else base.fabric is Fabric.SHM)
+    if base.fabric in (Fabric.PEER, Fabric.SHM) and in_one and algorithm is Algorithm.TWO_SHOT:
         return two_shot_division(base.group, base.fabric, workload)
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens, workload.max_tokens)
     return (base.group, base.fabric, algorithm, *shape, parameters, table)

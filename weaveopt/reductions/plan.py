@@ -36,8 +36,8 @@ class ReductionPlan(Protocol):
 
 
 def two_shot_division(group: str, fabric: Fabric, workload: Workload) -> tuple[Hashable, ...]:
-    """Of any two-shot exchange on GPUs of all rows of a graph of one size: rank `r` of `n` has rows
-    `tokens * r // n` and on.
+    """Of any two-shot exchange of all rows of a graph of one size, on GPUs or between CPU ranks of one host: rank `r`
+    of `n` has rows `tokens * r // n` and on.
 
     Which kernel makes it, and with how many CTAs, changes nothing about that.
     """

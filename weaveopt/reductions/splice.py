@@ -87,8 +87,9 @@ def summed(graph: fx.Graph, values: tuple[fx.Node, ...]) -> fx.Node | None:
         value = tensor_of(node)
         assert first is not None and value is not None
         if value.ndim != first.ndim:
-            position = last_of(graph, [node, nodes[0]])
-            node = call_after(graph, position, aten.view.default, (node, shape_of(graph, nodes[0])), like=node)
+            sizes = shape_of(graph, nodes[0])  # which may become nodes behind it
+            position = last_of(graph, [node, nodes[0], *(size for size in sizes if isinstance(size, fx.Node))])
+            node = call_after(graph, position, aten.view.default, (node, sizes), like=node)
         total = call_after(graph, last_of(graph, [total, node]), aten.add.Tensor, (total, node), like=total)
     return total
 
