@@ -10,6 +10,7 @@ from weaveopt.rewrites.gemm_reduce_scatter import GemmReduceScatter
 from weaveopt.rewrites.hierarchical_all_reduce import HierarchicalAllReduce
 from weaveopt.rewrites.moe_fused import MoeFused
 from weaveopt.rewrites.moe_sharded import MoeSharded
+from weaveopt.rewrites.shard_norm import ShardNorm
 from weaveopt.rule import GraphRule, RuleSet, SiteRule
 from weaveopt.sites import MATCHERS
 
@@ -22,6 +23,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     GemmReduceScatter(),
     AllGatherGemm(),
     MoeSharded(),
+    ShardNorm(),
 )
 GRAPH_RULES: tuple[GraphRule, ...] = ()
 RULES = RuleSet(MATCHERS, SITE_RULES, GRAPH_RULES)

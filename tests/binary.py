@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -77,16 +76,19 @@ def kernels(architecture: str) -> tuple[str, ...]:
 
 def instructions(architecture: str, names: list[str]) -> dict[str, str]:
     """Mangled name -> text of the kernels named."""
-    every = _functions("--dump-sass", "-fun", ",".join(names))
+    every = _functions("--dump-sass", "-fun", ",".join(sorted(names)))
     texts = {name: text for found, name, text in every if found == architecture}
     assert set(texts) == set(names)
     return texts
 
 
-def _functions(*arguments: str) -> Iterator[tuple[str, str, str]]:
-    """Architecture, mangled name and text. `-arch sm_90` shows sm_90a too: all are asked for and told apart."""
+@cache
+def _functions(*arguments: str) -> tuple[tuple[str, str, str], ...]:
+    """Architecture, mangled name and text. `-arch sm_90` shows sm_90a too: all are asked for and told apart, once."""
+    found = []
     _, *parts = re.split(r"^arch = (\w+)$", dump(*arguments), flags=re.MULTILINE)
     for architecture, listed in zip(parts[::2], parts[1::2], strict=True):
         _, *functions = re.split(r"Function *: *(\w+)|Function (\w+):", listed)
         for one, other, text in zip(functions[::3], functions[1::3], functions[2::3], strict=True):
-            yield architecture, one or other, text
+            found.append((architecture, one or other, text))
+    return tuple(found)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +21,31 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # One Inductor cache for all tests and their ranks: the C++ compiler is most of what they wait for.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"weaveopt-tests-{os.getuid()}"))
 
+# For one of Inductor's kernels, with the headers precompiled, much of g++'s time is the linker's look through
+# torch's libraries, at which gold is quicker. g++ takes the linker that it finds in this folder.
+if gold := shutil.which("ld.gold"):
+    linker = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "linker")
+    linker.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (linker / "ld").symlink_to(gold)
+    os.environ.setdefault("COMPILER_PATH", str(linker))
+
 # Modules and traced graphs stay, so looking for garbage among them as often as Python does costs a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 
 
+def pytest_collection_finish() -> None:
+    if "torch._dynamo" in sys.modules:  # else nothing here compiles
+        from tests import untimed_guards
+
+        untimed_guards.install()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` or `multigpu` are skipped, with the reason, where their GPUs are missing."""
+    """Tests marked `gpu` or `multigpu` are skipped, with the reason, where their GPUs are missing.
+
+    With `WEAVE_TEST_SHARED_GPUS=1` one GPU serves any number of ranks.
+    """
     marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")]
     if not marked:
         return
@@ -30,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     found = torch.cuda.device_count()
     for item in marked:
-        needed = 2 if item.get_closest_marker("multigpu") else 1
+        shared = os.environ.get("WEAVE_TEST_SHARED_GPUS") == "1"
+        needed = 2 if item.get_closest_marker("multigpu") and not shared else 1
         if found < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))

@@ -19,6 +19,7 @@ from torch import nn
 
 import weaveopt.backend
 import weaveopt.ops  # noqa: F401
+from tests import untimed_guards
 
 
 class _Block(nn.Module):
@@ -44,10 +45,16 @@ def warm_up() -> None:
 
     No gradients: to trace them, a torch that is built for accelerators starts threads.
     """
+    untimed_guards.install()
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread
     torch.set_num_threads(1)
     for dynamic in (False, True):
-        with torch.no_grad(), torch._inductor.config.patch(compile_threads=1):  # more than one is a thread here
+        # More than one compile thread is a thread here. What AOTAutograd's cache has, it does not trace.
+        with (
+            torch.no_grad(),
+            torch._inductor.config.patch(compile_threads=1),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
             for backend in (_captured, "inductor"):
                 torch.compile(_Block(), backend=backend, dynamic=dynamic)(torch.ones(4, 8))
         torch._dynamo.reset()

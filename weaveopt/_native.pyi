@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from enum import Enum
 
 from typing_extensions import Buffer
@@ -8,6 +9,7 @@ HEADER_BYTES: int
 """What a GPU arena begins with; its buffers come behind it."""
 NUM_CHANNELS: int
 NUM_MAILBOXES: int
+MAX_PREFETCH_RANGES: int
 TAG_FIELD_BITS: int
 GPU_ALIGNMENT: int
 SHM_ALIGNMENT: int
@@ -241,6 +243,8 @@ def shm_buffers(max_tokens: int, hidden: int, dtype: DType, out_dtype: DType, wo
 
 EXPERT_TILE_ROWS: int
 """Of tiles of rows sorted by expert, in the GEMMs of `experts_gate_up` and `experts_down`."""
+WIDE_EXPERT_TILE_ROWS: int
+"""The same where a GEMM is `wide`."""
 
 def expert_row_counts(num_rows: int, num_experts: int) -> int: ...
 
@@ -306,6 +310,30 @@ class GpuAllReduceNorm:
         normalized: int,
         sum: int,
         row_scale: int,
+        /,
+    ) -> int: ...
+    def run_prefetching(
+        self,
+        tokens: int,
+        kernel: int,
+        num_ctas: int,
+        stream: int,
+        partial: int,
+        partial_offset: int,
+        residual: int,
+        reduced_bias: int,
+        post_weight: int,
+        post_bias: int,
+        weight: int,
+        bias: int,
+        scale_value: int,
+        quant_scale: int,
+        fp32_parameters: int,
+        normalized: int,
+        sum: int,
+        row_scale: int,
+        ranges: Sequence[tuple[int, int, int, int]],
+        prefetch_ctas: int,
         /,
     ) -> int: ...
     def run_product(
@@ -422,7 +450,7 @@ class ExpertWeight:
     ) -> None: ...
 
 class ExpertRouting:
-    def __init__(self, order: int, table: int, num_rows: int, group: int) -> None: ...
+    def __init__(self, order: int, table: int, num_rows: int, group: int, tile_rows: int) -> None: ...
 
 class ExpertGate:
     def __init__(self, gated: bool, interleaved: bool, activation: int, alpha: float, limit: float) -> None: ...
@@ -437,6 +465,7 @@ def experts_gate_up(
     gate: ExpertGate,
     inner: int,
     dtype: DType,
+    gathered: int,
     stream: int,
 ) -> int: ...
 def experts_down(
@@ -446,6 +475,7 @@ def experts_down(
     routing: ExpertRouting,
     results: int,
     dtype: DType,
+    wide: bool,
     stream: int,
 ) -> int: ...
 def sort_expert_rows(

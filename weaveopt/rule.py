@@ -88,6 +88,9 @@ class FoundSite:
     """Python floats that a rewrite takes as the numbers they are in this call; with others it is compiled again."""
     token_value: fx.Node | None = None
     """A node whose value `[..., hidden]` has the site's token count; None where the count is no part of its shape."""
+    behind: frozenset[fx.Node] = frozenset()
+    """Nodes behind the site that a rewrite may replace too: GEMMs that alone read its result. They are no part of its
+    baseline; a rewrite's estimate at the site is what it changes of them."""
 
     @property
     def is_symbolic(self) -> bool:
@@ -102,7 +105,7 @@ class Proposal:
 
     candidate: Candidate
     consumes: frozenset[fx.Node] = frozenset()
-    """Nodes that disappear. Proposals of two sites that share one exclude each other."""
+    """Nodes that disappear, of the site or behind it. Proposals of two sites that share one exclude each other."""
     plan: object = None
     """The rule's own frozen record. Other code sees of it what a `Protocol` names, as `reductions.plan` does."""
 
@@ -155,6 +158,11 @@ class PricedSite:
     """Positions of the allowed proposals: choice `i` of the site; after them the choice to leave it."""
     forced: frozenset[str] = frozenset()
     """Rules that are not charged the model's own error."""
+
+    @property
+    def takes_behind(self) -> bool:
+        """Whether an allowed proposal replaces nodes behind the site."""
+        return any(self.proposals[position].consumes - self.found.nodes for position in self.choices)
 
     @property
     def num_choices(self) -> int:

@@ -1,30 +1,10 @@
-"""Variant `pushed`: GEMMs that begin with the rows that are here, while copy engines push the others' shards.
-
-The time is not modelled: a profile keeps that of the gather with one GEMM, see `weaveopt.ops.all_gather_gemm.cut`.
-"""
+"""Which forms of a site variant `pushed` makes: GEMMs that begin with the rows that are here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-
-from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us
-from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
-from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.all_gather_gemm.cut import OP, TILE_DTYPES, Cut, parse_variant
-from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
-from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+from weaveopt.records.candidate import Rejection
 from weaveopt.rewrites.all_gather_gemm.forms import Form
 from weaveopt.sites.gather import GatherFacts
-
-try:
-    from weaveopt import _native
-except ImportError:  # built without it: size_refused() says so
-    _native = None  # type: ignore[assignment]
-
-ROW_ALIGNMENT = 8
-"""Elements: TMA moves rows that begin at multiples of 16 bytes."""
 
 
 def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
@@ -40,56 +20,3 @@ def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
     if any(gemm.transposed_b is None for gemm in form.gemms):
         reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [n, hidden]"))
     return tuple(reasons)
-
-
-def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iterator[Rejection]:
-    """Token counts, rows and types that the kernel does not take."""
-    if not is_built(NativePart.HOST):
-        yield Rejection(NativePart.HOST.code, "weaveopt was installed without its native part")
-        return
-    if not tokens.is_static:
-        message = "the kernel is planned for one token count, and this graph's is symbolic"
-        yield Rejection("symbolic_tokens", message)
-    odd = next((size for gemm in gemms for size in (gemm.k, gemm.n) if size % ROW_ALIGNMENT or size == 0), None)
-    if odd is not None:
-        message = f"the kernel takes rows and columns of a multiple of {ROW_ALIGNMENT}"
-        yield Rejection("row_not_supported", message, (("size", odd),))
-    if dtype not in TILE_DTYPES:
-        yield Rejection("dtype_not_supported", "the kernel takes bf16 or fp16", (("dtype", dtype),))
-
-
-def price(
-    machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, hands_out_rows: bool
-) -> tuple[Cut, Estimate] | Rejection:
-    """By the cut that is predicted fastest; or why the time is not known.
-
-    Terms: `gemm`, as the graph's own would take; `exposed`, what the gather and the first GEMM take beyond that;
-    `rows`, a copy of all of them where they are handed out, in full, though it runs beside the GEMMs; `host`. The
-    model's own error is charged for all of it: the GEMMs are not the graph's, so what is wrong with their price need
-    not be with these ones'.
-    """
-    first, units = gemms[0], num_units(machine, dtype)
-    message = Message(first.m, first.k, DTYPE_BYTES[dtype])
-
-    def waves(cut: Cut, tokens: int, _: int, columns: int) -> int:
-        sizes = tokens, columns, cut.tile_columns, cut.spare_ctas, world, units
-        return 0 if _native is None else _native.product_waves(*sizes)
-
-    found = fastest(known_kernels(machine, fabric, world), message, first.n, waves)
-    if isinstance(found, Unmeasured):
-        return Rejection(found.code, found.message, found.values)
-    cut, us = found
-    multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
-    terms = (
-        Term("gemm", sum(multiplied_us)),
-        Term("exposed", us - multiplied_us[0]),
-        Term("rows", memory_us(machine, 2 * message.bytes) if hands_out_rows else 0.0),
-        Term("host", host_us(machine) * machine.oversubscription(world, 1)),
-    )
-    return cut, Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
-
-
-@cache
-def known_kernels(machine: Machine, fabric: Fabric, world: int) -> Kernels[Cut]:
-    """By columns of the GEMM: they are what rows do not tell."""
-    return kernels_of(machine, fabric, world, OP, "n", parse_variant)

@@ -23,9 +23,10 @@ from weaveopt.graph.sizes import argument_of, viewed_as
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.op import SITES
+from weaveopt.ops.all_gather_gemm.prices import Lowered, candidates
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_gather_gemm.candidates import RULE, Lowered, candidates
+from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
 from weaveopt.rewrites.all_gather_gemm.forms import Form, form_of
 from weaveopt.rewrites.all_gather_gemm.pushed import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
@@ -49,7 +50,8 @@ class AllGatherGemm:
         widths = [gemm.sizes[1] for gemm in form.gemms]
         topology = context.topologies[facts.group]
         refused = form_refused(facts, form)
-        offered = candidates(facts, widths, tokens, topology, context.machine, usable_only, refused)
+        work = work_of(facts, widths, tokens)
+        offered = candidates(RULE, work, tokens, topology, context.machine, usable_only, refused)
         return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:

@@ -70,10 +70,24 @@ class CausalAttention:
             _erase_mask(graph, nodes)
             return () if lowered.form is Form.GROUPED else rounding
         made = _library(graph, nodes, lowered) if lowered.form in LIBRARY else _masked(graph, nodes, lowered)
-        replace_uses(graph, form.output, made)
+        replace_uses(graph, form.output, _as_it_left(graph, made, form.output))
         erase_dead(graph, chosen.proposal.consumes)
         _erase_mask(graph, nodes)
         return rounding
+
+
+def _as_it_left(graph: fx.Graph, made: fx.Node, output: fx.Node) -> fx.Node:
+    """`made`, or a copy of it where `output` leaves the graph and is contiguous: attention that is written out is, and
+    the kernels' results have the layout of the queries."""
+    wanted, value = tensor_of(output), tensor_of(made)
+    assert wanted is not None and value is not None, f"{output.name} or {made.name} makes no tensor"
+    leaves = any(user.op == "output" for user in output.users)
+    if not leaves or wanted.stride() == value.stride() or not wanted.is_contiguous():
+        return made
+    copy = call_after(graph, made, aten.clone.default, (made,), like=made)
+    copy.kwargs = {"memory_format": torch.contiguous_format}
+    copy.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
+    return copy
 
 
 def _node(node: fx.Node) -> fx.Node:

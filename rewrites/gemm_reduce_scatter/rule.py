@@ -26,9 +26,10 @@ from weaveopt.graph.sizes import argument_of, find_shape, inputs_of, viewed_as
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
+from weaveopt.ops.gemm_reduce_scatter.prices import Lowered, candidates
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, Lowered, candidates, work_of
+from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, work_of
 from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of
 from weaveopt.rewrites.gemm_reduce_scatter.tiles import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
@@ -55,7 +56,7 @@ class GemmReduceScatter:
         work = work_of(facts, [gemm.sizes[2] for gemm in form.gemms], tokens, whole, len(form.residuals))
         topology = context.topologies[facts.group]
         refused = form_refused(facts, form)
-        offered = candidates(work, tokens, topology, context.machine, usable_only, refused)
+        offered = candidates(RULE, work, tokens, topology, context.machine, usable_only, refused)
         return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:

@@ -170,7 +170,7 @@ def test_ranks_of_two_hosts_measure_the_link_between_them(tmp_path: Path) -> Non
     link, library = machine.inter_host, fabric_costs(machine, Fabric.LIBRARY).inter_host
     assert library is not None and origins[link.origin].kind == origins[library.origin].kind == "measured"
     # Of the loopback of a machine that does other things too: no more than that it is one.
-    assert 0.1 < link.latency_us < 5e3 and 0.1 < link.overhead_us < 1e3 and 1e6 < link.bytes_per_s < 1e12
+    assert 0 < link.latency_us < 5e3 and 0 < link.overhead_us < 1e3 and 1e6 < link.bytes_per_s < 1e12
     assert machine.gemms == here.gemms and machine.memory == here.memory
 
 

@@ -115,7 +115,7 @@ def test_defaults_disable_why_and_trace(
     assert "what would change the choice" in captured.out
 
     cpu = ["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--machine", "cpu"]
-    assert main([*cpu, "--why", "self_attn.o_proj", "--disable", "all_reduce_rms_norm,gemm_all_reduce"]) == 0
+    assert main([*cpu, "--why", "self_attn.o_proj", "--disable", "all_reduce_rms_norm,gemm_all_reduce,shard_norm"]) == 0
     text = capsys.readouterr().out
     assert "chosen: leave on library" in text
     assert "model.layers.0.self_attn.o_proj" in text

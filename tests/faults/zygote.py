@@ -27,9 +27,12 @@ def warm() -> None:
     import tqdm
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from tests import untimed_guards
     from tests.faults import programs
     from weaveopt.errors import ArenaError
+    from weaveopt.rewrites import RULES
 
+    untimed_guards.install()
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -38,9 +41,8 @@ def warm() -> None:
         with contextlib.suppress(ArenaError):
             programs.compiled(num_layers, {})(*programs.inputs(0, 0))
         torch._dynamo.reset()
-        programs.compiled(num_layers, {"force": [], "disable": ["all_reduce_rms_norm", "gemm_all_reduce"]})(
-            *programs.inputs(0, 0)
-        )
+        nothing = {"force": [], "disable": list(RULES.names)}
+        programs.compiled(num_layers, nothing)(*programs.inputs(0, 0))
         torch._dynamo.reset()
     dist.destroy_process_group()
     tasks = os.listdir("/proc/self/task")

@@ -46,7 +46,7 @@ def rows(tokens: int, hidden: int, dtype: str, seed: int) -> Tensor:
 
 
 def run_op(partial: Tensor, operands: Operands, call: ReductionCall) -> tuple[Tensor, Tensor]:
-    normalized, total = torch.ops.weave.all_reduce_norm(partial, *operands[:-1], call.encode())
+    normalized, total = torch.ops.weave.all_reduce_norm(partial, *operands[:7], call.encode())
     return normalized, total
 
 

@@ -39,6 +39,7 @@ from weaveopt.records.norm import Quant
 from weaveopt.reductions.buffers import OUTPUT, PARTIAL, locate
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.peer import native_kernel, native_site
+from weaveopt.reductions.prefetch_ranges import PrefetchRange
 
 Tensor = torch.Tensor
 NUM_CTAS = 4
@@ -158,9 +159,16 @@ class Ranks:
         self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, num_bytes, fills) for rank in range(world)]
 
     def launch(
-        self, index: int, kernel: Kernel, call: ReductionCall, inputs: Inputs, tokens: int, like: Results
+        self,
+        index: int,
+        kernel: Kernel,
+        call: ReductionCall,
+        inputs: Inputs,
+        tokens: int,
+        like: Results,
+        ranges: Sequence[PrefetchRange] = (),
     ) -> Launched:
-        """A call with the `index`-th buffers; results of the shapes and dtypes of `like`."""
+        """A call with the `index`-th buffers, and with `ranges` loaded into L2; results like `like`."""
         gpu, native, begin = self.gpu, native_kernel(kernel.row()), self.begins[index]
         operands, at = inputs.operands, locate(call, self.layouts[index])
         parameters = (*operands.vectors, operands.scale, operands.quant_scale)
@@ -193,7 +201,10 @@ class Ranks:
                 tokens, int(native), kernel.num_ctas or NUM_CTAS, stream, source,
                 begin + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
             ]  # fmt: skip
-            launch = partial(_native.GpuAllReduceNorm(self.groups[rank], site).run, *arguments)
+            bound = _native.GpuAllReduceNorm(self.groups[rank], site)
+            launch = partial(bound.run, *arguments)
+            if ranges:
+                launch = partial(bound.run_prefetching, *(*arguments, ranges, 0))
             graphs.append(gpu.captured(stream, launch))
         return Launched(graphs, self.streams[index], [outputs for _, _, outputs in prepared], like)
 

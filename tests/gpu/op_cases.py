@@ -205,9 +205,9 @@ def run_op(inputs: Inputs, rank: int, call: ReductionCall, residual: Tensor | No
     operands = inputs.operands if residual is None else inputs.operands._replace(residual=residual)
     text = call.encode()
     if call.quant is not Quant.NONE:
-        results = torch.ops.weave.all_reduce_norm_quant(inputs.partials[rank], *operands, text)
+        results = torch.ops.weave.all_reduce_norm_quant(inputs.partials[rank], *operands[:8], text)
         return results[0], results[1], results[2]
-    *rest, _ = operands
+    rest = operands[:7]  # without what quantization and prefetch read
     if inputs.factors:
         normalized, total = torch.ops.weave.mm_all_reduce_norm(*inputs.factors[rank], None, *rest, text)
     else:

@@ -29,6 +29,7 @@ from tests.gpu.op_cases import (
     LL_PACKET_ONE_SHOT,
     LL_PACKET_TWO_SHOT,
     Case,
+    Inputs,
     Kernel,
     Results,
     check,
@@ -295,7 +296,7 @@ def aliasing(quick: bool) -> str:
     region = memory.tensor(memory.buffer(OUTPUT).offset, (1,), torch.uint8).data_ptr()
     wanted = [checksum(call, run_op(inputs, rank, call)) for call, inputs in steps]
 
-    def run() -> list[torch.Tensor]:
+    def run(steps: list[tuple[ReductionCall, Inputs]]) -> list[torch.Tensor]:
         found = []
         for index, (call, inputs) in enumerate(steps):
             results = run_op(inputs, rank, replace(call, normalized_aliases_arena=True))
@@ -307,12 +308,16 @@ def aliasing(quick: bool) -> str:
         return found
 
     for _ in range(2 if quick else 20):
-        assert torch.equal(torch.stack(run()), torch.stack(wanted)), "rows that lie in the arena differ"
+        assert torch.equal(torch.stack(run(steps)), torch.stack(wanted)), "rows that lie in the arena differ"
     torch.cuda.synchronize()
     dist.barrier()
+    library = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).name()
+    if library != "nccl":  # as where ranks share a GPU: what takes NCCL's place cannot be captured
+        own = [index for index, (_, inputs) in enumerate(steps) if inputs.partials[rank].shape[0] <= 300]
+        steps, wanted = [steps[index] for index in own], [wanted[index] for index in own]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        differing = (torch.stack(run()) != torch.stack(wanted)).sum()
+        differing = (torch.stack(run(steps)) != torch.stack(wanted)).sum()
     for _ in range(20 if quick else 200):
         graph.replay()
         kept.append(differing.clone())

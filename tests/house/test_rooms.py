@@ -37,6 +37,7 @@ FAMILIES = {
     "moe_fused": re.compile(r"moe_?fused", re.IGNORECASE),
     "gemm_reduce_scatter": re.compile(r"gemm_?reduce_?scatter", re.IGNORECASE),
     "moe_sharded": re.compile(r"moe_?sharded", re.IGNORECASE),
+    "shard_norm": re.compile(r"(?<![a-z])shard_?norm", re.IGNORECASE),
     "all_reduce_norm": re.compile(r"(?<!gemm_)all_?reduce_?norm", re.IGNORECASE),
     "moe_experts": re.compile(r"moe_?experts", re.IGNORECASE),
 }
@@ -52,6 +53,7 @@ ROOMS = {
     ),
     "all_gather_gemm": (
         "rewrites/all_gather_gemm/",
+        "rewrites/shard_norm/",
         "weaveopt/ops/all_gather_gemm/",
         "weaveopt/measure/cases/all_gather_gemm.py",
         "csrc/all_gather_gemm/",
@@ -69,6 +71,7 @@ ROOMS = {
     "moe_fused": ("rewrites/moe_fused/",),
     "gemm_reduce_scatter": (
         "rewrites/gemm_reduce_scatter/",
+        "rewrites/shard_norm/",
         "weaveopt/ops/gemm_reduce_scatter/",
         "weaveopt/measure/cases/gemm_reduce_scatter.py",
         "csrc/gemm_reduce_scatter/",
@@ -80,6 +83,7 @@ ROOMS = {
         "weaveopt/measure/cases/moe_sharded.py",
         "csrc/moe_sharded/",
     ),
+    "shard_norm": ("rewrites/shard_norm/",),
     "all_reduce_norm": (
         "rewrites/all_reduce_rms_norm/",
         "rewrites/hierarchical_all_reduce/",

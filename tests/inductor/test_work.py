@@ -186,9 +186,9 @@ def test_a_site_that_may_not_be_rewritten_covers_the_same() -> None:
 
     report = previewed(fn, inputs, static=True)
     (decision,) = report.decisions
-    codes = {each.choice: [r.code for r in each.rejections] for each in decision.alternatives}
-    rules = (rule.name for rule in RULES.of_kind("reduction"))
-    assert codes == {rule: ["shape_not_known"] for rule in rules} and len(codes) > 1
+    codes = {each.choice: {r.code for r in each.rejections} for each in decision.alternatives}
+    assert codes.keys() == {rule.name for rule in RULES.of_kind("reduction")} and len(codes) > 1
+    assert all("shape_not_known" in each for each in codes.values())
     assert not decision.rewritten
     assert _terms(decision.baseline) == ["gemm", "all_reduce", "memory"] and report.work == ()
 

@@ -72,10 +72,14 @@ class Launches:
 
     def bind(self, group: object, site: SimpleNamespace) -> SimpleNamespace:
         self.sites.append(site)
-        return SimpleNamespace(run=self.run)
+        return SimpleNamespace(run=self.run, run_prefetching=self.run_prefetching)
 
     def run(self, *values: object) -> int:
-        self.calls.append(SimpleNamespace(**dict(zip(FIELDS, values, strict=True))))
+        return self.run_prefetching(*values, (), 0)
+
+    def run_prefetching(self, *values: object) -> int:
+        names = (*FIELDS, "ranges", "prefetch_ctas")
+        self.calls.append(SimpleNamespace(**dict(zip(names, values, strict=True))))
         return self.code
 
     @property

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single
 
+from tests.functional_collectives import all_gather_single
 from tests.preview import previewed
 from weaveopt import cost_model
 from weaveopt.fabrics import topology
+from weaveopt.ops.all_gather_gemm.prices import candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_gather_gemm.candidates import RULE, candidates
+from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
 from weaveopt.sites.gather import GatherFacts
 
 OP = torch.ops.weave.all_gather_gemm.default
@@ -125,16 +126,17 @@ def test_every_fabric_has_its_reasons() -> None:
 def test_what_was_not_measured_is_not_used() -> None:
     machine, known = cost_model.load("cpu"), topology.fake(2)
     facts = GatherFacts("0", 2, 1, 0, 1, 512, 1024, 256, "bfloat16", "bfloat16")
+    work = work_of(facts, [1024], TokenCounts(512))
     bare = replace(machine, fabric_costs=tuple(replace(each, curves=()) for each in machine.fabric_costs))
     for profile, found in ((machine, []), (bare, ["not_measured"])):
         [shm] = [
             candidate
-            for candidate, _ in candidates(facts, [1024], TokenCounts(512), known, profile, usable_only=False)
+            for candidate, _ in candidates(RULE, work, TokenCounts(512), known, profile, usable_only=False)
             if candidate.fabric is Fabric.SHM
         ]
         assert [reason.code for reason in shm.rejections] == found
         assert (shm.estimate is None) == bool(found)
-        assert bool(list(candidates(facts, [1024], TokenCounts(512), known, profile, usable_only=True))) != bool(found)
+        assert bool(list(candidates(RULE, work, TokenCounts(512), known, profile, usable_only=True))) != bool(found)
 
 
 @pytest.mark.parametrize("world", [2, 4])

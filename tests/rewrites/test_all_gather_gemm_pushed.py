@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor
 
+from tests.functional_collectives import all_gather_single
 from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm, gemm_us, memory_us
 from weaveopt.cost_model.machine import Curve
@@ -16,9 +16,9 @@ from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.cut import Cut, parse_cut, parse_variant, variant_of
+from weaveopt.ops.all_gather_gemm.pushed import price, size_refused
 from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_gather_gemm.pushed import price, size_refused
 
 RULE = "all_gather_gemm"
 OP = torch.ops.weave.all_gather_gemm.default
@@ -35,7 +35,7 @@ def copied(us: float) -> Curve:
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:
-    return all_gather_tensor(x, dim, dist.group.WORLD)
+    return all_gather_single(x, dim, dist.group.WORLD)
 
 
 def up(x: Tensor, w: Tensor) -> Tensor:

@@ -361,3 +361,20 @@ def test_sinks_and_soft_caps_together_with_a_read_mask() -> None:
     assert_close(got[0, 5:], want[0, 5:], KERNEL)
     assert_close(got[1], want[1], KERNEL)
     assert torch.count_nonzero(got[0, :5]) == 0
+
+
+def test_attention_of_another_layout_that_leaves_the_graph() -> None:
+    """Written out it is contiguous, while the kernel's result goes by the layout of the queries."""
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=places[:, None] >= places)
+
+    operands = [torch.randn(1, 16, 2, 9).permute(0, 2, 3, 1) for _ in range(3)]
+    reports: list[GraphReport] = []
+    with torch.no_grad():
+        found = torch.compile(compute, backend=executing(FORCED, reports), fullgraph=True)(*operands)
+        wanted = compute(*operands)
+    torch.testing.assert_close(found, wanted)
+    assert found.stride() == wanted.stride()
+    assert [decision.rewritten for report in reports for decision in report.decisions] == [True]

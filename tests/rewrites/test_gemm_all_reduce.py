@@ -32,7 +32,9 @@ from weaveopt.rule import Context, FoundSite, Proposal
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
-CONFIG = Config(force=(RULE,), disable=(OTHER,), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
+OTHERS = (OTHER, "shard_norm")
+"""That propose at the same sites."""
+CONFIG = Config(force=(RULE,), disable=OTHERS, strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 NOT_TAKEN = {
     "cohere": "several_partials",
     "mixture": "several_partials",
@@ -54,7 +56,7 @@ def inputs(dtype: torch.dtype, rank: int = 0, tokens: tuple[int, int] = (2, 7)) 
 def seen(form: Form, *, force: tuple[str, ...] = (RULE,), dynamic: bool = False) -> GraphReport:
     weights = forms.make_weights(torch.float32)
     report = previewed(
-        lambda x, r: form(weights, x, r), inputs(torch.float32), disable=(OTHER,), force=force, dynamic=dynamic
+        lambda x, r: form(weights, x, r), inputs(torch.float32), disable=OTHERS, force=force, dynamic=dynamic
     )
     assert report.fallbacks == ()
     return report
@@ -98,7 +100,7 @@ def test_both_layouts_of_weights(graphs: list[fx.Graph]) -> None:
     x, residual = inputs(torch.float32)
     weights = forms.make_weights(torch.float32)
     linear = weights.product.t().contiguous()
-    previewed(block, (x, residual, linear, weights.product, weights.norm), disable=(OTHER,), force=(RULE,), static=True)
+    previewed(block, (x, residual, linear, weights.product, weights.norm), disable=OTHERS, force=(RULE,), static=True)
     assert [layout for layout, _ in calls(graphs[-1])] == ["nk", "kn"]
     found = targets(graphs[-1])
     assert not any(("mm" in name and "weave" not in name) or "c10d" in name for name in found), found
@@ -189,9 +191,9 @@ def test_one_rule_switched_off_leaves_the_other_alone_at_the_site() -> None:
         report = previewed(lambda x, r: forms.pre_norm(weights, x, r), inputs(torch.float32), disable=disable, force=())
         return {d.chosen.choice for d in report.decisions}
 
-    assert choices(OTHER) == {RULE}, "CPU ranks: cheaper than the library even in chunks"
+    assert choices(*OTHERS) == {RULE}, "CPU ranks: cheaper than the library even in chunks"
     assert choices(RULE) == {OTHER}
-    assert choices(RULE, OTHER) == {LEAVE}
+    assert choices(RULE, *OTHERS) == {LEAVE}
 
 
 def test_of_equal_work_the_whole_gemm_is_preferred_on_cpu_ranks() -> None:

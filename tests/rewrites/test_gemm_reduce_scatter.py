@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed._functional_collectives import reduce_scatter_single
 
+from tests.functional_collectives import reduce_scatter_single
 from tests.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
 from weaveopt.fabrics import topology
+from weaveopt.ops.gemm_reduce_scatter.prices import Work, candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, Work, candidates
+from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE
 
 OP = torch.ops.weave.gemm_reduce_scatter.default
 PEER_CODES = ["not_measured", "weight_layout", "not_measured"]
@@ -121,12 +122,12 @@ def test_what_was_not_measured_is_not_used() -> None:
     for profile, found in ((machine, []), (bare, ["not_measured"])):
         [shm] = [
             candidate
-            for candidate, _ in candidates(work, TokenCounts(512), known, profile, usable_only=False)
+            for candidate, _ in candidates(RULE, work, TokenCounts(512), known, profile, usable_only=False)
             if candidate.fabric is Fabric.SHM
         ]
         assert [reason.code for reason in shm.rejections] == found
         assert (shm.estimate is None) == bool(found)
-        assert bool(list(candidates(work, TokenCounts(512), known, profile, usable_only=True))) != bool(found)
+        assert bool(list(candidates(RULE, work, TokenCounts(512), known, profile, usable_only=True))) != bool(found)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
-from torch.distributed._functional_collectives import reduce_scatter_single
 
+from tests.functional_collectives import reduce_scatter_single
 from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm
 from weaveopt.cost_model.machine import Curve
@@ -18,9 +18,9 @@ from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
 from weaveopt.ops.gemm_reduce_scatter.cut import Cut, parse_cut, parse_variant, variant_of
+from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
 from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_reduce_scatter.tiles import price, size_refused
 
 RULE = "gemm_reduce_scatter"
 OP = torch.ops.weave.gemm_reduce_scatter.default

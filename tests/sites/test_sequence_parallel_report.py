@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
+from torch.distributed._functional_collectives import all_reduce
 
+from tests.functional_collectives import all_gather_single, reduce_scatter_single
 from tests.preview import fake_group
 from weaveopt import backend, cost_model
 from weaveopt.config import Config

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.fx as fx
@@ -39,19 +40,25 @@ def current(argument: Argument) -> Argument:
 
 
 def call_after(
-    graph: fx.Graph, position: fx.Node, target: object, args: tuple[Argument, ...], like: fx.Node
+    graph: fx.Graph,
+    position: fx.Node,
+    target: object,
+    args: tuple[Argument, ...],
+    like: fx.Node,
+    named: Mapping[str, Argument] = MappingProxyType({}),
 ) -> fx.Node:
-    """`target(*args)` right after `position`, with its fake value, and provenance copied from `like`."""
+    """`target(*args, **named)` right after `position`, with its fake value, and provenance copied from `like`."""
     with graph.inserting_after(position):
-        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        node = graph.call_function(target, args, dict(named))  # type: ignore[arg-type]
     node.meta.update({key: like.meta[key] for key in _KEPT_META if key in like.meta})
     mode = fake_mode_of(graph)
     values = tuple(_value(argument) for argument in args)
+    named_values = {name: _value(argument) for name, argument in named.items()}
     if mode is None:
-        node.meta["val"] = target(*values)  # type: ignore[operator]
+        node.meta["val"] = target(*values, **named_values)  # type: ignore[operator]
     else:
         with mode:
-            node.meta["val"] = target(*values)  # type: ignore[operator]
+            node.meta["val"] = target(*values, **named_values)  # type: ignore[operator]
     return node
 
 

@@ -253,13 +253,17 @@ class Frame:
         rests: dict[frozenset[fx.Node], Estimate] = {}
         proposals = []
         for proposal in self._proposals(found, tokens, context, usable_only):
-            assert proposal.consumes <= found.nodes, f"{found.site.id}: {proposal.candidate.choice} takes other nodes"
+            beyond = proposal.consumes - found.nodes
+            assert beyond <= found.behind, f"{found.site.id}: {proposal.candidate.choice} takes other nodes"
             candidate = proposal.candidate
             if candidate.estimate is not None:
                 if proposal.consumes not in rests:
                     kernels = self._within(index, found.nodes - proposal.consumes)
                     rests[proposal.consumes] = surroundings.estimate(kernels, ratio)
-                candidate = replace(candidate, estimate=rests[proposal.consumes].plus(candidate.estimate))
+                estimate = rests[proposal.consumes].plus(candidate.estimate)
+                if beyond:  # what they cost as they are is counted outside the site
+                    estimate = estimate.plus(_negative(surroundings.estimate(self._within(index, beyond), ratio)))
+                candidate = replace(candidate, estimate=estimate)
             proposals.append(replace(proposal, candidate=candidate))
         choices = tuple(position for position, each in enumerate(proposals) if each.candidate.allowed)
         decided_for = replace(found, site=replace(found.site, tokens=tokens))
@@ -295,8 +299,11 @@ class Frame:
         site = found.site
         if site.rejections or found.facts is None:
             return index
-        works = tuple((kernel.name, kernel.work) for kernel in self._within(index, found.nodes))
-        return (site.kind, site.groups, found.facts, site.tokens, site.description, found.is_symbolic, works)
+        works, behind = (
+            tuple((kernel.name, kernel.work) for kernel in self._within(index, nodes))
+            for nodes in (found.nodes, found.behind)
+        )
+        return (site.kind, site.groups, found.facts, site.tokens, site.description, found.is_symbolic, works, behind)
 
     def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
         key = (index, nodes)
@@ -320,16 +327,21 @@ class Frame:
         return tuple(found)
 
 
+def _negative(estimate: Estimate) -> Estimate:
+    """Of the same kernels with and without a rewrite the error cancels."""
+    return Estimate(tuple(Term(term.name, -term.us) for term in estimate.terms))
+
+
 def _rejected(proposal: Proposal, why: Rejection) -> Proposal:
     candidate = proposal.candidate
     return replace(proposal, candidate=replace(candidate, rejections=(*candidate.rejections, why)))
 
 
 def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:
-    """Sites that share nodes."""
+    """Sites that share nodes, or have nodes behind them that belong to others."""
     owners: dict[fx.Node, list[int]] = {}
     for index, found in enumerate(sites):
-        for node in found.nodes:
+        for node in found.nodes | found.behind:
             owners.setdefault(node, []).append(index)
     return tuple(sorted({pair for sharing in owners.values() for pair in combinations(sharing, 2)}))
 

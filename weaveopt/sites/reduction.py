@@ -28,6 +28,7 @@ from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
 from weaveopt.sites.norms import find_norms
 from weaveopt.sites.quantization import Quantized, find_quantized
+from weaveopt.sites.readers import Readers, readers_of
 from weaveopt.sites.reduced import ANY_ALL_REDUCE, Reduced, follow, product_of
 
 KIND = "reduction"
@@ -80,6 +81,8 @@ class Reduction:
     """The GEMM that makes the partial result, read by nothing else; of two partial results, one that can accumulate."""
     addend: fx.Node | None = None
     """What is added to the GEMM before the reduction: another partial result."""
+    readers: Readers | None = None
+    """Of the normalized rows; None where no norm ends the site."""
 
     @property
     def sum_is_read(self) -> bool:
@@ -125,7 +128,8 @@ def _found(node: fx.Node, reduced: Reduced | Rejection, absorbed: frozenset[fx.N
     known = facts if isinstance(facts, ReductionFacts) else None
     site = _site(node, reduced.collectives, description, known, context, rejections)
     nodes = structure.interior | structure.gemm_nodes | (quantized.nodes if quantized is not None else frozenset())
-    return FoundSite(site, nodes, known, structure, symbols_of(reduced.scalars), reduced.collectives[0])
+    behind = structure.readers.nodes - nodes if structure.readers is not None and known is not None else frozenset()
+    return FoundSite(site, nodes, known, structure, symbols_of(reduced.scalars), reduced.collectives[0], behind)
 
 
 def _site(
@@ -169,7 +173,8 @@ def _structure(reduced: Reduced, quantized: Quantized | None) -> Reduction:
         vanishing -= quantized.nodes
     gemms = [product_of(partial) for partial in reduced.partials]
     gemm, addend = (gemms[0], None) if len(gemms) == 1 else _gemm_and_addend(reduced, gemms)
-    return Reduction(reduced, frozenset(vanishing), quantized, gemm, addend)
+    readers = readers_of(reduced.norm.output) if reduced.norm is not None else None
+    return Reduction(reduced, frozenset(vanishing), quantized, gemm, addend, readers)
 
 
 def _gemm_and_addend(reduced: Reduced, gemms: list[fx.Node | None]) -> tuple[fx.Node | None, fx.Node | None]:

@@ -75,7 +75,8 @@ def contests_of(priced: PricedGraph, context: Context) -> tuple[Contest, ...]:
         taken = timing.shortlist([runner for runner in runners if runner is not None])
         labelled = {_label(candidates[at]): at for at in reversed([[*candidates][each] for each in taken])}
         positions = tuple(reversed(labelled.values()))
-        kernels = frame.kernels(index, site.found.nodes)
+        timed = site.found.nodes | site.found.behind if site.takes_behind else site.found.nodes
+        kernels = frame.kernels(index, timed)
         found.append(Contest(index, site, positions, _key(site, kernels, context), _works(kernels)))
     return tuple(found)
 

@@ -21,7 +21,7 @@ from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.records.memory import MemoryPlan
-from weaveopt.rule import Chosen, Context, RuleSet
+from weaveopt.rule import Chosen, Context, FoundSite, PricedSite, RuleSet
 from weaveopt.verification.part import NotTimedError, Part, Sizes, part_of, readers_of
 
 COLD_BYTES = 64 << 20
@@ -74,7 +74,7 @@ def trial_of(
     sizes = Sizes.of(priced.captured.symbolic_tokens if site.found.is_symbolic else None, site.found.site.tokens.hint)
     plans: tuple[MemoryPlan, ...] = ()
     if position is None:
-        graph, nodes = priced.captured.graph, site.found.nodes
+        graph, nodes = priced.captured.graph, _timed(site.found, site)
         part = part_of(graph, frozenset(graph.nodes) - nodes, readers_of(graph, nodes), sizes)
     else:
         part, plans = _rewritten(priced, index, position, rules, context, sizes)
@@ -82,6 +82,11 @@ def trial_of(
         sets = _sets(part)
         call = make(part.module, sets[0])
     return Trial(call, sets, plans)
+
+
+def _timed(found: FoundSite, site: PricedSite) -> frozenset[fx.Node]:
+    """What is run: the site, and what is behind it where one of its candidates takes that in."""
+    return found.nodes | found.behind if site.takes_behind else found.nodes
 
 
 def _sets(part: Part) -> tuple[list[torch.Tensor], ...]:
@@ -98,8 +103,9 @@ def _rewritten(
         raise NotTimedError("a copy of the graph has other sites")
     found = replace(every[index], site=priced.problem.sites[index].found.site)
     proposal = priced.frame.proposals(found)[position]
-    outside = frozenset(captured.graph.nodes) - found.nodes
-    readers = readers_of(captured.graph, found.nodes)
+    nodes = _timed(found, priced.problem.sites[index])
+    outside = frozenset(captured.graph.nodes) - nodes
+    readers = readers_of(captured.graph, nodes)
     chosen = settle((Chosen(found, proposal),), rules, context)
     decided = DecidedGraph(replace(priced, captured=captured), (), chosen, None)
     planned = plan(decided, rules, context)

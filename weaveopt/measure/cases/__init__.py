@@ -6,6 +6,7 @@ from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
+from weaveopt.measure.cases.all_reduce_norm.prefetch import PrefetchedWeights
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
 from weaveopt.measure.cases.attention import AttentionKernels
 from weaveopt.measure.cases.causal_attention.kernels import CausalKernels
@@ -42,5 +43,6 @@ FAMILIES: tuple[type[Family], ...] = (
     ScatteredTiles,
     PushedGathers,
     ShardedKernels,
+    PrefetchedWeights,
 )
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""

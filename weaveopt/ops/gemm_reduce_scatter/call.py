@@ -25,6 +25,9 @@ class GemmReduceScatterCall(RowsCall):
     cut: str = ""
     """On GPUs, how one kernel that computes the GEMM and sends its tiles cuts it (`str(Cut)`); empty: GEMMs of the
     library, whose results are summed behind them."""
+    replicated: str = ""
+    """Names of values that have to be the same on all ranks, with blanks between them: every rank makes its own rows
+    of what all of them read. The first call compares them."""
 
 
 class Part(NamedTuple):

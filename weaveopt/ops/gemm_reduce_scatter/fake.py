@@ -14,7 +14,12 @@ Tensor = torch.Tensor
 
 
 def gemm_reduce_scatter(
-    a: Sequence[Tensor], b: Sequence[Tensor], addends: Sequence[Tensor], outer: int, call: str
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    addends: Sequence[Tensor],
+    outer: int,
+    call: str,
+    replicated: Sequence[Tensor] | None = None,
 ) -> Tensor:
     site = decode(GemmReduceScatterCall, call)
     if a[0].dtype is not getattr(torch, site.dtype):

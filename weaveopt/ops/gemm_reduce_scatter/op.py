@@ -7,7 +7,8 @@
 `a` are [tokens, k] and `b` [k, hidden], with a k for each pair; `addends` [hidden] or [tokens, hidden]. The result is
 [tokens / world, hidden], with call.columns [tokens, hidden / world]. All are bf16, fp16 or fp32. `outer` is 1 where
 whole activations are cut along their rows, the batch where each sequence is. `call` is an encoded
-`GemmReduceScatterCall`.
+`GemmReduceScatterCall`. No kernel reads `replicated`: they are what a graph adds this rank's rows to or multiplies them
+by, and the first call compares them with the other ranks'.
 
 On `shm` the GEMM writes into the arena, and the owner of a part sums it in fp32 in the order of the ranks and rounds
 once: bitwise the same from run to run. So it does on `peer`, either behind the library's GEMMs or, with `call.cut`, in
@@ -16,20 +17,22 @@ or fp16 without addends, rows of one block, on compute capability 9.0; other cal
 `call.max_tokens` rows, or with fabric `library`, the library's reduce-scatter runs, summing in `dtype`.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
-count, `ArenaError` where no arena was reserved, `WeaveError` for rows that do not divide by the ranks. After one of the
-first two the group's arena stays unusable. The form is the GEMM + reduce-scatter of FlashOverlap (section 2.3.2); on
-CPU ranks nothing is sent while the GEMM computes.
+count, or has other `replicated` values, `ArenaError` where no arena was reserved, `WeaveError` for rows that do not
+divide by the ranks. After one of the first two in a kernel the group's arena stays unusable. The form is the GEMM +
+reduce-scatter of FlashOverlap (section 2.3.2); on CPU ranks nothing is sent while the GEMM computes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
+from weaveopt.errors import AgreementError
+from weaveopt.fabrics.replicated import first_difference
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_reduce_scatter import fake
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
@@ -68,18 +71,49 @@ SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite,
 """What runs a call on its fabric; the library's is not bound to anything."""
 
 
+_agreed: set[str] = set()
+"""Calls whose replicated values were compared."""
+
+
 def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
+    def forget_all() -> None:
+        _agreed.discard(text)
+        forget()
+
     kind = SITES.get(call.fabric)
-    return None if kind is None else kind.bind(call, text, NAME, forget)
+    return None if kind is None else kind.bind(call, text, NAME, forget_all)
+
+
+def _compare(call: GemmReduceScatterCall, text: str, values: Sequence[Tensor]) -> None:
+    """Raises `AgreementError` where a value differs that every rank takes for the others' too."""
+    if text in _agreed or not values:
+        return
+    named = list(zip(call.replicated.split(), values, strict=True))
+    difference = first_difference(call.group, f"weave::{NAME} at site {call.site}", named, call.timeout_s)
+    if difference is not None:
+        raise AgreementError(
+            f"{difference}; if it is meant to differ, switch the rule of this site off with "
+            'options={"disable": [...]} (the report names it)'
+        )
+    _agreed.add(text)
 
 
 _bound: BoundCalls[GemmReduceScatterCall, BoundSite] = BoundCalls(GemmReduceScatterCall, _bind)
 
 
-def _run(device: str, a: list[Tensor], b: list[Tensor], addends: list[Tensor], outer: int, call: str) -> Tensor:
+def _run(
+    device: str,
+    a: list[Tensor],
+    b: list[Tensor],
+    addends: list[Tensor],
+    outer: int,
+    call: str,
+    replicated: list[Tensor] | None = None,
+) -> Tensor:
     # Below autograd: the GEMM goes into an `out=`, which autograd refuses for inputs that require gradients.
     with torch._C._AutoDispatchBelowAutograd():
         products, site = Products(a, b, addends), _bound.of(device, call)
+        _compare(decode(GemmReduceScatterCall, call), call, replicated or ())
         result = None if site is None else site.run(products, outer)
         return through_library(products, outer, decode(GemmReduceScatterCall, call)) if result is None else result
 
@@ -87,7 +121,7 @@ def _run(device: str, a: list[Tensor], b: list[Tensor], addends: list[Tensor], o
 _library = torch.library.Library("weave", "FRAGMENT")
 # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
 _library.define(
-    f"{NAME}(Tensor[] a, Tensor[] b, Tensor[] addends, SymInt outer, str call) -> Tensor",
+    f"{NAME}(Tensor[] a, Tensor[] b, Tensor[] addends, SymInt outer, str call, Tensor[]? replicated=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
 for _device in ("cpu", "cuda"):

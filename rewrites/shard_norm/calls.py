@@ -1,0 +1,46 @@
+"""The constants of a chosen site's calls, equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.rewrites.shard_norm.candidates import Lowered
+from weaveopt.sites.reduction import ReductionFacts
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Of the operations of one site."""
+
+    scatter: GemmReduceScatterCall
+    gather: AllGatherGemmCall
+    """Of the normalized rows."""
+    sum_gather: AllGatherGemmCall
+    """Of the rows of the sum, where every rank needs them."""
+
+
+def calls_of(
+    site: str,
+    facts: ReductionFacts,
+    lowered: Lowered,
+    rows_dtype: str,
+    replicated: Sequence[str],
+    channel: int,
+    timeout_s: float,
+) -> Calls:
+    """`rows_dtype`: of the normalized rows; `replicated`: names of what all ranks have to have alike."""
+    group, fabric, world, hidden = facts.group, lowered.fabric, facts.world, facts.hidden
+    scatter = GemmReduceScatterCall(
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
+        cut=lowered.tiles_cut, replicated=" ".join(replicated),
+    )  # fmt: skip
+    gather = AllGatherGemmCall(
+        site, group, fabric, world, hidden, rows_dtype, lowered.max_tokens, timeout_s, channel, cut=lowered.pushed_cut
+    )
+    sum_gather = AllGatherGemmCall(
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel, hands_out_rows=True
+    )
+    return Calls(scatter, gather, sum_gather)

@@ -1,0 +1,254 @@
+"""The ways to run the chain on each fabric: what it takes, and what speaks against it.
+
+Both operations have their own prices, and the norm between them is a kernel of Inductor's on a part of the rows. Of
+several kernels for an operation the one that is predicted fastest is taken: they do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us, norm_us
+from weaveopt.fabrics.topology import Topology
+from weaveopt.ops.all_gather_gemm import prices as gathering
+from weaveopt.ops.gemm_reduce_scatter import prices as scattering
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+from weaveopt.reductions.plan import two_shot_division
+from weaveopt.reductions.prices.workload import workload_of
+from weaveopt.reductions.sharding import GATHER
+from weaveopt.sites.reduction import ReductionFacts
+
+RULE = "shard_norm"
+_NAMES: Mapping[str, str] = MappingProxyType({"reduce": "reduce_scatter", "gather": "all_gather"})
+"""Terms of the operations, as they are called where both are one candidate's."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the chain computes on every rank."""
+
+    facts: ReductionFacts
+    tokens: TokenCounts
+    depths: tuple[int, ...]
+    """k of the GEMMs that make partial results."""
+    widths: tuple[int, ...]
+    """Columns of the GEMMs that read the normalized rows."""
+    rows_dtype: str
+    num_residuals: int
+    is_symbolic: bool
+    """Whether the token count is no number, whatever it is priced for."""
+    tiles_refused: tuple[Rejection, ...] = ()
+    pushed_refused: tuple[Rejection, ...] = ()
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of zeros fill up the last rank's."""
+        return self.is_symbolic or bool(self.tokens.hint % self.facts.world)
+
+    @property
+    def padded(self) -> TokenCounts:
+        """Rows of the operations: all ranks have equally many."""
+        world, tokens = self.facts.world, self.tokens
+        least, hint, most = (-(-each // world) * world for each in (tokens.least, tokens.hint, tokens.most))
+        return TokenCounts(hint, least, most)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.facts.hidden * DTYPE_BYTES[self.facts.dtype]
+
+    @property
+    def shard_bytes(self) -> float:
+        """Of this rank's rows of the sum."""
+        return self.padded.hint * self.row_bytes / self.facts.world
+
+    @property
+    def scatter(self) -> scattering.Work:
+        facts = self.facts
+        gemms = tuple(Gemm(self.padded.hint, depth, facts.hidden) for depth in self.depths)
+        return scattering.Work(gemms, facts.dtype, facts.world, facts.hosts)
+
+    @property
+    def gather(self) -> gathering.Work:
+        facts, tokens = self.facts, self.padded.hint
+        gemms = tuple(Gemm(tokens, facts.hidden, width) for width in self.widths)
+        return gathering.Work(tokens, facts.hidden, gemms, self.rows_dtype, facts.world, facts.hosts)
+
+    @property
+    def sum_gather(self) -> gathering.Work:
+        """Of the rows of the sum, where every rank needs them."""
+        facts = self.facts
+        return gathering.Work(self.padded.hint, facts.hidden, (), facts.dtype, facts.world, facts.hosts, True)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What the rule remembers of a candidate."""
+
+    fabric: Fabric
+    max_tokens: int
+    """Rows of an operation, padding included."""
+    tiles_cut: str
+    pushed_cut: str
+    is_padded: bool
+    division: tuple[Hashable, ...]
+    """See `ReductionPlan`: ranks have equally many rows, one after the other."""
+    gather_us: float
+    """What gathering the rows of the sum costs, where they may stay sharded."""
+    widen_us: float
+    """What it costs to lay this rank's rows of the sum where an operation looks for them that takes whole sums."""
+    residual_sharded: bool = False
+    """The residual that comes in holds only this rank's token rows."""
+    sum_sharded: bool = False
+    """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
+
+    @property
+    def norm_apart(self) -> bool:
+        """The norm is part of it."""
+        return False
+
+    @property
+    def may_alias_arena(self) -> bool:
+        """Normalized rows are nobody's to read but the GEMMs' that the operation has."""
+        return False
+
+
+Found = tuple[Candidate, Lowered | None]
+
+
+@lru_cache(maxsize=4096)
+def candidates(chain: Chain, topology: Topology, machine: Machine, usable_only: bool = False) -> tuple[Found, ...]:
+    """One on each fabric, allowed or rejected, with its estimate at the hint where one can be made.
+
+    With `usable_only` only those that may be chosen. Equal sites get the same objects.
+    """
+    found = _every(chain, topology, machine)
+    return tuple(each for each in found if each[0].allowed or not usable_only)
+
+
+def _every(chain: Chain, topology: Topology, machine: Machine) -> Iterator[Found]:
+    counts = chain.padded
+    scatters = _by_fabric(
+        scattering.candidates(RULE, chain.scatter, counts, topology, machine, False, chain.tiles_refused)
+    )
+    gathers = _by_fabric(
+        gathering.candidates(RULE, chain.gather, counts, topology, machine, False, chain.pushed_refused)
+    )
+    sums = _by_fabric(gathering.candidates(RULE, chain.sum_gather, counts, topology, machine, False))
+    for fabric, ways in scatters.items():
+        parts = [_best(each) for each in (ways, gathers[fabric], *((sums[fabric],) if chain.facts.sum_is_read else ()))]
+        reasons = tuple(dict.fromkeys(reason for part in parts if not isinstance(part, Part) for reason in part))
+        known = [part for part in parts if isinstance(part, Part)]
+        if reasons:
+            yield Candidate(RULE, fabric, rejections=reasons), None
+        else:
+            yield _joined(chain, machine, fabric, known)
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operation of the chain, by the kernel that is predicted fastest."""
+
+    variant: str
+    cut: str
+    estimate: Estimate
+
+
+def _by_fabric(
+    offered: Iterator[tuple[Candidate, scattering.Lowered]] | Iterator[tuple[Candidate, gathering.Lowered]],
+) -> dict[Fabric, list[tuple[Candidate, str]]]:
+    found: dict[Fabric, list[tuple[Candidate, str]]] = {}
+    for candidate, lowered in offered:
+        found.setdefault(candidate.fabric, []).append((candidate, lowered.cut))
+    return found
+
+
+def _best(ways: list[tuple[Candidate, str]]) -> Part | tuple[Rejection, ...]:
+    """The fastest that may be used, or why none may."""
+    allowed = [
+        Part(candidate.variant, cut, candidate.estimate)
+        for candidate, cut in ways
+        if candidate.allowed and candidate.estimate is not None
+    ]
+    if not allowed:
+        return tuple(reason for candidate, _ in ways for reason in candidate.rejections)
+    return min(allowed, key=lambda part: part.estimate.us_with_margin)
+
+
+def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -> Found:
+    scatter, gather = parts[:2]
+    estimate = _named(scatter.estimate).plus(_between(chain, machine)).plus(_named(gather.estimate))
+    summed = parts[2].estimate if len(parts) > 2 else Estimate(())
+    if summed.us:
+        estimate = estimate.plus(Estimate((Term(GATHER, summed.us),), summed.relative_error))
+    facts, counts = chain.facts, chain.padded
+    division: tuple[Hashable, ...]
+    if chain.is_padded:
+        shape = (facts.world, facts.hidden, facts.dtype, chain.tokens.hint, counts.most)
+        division = (facts.group, fabric, RULE, *shape)
+    else:
+        exact = workload_of(facts, TokenCounts(chain.tokens.hint), takes_gemm=False, quantizes=False)
+        division = two_shot_division(facts.group, fabric, exact)
+    lowered = Lowered(
+        fabric, counts.most, scatter.cut, gather.cut, chain.is_padded, division,
+        gather_us=summed.us if facts.sum_read_by_reductions else 0.0,
+        widen_us=memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine),
+    )  # fmt: skip
+    variant = ", ".join(part.variant for part in parts[:2] if part.variant)
+    parameters: Values = (("gemms", len(chain.depths)), ("read_by", len(chain.widths)), ("max_tokens", counts.most))
+    parameters += tuple((name, cut) for name, cut in (("tiles", scatter.cut), ("pushed", gather.cut)) if cut)
+    return Candidate(RULE, fabric, variant, parameters, estimate, notes=notes_of(lowered, facts)), lowered
+
+
+def _between(chain: Chain, machine: Machine) -> Estimate:
+    """What the graph itself runs, and the host's part of it.
+
+    Of this rank's rows: `norm`, the addition and the norm in one kernel, two where a norm stands before the residual.
+    Of all rows: `pad`, copies of the GEMMs' operands with rows of zeros behind them, and what GEMMs gain by those.
+    """
+    facts = chain.facts
+    slowdown = machine.oversubscription(facts.world, facts.hosts)
+    traffic = (1 + chain.num_residuals + 1 + facts.sum_is_read) * chain.shard_bytes
+    norms_us = norm_us(machine, traffic, facts.hidden)
+    if facts.num_norms > 1:
+        norms_us += norm_us(machine, 2 * chain.shard_bytes, facts.hidden)
+    kernels, pad_us = max(facts.num_norms, 1), 0.0
+    if chain.is_padded:
+        size = chain.tokens.hint * DTYPE_BYTES[facts.dtype]
+        pad_us = sum(memory_us(machine, 2 * size * depth) for depth in chain.depths) + _sped_up_us(chain, machine)
+        kernels += len(chain.depths)
+    terms = (
+        Term("norm", norms_us * slowdown),
+        Term("pad", pad_us * slowdown),
+        Term("host", kernels * host_us(machine) * slowdown),
+    )
+    return Estimate(tuple(term for term in terms if term.us), machine.relative_error)
+
+
+def _sped_up_us(chain: Chain, machine: Machine) -> float:
+    """What rows of zeros would save: on CPUs a GEMM of two rows may take less than of one. That is not for this rule
+    to gain by, so it is charged."""
+    faster = 0.0
+    for work in (*chain.scatter.gemms, *chain.gather.gemms):
+        as_it_is = replace(work, m=chain.tokens.hint)
+        dtype = chain.facts.dtype
+        faster += max(gemm_us(machine, as_it_is, dtype) - gemm_us(machine, work, dtype), 0.0)
+    return faster
+
+
+def _named(estimate: Estimate) -> Estimate:
+    """With terms that say of which operation they are."""
+    return replace(estimate, terms=tuple(Term(_NAMES.get(term.name, term.name), term.us) for term in estimate.terms))
+
+
+def notes_of(lowered: Lowered, facts: ReductionFacts) -> tuple[str, ...]:
+    """What reports say of a candidate beside its price."""
+    notes = ["every rank adds and normalizes its own rows; GEMMs read them gathered"]
+    if facts.sum_is_read and not lowered.sum_sharded:
+        notes.append("gather: the whole sum is gathered too, which others read")
+    if lowered.is_padded:
+        notes.append("pad: rows of zeros fill up the last rank's")
+    return tuple(notes)

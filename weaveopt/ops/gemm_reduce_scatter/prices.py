@@ -1,0 +1,150 @@
+"""The ways to run GEMMs and their reduce-scatter, with their estimates, and what speaks against each.
+
+On `shm` there is one. On GPUs there are two: `partials`, whose results are summed behind the library's GEMMs, and
+`tiles`, one kernel that sends what it computes while it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, measured_parts_us, memory_us
+from weaveopt.cost_model.kernels import traffic_us
+from weaveopt.fabrics.reaching import not_measured, reaching
+from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.gemm_reduce_scatter.cut import TILES
+from weaveopt.ops.gemm_reduce_scatter.op import SITES
+from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+
+PARTIALS = "partials"
+"""The other variant on GPUs; see `weaveopt.ops.gemm_reduce_scatter.cut`."""
+EXCHANGE = "reduce_scatter"
+"""Operation of the profile's curves."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the operation computes on every rank, at the hint."""
+
+    gemms: tuple[Gemm, ...]
+    dtype: str
+    world: int
+    hosts: int
+    num_addends: int = 0
+    """Values of the partial result's size that no GEMM makes."""
+    num_residuals: int = 0
+    """What is added to the shard by a kernel of its own, where partial results of several collectives are one."""
+
+    @property
+    def message_bytes(self) -> int:
+        return self.gemms[0].m * self.gemms[0].n * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a rule remembers of a candidate."""
+
+    fabric: Fabric
+    max_tokens: int
+    cut: str = ""
+    """Of `tiles`."""
+
+
+def candidates(
+    rule: str,
+    work: Work,
+    tokens: TokenCounts,
+    topology: Topology,
+    machine: Machine,
+    usable_only: bool,
+    tiles_refused: tuple[Rejection, ...] = (),
+) -> Iterator[tuple[Candidate, Lowered]]:
+    """Of `rule`. `tiles_refused`: why the kernel of tiles does not make the site, whatever the sizes."""
+    for fabric, unreachable in reaching(topology, machine, SITES):
+        if unreachable:
+            found = [_summed(rule, work, tokens, machine, fabric, "", unreachable)]
+        elif fabric is Fabric.PEER:
+            limits = _world_refused(work)
+            found = [
+                _summed(rule, work, tokens, machine, fabric, PARTIALS, limits),
+                _tiled(rule, work, tokens, machine, fabric, (*limits, *tiles_refused)),
+            ]
+        else:
+            found = [_summed(rule, work, tokens, machine, fabric, "", ())]
+        for candidate, lowered in found:
+            if candidate.allowed or not usable_only:
+                yield candidate, lowered
+
+
+def _world_refused(work: Work) -> tuple[Rejection, ...]:
+    most = TRAITS[Fabric.PEER].max_world
+    if most is None or work.world <= most:
+        return ()
+    return (Rejection("world_not_supported", f"the kernels join at most {most} ranks", (("world", work.world),)),)
+
+
+def _summed(
+    rule: str,
+    work: Work,
+    tokens: TokenCounts,
+    machine: Machine,
+    fabric: Fabric,
+    variant: str,
+    reasons: tuple[Rejection, ...],
+) -> tuple[Candidate, Lowered]:
+    """The library's GEMMs, and what they wrote summed behind them."""
+    parts = measured_parts_us(machine, fabric, EXCHANGE, work.message_bytes, work.world)
+    if parts is None and not reasons:
+        reasons = (not_measured(machine, fabric, EXCHANGE),)
+    estimate = None if parts is None else _estimate(machine, work, parts)
+    parameters = (("gemms", len(work.gemms)), ("max_tokens", tokens.most))
+    return Candidate(rule, fabric, variant, parameters, estimate, reasons), Lowered(fabric, tokens.most)
+
+
+def _tiled(
+    rule: str, work: Work, tokens: TokenCounts, machine: Machine, fabric: Fabric, refused: tuple[Rejection, ...]
+) -> tuple[Candidate, Lowered]:
+    """One kernel that sends its tiles."""
+    gemm = work.gemms[0]
+    reasons = (*refused, *size_refused(gemm, work.dtype, work.world, tokens))
+    found = price(machine, fabric, gemm, work.dtype, work.world)
+    if isinstance(found, Rejection) or reasons:
+        more = (found,) if isinstance(found, Rejection) else ()
+        return Candidate(rule, fabric, TILES, rejections=(*reasons, *more)), Lowered(fabric, tokens.most)
+    cut, estimate = found
+    parameters = (
+        ("tile_columns", cut.tile_columns),
+        ("group_pairs", cut.group_pairs),
+        ("finisher_ctas", cut.finisher_ctas),
+        ("own_last", cut.own_last),
+        ("max_tokens", tokens.most),
+    )
+    return Candidate(rule, fabric, TILES, parameters, estimate), Lowered(fabric, tokens.most, str(cut))
+
+
+def _estimate(machine: Machine, work: Work, parts: tuple[float, float]) -> Estimate:
+    """`gemm` (as without a rewrite), `add` (GEMMs and addends summed into one partial result, and residuals added to
+    its shard), `synchronize`, `reduce`, `host`.
+
+    The GEMMs are the same with and without a rewrite, so their error cancels in a saving and is left out.
+    """
+    slowdown, message = machine.oversubscription(work.world, work.hosts), work.message_bytes
+    gemms_us = sum(gemm_us(machine, gemm, work.dtype) for gemm in work.gemms) * slowdown
+    added_us = traffic_us(machine, 2 * message * (len(work.gemms) - 1)) + memory_us(machine, 3 * message) * (
+        work.num_addends
+    )
+    if work.num_residuals:
+        added_us += memory_us(machine, (2 + work.num_residuals) * message / work.world) + host_us(machine)
+    latency_us, rest_us = parts
+    uncertain = (
+        Term("add", added_us * slowdown),
+        Term("synchronize", latency_us),
+        Term("reduce", rest_us),
+        Term("host", host_us(machine) * slowdown),
+    )
+    estimate = Estimate(uncertain, machine.relative_error).plus(Estimate((Term("gemm", gemms_us),)))
+    return replace(estimate, terms=tuple(sorted(estimate.terms, key=lambda term: term.name != "gemm")))

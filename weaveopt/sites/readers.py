@@ -1,0 +1,63 @@
+"""Who reads the normalized rows of a site: GEMMs by rows, behind views, and whatever else.
+
+q, k, v = rows @ wq, rows @ wk, rows @ wv
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.values import hint
+from weaveopt.sites.linear import Gemm, gemm_at
+
+
+@dataclass(frozen=True)
+class Readers:
+    """What reads some rows `[..., hidden]`."""
+
+    gemms: tuple[Gemm, ...]
+    """They read the rows as `a [tokens, hidden]`, in graph order."""
+    others: tuple[fx.Node, ...]
+    """Everything else, in graph order."""
+    views: tuple[fx.Node, ...]
+    """Between the rows and what reads them."""
+
+    @property
+    def nodes(self) -> frozenset[fx.Node]:
+        """What a rewrite that takes the GEMMs in replaces; empty where others read the rows too."""
+        return frozenset() if self.others else frozenset((*self.views, *(gemm.node for gemm in self.gemms)))
+
+
+def readers_of(rows: fx.Node) -> Readers:
+    """Of the value `rows`, under any view of it."""
+    hidden = _length(rows)
+    gemms: dict[fx.Node, Gemm] = {}
+    others: dict[fx.Node, None] = {}
+    views: dict[fx.Node, None] = {}
+    pending = [rows]
+    while pending:
+        here = pending.pop()
+        for user in here.users:
+            if is_call(user, SHAPE_ONLY):
+                views[user] = None
+                pending.append(user)
+                continue
+            gemm = gemm_at(user)
+            as_rows = gemm is not None and gemm.a is here and user.all_input_nodes.count(here) == 1
+            if gemm is not None and as_rows and _length(here) == hidden and _reads_once(gemm, here):
+                gemms[user] = gemm
+            else:
+                others[user] = None
+    return Readers(tuple(gemms[each] for each in sorted(gemms)), tuple(sorted(others)), tuple(sorted(views)))
+
+
+def _reads_once(gemm: Gemm, rows: fx.Node) -> bool:
+    return rows not in (gemm.b, gemm.bias, gemm.addend)
+
+
+def _length(rows: fx.Node) -> int:
+    value = tensor_of(rows)
+    return 0 if value is None or value.ndim == 0 else hint(value.shape[-1])
