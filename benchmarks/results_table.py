@@ -31,6 +31,7 @@ says how it is found.
 EXTRAS = {
     "runs": "weave runs",
     "over_best": "over best",
+    "over_bare_gemm": "over GEMM*",
     "peer_library_us": "peer library*",
     "inductor_sm_mhz": "inductor MHz*",
     "weave_sm_mhz": "weave MHz*",
@@ -56,6 +57,7 @@ NOTES = {
     "simulated": "Simulated, not measured: `cost_model/host_simulation.py` with the links of the machine's profile. "
     "*weave* is recursive doubling, *predicted* its closed form; *messages*, *peers* (connections), *sent bytes* and "
     "*memory bytes* are of the busiest rank, in one call.",
+    "over_bare_gemm": "*over GEMM*: weave's time over that of cuBLAS alone, in the same run.",
     "over_best": "*over best*: the time with so many CTAs over that with the best number.",
 }
 
