@@ -35,7 +35,9 @@ EXPONENTS = range(11, 26, 2)
 GPU_VARIANT = "copies"
 TIMEOUT_S = 60.0
 
-PUSHED_CUTS = (Cut(256, 1, 2, 1), Cut(256, 1, 2, 4))
+PUSHED_CUTS = (Cut(256, 1, 2, 1), Cut(256, 4, 2, 1), Cut(128, 2, 2, 1))
+"""Pairs in a group: with few of them rows are finished in the order in which they come; with more the weight is read
+from memory less often."""
 TAKEN_BYTES_PER_US = 3e5
 """About what the link does, for how many calls a measurement makes."""
 
