@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.distributed import DistributedConfig
 
 import weaveopt
-from benchmarks import gpu_clocks, gpu_ranks, record
+from benchmarks import gpu_clocks, gpu_ranks, layer_trace, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error, without_all_reduce
 from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Variants, Workload, parse
@@ -187,6 +188,9 @@ def run_case(
     )
     gpu_ranks.barrier()
     steady = {which: steadily(graph.replay, workload.reset, us[which], place) for which, graph in graphs.items()}
+    if asked.trace:
+        for which, graph in graphs.items():
+            layer_trace.write(graph.replay, workload.reset, asked.trace / f"{name}-{case.phase}-{case.tokens}-{which}")
     for graph in graphs.values():
         graph.reset()
     found = reports[WEAVE]
@@ -274,6 +278,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=None, help="default: those of the suite")
     parser.add_argument("--profile", default=None)
     parser.add_argument("--positions", action="store_true", help="the caller gives positions, which may be packed")
+    parser.add_argument("--trace", type=Path, default=None, help="folder for a Chrome trace of each variant, rank 0's")
     parser.add_argument("--beside", action="store_true", help="keep the other rows of the result file")
     asked = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
