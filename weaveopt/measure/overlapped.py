@@ -89,7 +89,8 @@ def measured_times(
 
         def take(index: int, sizes: Sequence[Case[C]] = sizes) -> Sample:
             case = sizes[index]
-            return session.clock.together(launch(case, ranks), case.guess_us(link_bytes_per_us), ranks.process_group)
+            guess_us = case.guess_us(link_bytes_per_us)
+            return session.clock.together(launch(case, ranks), guess_us, ranks.process_group, hot=True)
 
         times[ranks.world, row, cut, depth] = session.curve(what, [each.bytes for each in sizes], take)
     return times
