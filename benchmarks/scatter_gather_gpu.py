@@ -1,7 +1,7 @@
 """GEMM + reduce-scatter and all-gather + GEMM on the GPUs of one host, beside what runs there without weaveopt.
 
     python -m benchmarks.scatter_gather_gpu --machine h200x4 [--suites scatter gather] [--tokens ...] [--hidden ...]
-        [--k ...] [--widths ...] [--cuts C:P:F:L ...] [--gather-cuts C:P:S:Q ...]
+        [--k ...] [--widths ...] [--cuts C:P:F:L ...] [--norm-cuts C:P:F:L ...] [--gather-cuts C:P:S:Q ...]
 
 bf16, random data; chains in CUDA graphs that take turns. The best of weave's variants counts, `parameters` has all: a
 cut is columns of a tile, pairs of panels in a wave group, then CTAs that finish rows and whether own rows come last
@@ -9,7 +9,8 @@ cut is columns of a tile, pairs of panels in a wave group, then CTAs that finish
 Baselines `sequence` are cuBLAS and NCCL, `async_tp` torch's fused functions: left out, with a line, once they raise.
 
 Suite `gemm_reduce_scatter`: [tokens, k] @ [k, hidden], summed over ranks, and Inductor's addition and norm on this
-rank's rows; `strong_sequence` is cuBLAS and weave's fused all-reduce + norm, which hands out all normalized rows.
+rank's rows; `norm C:P:F:L` (`--norm-cuts`) is one kernel for all of that; `strong_sequence` is cuBLAS and weave's fused
+all-reduce + norm, which hands out all normalized rows.
 Suite `all_gather_gemm`: the rows [tokens, hidden] of all ranks @ [hidden, n].
 
 The bound is perfect overlap: the longer of cuBLAS and of the link's share of the exchange.
@@ -38,14 +39,14 @@ from benchmarks.gemm_all_reduce_gpu import DEPTHS, EXCHANGE_CTAS, REPLAY_US, TFL
 from benchmarks.gpu_ranks import Place
 from weaveopt import _native
 from weaveopt.fabrics import peer, rows_call, topology
-from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter
+from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter, gemm_reduce_scatter_norm
 from weaveopt.measure.cases.all_reduce_norm import calls
 from weaveopt.measure.cases.memory import add_norm
 from weaveopt.ops.all_gather_gemm import op as gathers
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.gemm_reduce_scatter import op as scatters
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
@@ -57,6 +58,8 @@ TIMEOUT_S = 60.0
 WIDTHS = (5120, 14336)
 CHECKED = ((128, 512), (250, 520), (1, 64), (194, 2048))
 """Rows of a rank, and k or n."""
+EPS = 1e-5
+"""Of `add_norm`."""
 GEMM, SEQUENCE, ASYNC_TP = "gemm", "sequence", "async_tp"
 SUITES = ["scatter", "gather"]
 MULTICAST_TOKENS = 2048
@@ -86,6 +89,8 @@ class Bench:
     def __init__(self, place: Place, hiddens: list[int], cuts: list[str], most_tokens: int) -> None:
         self.place, self.hiddens, self.most_tokens = place, hiddens, most_tokens
         self.variants = [self.bare, *cuts]
+        self.normed: list[str] = []
+        """Variants that hold what follows them too."""
         self.left_out = False
         """Torch's own function raised."""
 
@@ -166,13 +171,14 @@ class Bench:
         world = self.place.world
         sent_bytes = (world - 1) / world * case["tokens"] * case["hidden"] * torch.bfloat16.itemsize
         bound_us = max(us[GEMM], sent_bytes / PUSH_BYTES_PER_S * 1e6)
-        best = min(self.variants, key=lambda name: us[name])
+        variants = [*self.variants, *self.normed]
+        best = min(variants, key=lambda name: us[name])
         row = record.row(
             case={**case, "dtype": "bfloat16", "ranks": world}, weave_us=us[best], bound_us=bound_us,
-            baselines={name: value for name, value in us.items() if name not in (GEMM, *self.variants)},
+            baselines={name: value for name, value in us.items() if name not in (GEMM, *variants)},
             parameters={
                 "variant": best, "gemm_us": round(us[GEMM], 1), "over_bare_gemm": round(us[best] / us[GEMM], 3),
-                **{f"us {name}": round(us[name], 1) for name in self.variants},
+                **{f"us {name}": round(us[name], 1) for name in variants},
             },
         )  # fmt: skip
         beside = ", ".join(f"{name} {value:.1f}" for name, value in row.baselines.items())
@@ -186,6 +192,23 @@ class Bench:
 class Scatter(Bench):
     suite, bare = "gemm_reduce_scatter", gemm_reduce_scatter.GPU_VARIANT
     op, kind, cut = scatters, GemmReduceScatterCall, TileCut
+
+    def __init__(
+        self, place: Place, hiddens: list[int], cuts: list[str], norm_cuts: list[str], most_tokens: int
+    ) -> None:
+        super().__init__(place, hiddens, cuts, most_tokens)
+        self.normed = [f"norm {cut}" for cut in norm_cuts]
+
+    def with_norm(self, variant: str, inputs: Inputs, residual: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """One kernel whose results are those of `add_norm` of this rank's rows. Its buffer is every variant's."""
+        hidden = inputs.weight.shape[0]
+        call = GemmReduceScatterNormCall(
+            site=f"benchmark.{self.suite}.{hidden}.{variant}", group=self.place.group, fabric=Fabric.PEER,
+            world=self.place.world, hidden=hidden, dtype="bfloat16", max_tokens=self.most_tokens, timeout_s=TIMEOUT_S,
+            cut=str(TileCut(*map(int, variant.removeprefix("norm ").split(":")))), eps=EPS, cast_before_weight=True,
+        )  # fmt: skip
+        op, text, b = torch.ops.weave.gemm_reduce_scatter_norm.default, call.encode(), inputs.weight.t()
+        return lambda: op(inputs.a, b, residual, inputs.norm_weight, text)
 
     def exchange(self, hidden: int, ctas: int) -> ReductionCall:
         row = KernelRow(self.most_tokens, Algorithm.TWO_SHOT, Transfer.BULK, ctas)
@@ -227,6 +250,16 @@ class Scatter(Bench):
         # Partial results are rounded before they are summed, and may cancel out.
         self.compare(self.products(inputs, torch.empty_like(inputs.residual)), want, 6e-2)
 
+        residual = inputs.residual[self.place.rank * rows : (self.place.rank + 1) * rows].clone()
+        want = want + residual.float()
+        wide = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + EPS) * inputs.norm_weight.float()
+
+        def both(step: Callable[[], tuple[Tensor, Tensor]]) -> Product:
+            return lambda: torch.stack(step())
+
+        steps = {variant: both(self.with_norm(variant, inputs, residual)) for variant in self.normed}
+        self.compare(steps, torch.stack([wide, want]), 6e-2)
+
     def row(self, hidden: int, k: int, tokens: int) -> record.Row:
         inputs, rows = Inputs.make(self.place, tokens, hidden, k), tokens // self.place.world
         room, scale = torch.empty_like(inputs.residual), inputs.norm_weight
@@ -248,6 +281,7 @@ class Scatter(Bench):
             GEMM: multiply,
             **{f"strong_{ctas}": strong(ctas) for ctas in EXCHANGE_CTAS},
             **{name: followed(product) for name, product in self.products(inputs, room).items()},
+            **{variant: self.with_norm(variant, inputs, residual) for variant in self.normed},
         }
         us = self.times(steps, 2.0 * tokens * hidden * k)
         us["strong_sequence"] = min(us.pop(f"strong_{ctas}") for ctas in EXCHANGE_CTAS)
@@ -305,7 +339,7 @@ def program(place: Place, args: argparse.Namespace) -> None:
     most_tokens = max(*args.tokens, *(rows * place.world for rows, _ in CHECKED))
     suites: list[tuple[Scatter | Gather, list[int]]] = []
     if "scatter" in args.suites:
-        suites.append((Scatter(place, args.hidden, args.cuts, most_tokens), args.k))
+        suites.append((Scatter(place, args.hidden, args.cuts, args.norm_cuts, most_tokens), args.k))
     if "gather" in args.suites:
         suites.append((Gather(place, args.hidden, args.gather_cuts, most_tokens), args.widths))
     with torch.no_grad():
@@ -334,6 +368,7 @@ def main() -> int:
     parser.add_argument("--k", type=int, nargs="+", default=list(DEPTHS), help="depths before a reduce-scatter")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), help="columns behind an all-gather")
     parser.add_argument("--cuts", nargs="+", default=names_of(gemm_reduce_scatter.TILE_CUTS))
+    parser.add_argument("--norm-cuts", nargs="*", default=names_of(gemm_reduce_scatter_norm.CUTS))
     parser.add_argument("--gather-cuts", nargs="+", default=names_of(all_gather_gemm.PUSHED_CUTS))
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():

@@ -13,13 +13,15 @@ from tests import forms
 from tests.preview import previewed
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
+from weaveopt.ops.gemm_reduce_scatter.cut import TILES_NORM
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.rewrites.shard_norm.candidates import RULE
 
 OTHER = "all_reduce_rms_norm"
 SCATTER, GATHER = torch.ops.weave.gemm_reduce_scatter.default, torch.ops.weave.all_gather_gemm.default
+SCATTER_NORM = torch.ops.weave.gemm_reduce_scatter_norm.default
 FUSED = torch.ops.weave.mm_all_reduce_norm.default
 H, K = 64, 32
 """Of a row of the sum, and of a row between two sums."""
@@ -46,9 +48,12 @@ def reported(
     return previewed(fn, given or inputs(), force=force, **{"static": True, **more})  # type: ignore[arg-type]
 
 
-def on(decision: Decision, fabric: Fabric) -> Candidate:
+def on(decision: Decision, fabric: Fabric, takes_norm: bool = False) -> Candidate:
+    """`takes_norm`: with addition and norm in the first kernel."""
     [found] = [
-        each for each in (decision.chosen, *decision.alternatives) if each.choice == RULE and each.fabric is fabric
+        each
+        for each in (decision.chosen, *decision.alternatives)
+        if each.choice == RULE and each.fabric is fabric and each.variant.startswith(TILES_NORM) is takes_norm
     ]
     return found
 
@@ -66,6 +71,10 @@ def calls(graph: fx.Graph, target: object) -> list[fx.Node]:
 
 def scatter_calls(graph: fx.Graph) -> list[GemmReduceScatterCall]:
     return [decode(GemmReduceScatterCall, str(node.args[4])) for node in calls(graph, SCATTER)]
+
+
+def norm_calls(graph: fx.Graph) -> list[GemmReduceScatterNormCall]:
+    return [decode(GemmReduceScatterNormCall, str(node.args[4])) for node in calls(graph, SCATTER_NORM)]
 
 
 def gather_calls(graph: fx.Graph) -> list[AllGatherGemmCall]:

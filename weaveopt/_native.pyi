@@ -393,6 +393,29 @@ class GpuGemmReduceScatter:
         stream: int,
         /,
     ) -> int: ...
+    def run_tiles_norm(
+        self,
+        tokens: int,
+        tile_columns: int,
+        group_pairs: int,
+        finisher_ctas: int,
+        own_last: bool,
+        a: int,
+        a_stride: int,
+        weight: int,
+        weight_stride: int,
+        k: int,
+        residual: int,
+        norm_weight: int,
+        weight_is_fp32: bool,
+        eps: float,
+        weight_offset: float,
+        cast_before_weight: bool,
+        normalized: int,
+        sum: int,
+        stream: int,
+        /,
+    ) -> int: ...
 
 class GpuAllGatherGemm:
     def __init__(

@@ -114,7 +114,8 @@ class GpuAllReduceNorm {
                                    matrix_stride};
         const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas};
         py::gil_scoped_release release;
-        return gpu::run_pushed_tiles(call, product, cut, dtype_, reinterpret_cast<void*>(stream));
+        return gpu::run_pushed_tiles(call, product, cut, gpu::NormalizedRows::kReplicated, dtype_,
+                                     reinterpret_cast<void*>(stream));
     }
 
   private:

@@ -14,12 +14,17 @@
 //     flag    partial[source][panel], which counts tiles
 //     wait    the fetching thread, acquire; fence.proxy.async; then bulk copies
 //     again   in the source's next call: it has waited for `rows` of all the owner's rows, which are made of these
-//   finished rows in every rank's output buffer
+//   finished rows in every rank's output buffer, where rows are handed out
 //     store   bulk copies of one thread of the team, out of shared memory; rows of a whole sum all its threads, plain
 //     fence   wait_group without .read in that thread; barrier of the team; release, in signal_add
 //     flag    rows[owner][0], which counts rows
 //     wait    CTA 0 of every rank, before its kernel ends; where rows are copied out, every team. Acquire
 //     again   in the owner's next call, once this rank's tiles of that call have come: this kernel has ended then
+//   finished rows that stay with their owner, in memory of the caller (kSharded, and a sum of own rows)
+//     store   bulk copies of one thread of the team, out of shared memory; rows of the sum all its threads, plain
+//     fence   wait_group without .read in that thread, before it ends
+//     wait    kernels behind this one: its end. No peer writes or reads them. The words `rows` are counted and awaited
+//             all the same, for what they say of the slots in the staging buffer
 //   a finished row in shared memory
 //     store   the team, plain
 //     fence   fence.proxy.async.shared::cta in every thread, then a barrier of the team
@@ -50,6 +55,7 @@ struct PushedTiles {
     Call call;
     OutputLayout layout;
     int64_t slot_bytes;  // of a source in the staging buffer
+    NormalizedRows rows;
 };
 
 // A consumer that finishes rows. Sums are made in one order.
@@ -221,7 +227,7 @@ __device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& 
     return squares;
 }
 
-// What every rank gets of a row, its norm, into shared memory.
+// The norm of a row, into shared memory.
 template <typename T>
 __device__ __forceinline__ void normalize_row(const Call& call, const Lanes& lanes, const Vec16 (&sum)[kTeamVecs],
                                               float factor, const Vec16 (&kept_weight)[kTeamVecs], uint8_t* out) {
@@ -303,7 +309,12 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
             normalize_row<T>(call, lanes, sum, factor, weight, out_row);
             fabric::order_shared_stores_before_copies();
             team.await_all();
-            if (thread == 0) {
+            if (thread == 0 && given.rows == NormalizedRows::kSharded) {
+                fabric::copy_out(
+                    static_cast<char*>(call.normalized) + static_cast<int64_t>(row) * given.layout.out_bytes, out_row,
+                    given.layout.out_bytes);
+                fabric::commit_copies();
+            } else if (thread == 0) {
                 const int64_t out_at = call.buffers.output_offset +
                                        static_cast<int64_t>(call.begin[group.rank] + row) * given.layout.out_row_bytes;
                 for (int32_t step = 1; step <= group.world; ++step)
@@ -322,9 +333,11 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
 }
 
 // Whether rows have to be copied from the output buffer into tensors of the caller.
-__device__ __forceinline__ bool copies_out(const Call& call) {
+__device__ __forceinline__ bool copies_out(const PushedTiles& given) {
+    const Call& call = given.call;
     const char* output = call.group.base[call.group.rank] + call.buffers.output_offset;
-    return (call.normalized != nullptr && call.normalized != output) || call.sum_whole != 0;
+    const bool hands_out = call.normalized != nullptr && given.rows == NormalizedRows::kReplicated;
+    return (hands_out && call.normalized != output) || call.sum_whole != 0;
 }
 
 template <typename T, int kColumns>
@@ -377,7 +390,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) push_tiles(const __grid_con
         const int32_t thread = team.thread();
         finish_rows<T, gemm::Shared<kColumns>::kBytesOfC / kMostRowBytes>(given, epoch, team, place, ring,
                                                                           shared.c[consumer]);
-        const bool copies = copies_out(call);
+        const bool copies = copies_out(given);
         if ((copies || (blockIdx.x == 0 && consumer == 0)) && thread < call.group.world) {
             const int32_t rows = call.begin[thread + 1] - call.begin[thread];
             if (rows > 0)

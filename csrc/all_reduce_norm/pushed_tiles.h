@@ -29,6 +29,12 @@ struct Cut {
     gemm::OwnerOrder owner_order = gemm::OwnerOrder::kInterleaved;
 };
 
+// Who gets normalized rows.
+enum class NormalizedRows : int32_t {
+    kReplicated = 0,  // every rank gets all of them, through the output buffer: `call.normalized` [tokens, hidden]
+    kSharded = 1,     // they stay with their owners: `call.normalized` [own rows, hidden], memory of the caller
+};
+
 // Whether `device` can run it: a line that says why not, or an empty one.
 const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int32_t world, int32_t device);
 
@@ -56,7 +62,10 @@ int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns,
                            int32_t num_sms);
 
 // Enqueues the call; `call.partial` is not used, nor an output buffer where no rows are handed out. RMS norm or none,
-// in the activations' type, no second norm. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
-int run_pushed_tiles(const Call& call, const Product& product, const Cut& cut, DType dtype, void* stream);
+// in the activations' type, no second norm; a sum that every rank gets whole only beside rows that every rank gets.
+// Of `call.residual`, and of a sum that stays sharded, only this rank's rows are touched, counted from the group's
+// first one. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
+int run_pushed_tiles(const Call& call, const Product& product, const Cut& cut, NormalizedRows rows, DType dtype,
+                     void* stream);
 
 }  // namespace weave::gpu

@@ -44,21 +44,24 @@ const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int
     return gemm::unsupported(dtype, hidden, k, device);
 }
 
-int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, DType dtype, void* stream) {
+int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, NormalizedRows rows, DType dtype,
+                     void* stream) {
     if (asked.tokens == 0) return cudaSuccess;
     const int32_t world = asked.group.world;
     if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostProductHidden || product.k < 1)
         return cudaErrorInvalidValue;
-    if (!takes(asked)) return cudaErrorInvalidValue;
+    const bool sharded = rows == NormalizedRows::kSharded;
+    if (!takes(asked) || (sharded && asked.sum_whole != 0)) return cudaErrorInvalidValue;
     PushedTiles given{};
     given.call = asked;
+    given.rows = rows;
     Call& call = given.call;
     for (int32_t rank = 0; rank <= world; ++rank)
         call.begin[rank] = static_cast<int32_t>(static_cast<int64_t>(call.tokens) * rank / world);
     call.share = static_cast<int32_t>(share_of(call.tokens, world));
     given.layout = output_layout(row_kind(call, dtype), call.tokens);
     given.slot_bytes = slot_bytes(call.tokens, call.hidden, dtype, world);
-    const bool hands_out = call.normalized != nullptr || call.sum_whole != 0;
+    const bool hands_out = (call.normalized != nullptr && !sharded) || call.sum_whole != 0;
     if (hands_out && given.layout.num_bytes > call.buffers.output_bytes) return cudaErrorInvalidValue;
     if (given.slot_bytes * world > call.buffers.staging_bytes) return cudaErrorInvalidValue;
 

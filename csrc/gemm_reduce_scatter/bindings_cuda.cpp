@@ -69,23 +69,58 @@ class GpuGemmReduceScatter {
     int run_tiles(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, bool own_last,
                   uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t out,
                   uintptr_t stream) const {
-        gpu::Call call = call_;
-        const int64_t own_rows = tokens / call.group.world;
-        if (own_rows * call.group.world != tokens)
-            throw std::invalid_argument(std::to_string(tokens) + " rows do not divide by the ranks");
-        call.tokens = static_cast<int32_t>(tokens);
-        // Kernels count rows of the sum from the group's first one.
-        call.sum = reinterpret_cast<void*>(out - static_cast<uintptr_t>(call.group.rank) * own_rows * call.hidden *
-                                                     size_of(dtype_));
-        const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(weight), k, a_stride,
-                                   weight_stride};
-        const auto order = own_last ? gemm::OwnerOrder::kOwnLast : gemm::OwnerOrder::kInterleaved;
-        const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas, order};
-        py::gil_scoped_release release;
-        return gpu::run_pushed_tiles(call, product, cut, dtype_, reinterpret_cast<void*>(stream));
+        gpu::Call call = tiles_call(tokens);
+        call.sum = reinterpret_cast<void*>(out - before_own_rows(call));
+        return launched(call, {tile_columns, group_pairs, finisher_ctas, order_of(own_last)},
+                        product_of(a, a_stride, weight, weight_stride, k), stream);
+    }
+
+    // The same of the sum and `residual`, and the RMS norm of that: all of them this rank's rows [own rows, hidden].
+    // `norm_weight` of 0: none; `weight_is_fp32`: else of the rows' type. Whether a row is rounded before the weight is
+    // applied, what is added to the weight, and eps are the model's. A CUDA error code.
+    int run_tiles_norm(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, bool own_last,
+                       uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k,
+                       uintptr_t residual, uintptr_t norm_weight, bool weight_is_fp32, float eps, float weight_offset,
+                       bool cast_before_weight, uintptr_t normalized, uintptr_t sum, uintptr_t stream) const {
+        gpu::Call call = tiles_call(tokens);
+        call.residual = reinterpret_cast<const void*>(residual - before_own_rows(call));
+        call.sum = reinterpret_cast<void*>(sum - before_own_rows(call));
+        call.normalized = reinterpret_cast<void*>(normalized);
+        call.norm.spec = {NormKind::kRms, eps, weight_offset, cast_before_weight};
+        call.norm.weight = {reinterpret_cast<const void*>(norm_weight), weight_is_fp32 ? 1 : 0};
+        return launched(call, {tile_columns, group_pairs, finisher_ctas, order_of(own_last)},
+                        product_of(a, a_stride, weight, weight_stride, k), stream);
     }
 
   private:
+    gpu::Call tiles_call(int64_t tokens) const {
+        if (tokens % call_.group.world != 0)
+            throw std::invalid_argument(std::to_string(tokens) + " rows do not divide by the ranks");
+        gpu::Call call = call_;
+        call.tokens = static_cast<int32_t>(tokens);
+        return call;
+    }
+
+    // Bytes of the rows of the ranks before this one: kernels count rows of sum and residual from the group's first.
+    uintptr_t before_own_rows(const gpu::Call& call) const {
+        const int64_t own_rows = call.tokens / call.group.world;
+        return static_cast<uintptr_t>(call.group.rank * own_rows * call.hidden * size_of(dtype_));
+    }
+
+    static gemm::OwnerOrder order_of(bool own_last) {
+        return own_last ? gemm::OwnerOrder::kOwnLast : gemm::OwnerOrder::kInterleaved;
+    }
+
+    static gpu::Product product_of(uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k) {
+        return {reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(weight), k, a_stride, weight_stride};
+    }
+
+    int launched(const gpu::Call& call, const gpu::Cut& cut, const gpu::Product& product, uintptr_t stream) const {
+        py::gil_scoped_release release;
+        return gpu::run_pushed_tiles(call, product, cut, gpu::NormalizedRows::kSharded, dtype_,
+                                     reinterpret_cast<void*>(stream));
+    }
+
     std::shared_ptr<PeerGroup> group_;
     DType dtype_;
     int64_t staging_bytes_;
@@ -100,7 +135,8 @@ void bind_gemm_reduce_scatter_cuda(py::module_& m) {
              py::arg("group"), py::arg("tag"), py::arg("dtype"), py::arg("hidden"), py::arg("scale"),
              py::arg("channel"), py::arg("timeout_s"), py::arg("staging_offset"), py::arg("staging_bytes"))
         .def("sum_parts", &GpuGemmReduceScatter::sum_parts)
-        .def("run_tiles", &GpuGemmReduceScatter::run_tiles);
+        .def("run_tiles", &GpuGemmReduceScatter::run_tiles)
+        .def("run_tiles_norm", &GpuGemmReduceScatter::run_tiles_norm);
 }
 
 }  // namespace weave

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
+from weaveopt.records.norm import NormSpec
 from weaveopt.rewrites.shard_norm.candidates import Lowered
 from weaveopt.sites.reduction import ReductionFacts
 
@@ -16,6 +17,8 @@ class Calls:
     """Of the operations of one site."""
 
     scatter: GemmReduceScatterCall
+    normed: GemmReduceScatterNormCall | None
+    """In place of `scatter`: with the addition and the norm. Its buffers are the same."""
     gather: AllGatherGemmCall
     """Of the normalized rows."""
     sum_gather: AllGatherGemmCall
@@ -26,6 +29,7 @@ def calls_of(
     site: str,
     facts: ReductionFacts,
     lowered: Lowered,
+    norm: NormSpec,
     rows_dtype: str,
     replicated: Sequence[str],
     channel: int,
@@ -37,10 +41,15 @@ def calls_of(
         site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
         cut=lowered.tiles_cut, replicated=" ".join(replicated),
     )  # fmt: skip
+    normed = GemmReduceScatterNormCall(
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
+        cut=lowered.tiles_cut, replicated=" ".join(replicated), eps=norm.eps, weight_offset=norm.weight_offset,
+        cast_before_weight=norm.cast_before_weight,
+    ) if lowered.takes_norm else None  # fmt: skip
     gather = AllGatherGemmCall(
         site, group, fabric, world, hidden, rows_dtype, lowered.max_tokens, timeout_s, channel, cut=lowered.pushed_cut
     )
     sum_gather = AllGatherGemmCall(
         site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel, hands_out_rows=True
     )
-    return Calls(scatter, gather, sum_gather)
+    return Calls(scatter, normed, gather, sum_gather)

@@ -1,7 +1,8 @@
 """The ways to run the chain on each fabric: what it takes, and what speaks against it.
 
 Both operations have their own prices, and the norm between them is a kernel of Inductor's on a part of the rows. Of
-several kernels for an operation the one that is predicted fastest is taken: they do not depend on each other.
+several kernels for an operation the one that is predicted fastest is taken: they do not depend on each other. A kernel
+that holds the norm too (`tiles norm`) makes a candidate of its own, with its own reasons against it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us, norm
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.all_gather_gemm import prices as gathering
 from weaveopt.ops.gemm_reduce_scatter import prices as scattering
+from weaveopt.ops.gemm_reduce_scatter.cut import TILES_NORM
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.reductions.plan import two_shot_division
@@ -43,6 +45,8 @@ class Chain:
     """Whether the token count is no number, whatever it is priced for."""
     tiles_refused: tuple[Rejection, ...] = ()
     pushed_refused: tuple[Rejection, ...] = ()
+    norm_refused: tuple[Rejection, ...] = ()
+    """Why the kernel of tiles does not take in addition and norm."""
 
     @property
     def is_padded(self) -> bool:
@@ -93,6 +97,8 @@ class Lowered:
     """Rows of an operation, padding included."""
     tiles_cut: str
     pushed_cut: str
+    takes_norm: bool
+    """The kernel of tiles adds the residual and normalizes."""
     is_padded: bool
     division: tuple[Hashable, ...]
     """See `ReductionPlan`: ranks have equally many rows, one after the other."""
@@ -132,20 +138,36 @@ def candidates(chain: Chain, topology: Topology, machine: Machine, usable_only: 
 def _every(chain: Chain, topology: Topology, machine: Machine) -> Iterator[Found]:
     counts = chain.padded
     scatters = _by_fabric(
-        scattering.candidates(RULE, chain.scatter, counts, topology, machine, False, chain.tiles_refused)
+        scattering.candidates(
+            RULE, chain.scatter, counts, topology, machine, False, chain.tiles_refused, _norm_refused(chain)
+        )
     )
     gathers = _by_fabric(
         gathering.candidates(RULE, chain.gather, counts, topology, machine, False, chain.pushed_refused)
     )
     sums = _by_fabric(gathering.candidates(RULE, chain.sum_gather, counts, topology, machine, False))
     for fabric, ways in scatters.items():
-        parts = [_best(each) for each in (ways, gathers[fabric], *((sums[fabric],) if chain.facts.sum_is_read else ()))]
-        reasons = tuple(dict.fromkeys(reason for part in parts if not isinstance(part, Part) for reason in part))
-        known = [part for part in parts if isinstance(part, Part)]
-        if reasons:
-            yield Candidate(RULE, fabric, rejections=reasons), None
-        else:
-            yield _joined(chain, machine, fabric, known)
+        behind = [_best(each) for each in (gathers[fabric], *((sums[fabric],) if chain.facts.sum_is_read else ()))]
+        for takes_norm in (False, True):
+            firsts = [way for way in ways if (way[0].variant == TILES_NORM) is takes_norm]
+            if not firsts:
+                continue
+            parts = [_best(firsts), *behind]
+            reasons = tuple(dict.fromkeys(reason for part in parts if not isinstance(part, Part) for reason in part))
+            known = [part for part in parts if isinstance(part, Part)]
+            if reasons:
+                yield Candidate(RULE, fabric, TILES_NORM if takes_norm else "", rejections=reasons), None
+            else:
+                yield _joined(chain, machine, fabric, known)
+
+
+def _norm_refused(chain: Chain) -> tuple[Rejection, ...]:
+    """Why the kernel of tiles does not take in addition and norm at this token count."""
+    if not chain.is_padded:
+        return chain.norm_refused
+    message = "the kernel adds a residual of equally many rows on every rank, and rows have to be filled up"
+    values = (("tokens", chain.tokens.hint), ("ranks", chain.facts.world))
+    return (*chain.norm_refused, Rejection("uneven_rows", message, values))
 
 
 @dataclass(frozen=True)
@@ -180,7 +202,9 @@ def _best(ways: list[tuple[Candidate, str]]) -> Part | tuple[Rejection, ...]:
 
 def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -> Found:
     scatter, gather = parts[:2]
-    estimate = _named(scatter.estimate).plus(_between(chain, machine)).plus(_named(gather.estimate))
+    takes_norm = scatter.variant == TILES_NORM
+    between = Estimate(()) if takes_norm else _between(chain, machine)
+    estimate = _named(scatter.estimate).plus(between).plus(_named(gather.estimate))
     summed = parts[2].estimate if len(parts) > 2 else Estimate(())
     if summed.us:
         estimate = estimate.plus(Estimate((Term(GATHER, summed.us),), summed.relative_error))
@@ -193,7 +217,7 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -
         exact = workload_of(facts, TokenCounts(chain.tokens.hint), takes_gemm=False, quantizes=False)
         division = two_shot_division(facts.group, fabric, exact)
     lowered = Lowered(
-        fabric, counts.most, scatter.cut, gather.cut, chain.is_padded, division,
+        fabric, counts.most, scatter.cut, gather.cut, takes_norm, chain.is_padded, division,
         gather_us=summed.us if facts.sum_read_by_reductions else 0.0,
         widen_us=memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine),
     )  # fmt: skip
@@ -246,7 +270,8 @@ def _named(estimate: Estimate) -> Estimate:
 
 def notes_of(lowered: Lowered, facts: ReductionFacts) -> tuple[str, ...]:
     """What reports say of a candidate beside its price."""
-    notes = ["every rank adds and normalizes its own rows; GEMMs read them gathered"]
+    where = " in the kernel that sums them" if lowered.takes_norm else ""
+    notes = [f"every rank adds and normalizes its own rows{where}; GEMMs read them gathered"]
     if facts.sum_is_read and not lowered.sum_sharded:
         notes.append("gather: the whole sum is gathered too, which others read")
     if lowered.is_padded:

@@ -14,6 +14,10 @@ Fused::
     normalized = rms_norm(total) * weight             # Inductor's kernel, on 1 / world of the rows
     q, k, v = all_gather_gemm(normalized, [wq, wk, wv])
 
+or, where the kernel that sums can add and normalize too::
+
+    normalized, total = gemm_reduce_scatter_norm(a, b, residual[own rows], weight)
+
 An all-reduce is a reduce-scatter and an all-gather. Between two GEMMs both can run beside one: the former while the
 first GEMM goes on, the latter while the next ones do. The sum stays with the ranks that made its rows as long as the
 sites that read it divide rows in the same way, whichever rule rewrites them; else it is gathered.
@@ -41,6 +45,7 @@ from weaveopt.reductions.sharding import SharedSum, plan_of, residual_of, sharde
 from weaveopt.rewrites.shard_norm.calls import Calls, calls_of
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, Lowered, candidates, notes_of
 from weaveopt.rewrites.shard_norm.forms import Form, form_of
+from weaveopt.rewrites.shard_norm.normed import against_norm
 from weaveopt.rewrites.shard_norm.shards import Shards
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, PricedSite, Proposal
 from weaveopt.sites.reduced import Reduced
@@ -140,22 +145,8 @@ class ShardNorm:
         shards = Shards.of(graph, like, rank, facts.world, facts.hidden, tokens, lowered.is_padded)
         residuals = [shards.own_rows(_node(residual)) for residual in reduced.residuals]
 
-        a = [shards.filled(_node(gemm.a)) for gemm in form.gemms]
-        b = [_node(gemm.b) for gemm in form.gemms]
-        addends = [_node(each) for each in form.addends]
         same = [_node(node) for _, node in _replicated(reduced, lowered)]
-        x = shards.call(weave.gemm_reduce_scatter.default, a, b, addends, 1, calls.scatter.encode(), same)
-        for bias in reduced.biases:
-            x = shards.call(aten.add.Tensor, x, _node(bias))
-        if reduced.scale != 1.0:
-            x = shards.call(aten.mul.Tensor, x, reduced.scale)
-        if reduced.scale_tensor is not None:
-            x = shards.call(aten.mul.Tensor, x, _node(reduced.scale_tensor))
-        if reduced.post is not None:
-            x = shards.normalized(reduced.post, x)
-        for residual in residuals:
-            x = shards.call(aten.add.Tensor, x, residual)
-        rows = shards.normalized(form.norm, x)
+        x, rows = _first_half(shards, reduced, form, calls, residuals, same)
 
         weights = [_node(gemm.b) for gemm in form.readers]
         biases = [None if each is None else _node(each) for each in form.biases]
@@ -172,7 +163,34 @@ class ShardNorm:
         erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
         for residual in reduced.residuals:
             shards.drop_widened(_node(residual))
-        return _rounding(facts, structure)
+        return _rounding(facts, structure, lowered)
+
+
+def _first_half(
+    shards: Shards, reduced: Reduced, form: Form, calls: Calls, residuals: Sequence[fx.Node], same: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """This rank's rows of the sum, and those normalized; `residuals`: this rank's rows of each."""
+    a = [shards.filled(_node(gemm.a)) for gemm in form.gemms]
+    b = [_node(gemm.b) for gemm in form.gemms]
+    if calls.normed is not None:
+        [left], [right], [residual] = a, b, residuals
+        weight = None if form.norm.weight is None else _node(form.norm.weight)
+        op, text = weave.gemm_reduce_scatter_norm.default, calls.normed.encode()
+        made = shards.call(op, left, right, residual, weight, text, same)
+        return shards.call(operator.getitem, made, 1), shards.call(operator.getitem, made, 0)
+    addends = [_node(each) for each in form.addends]
+    x = shards.call(weave.gemm_reduce_scatter.default, a, b, addends, 1, calls.scatter.encode(), same)
+    for bias in reduced.biases:
+        x = shards.call(aten.add.Tensor, x, _node(bias))
+    if reduced.scale != 1.0:
+        x = shards.call(aten.mul.Tensor, x, reduced.scale)
+    if reduced.scale_tensor is not None:
+        x = shards.call(aten.mul.Tensor, x, _node(reduced.scale_tensor))
+    if reduced.post is not None:
+        x = shards.normalized(reduced.post, x)
+    for residual in residuals:
+        x = shards.call(aten.add.Tensor, x, residual)
+    return x, shards.normalized(form.norm, x)
 
 
 def _site(found: FoundSite) -> tuple[ReductionFacts, Reduction]:
@@ -194,9 +212,10 @@ def _lowered(chosen: Chosen) -> Lowered:
 
 def _calls(chosen: Chosen, context: Context, channel: int = 0) -> Calls:
     facts, structure = _site(chosen.found)
-    lowered, rows_dtype = _lowered(chosen), _form(chosen).rows_dtype
+    lowered, form = _lowered(chosen), _form(chosen)
     names = [name for name, _ in _replicated(structure.reduced, lowered)]
-    return calls_of(chosen.found.site.id, facts, lowered, rows_dtype, names, channel, context.config.timeout_s)
+    timeout_s = context.config.timeout_s
+    return calls_of(chosen.found.site.id, facts, lowered, form.norm.form, form.rows_dtype, names, channel, timeout_s)
 
 
 def _replicated(reduced: Reduced, lowered: Lowered) -> list[tuple[str, fx.Node]]:
@@ -221,6 +240,7 @@ def _chain(found: FoundSite, facts: ReductionFacts, structure: Reduction, form: 
         is_symbolic=found.is_symbolic,
         tiles_refused=tuple(_against_tiles(found, form)),
         pushed_refused=tuple(_against_pushed(found, form)),
+        norm_refused=tuple(against_norm(facts, structure.reduced, form, _against_tiles(found, form))),
     )
 
 
@@ -256,8 +276,9 @@ def _node(node: fx.Node) -> fx.Node:
     return found
 
 
-def _rounding(facts: ReductionFacts, structure: Reduction) -> tuple[str, ...]:
-    lines = [f"{RULE}: partial results are summed over the ranks in fp32, in their order, and rounded once"]
+def _rounding(facts: ReductionFacts, structure: Reduction, lowered: Lowered) -> tuple[str, ...]:
+    once = "and rounded once, with the residual in them" if lowered.takes_norm else "and rounded once"
+    lines = [f"{RULE}: partial results are summed over the ranks in fp32, in their order, {once}"]
     if facts.num_partials > 1:
         lines.append(f"{RULE}: GEMMs whose results meet in one sum are added on each rank before the reduce-scatter")
     return tuple(lines)

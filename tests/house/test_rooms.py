@@ -74,6 +74,7 @@ ROOMS = {
         "rewrites/shard_norm/",
         "weaveopt/ops/gemm_reduce_scatter/",
         "weaveopt/measure/cases/gemm_reduce_scatter.py",
+        "weaveopt/measure/cases/gemm_reduce_scatter_norm.py",
         "csrc/gemm_reduce_scatter/",
     ),
     "moe_sharded": (

@@ -109,6 +109,13 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def aligned_vector(x: Tensor) -> Tensor:
+    """A vector, or a copy of it, whose elements are contiguous and begin at a multiple of 16 bytes."""
+    if x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 @cache
 def second_stream(device: int) -> torch.cuda.Stream:
     """On which a device exchanges rows beside a GEMM; made before any capture, when the first site is bound."""

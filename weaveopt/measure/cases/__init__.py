@@ -18,6 +18,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
 from weaveopt.measure.cases.gemm_all_reduce import TileKernels
 from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, ScatteredTiles
+from weaveopt.measure.cases.gemm_reduce_scatter_norm import NormedTiles
 from weaveopt.measure.cases.grouped_gemm import GroupedGemms
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
@@ -43,6 +44,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Copies,
     TileKernels,
     ScatteredTiles,
+    NormedTiles,
     PushedGathers,
     ShardedKernels,
     PrefetchedWeights,

@@ -1,4 +1,4 @@
-"""What is constant over the calls of a `gemm_reduce_scatter` site, and its tensor arguments as one record."""
+"""What is constant over the calls of a site of both operators, and their tensor arguments as one record."""
 
 from __future__ import annotations
 
@@ -28,6 +28,29 @@ class GemmReduceScatterCall(RowsCall):
     replicated: str = ""
     """Names of values that have to be the same on all ranks, with blanks between them: every rank makes its own rows
     of what all of them read. The first call compares them."""
+
+
+@dataclass(frozen=True)
+class GemmReduceScatterNormCall(RowsCall):
+    """Of `gemm_reduce_scatter_norm`: the sum over ranks is of one GEMM, and each rank gets its rows."""
+
+    cut: str = ""
+    """As in `GemmReduceScatterCall`; empty: the norm is computed behind the reduce-scatter."""
+    replicated: str = ""
+    """As in `GemmReduceScatterCall`."""
+    eps: float = 0.0
+    weight_offset: float = 0.0
+    """What is added to the norm's weight."""
+    cast_before_weight: bool = False
+    """Whether rows are rounded before the weight is applied too, not only behind it."""
+
+    @property
+    def scatter(self) -> GemmReduceScatterCall:
+        """The first half alone."""
+        return GemmReduceScatterCall(
+            self.site, self.group, self.fabric, self.world, self.hidden, self.dtype, self.max_tokens, self.timeout_s,
+            self.channel, cut=self.cut,
+        )  # fmt: skip
 
 
 class Part(NamedTuple):

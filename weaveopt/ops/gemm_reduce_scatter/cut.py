@@ -1,7 +1,8 @@
 """Variant `tiles` on GPUs: how its kernel cuts the GEMM, and the names of the curves that profiles keep of it.
 
 A curve is the whole kernel's time by message bytes (`tokens * hidden * 2`), at one depth `k` of the GEMM: operation
-`gemm_reduce_scatter`, variant `tiles columns=256 pairs=1 ctas=4 own_last=1 k=4096`.
+`gemm_reduce_scatter`, variant `tiles columns=256 pairs=1 ctas=4 own_last=1 k=4096`. Where it adds a residual and
+normalizes this rank's rows too (`tiles norm`), the operation is `gemm_reduce_scatter_norm`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from weaveopt.errors import ProfileError
 
 OP = "gemm_reduce_scatter"
 """The operation of the curves."""
+NORM_OP = "gemm_reduce_scatter_norm"
+"""That of the kernel with addition and norm."""
 TILES = "tiles"
+TILES_NORM = "tiles norm"
 TILE_COLUMNS = (128, 256)
 TILE_DTYPES = ("bfloat16", "float16")
 

@@ -1,4 +1,4 @@
-"""Shape and dtype of the op's result, for tracing: no memory, no peers."""
+"""Shapes and dtypes of the ops' results, for tracing: no memory, no peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 
 Tensor = torch.Tensor
 
@@ -28,3 +28,18 @@ def gemm_reduce_scatter(
     if site.columns:
         return a[0].new_empty(tokens, hidden // site.world)
     return a[0].new_empty(tokens // site.world, hidden)
+
+
+def gemm_reduce_scatter_norm(
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    call: str,
+    replicated: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    site = decode(GemmReduceScatterNormCall, call)
+    if a.dtype is not getattr(torch, site.dtype):
+        raise WeaveError(f"site {site.site}: planned for {site.dtype}, called with {a.dtype}")
+    shape = (a.shape[0] // site.world, b.shape[1])
+    return a.new_empty(shape), a.new_empty(shape)

@@ -35,7 +35,7 @@ from weaveopt.errors import AgreementError
 from weaveopt.fabrics.replicated import first_difference
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_reduce_scatter import fake
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall, Products
 from weaveopt.ops.gemm_reduce_scatter.peer import PeerSite
 from weaveopt.ops.gemm_reduce_scatter.reference import through_library
 from weaveopt.ops.gemm_reduce_scatter.shm import ShmSite
@@ -77,25 +77,32 @@ _agreed: set[str] = set()
 
 def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
     def forget_all() -> None:
-        _agreed.discard(text)
+        compare_again(text)
         forget()
 
     kind = SITES.get(call.fabric)
     return None if kind is None else kind.bind(call, text, NAME, forget_all)
 
 
-def _compare(call: GemmReduceScatterCall, text: str, values: Sequence[Tensor]) -> None:
-    """Raises `AgreementError` where a value differs that every rank takes for the others' too."""
+def compare(
+    op: str, call: GemmReduceScatterCall | GemmReduceScatterNormCall, text: str, values: Sequence[Tensor]
+) -> None:
+    """Raises `AgreementError` where a value differs that every rank takes for the others' too, once for a call."""
     if text in _agreed or not values:
         return
     named = list(zip(call.replicated.split(), values, strict=True))
-    difference = first_difference(call.group, f"weave::{NAME} at site {call.site}", named, call.timeout_s)
+    difference = first_difference(call.group, f"weave::{op} at site {call.site}", named, call.timeout_s)
     if difference is not None:
         raise AgreementError(
             f"{difference}; if it is meant to differ, switch the rule of this site off with "
             'options={"disable": [...]} (the report names it)'
         )
     _agreed.add(text)
+
+
+def compare_again(text: str) -> None:
+    """In the next call: the arena goes."""
+    _agreed.discard(text)
 
 
 _bound: BoundCalls[GemmReduceScatterCall, BoundSite] = BoundCalls(GemmReduceScatterCall, _bind)
@@ -113,7 +120,7 @@ def _run(
     # Below autograd: the GEMM goes into an `out=`, which autograd refuses for inputs that require gradients.
     with torch._C._AutoDispatchBelowAutograd():
         products, site = Products(a, b, addends), _bound.of(device, call)
-        _compare(decode(GemmReduceScatterCall, call), call, replicated or ())
+        compare(NAME, decode(GemmReduceScatterCall, call), call, replicated or ())
         result = None if site is None else site.run(products, outer)
         return through_library(products, outer, decode(GemmReduceScatterCall, call)) if result is None else result
 

@@ -4,6 +4,8 @@ Tiles (`call.cut`): one kernel computes the GEMM, sends every tile to the owner 
 the rows that this rank owns as their tiles are complete. Its source, pushed_tiles.cuh, says what orders memory between
 ranks.
 
+Where rows stay with their owner the same kernel adds a residual and normalizes what it sums (`run_norm`).
+
 Else the GEMMs write into this rank's arena, and a kernel behind them sums this rank's part of all ranks' results. So do
 calls that the kernel of tiles does not take: several GEMMs, addends, rows of each of several sequences, columns, other
 GPUs than it is for. All ranks see the same of a call, so all of them choose the same.
@@ -20,8 +22,13 @@ from collections.abc import Callable
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, buffer_for
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products, part_of
+from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, aligned_vector, buffer_for
+from weaveopt.ops.gemm_reduce_scatter.call import (
+    GemmReduceScatterCall,
+    GemmReduceScatterNormCall,
+    Products,
+    part_of,
+)
 from weaveopt.ops.gemm_reduce_scatter.cut import TILE_DTYPES, parse_cut
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
@@ -68,17 +75,11 @@ class PeerSite:
     def run(self, products: Products, outer: int) -> Tensor | None:
         """This rank's part of the sum; None where there are more rows than were planned for."""
         call, rows, tokens = self._call, self._rows, products.num_tokens
-        first = products.a[0]
         if tokens > call.max_tokens:
             return None
-        if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or first.device.index != rows.device:
-            found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
-            raise WeaveError(
-                f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} on "
-                f"cuda:{rows.device}"
-            )
+        self._check(products)
         part = part_of(call, tokens, outer)
-        out = first.new_empty(part.shape(call))
+        out = products.a[0].new_empty(part.shape(call))
         if out.numel() == 0:
             return out
         with rows.launching() as stream:
@@ -89,6 +90,45 @@ class PeerSite:
                 block = part.inner * part.row
                 rows.check(self._native.sum_parts(tokens, part.outer, block, out.data_ptr(), stream.cuda_stream))
         return out
+
+    def run_norm(
+        self, products: Products, residual: Tensor, weight: Tensor | None, norm: GemmReduceScatterNormCall
+    ) -> tuple[Tensor, Tensor] | None:
+        """This rank's normalized rows, and its rows of the sum and `residual`; None where the kernel of tiles does not
+        take the call. Shapes and dtypes are those that the operator takes."""
+        call, tokens = self._call, products.num_tokens
+        if tokens > call.max_tokens or not self._takes_tiles(products, 1):
+            return None
+        self._check(products)
+        added = self._rows.checked(residual, call.hidden, "the residual")
+        scale = None if weight is None else aligned_vector(weight)
+        if scale is not None and scale.device != added.device:
+            raise WeaveError(f"site {call.site}: the norm's weight is on {scale.device}, rows on {added.device}")
+        normalized, total = (added.new_empty(added.shape) for _ in range(2))
+        if total.numel() == 0:
+            return normalized, total
+        cut = self._cut
+        assert cut is not None, f"site {call.site}: tiles without a cut"
+        a, b = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
+        with self._rows.launching() as stream:
+            code = self._native.run_tiles_norm(
+                tokens, cut.tile_columns, cut.group_pairs, cut.finisher_ctas, cut.own_last, a.data_ptr(), a.stride(0),
+                b.data_ptr(), b.stride(0), a.shape[1], added.data_ptr(), 0 if scale is None else scale.data_ptr(),
+                scale is not None and scale.dtype is not added.dtype, norm.eps, norm.weight_offset,
+                norm.cast_before_weight, normalized.data_ptr(), total.data_ptr(), stream.cuda_stream,
+            )  # fmt: skip
+            self._rows.check(code)
+        return normalized, total
+
+    def _check(self, products: Products) -> None:
+        """Raises `WeaveError` for a GEMM of another size, dtype or device."""
+        call, rows, first = self._call, self._rows, products.a[0]
+        if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or first.device.index != rows.device:
+            found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
+            raise WeaveError(
+                f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} on "
+                f"cuda:{rows.device}"
+            )
 
     def _takes_tiles(self, products: Products, outer: int) -> bool:
         call, depth = self._call, products.a[0].shape[1]

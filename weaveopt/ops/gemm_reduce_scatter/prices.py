@@ -1,7 +1,8 @@
 """The ways to run GEMMs and their reduce-scatter, with their estimates, and what speaks against each.
 
 On `shm` there is one. On GPUs there are two: `partials`, whose results are summed behind the library's GEMMs, and
-`tiles`, one kernel that sends what it computes while it goes on.
+`tiles`, one kernel that sends what it computes while it goes on. Where a residual and a norm of this rank's rows follow
+there is a third, `tiles norm`: the same kernel, with both of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.gemm_reduce_scatter.cut import TILES
+from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, OP, TILES, TILES_NORM
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
@@ -62,8 +63,10 @@ def candidates(
     machine: Machine,
     usable_only: bool,
     tiles_refused: tuple[Rejection, ...] = (),
+    norm_refused: tuple[Rejection, ...] | None = None,
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    """Of `rule`. `tiles_refused`: why the kernel of tiles does not make the site, whatever the sizes."""
+    """Of `rule`. `tiles_refused`: why the kernel of tiles does not make the site, whatever the sizes; `norm_refused`:
+    why it does not with the addition and the norm that follow, and None where the rule leaves those alone."""
     for fabric, unreachable in reaching(topology, machine, SITES):
         if unreachable:
             found = [_summed(rule, work, tokens, machine, fabric, "", unreachable)]
@@ -73,6 +76,9 @@ def candidates(
                 _summed(rule, work, tokens, machine, fabric, PARTIALS, limits),
                 _tiled(rule, work, tokens, machine, fabric, (*limits, *tiles_refused)),
             ]
+            if norm_refused is not None:
+                reasons = (*limits, *norm_refused)
+                found.append(_tiled(rule, work, tokens, machine, fabric, reasons, NORM_OP, TILES_NORM))
         else:
             found = [_summed(rule, work, tokens, machine, fabric, "", ())]
         for candidate, lowered in found:
@@ -106,15 +112,22 @@ def _summed(
 
 
 def _tiled(
-    rule: str, work: Work, tokens: TokenCounts, machine: Machine, fabric: Fabric, refused: tuple[Rejection, ...]
+    rule: str,
+    work: Work,
+    tokens: TokenCounts,
+    machine: Machine,
+    fabric: Fabric,
+    refused: tuple[Rejection, ...],
+    op: str = OP,
+    variant: str = TILES,
 ) -> tuple[Candidate, Lowered]:
-    """One kernel that sends its tiles."""
+    """One kernel that sends its tiles; `op`: of the curves with its times."""
     gemm = work.gemms[0]
-    reasons = (*refused, *size_refused(gemm, work.dtype, work.world, tokens))
-    found = price(machine, fabric, gemm, work.dtype, work.world)
+    reasons = tuple(dict.fromkeys((*refused, *size_refused(gemm, work.dtype, work.world, tokens))))
+    found = price(machine, fabric, gemm, work.dtype, work.world, op)
     if isinstance(found, Rejection) or reasons:
         more = (found,) if isinstance(found, Rejection) else ()
-        return Candidate(rule, fabric, TILES, rejections=(*reasons, *more)), Lowered(fabric, tokens.most)
+        return Candidate(rule, fabric, variant, rejections=(*reasons, *more)), Lowered(fabric, tokens.most)
     cut, estimate = found
     parameters = (
         ("tile_columns", cut.tile_columns),
@@ -123,7 +136,7 @@ def _tiled(
         ("own_last", cut.own_last),
         ("max_tokens", tokens.most),
     )
-    return Candidate(rule, fabric, TILES, parameters, estimate), Lowered(fabric, tokens.most, str(cut))
+    return Candidate(rule, fabric, variant, parameters, estimate), Lowered(fabric, tokens.most, str(cut))
 
 
 def _estimate(machine: Machine, work: Work, parts: tuple[float, float]) -> Estimate:

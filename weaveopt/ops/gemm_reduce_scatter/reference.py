@@ -1,4 +1,4 @@
-"""What `gemm_reduce_scatter` computes, in plain torch, and how it runs over the process group's own collective."""
+"""What the operators compute, in plain torch, and how they run over the process group's own collective."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products, part_of
+from weaveopt.ops.gemm_reduce_scatter.call import (
+    GemmReduceScatterCall,
+    GemmReduceScatterNormCall,
+    Products,
+    part_of,
+)
 
 Tensor = torch.Tensor
 _c10d = torch.ops._c10d_functional
@@ -30,6 +35,31 @@ def through_library(products: Products, outer: int, call: GemmReduceScatterCall)
     waiting = _c10d.reduce_scatter_tensor(in_order.contiguous(), "sum", call.world, call.group)
     total: Tensor = _c10d.wait_tensor(waiting).view(part.shape(call))
     return total if call.scale == 1.0 else total * call.scale
+
+
+def reference_norm(
+    partials: Sequence[Tensor], residual: Tensor, weight: Tensor | None, call: GemmReduceScatterNormCall
+) -> list[tuple[Tensor, Tensor]]:
+    """Of every rank its normalized rows and its rows of the sum, of `partials` and `residual` [tokens, hidden]."""
+    total = partials[0].float()
+    for partial in partials[1:]:
+        total = total + partial.float()
+    each = zip(total.chunk(call.world), residual.chunk(call.world), strict=True)
+    return [add_and_normalize(rows, added, weight, call) for rows, added in each]
+
+
+def add_and_normalize(
+    rows: Tensor, residual: Tensor, weight: Tensor | None, call: GemmReduceScatterNormCall
+) -> tuple[Tensor, Tensor]:
+    """Normalized rows, and rows + residual, which is what is normalized; `rows` in fp32, as summed or rounded."""
+    total = (rows + residual.float()).to(residual.dtype)
+    x = total.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps)
+    if call.cast_before_weight:
+        x = x.to(total.dtype).float()
+    if weight is not None:
+        x = x * (weight.float() + call.weight_offset)
+    return x.to(total.dtype), total
 
 
 def _by_rank(whole: Tensor, outer: int, call: GemmReduceScatterCall) -> Tensor:

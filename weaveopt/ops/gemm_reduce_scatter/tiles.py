@@ -1,4 +1,5 @@
-"""What variant `tiles` takes: one kernel that computes the GEMM, pushes its tiles to their owners, and sums.
+"""What variant `tiles` takes: one kernel that computes the GEMM, pushes its tiles to their owners, and sums; and
+`tiles norm`, in which owners add a residual and normalize too.
 
 Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm_reduce_scatter.cut`.
 """
@@ -46,8 +47,10 @@ def size_refused(gemm: Gemm, dtype: str, world: int, tokens: TokenCounts) -> Ite
         yield Rejection("dtype_not_supported", "the kernel takes bf16 or fp16", (("dtype", dtype),))
 
 
-def price(machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int) -> tuple[Cut, Estimate] | Rejection:
-    """The kernel by the cut that is predicted fastest; or why its time is not known.
+def price(
+    machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int, op: str = OP
+) -> tuple[Cut, Estimate] | Rejection:
+    """The kernel by the cut that is predicted fastest; or why its time is not known. `op`: of the curves.
 
     Terms: `gemm`, as the graph's own would take; `exposed`, what the kernel takes beyond that; `host`. The model's own
     error is charged for all of it: the GEMM is not the graph's, so what is wrong with its price need not be with this
@@ -60,7 +63,7 @@ def price(machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int) 
         return 0 if _native is None else _native.product_waves(*sizes)
 
     message = Message(gemm.m, gemm.n, DTYPE_BYTES[dtype])
-    found = fastest(known_kernels(machine, fabric, world), message, gemm.k, waves)
+    found = fastest(known_kernels(machine, fabric, world, op), message, gemm.k, waves)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
@@ -74,5 +77,5 @@ def price(machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int) 
 
 
 @cache
-def known_kernels(machine: Machine, fabric: Fabric, world: int) -> Kernels[Cut]:
-    return kernels_of(machine, fabric, world, OP, "k", parse_variant)
+def known_kernels(machine: Machine, fabric: Fabric, world: int, op: str) -> Kernels[Cut]:
+    return kernels_of(machine, fabric, world, op, "k", parse_variant)
