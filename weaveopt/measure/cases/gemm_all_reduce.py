@@ -43,7 +43,6 @@ CUTS: Mapping[Kernel, Sizes] = MappingProxyType({
     (HandsOut.NORM, Cut(256, 2, 16)): Sizes(most_depth=SHALLOW),
     (HandsOut.NORM, Cut(128, 2, 4)): Sizes(most_tokens=FEW_TOKENS),
     (HandsOut.SUM, Cut(256, 1, 4)): Sizes(),
-    (HandsOut.SUM, Cut(256, 2, 16)): Sizes(most_depth=SHALLOW),
 })  # fmt: skip
 """What was fastest of several: where the GEMM is the longer part, with a longer weight, where the exchange is, and with
 few waves of tiles."""
