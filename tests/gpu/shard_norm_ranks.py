@@ -26,6 +26,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
+from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP
 from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
 from weaveopt.records.candidate import Fabric
@@ -46,6 +47,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     early: bool = True
     """Whether kernels were measured that hide their exchange."""
+    takes_norm: bool = False
+    """Whether one was that holds addition and norm too."""
     has_bias: bool = False
     """Of q, k and v."""
     is_layer_norm: bool = False
@@ -61,12 +64,23 @@ CASES = (
     Case(
         "biased", (1, 2048), torch.float16, has_bias=True, last_token=True, variants=("tiles, pushed", "tiles, copies")
     ),
+    Case("inside", (2, 256), takes_norm=True, variants=("tiles norm, pushed", "tiles norm, pushed")),
+    Case(
+        "inside biased",
+        (1, 1036),
+        torch.float16,
+        takes_norm=True,
+        has_bias=True,
+        last_token=True,
+        variants=("tiles norm, pushed", "tiles norm, copies"),
+    ),
+    Case("inside odd", (3, 37), takes_norm=True),
     Case("late", (2, 128), early=False, is_layer_norm=True, variants=("partials, copies", "partials, copies")),
 )
 
 
-def profile(early: bool) -> str:
-    """What the gather of a sum takes is known in both: it has no GEMM."""
+def profile(early: bool, takes_norm: bool = False) -> str:
+    """What the gather of a sum takes is known in all: it has no GEMM."""
     base, world = cost_model.load("h200x4"), dist.get_world_size()
     curves = [Curve("fused", "all_gather", "copies", world, POINTS)]
     if early:
@@ -74,13 +88,16 @@ def profile(early: bool) -> str:
             tiles, pushed = tiles_variant(TileCut(256, 1, 4, True), size), gather_variant(GatherCut(256, 1, 2, 2), size)
             curves.append(Curve("fused", "gemm_reduce_scatter", tiles, world, POINTS, HIDDEN))
             curves.append(Curve("fused", "all_gather_gemm", pushed, world, POINTS, HIDDEN))
+            if takes_norm:
+                normed = tiles_variant(TileCut(256, 2, 16, False), size)
+                curves.append(Curve("fused", NORM_OP, normed, world, POINTS, HIDDEN))
     else:
         curves.append(Curve("fused", "reduce_scatter", "partials", world, POINTS))
     costs = tuple(
         replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
         for each in base.fabric_costs
     )
-    return written_once(replace(base, name=f"chain{early}", fabric_costs=costs))
+    return written_once(replace(base, name=f"chain{early}{takes_norm}", fabric_costs=costs))
 
 
 class Decoder:
@@ -221,10 +238,10 @@ def check_symbolic(place: Place, machine: str) -> None:
 def program(place: Place) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.no_grad():
-        machines = {early: profile(early) for early in (True, False)}
+        machines = {known: profile(*known) for known in ((True, False), (True, True), (False, False))}
         for case in CASES:
-            check(case, place, machines[case.early])
-        check_symbolic(place, machines[False])
+            check(case, place, machines[case.early, case.takes_norm])
+        check_symbolic(place, machines[False, False])
     print("chains agree", flush=True)
 
 

@@ -248,7 +248,8 @@ def chain(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -
 
 def test_a_sum_stays_sharded_between_both_rules(reported: Reported, graphs: list[fx.Graph]) -> None:
     given = (zeros(1, TOKENS, 2048), zeros(1, TOKENS, HIDDEN), *weights())
-    report = reported(chain, given, *curves(1.0), force=(RULE,), disable=("gemm_all_reduce",))
+    gathered = alone(1.0, "all_gather", "copies")
+    report = reported(chain, given, *curves(1.0), gathered, force=(RULE,), disable=("gemm_all_reduce",))
     assert [each.chosen.choice for each in report.decisions] == [OTHER, RULE, OTHER]
     assert report.decisions[1].chosen.variant == "tiles norm, pushed"
     first, third = (
