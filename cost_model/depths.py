@@ -13,7 +13,8 @@ from collections.abc import Mapping
 def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
     """The time at `depth` from those at measured depths.
 
-    Linear between two depths, and beyond the last as between the last two. Below the first it is the first's: a smaller
+    Linear between two depths. Beyond the last it grows as the depth does: where the exchange still hides the GEMM at the
+    last depth, the slope between the last two says nothing of what comes. Below the first it is the first's: a smaller
     GEMM takes no longer. None where that takes two depths and there is one.
     """
     depths = sorted(by_depth)
@@ -23,7 +24,9 @@ def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
         return by_depth[depths[0]]
     if len(depths) == 1:
         return None
-    right = min(bisect_left(depths, depth), len(depths) - 1)
+    if depth > depths[-1]:
+        return by_depth[depths[-1]] * depth / depths[-1]
+    right = bisect_left(depths, depth)
     low, high = depths[right - 1], depths[right]
     slope = max(by_depth[high] - by_depth[low], 0.0) / (high - low)
     return by_depth[low] + slope * (depth - low)

@@ -164,7 +164,10 @@ def test_between_depths_and_beyond_them() -> None:
     step_us = (DEEP_US - SHALLOW_US) / 15
     for depth, us in ((64, SHALLOW_US), (512, SHALLOW_US), (1024, SHALLOW_US + step_us), (8192, DEEP_US)):
         assert kernel_us(known, workload(depth=depth)) == pytest.approx(us), depth
-    assert kernel_us(known, workload(depth=16384)) == pytest.approx(DEEP_US + 16 * step_us)
+    assert kernel_us(known, workload(depth=16384)) == pytest.approx(2 * DEEP_US)
+    # Of depths that the exchange hides nothing follows for deeper ones.
+    hidden = toy(curve(SHALLOW_US, 512), curve(SHALLOW_US, 1024))
+    assert kernel_us(hidden, workload(depth=8192)) == pytest.approx(8 * SHALLOW_US)
     shallow = toy(curve(SHALLOW_US, 512))
     assert kernel_us(shallow, workload(depth=256)) == pytest.approx(SHALLOW_US)
     refused = price(shallow, workload(depth=1024), Fabric.PEER)
