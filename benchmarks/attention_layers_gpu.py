@@ -16,8 +16,10 @@ import argparse
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,17 +27,20 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.distributed import DistributedConfig
 
 import weaveopt
-from benchmarks import gpu_clocks, gpu_ranks, record
+from benchmarks import gpu_clocks, gpu_ranks, layer_trace, record
 from benchmarks.gpu_ranks import Place
-from benchmarks.llama_layers import Case, largest_error
+from benchmarks.llama_layers import Case, largest_error, without_all_reduce
 from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Variants, Workload, parse
+from weaveopt.records.report import GraphReport
 from weaveopt.reporting.timeline import total
 
 SUITES = ("attention_layers", "moe_layers")
 WITHOUT = "weave_without_attention"
 ALONE = "attention_alone"
 WITHOUT_EXPERTS = "weave_without_experts"
-VARIANTS = (INDUCTOR, WEAVE, WITHOUT, ALONE, WITHOUT_EXPERTS)
+REMOVED = "without_collectives"
+"""Inductor on the graph without its all-reduces: what all of them cost together."""
+VARIANTS = (INDUCTOR, WEAVE, WITHOUT, ALONE, WITHOUT_EXPERTS, REMOVED)
 OF_SUITE = {"attention_layers": (WITHOUT, ALONE), "moe_layers": (WITHOUT_EXPERTS,)}
 CACHE_POSITIONS, FILLED_POSITIONS = 2048, 1000
 STEADY_US = 1.0e6
@@ -137,15 +142,17 @@ def run_case(
     workload = Workload(model, case, place.device, CACHE_POSITIONS, FILLED_POSITIONS, asked.positions)
     given = {"machine": asked.profile} if asked.profile else {}
     disabled = {
-        WEAVE: [], WITHOUT: ["causal_attention"], ALONE: ["all_reduce_rms_norm", "gemm_all_reduce", "moe_fused"],
-        WITHOUT_EXPERTS: ["moe_fused"],
+        WEAVE: [], WITHOUT: ["causal_attention"], WITHOUT_EXPERTS: ["moe_fused"],
+        ALONE: ["all_reduce_rms_norm", "gemm_all_reduce", "shard_norm", "moe_fused"],
     }  # fmt: skip
     ways = {
-        each: compile_fx
-        if each == INDUCTOR
+        each: without_all_reduce
+        if each == REMOVED
         else lambda gm, inputs, off=disabled[each]: weave(gm, inputs, options={**given, "disable": off})
         for each in names
+        if each != INDUCTOR
     }
+    ways[INDUCTOR] = compile_fx
     variants = Variants(model, ways)
     eager = workload(model).float()
     outputs: dict[str, torch.Tensor] = {}
@@ -164,8 +171,8 @@ def run_case(
     reports = {}
     for which in names:
         graphs[which] = captured(which)
-    known = weaveopt.report().graphs
-    reports = dict(zip([each for each in names if each != INDUCTOR], known[-(len(names) - 1) :], strict=True))
+    rewritten = [each for each in names if each not in (INDUCTOR, REMOVED)]
+    reports = dict(zip(rewritten, weaveopt.report().graphs[-len(rewritten) :], strict=True))
     errors = []
     for which in names[:2]:
         workload.reset()
@@ -181,6 +188,9 @@ def run_case(
     )
     gpu_ranks.barrier()
     steady = {which: steadily(graph.replay, workload.reset, us[which], place) for which, graph in graphs.items()}
+    if asked.trace:
+        for which, graph in graphs.items():
+            layer_trace.write(graph.replay, workload.reset, asked.trace / f"{name}-{case.phase}-{case.tokens}-{which}")
     for graph in graphs.values():
         graph.reset()
     found = reports[WEAVE]
@@ -188,10 +198,15 @@ def run_case(
     def chosen(kind: str) -> list[str]:
         return sorted({each.chosen.variant or each.chosen.choice for each in found.decisions if each.site.kind == kind})
 
+    def reductions(report: GraphReport) -> str:
+        sites = (each for each in report.decisions if each.site.kind == "reduction")
+        counts = Counter(" ".join(filter(None, (each.chosen.choice, each.chosen.variant))) for each in sites)
+        return ", ".join(f"{count} {what}" for what, count in counts.most_common())
+
     forms = chosen("attention")
     times = ", ".join(f"{which} {time / 1e3:.3f} (steady {steady[which].ms:.3f})" for which, time in us.items())
     experts = chosen("mixture")
-    place.say(f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {found.num_rewritten} rewritten")
+    place.say(f"  {name} {case.phase} {case.batch} x {case.seq}, ms: {times}; {reductions(found)}")
     row = record.row(
         case={
             "model": name, "phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": "bfloat16",
@@ -199,11 +214,13 @@ def run_case(
             **({"positions": "given"} if asked.positions and case.phase == "prefill" else {}),
         },
         weave_us=us[WEAVE],
-        baselines={which: us[which] for which in names if which != WEAVE},
+        baselines={which: us[which] for which in names if which not in (WEAVE, REMOVED)},
         predicted_us=total(found, fused=True).us,
+        bound_us=us.get(REMOVED),
         parameters={
             "weave_error": weave_error, "inductor_error": inductor_error, "attention": " ".join(forms),
             **({"experts": " ".join(experts)} if experts else {}),
+            **{f"{which}_reductions": reductions(report) for which, report in reports.items()},
             "over_inductor": round(us[INDUCTOR] / us[WEAVE], 3),
             "steady_over_inductor": round(steady[INDUCTOR].ms / steady[WEAVE].ms, 3),
             "inductor_predicted_us": round(total(found, fused=False).us, 3),
@@ -261,6 +278,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=None, help="default: those of the suite")
     parser.add_argument("--profile", default=None)
     parser.add_argument("--positions", action="store_true", help="the caller gives positions, which may be packed")
+    parser.add_argument("--trace", type=Path, default=None, help="folder for a Chrome trace of each variant, rank 0's")
     parser.add_argument("--beside", action="store_true", help="keep the other rows of the result file")
     asked = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:

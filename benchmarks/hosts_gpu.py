@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from benchmarks import gpu_ranks, record
 from benchmarks.gpu_ranks import Place, Step
 from weaveopt.fabrics import nvshmem, peer, topology

@@ -40,7 +40,8 @@ class Choice:
 def choose(gpus: Sequence[Gpu], ranks_per_host: int) -> Choice:
     """The profile of the slowest of `gpus`: the shipped one of its name, else the nearest by memory bandwidth.
 
-    Of several, the one with the nearest number of ranks a host. Raises nothing: there always is a nearest one.
+    Of several, the one with the fewest ranks a host that are no fewer than these: a profile tells nothing of larger
+    groups. Raises nothing: there always is a nearest one.
     """
     kinds = sorted(set(gpus), key=lambda gpu: (gpu.name, gpu.processors, gpu.bytes_per_s))
     found = [_profile_of(gpu, ranks_per_host) for gpu in kinds]
@@ -60,18 +61,23 @@ def _profile_of(gpu: Gpu, ranks_per_host: int) -> Machine:
     shipped = [machine for machine in map(load, names()) if machine.device == "cuda"]
     own = [machine for machine in shipped if fits(machine.name, gpu)]
     if own:
-        return min(own, key=lambda machine: (abs(machine.ranks_per_host - ranks_per_host), machine.name))
+        return min(own, key=lambda machine: (*_beyond(machine, ranks_per_host), machine.name))
 
-    def far(machine: Machine) -> tuple[float, float, int, str]:
+    def far(machine: Machine) -> tuple[float, float, bool, int, str]:
         processors = max((gemm.units or 0 for gemm in machine.gemms), default=0)
         return (
             _apart(gpu.bytes_per_s, machine.memory.bytes_per_s),
             _apart(gpu.processors, processors),
-            abs(machine.ranks_per_host - ranks_per_host),
+            *_beyond(machine, ranks_per_host),
             machine.name,
         )
 
     return min(shipped, key=far)
+
+
+def _beyond(machine: Machine, ranks_per_host: int) -> tuple[bool, int]:
+    """Whether these ranks are more than the profile's, and how many lie between."""
+    return machine.ranks_per_host < ranks_per_host, abs(machine.ranks_per_host - ranks_per_host)
 
 
 def _apart(ours: float, theirs: float) -> float:

@@ -27,3 +27,13 @@ def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
     low, high = depths[right - 1], depths[right]
     slope = max(by_depth[high] - by_depth[low], 0.0) / (high - low)
     return by_depth[low] + slope * (depth - low)
+
+
+def between(by_depth: Mapping[int, float], depth: int) -> float:
+    """What is known at some depths, at `depth`: on a line between its neighbours, and the outermost beyond them."""
+    depths = sorted(by_depth)
+    right = bisect_left(depths, depth)
+    if right in (0, len(depths)):
+        return by_depth[depths[min(right, len(depths) - 1)]]
+    low, high = depths[right - 1], depths[right]
+    return by_depth[low] + (by_depth[high] - by_depth[low]) * (depth - low) / (high - low)

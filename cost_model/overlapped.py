@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.curve import at_row, interpolate_us
-from weaveopt.cost_model.depths import at_depth_us
+from weaveopt.cost_model.depths import at_depth_us, between
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.records.candidate import Fabric, Values
 
@@ -88,7 +88,8 @@ def fastest(
 
 def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> float | None:
     """At `depth`, from curves of one kernel by depth: one for each length of rows. What is called depth is the size of
-    the GEMM that rows do not tell: k where its results are exchanged, n where its input is.
+    the GEMM that rows do not tell: k where its results are exchanged, n where its input is. Then more columns may
+    begin another wave of tiles, which is charged whole.
 
     None where it was not measured at such a size.
     """
@@ -96,7 +97,12 @@ def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves)
     for measured, curves in by_depth.items():
         if at_row(curves, message.row).covers(message.bytes):
             found[measured] = _at_size_us(curves, message, measured, waves)
-    return at_depth_us(found, depth)
+    plain_us = at_depth_us(found, depth)
+    if plain_us is None:
+        return None
+    here = waves(message.tokens, message.row, depth)
+    of_a_wave = {each: us / max(waves(message.tokens, message.row, each), 1) for each, us in found.items()}
+    return max(plain_us, between(of_a_wave, depth) * here)
 
 
 def _at_size_us(curves: tuple[Curve, ...], message: Message, depth: int, waves: Waves) -> float:

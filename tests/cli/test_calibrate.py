@@ -100,6 +100,48 @@ def test_a_base_keeps_the_groups_that_two_ranks_cannot_measure(profile: Path, ba
     assert named[machine.memory.origin] != before[four.memory.origin], "measured anew"
 
 
+def test_single_families_renew_their_own_curves_alone(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    command = [*LAUNCH, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--device", "cpu", "--output", str(path)]
+    done = subprocess.run(
+        [*command, "--base", str(base), "--only", "reduce_scatters"],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    four, machine = cost_model.load(str(base)), cost_model.load(str(path))
+    assert machine.memory.points == four.memory.points and len(machine.gemms) == len(four.gemms)
+    known = {curve.points for costs in four.fabric_costs for curve in costs.curves}
+    renewed = {
+        (costs.fabric, curve.op, curve.world)
+        for costs in machine.fabric_costs
+        for curve in costs.curves
+        if curve.points not in known
+    }
+    assert renewed == {(Fabric.SHM, "reduce_scatter", 2)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "gemms"], "name the profile to renew with --base"),
+        (["--only", "gemms", "nothing", "--base", "cpu"], "--only nothing: on cpu ranks there are launches, gemms, "),
+    ],
+)
+def test_families_that_cannot_be_measured_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **NO_MULTICAST}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    here = replace(cost_model.load("cpu"), wiring=None)
+    (tmp_path / "cpu.json").write_text(cost_model.dumps(here))
+    arguments = ["cpu.json" if each == "cpu" else each for each in arguments]
+    assert main(["calibrate", "--device", "cpu", *arguments, "--output", "new.json"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+    assert not (tmp_path / "new.json").exists()
+
+
 @pytest.mark.parametrize(
     ("base", "said"),
     [

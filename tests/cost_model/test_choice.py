@@ -17,7 +17,9 @@ L40S = Gpu("NVIDIA L40S", 142, 0.864e12)
     [
         ("NVIDIA H200", 2, "h200x4"),
         ("NVIDIA H200", 8, "h200x8"),
-        ("NVIDIA H100 80GB HBM3", 4, "h100x8"),
+        ("NVIDIA H100 80GB HBM3", 2, "h100x2"),
+        ("NVIDIA H100 80GB HBM3", 4, "h100x8"),  # two tell nothing of four
+        ("NVIDIA H200", 16, "h200x8"),
         ("NVIDIA A100-SXM4-80GB", 4, "a100x4-slingshot"),
         ("NVIDIA B200", 8, "b200x8"),
         ("NVIDIA GB200", 4, "gb200-nvl72"),
@@ -37,7 +39,7 @@ def test_a_gpu_with_a_profile_gets_it(name: str, ranks: int, profile: str) -> No
         (Gpu("NVIDIA GeForce RTX 4090", 128, 1.008e12), "a100x4-slingshot"),
         (Gpu("NVIDIA B300 SXM6 AC", 148, 8e12), "b200x8"),
         (Gpu("NVIDIA RTX A1000", 20, 0.192e12), "a100x4-slingshot"),  # no A100
-        (Gpu("NVIDIA H100 PCIe", 114, 2.04e12), "a800x4"),  # no NVSwitch
+        (Gpu("NVIDIA H100 PCIe", 114, 2.04e12), "h100x2"),  # no NVSwitch
         (Gpu("NVIDIA H200 MIG 1g.18gb", 16, 0.6e12), "a100x4-slingshot"),  # a seventh of one
     ],
 )

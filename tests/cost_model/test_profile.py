@@ -27,6 +27,7 @@ SHIPPED = (
     "cpu",
     "gb200-nvl72",
     "gh200-infiniband",
+    "h100x2",
     "h100x8",
     "h200x4",
     "h200x8",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from weaveopt.cost_model import Gemm, gemm_us, memory_us
 from weaveopt.cost_model.machine import Curve
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
+from weaveopt.ops.all_gather_gemm import pushed
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.cut import Cut, parse_cut, parse_variant, variant_of
 from weaveopt.ops.all_gather_gemm.pushed import price, size_refused
@@ -57,22 +60,34 @@ def test_names_of_curves() -> None:
             parse_variant(name)
 
 
-def test_the_first_gemm_has_the_gather_and_the_others_follow() -> None:
+def test_the_widest_gemm_has_the_gather_and_the_others_follow() -> None:
     machine = toy(curve(200.0, 512), curve(700.0, 8192), curve(250.0, 512, FOUR), curve(600.0, 8192, FOUR))
-    other = Gemm(TOKENS, HIDDEN, 1024)
+    other = Gemm(TOKENS, HIDDEN, 256)
     for width, want_cut, want_us in ((512, ONE, 200.0), (8192, FOUR, 600.0)):
         for hands_out in (False, True):
-            gemms = (Gemm(TOKENS, HIDDEN, width), other)
+            gemms = (Gemm(TOKENS, HIDDEN, width), other)[:: -1 if hands_out else 1]
             found = price(machine, Fabric.PEER, gemms, "bfloat16", 4, hands_out)
             assert not isinstance(found, Rejection)
             cut, estimate = found
             terms = {term.name: term.us for term in estimate.terms}
             assert cut == want_cut
             assert terms["gemm"] + terms["exposed"] == pytest.approx(want_us + gemm_us(machine, other, "bfloat16"))
+            assert terms["synchronize"] == memory_us(machine, 1)
             assert terms.get("rows", 0.0) == (memory_us(machine, 2 * MESSAGE_BYTES) if hands_out else 0.0)
     for tokens, world, code in ((TOKENS, 2, "not_measured"), (TOKENS * 64, 4, "beyond_measured")):
         refused = price(machine, Fabric.PEER, (Gemm(tokens, HIDDEN, 512),), "bfloat16", world, False)
         assert isinstance(refused, Rejection) and refused.code == code
+
+
+def test_more_columns_may_begin_another_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = toy(curve(200.0, 4096), curve(400.0, 8192))
+    waves = {4096: 1, 5120: 2, 8192: 2, 16384: 5}
+    monkeypatch.setattr(pushed, "_native", SimpleNamespace(product_waves=lambda tokens, columns, *_: waves[columns]))
+    for width, want_us in ((4096, 200.0), (5120, 400.0), (8192, 400.0), (16384, 1000.0)):
+        found = price(machine, Fabric.PEER, (Gemm(TOKENS, HIDDEN, width),), "bfloat16", 4, False)
+        assert not isinstance(found, Rejection)
+        terms = {term.name: term.us for term in found[1].terms}
+        assert terms["gemm"] + terms["exposed"] == pytest.approx(want_us), width
 
 
 def test_it_is_chosen_where_it_was_measured_fast(reported: Reported, graphs: list[fx.Graph]) -> None:

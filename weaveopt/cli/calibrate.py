@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ class Question:
     device: str
     quick: bool
     base: str | None = None
+    only: tuple[str, ...] = ()
+    """Families of measurements, see `weaveopt.measure.cases`; none: all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="a profile to renew: what these ranks cannot measure, such as larger groups, is kept from it",
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="FAMILY",
+        help="measure these kinds alone, such as tile_kernels, for the profile that --base names",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="a coarse look in seconds; not for decisions")
 
 
 def question(args: argparse.Namespace) -> Question:
     """The arguments, typed. Raises `OptionError` for what cannot be meant."""
-    asked = Question(args.output, args.name, args.device, args.quick, args.base)
+    asked = Question(args.output, args.name, args.device, args.quick, args.base, tuple(args.only))
     folder = asked.output.absolute().parent
     if not os.path.isdir(folder):  # false too where one may not look
         raise OptionError(f"--output {asked.output}: no directory {folder}")
@@ -69,6 +78,8 @@ def question(args: argparse.Namespace) -> Question:
         raise OptionError(f"--output {asked.output}: {folder} is not writable")
     if os.path.isdir(asked.output):
         raise OptionError(f"--output {asked.output}: is a directory, expected a file")
+    if asked.only and asked.base is None:
+        raise OptionError("--only measures a part of a profile: name the profile to renew with --base NAME|FILE")
     _check_ranks(asked)
     return asked
 
@@ -107,6 +118,7 @@ def run(asked: Question) -> int:
 
     device = _device(asked.device)
     base = None if asked.base is None else _base(asked.base, device)
+    _check_families(asked.only, device)
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -135,6 +147,16 @@ def run(asked: Question) -> int:
     return 0
 
 
+def _check_families(only: Sequence[str], device: torch.device) -> None:
+    from weaveopt.measure.cases import name_of
+    from weaveopt.measure.suite import families_on
+
+    known = [name_of(family) for family in families_on(device.type)]
+    for name in only:
+        if name not in known:
+            raise OptionError(f"--only {name}: on {device.type} ranks there are {', '.join(known)}")
+
+
 def _base(asked: str, device: torch.device) -> Machine:
     """The profile to renew, before anything is measured."""
     from weaveopt import cost_model
@@ -159,6 +181,8 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
 
     rank, world = dist.get_rank(), dist.get_world_size()
     where = topology.discover(str(dist.distributed_c10d._get_default_group().group_name), GROUP_TIMEOUT_S)
+    if where.num_hosts > 1 and asked.only:
+        raise OptionError(f"--only: between {where.num_hosts} hosts all is measured that there is")
     if where.num_hosts > 1:
         _refuse_hosts(asked, device, base, where.num_hosts)
     started = time.monotonic()
@@ -169,7 +193,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
         if base is not None and where.num_hosts > 1:
             machine = measure_between_hosts(session, where, name, base)
         else:
-            machine = measure(session, name, before)
+            machine = measure(session, name, before, asked.only)
     said = ""
     if where.num_hosts > 1:
         said = f"; the link between {where.num_hosts} hosts, all else kept from {asked.base}"

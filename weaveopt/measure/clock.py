@@ -103,11 +103,19 @@ class Clock(Protocol):
         """A kernel of this rank's own, back to back with itself; ranks need not wait for one another."""
         ...
 
-    def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
-        """A step that the group takes together. All measure as often as the others; the slowest rank's time."""
+    def together(
+        self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
+    ) -> Sample:
+        """A step that the group takes together. All measure as often as the others; the slowest rank's time.
+
+        `hot`: at the clock that the step's own power leaves the device, as `alone` measures. Steps that hold a GEMM are
+        compared with GEMMs that were measured so.
+        """
         ...
 
-    def in_turns(self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting) -> list[Sample]:
+    def in_turns(
+        self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False
+    ) -> list[Sample]:
         """Several such steps, pass by pass, each in its turn: what disturbs one of them disturbs the others too."""
         ...
 
@@ -140,11 +148,15 @@ class CpuClock:
 
         return min((sample_of(times()) for _ in range(self.NUM_PASSES)), key=lambda sample: sample.us)
 
-    def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
-        [sample] = self.in_turns([launch], [expected_us], Collectives(group))
+    def together(
+        self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
+    ) -> Sample:
+        [sample] = self.in_turns([launch], [expected_us], Collectives(group), hot)
         return sample
 
-    def in_turns(self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting) -> list[Sample]:
+    def in_turns(
+        self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False
+    ) -> list[Sample]:
         def once(launch: Launch, index: int) -> float:
             start = time.perf_counter()
             launch(index)
@@ -250,11 +262,15 @@ class CudaClock:
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
-    def together(self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None) -> Sample:
-        [sample] = self.in_turns([launch], [expected_us], Collectives(group))
+    def together(
+        self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
+    ) -> Sample:
+        [sample] = self.in_turns([launch], [expected_us], Collectives(group), hot)
         return sample
 
-    def in_turns(self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting) -> list[Sample]:
+    def in_turns(
+        self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False
+    ) -> list[Sample]:
         """A barrier on the device, a small all-reduce of all ranks, precedes each replay."""
         ranks.barrier()
         chains = [self._chain(each, us, least=4) for each, us in zip(launches, expected_us, strict=True)]
@@ -263,6 +279,9 @@ class CudaClock:
             for index, (graph, count) in enumerate(chains):
                 before = best[index]
                 if before is None or before.spread > NOISY:
+                    if hot:  # by what is expected, so that all ranks replay as often
+                        for _ in range(math.ceil(self.WARM_MS * 1e3 / (count * max(expected_us[index], 1.0)))):
+                            graph.replay()
                     [found] = ranks.slowest([sample_of(self._in_step(graph, 8 * effort, count, ranks))])
                     best[index] = found if before is None else min(before, found, key=lambda sample: sample.spread)
         ranks.barrier()

@@ -91,17 +91,17 @@ class Draft:
 
     def machine(self, name: str) -> Machine:
         """The profile."""
-        assert self.memory is not None, "no family wrote what memory costs"
+        memory = self.memory or self._memory_before()
         self.origin("host", (), "as the system tells")
-        if Fabric.LIBRARY not in self.links:
-            self.links[Fabric.LIBRARY] = self._between_ranks()
+        for fabric in {Fabric.LIBRARY, *self._curves} - set(self.links):
+            self.links[fabric] = self._link_before(fabric)
         made = Machine(
             name=name,
             device=self.device.type,
             ranks_per_host=max(self.world, torch.cuda.device_count()) if self.is_gpu else _num_cores(),
             relative_error=LEAST_ERROR,
             origins=(),
-            memory=self.memory,
+            memory=memory,
             gemms=tuple(self.gemms),
             inter_host=self._between_hosts(),
             fabric_costs=tuple(
@@ -129,15 +129,22 @@ class Draft:
         self._origins["between"] = Origin("estimate", "", "", note)
         return link
 
-    def _between_ranks(self) -> Link:
-        """One rank cannot measure the link to another: it is kept from the profile before, or assumed."""
+    def _link_before(self, fabric: Fabric) -> Link:
+        """What was not measured, as by one rank: kept from the profile before, or assumed of the library."""
         before = self.before
-        known = None if before is None else next((c for c in before.fabric_costs if c.fabric is Fabric.LIBRARY), None)
+        known = None if before is None else next((c for c in before.fabric_costs if c.fabric is fabric), None)
         if before is not None and known is not None:
-            self._origins["ranks"] = dict(before.origins)[known.link.origin]
-            return replace(known.link, origin="ranks")
+            name = f"ranks, {fabric.value}"
+            self._origins[name] = dict(before.origins)[known.link.origin]
+            return replace(known.link, origin=name)
+        assert fabric is Fabric.LIBRARY, f"no family wrote the link of {fabric.value}"
         self._origins["ranks"] = Origin("estimate", "", "", "25 GB/s between ranks, assumed: one rank was measured")
         return Link("ranks", 10.0, 25e9)
+
+    def _memory_before(self) -> MemoryCosts:
+        assert self.before is not None, "no family wrote what memory costs"
+        self._origins["memory"] = dict(self.before.origins)[self.before.memory.origin]
+        return replace(self.before.memory, origin="memory")
 
     def _compiled_before(self) -> CompiledCosts | None:
         """The host's part was found on whole models: chains of little kernels in cache show next to none of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -20,8 +20,11 @@ DTYPE = torch.bfloat16
 ROWS = (2048, 4096, 8192)
 """Elements of a row that travels."""
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-DEPTHS = (512, 2048, 4096, 8192)
+DEPTHS = (512, 2048, 4096, 8192, 14336)
 """From a GEMM that the exchange hides to one that hides the exchange."""
+FEW_TOKENS, SHALLOW = 2048, 2048
+"""Up to so many tokens tiles of 128 columns may pay, which leave a shorter last wave; up to such a depth the exchange
+is the longer part, and CTAs that finish rows only are many."""
 TAKEN_FLOPS_PER_US = 5e8
 """About what a GEMM does, for how many calls a measurement makes."""
 
@@ -52,13 +55,21 @@ class Case(Generic[C]):
         return 10.0 + self.bytes / link_bytes_per_us + flops / TAKEN_FLOPS_PER_US
 
 
-def cases_of(cuts: Sequence[C], quick: bool) -> Iterator[Case[C]]:
+@dataclass(frozen=True)
+class Sizes:
+    """Where a cut is worth measuring."""
+
+    most_tokens: int = TOKENS[-1]
+    most_depth: int = DEPTHS[-1]
+
+
+def cases_of(cuts: Mapping[C, Sizes], quick: bool) -> Iterator[Case[C]]:
     """Every size of every cut; `quick`: a few sizes."""
     rows, tokens, depths = (ROWS[1:2], TOKENS[1::3], DEPTHS[::3]) if quick else (ROWS, TOKENS, DEPTHS)
-    for cut in cuts:
-        for depth in depths:
+    for cut, sizes in cuts.items():
+        for depth in (each for each in depths if each <= sizes.most_depth):
             for hidden in rows:
-                for count in tokens:
+                for count in (each for each in tokens if each <= sizes.most_tokens):
                     yield Case(cut, depth, hidden, count)
 
 
@@ -78,7 +89,8 @@ def measured_times(
 
         def take(index: int, sizes: Sequence[Case[C]] = sizes) -> Sample:
             case = sizes[index]
-            return session.clock.together(launch(case, ranks), case.guess_us(link_bytes_per_us), ranks.process_group)
+            guess_us = case.guess_us(link_bytes_per_us)
+            return session.clock.together(launch(case, ranks), guess_us, ranks.process_group, hot=True)
 
         times[ranks.world, row, cut, depth] = session.curve(what, [each.bytes for each in sizes], take)
     return times

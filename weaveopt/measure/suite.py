@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from weaveopt.cost_model import Machine
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.topology import Topology
-from weaveopt.measure.cases import FAMILIES, HostExchanges
+from weaveopt.measure.cases import FAMILIES, HostExchanges, name_of
 from weaveopt.measure.cases.between_hosts import HostLink, host_ranks
 from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
@@ -19,13 +22,16 @@ from weaveopt.measure.session import Session
 NUM_ATTEMPTS = 3
 
 
-def measure(session: Session, name: str, before: Machine | None) -> Machine:
+def measure(session: Session, name: str, before: Machine | None, only: Sequence[str] = ()) -> Machine:
     """The profile `name` of this machine, the same on every rank.
 
     What one host cannot measure, the link to another one, is kept from `before`, or assumed; so is the link between the
-    ranks where there is one rank.
+    ranks where there is one rank. With `only`, names of families, no others are measured, and of `before` is kept
+    what a profile cannot be without.
     """
-    families = [family() for family in FAMILIES if session.device.type in family.devices]
+    # What a launch takes is measured in any case: others take it off.
+    wanted = {name_of(Launches), *only}
+    families = [family() for family in families_on(session.device.type) if not only or name_of(family) in wanted]
     with torch.no_grad():
         for family in families:
             family.measure_alone(session)
@@ -43,6 +49,11 @@ def measure(session: Session, name: str, before: Machine | None) -> Machine:
         if session.worlds or not _needs_peers(family):
             family.write(draft)
     return draft.machine(name)
+
+
+def families_on(device: str) -> tuple[type[Family], ...]:
+    """What is measured on such devices, `cpu` or `cuda`."""
+    return tuple(family for family in FAMILIES if device in family.devices)
 
 
 def _needs_peers(family: Family) -> bool:

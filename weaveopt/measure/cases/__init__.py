@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
@@ -23,7 +25,7 @@ from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.moe_experts import ExpertKernels
 from weaveopt.measure.cases.moe_sharded import ShardedKernels
 
-__all__ = ["FAMILIES", "HostExchanges"]
+__all__ = ["FAMILIES", "HostExchanges", "name_of"]
 
 FAMILIES: tuple[type[Family], ...] = (
     Launches,
@@ -48,3 +50,8 @@ FAMILIES: tuple[type[Family], ...] = (
     PrefetchedWeights,
 )
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""
+
+
+def name_of(family: type[Family]) -> str:
+    """What `calibrate --only` calls it: `tile_kernels` of `TileKernels`."""
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", family.__name__).lower()

@@ -17,7 +17,7 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
-from weaveopt.measure.overlapped import Case, Times, cases_of, measured_times, write_curves
+from weaveopt.measure.overlapped import FEW_TOKENS, Case, Sizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
@@ -35,7 +35,14 @@ EXPONENTS = range(11, 26, 2)
 GPU_VARIANT = "copies"
 TIMEOUT_S = 60.0
 
-PUSHED_CUTS = (Cut(256, 1, 2, 1), Cut(256, 1, 2, 4))
+PUSHED_CUTS = {
+    Cut(256, 1, 2, 1): Sizes(),
+    Cut(256, 4, 2, 1): Sizes(),
+    Cut(256, 8, 2, 1): Sizes(),
+    Cut(128, 2, 2, 1): Sizes(most_tokens=FEW_TOKENS),
+}
+"""With few pairs in a group rows are read in the order in which they come; with more the weight is read from memory
+less often."""
 TAKEN_BYTES_PER_US = 3e5
 """About what the link does, for how many calls a measurement makes."""
 
@@ -94,7 +101,7 @@ class AllGathers(Family):
 
 def cases(quick: bool) -> Iterator[Case[Cut]]:
     """A gather and the GEMM that begins before all rows are here, at each size."""
-    return cases_of(PUSHED_CUTS[:1] if quick else PUSHED_CUTS, quick)
+    return cases_of(dict([*PUSHED_CUTS.items()][:1]) if quick else PUSHED_CUTS, quick)
 
 
 def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:

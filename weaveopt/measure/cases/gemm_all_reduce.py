@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,17 @@ from weaveopt.fabrics.arena import transport
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Launch
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.overlapped import DTYPE, Case, Times, cases_of, measured_times, write_curves
+from weaveopt.measure.overlapped import (
+    DTYPE,
+    FEW_TOKENS,
+    SHALLOW,
+    Case,
+    Sizes,
+    Times,
+    cases_of,
+    measured_times,
+    write_curves,
+)  # fmt: skip
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, WeightLayout
@@ -25,17 +36,25 @@ from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
-CUTS = (Cut(256, 1, 4), Cut(256, 2, 16))
-"""What was fastest of several: where the GEMM is the longer part, and where the exchange is."""
+Kernel = tuple[HandsOut, Cut]
+CUTS: Mapping[Kernel, Sizes] = MappingProxyType({
+    (HandsOut.NORM, Cut(256, 1, 4)): Sizes(),
+    (HandsOut.NORM, Cut(256, 4, 4)): Sizes(),
+    (HandsOut.NORM, Cut(256, 2, 16)): Sizes(most_depth=SHALLOW),
+    (HandsOut.NORM, Cut(128, 2, 4)): Sizes(most_tokens=FEW_TOKENS),
+    (HandsOut.SUM, Cut(256, 1, 4)): Sizes(),
+})  # fmt: skip
+"""What was fastest of several: where the GEMM is the longer part, with a longer weight, where the exchange is, and with
+few waves of tiles."""
 EPS = 1e-5
 TIMEOUT_S = 60.0
 TAKEN_BYTES_PER_US = 2e5
 """About what the link does, for how many calls a measurement makes."""
-Kernel = tuple[HandsOut, Cut]
 
 
 def cases(quick: bool) -> Iterator[Case[Kernel]]:
-    return cases_of([(hands_out, cut) for hands_out in HandsOut for cut in (CUTS[:1] if quick else CUTS)], quick)
+    few = {kernel: sizes for kernel, sizes in CUTS.items() if kernel[1] == Cut(256, 1, 4)}
+    return cases_of(few if quick else CUTS, quick)
 
 
 def variant_of(kernel: Kernel, depth: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -13,20 +14,35 @@ from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm_reduce_scatter import TAKEN_BYTES_PER_US, TIMEOUT_S, has_kernel, reserve
 from weaveopt.measure.clock import Launch
 from weaveopt.measure.draft import Draft
-from weaveopt.measure.overlapped import DTYPE, Case, Times, cases_of, measured_times, write_curves
+from weaveopt.measure.overlapped import (
+    DTYPE,
+    FEW_TOKENS,
+    SHALLOW,
+    Case,
+    Sizes,
+    Times,
+    cases_of,
+    measured_times,
+    write_curves,
+)
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall
 from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, Cut, variant_of
 from weaveopt.records.candidate import Fabric
 
-CUTS = tuple(Cut(256, pairs, ctas, own_last=False) for pairs, ctas in ((1, 4), (4, 4), (2, 16)))
+CUTS: Mapping[Cut, Sizes] = MappingProxyType({
+    Cut(256, 1, 4, own_last=False): Sizes(),
+    Cut(256, 4, 4, own_last=False): Sizes(),
+    Cut(256, 2, 16, own_last=False): Sizes(most_depth=SHALLOW),
+    Cut(128, 2, 4, own_last=False): Sizes(most_tokens=FEW_TOKENS),
+})  # fmt: skip
 """Rows are finished all the time: with own rows last, all additions and norms would come behind the GEMM."""
 EPS = 1e-5
 
 
 def cases(quick: bool) -> Iterator[Case[Cut]]:
-    return cases_of(CUTS[:1] if quick else CUTS, quick)
+    return cases_of(dict([*CUTS.items()][:1]) if quick else CUTS, quick)
 
 
 def call_of(case: Case[Cut], group: str, world: int) -> GemmReduceScatterNormCall:

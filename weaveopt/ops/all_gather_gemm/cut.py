@@ -7,6 +7,7 @@ operation `all_gather_gemm`, variant `pushed columns=256 pairs=1 spare=2 pieces=
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -43,6 +44,11 @@ class Cut:
     def __str__(self) -> str:
         tiles = f"columns={self.tile_columns} pairs={self.group_pairs} spare={self.spare_ctas}"
         return f"{PUSHED} {tiles} pieces={self.num_pieces}"
+
+
+def widest_of(widths: Sequence[int]) -> int | None:
+    """Which of the GEMMs with so many columns begins before all rows are here: the first of the widest."""
+    return max(range(len(widths)), key=lambda index: widths[index]) if widths else None
 
 
 _NAME = re.compile(rf"{PUSHED} columns=(\d+) pairs=(\d+) spare=(\d+) pieces=(\d+)")

@@ -3,12 +3,13 @@
 A call opens with a barrier of all ranks, behind which peers' buffers may be written to. Then every rank pushes its
 shard to all others on a second stream, with a signal behind each piece, and this stream goes on:
 
-with `call.cut`   GEMMs whose loading threads wait for the rows of a tile; own rows come first, out of the shard itself
+with `call.cut`   the widest GEMM, whose loading threads wait for the rows of a tile; own rows come first, out of the
+                  shard itself. The others are the library's, behind all rows: they are here by then
 else              one kernel that waits for all rows, then the library's GEMMs
 
-The same happens to calls that the kernel does not take: rows of each of several sequences, other GPUs; and GEMMs with
-an addend, or whose weight it does not read, come behind all rows. All ranks see the same of a call, so all of them
-choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
+The latter happens to calls that the kernel does not take, too: rows of each of several sequences, other GPUs; and a
+GEMM with an addend, or whose weight it does not read, comes behind all rows. All ranks see the same of a call, so all
+of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
 
 Gathered rows lie in one buffer, `gathered`. Where the op hands them out they are copied: the next call's are pushed
 into the buffer as soon as all that this rank launched before that call is through. Nothing here synchronizes with the
@@ -24,7 +25,7 @@ import torch
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, buffer_for, second_stream
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.all_gather_gemm.cut import TILE_DTYPES, Cut, parse_cut
+from weaveopt.ops.all_gather_gemm.cut import TILE_DTYPES, Cut, parse_cut, widest_of
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
 
@@ -122,11 +123,15 @@ class PeerSite:
         return [products[index] for index in range(len(weights.b))]
 
     def _early(self, weights: Weights, outer: int) -> list[bool]:
-        takes = self._cut is not None and outer == 1
-        return [
-            takes and addend is None and not self._why_not(b.shape[1])
+        """Of the GEMMs that the kernel takes the widest: it hides most, and behind it the library's are the faster."""
+        if self._cut is None or outer != 1:
+            return [False] * len(weights.b)
+        widths = [
+            b.shape[1] if addend is None and not self._why_not(b.shape[1]) else 0
             for b, addend in zip(weights.b, weights.addends, strict=True)
         ]
+        widest = widest_of(widths)
+        return [index == widest and width > 0 for index, width in enumerate(widths)]
 
     def _why_not(self, width: int) -> str:
         if width == 0:

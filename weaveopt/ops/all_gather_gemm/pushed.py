@@ -12,7 +12,7 @@ from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us
 from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.all_gather_gemm.cut import OP, TILE_DTYPES, Cut, parse_variant
+from weaveopt.ops.all_gather_gemm.cut import OP, TILE_DTYPES, Cut, parse_variant, widest_of
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 
@@ -46,26 +46,29 @@ def price(
 ) -> tuple[Cut, Estimate] | Rejection:
     """By the cut that is predicted fastest; or why the time is not known.
 
-    Terms: `gemm`, as the graph's own would take; `exposed`, what the gather and the first GEMM take beyond that;
-    `rows`, a copy of all of them where they are handed out, in full, though it runs beside the GEMMs; `host`. The
-    model's own error is charged for all of it: the GEMMs are not the graph's, so what is wrong with their price need
-    not be with these ones'.
+    Terms: `gemm`, as the graph's own would take; `exposed`, what the gather and the widest GEMM take beyond that;
+    `synchronize`, the kernel that lets the library's other GEMMs begin behind it; `rows`, a copy of all of them where
+    they are handed out, in full, though it runs beside the GEMMs; `host`. The model's own error is charged for all of
+    it: that GEMM is not the graph's, so what is wrong with its price need not be with this one's.
     """
-    first, units = gemms[0], num_units(machine, dtype)
-    message = Message(first.m, first.k, DTYPE_BYTES[dtype])
+    early = widest_of([gemm.n for gemm in gemms])
+    assert early is not None, "no GEMM"
+    widest, units = gemms[early], num_units(machine, dtype)
+    message = Message(widest.m, widest.k, DTYPE_BYTES[dtype])
 
     def waves(cut: Cut, tokens: int, _: int, columns: int) -> int:
         sizes = tokens, columns, cut.tile_columns, cut.spare_ctas, world, units
         return 0 if _native is None else _native.product_waves(*sizes)
 
-    found = fastest(known_kernels(machine, fabric, world), message, first.n, waves)
+    found = fastest(known_kernels(machine, fabric, world), message, widest.n, waves)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
     multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
     terms = (
         Term("gemm", sum(multiplied_us)),
-        Term("exposed", us - multiplied_us[0]),
+        Term("exposed", us - multiplied_us[early]),
+        Term("synchronize", memory_us(machine, 1) if len(gemms) > 1 else 0.0),
         Term("rows", memory_us(machine, 2 * message.bytes) if hands_out_rows else 0.0),
         Term("host", host_us(machine) * machine.oversubscription(world, 1)),
     )
