@@ -28,13 +28,12 @@ def against_norm(
     yield from _against_residuals(facts, reduced)
     norm = form.norm
     if norm.form.kind is not NormKind.RMS:
-        values = (("kind", norm.form.kind.value),)
-        yield Rejection("norm_not_supported", "the kernel knows RMS norms", values)
+        yield Rejection("norm_not_supported", "the kernel knows RMS norms", (("kind", norm.form.kind.value),))
     if norm.bias is not None:
         yield Rejection("norm_not_supported", "the kernel knows no bias of a norm")
     if norm.weight is not None and _dtype(norm.weight) not in (facts.dtype, "float32"):
-        values = (("dtype", _dtype(norm.weight)),)
-        yield Rejection("dtype_not_supported", "the norm's weight is neither of the rows' dtype nor fp32", values)
+        message = "the norm's weight is neither of the rows' dtype nor fp32"
+        yield Rejection("dtype_not_supported", message, (("dtype", _dtype(norm.weight)),))
     if form.rows_dtype != facts.dtype:
         values = (("dtype", facts.dtype), ("normalized", form.rows_dtype))
         yield Rejection("dtype_changes", "the kernel normalizes rows in their own dtype", values)

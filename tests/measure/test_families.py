@@ -25,6 +25,8 @@ from weaveopt.measure.cases.gemm import Gemms, shared_out
 from weaveopt.measure.cases.gemm_fit import Grid
 from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, ScatteredTiles, rows_of
 from weaveopt.measure.cases.gemm_reduce_scatter import cases as tile_cases
+from weaveopt.measure.cases.gemm_reduce_scatter_norm import NormedTiles
+from weaveopt.measure.cases.gemm_reduce_scatter_norm import cases as norm_cases
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.clock import Sample
@@ -138,10 +140,13 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
 
 def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> None:
     """Of each cut, and each size of the GEMM that rows do not tell; beside the exchanges alone, on GPUs too."""
-    tiles, pushed = (tuple(dict.fromkeys(each.cut for each in found(True))) for found in (tile_cases, pushed_cases))
+    tiles, pushed, normed = (
+        tuple(dict.fromkeys(each.cut for each in found(True))) for found in (tile_cases, pushed_cases, norm_cases)
+    )
     kernels = (
         PeerKernels({(4, 2048, KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK, 16)): rows(4.0)}),
         ScatteredTiles({(4, 4096, cut, depth): rows(9.0) for cut in tiles for depth in (512, 8192)}),
+        NormedTiles({(4, 4096, cut, 512): rows(9.0) for cut in normed}),
         PushedGathers({(4, 4096, cut, width): rows(7.0) for cut in pushed for width in (512, 8192)}),
     )
     draft = Draft(torch.device("cpu"), 4, None)
@@ -161,6 +166,7 @@ def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> N
     assert found == {
         ("gemm_reduce_scatter", "tiles columns=256 pairs=1 ctas=4 own_last=0 k=512", 4096, 1 << 12, 1 << 24),
         ("gemm_reduce_scatter", "tiles columns=256 pairs=1 ctas=4 own_last=0 k=8192", 4096, 1 << 12, 1 << 24),
+        ("gemm_reduce_scatter_norm", "tiles columns=256 pairs=1 ctas=4 own_last=0 k=512", 4096, 1 << 12, 1 << 24),
         ("all_gather_gemm", "pushed columns=256 pairs=1 spare=2 pieces=1 n=512", 4096, 1 << 12, 1 << 24),
         ("all_gather_gemm", "pushed columns=256 pairs=1 spare=2 pieces=1 n=8192", 4096, 1 << 12, 1 << 24),
         ("all_gather", "copies", 0, 0, None),
@@ -171,7 +177,7 @@ def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> N
 
 
 def test_cuts_are_measured_that_there_are_kernels_of() -> None:
-    for found in (tile_cases, pushed_cases):
+    for found in (tile_cases, pushed_cases, norm_cases):
         every, few = list(found(False)), list(found(True))
         assert all(each.cut.is_known for each in every) and len(set(every)) == len(every)
         assert set(few) < set(every)
