@@ -13,9 +13,9 @@ from collections.abc import Mapping
 def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
     """The time at `depth` from those at measured depths.
 
-    Linear between two depths. Beyond the last it grows as the depth does: where the exchange still hides the GEMM at the
-    last depth, the slope between the last two says nothing of what comes. Below the first it is the first's: a smaller
-    GEMM takes no longer. None where that takes two depths and there is one.
+    Linear between two depths. Beyond the last it grows as the depth does: where the exchange still hides the GEMM at
+    the last depth, the slope between the last two says nothing of what comes. Below the first it is the first's: a
+    smaller GEMM takes no longer. None where that takes two depths and there is one.
     """
     depths = sorted(by_depth)
     if not depths:

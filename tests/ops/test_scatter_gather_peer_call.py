@@ -192,21 +192,33 @@ def names(launches: Launches) -> list[str]:
     return [name for name, _ in launches.take()]
 
 
-def test_gemms_begin_before_all_rows_are_here(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard, weights = ones(100, HIDDEN), [ones(64, HIDDEN), ones(32, HIDDEN)]
+def test_a_gemm_begins_before_all_rows_are_here(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, weights = ones(100, HIDDEN), [ones(64, HIDDEN)]
     for hands_out in (False, True):
         site = gather_site(replace(GATHER, hands_out_rows=hands_out), monkeypatch)
-        found = site.run(shard, Weights([each.t() for each in weights], [None, None]), 1)
+        found = site.run(shard, Weights([each.t() for each in weights], [None]), 1)
         assert found is not None
         rows, products = found
-        assert [each.shape for each in products] == [(200, 64), (200, 32)]
+        assert [each.shape for each in products] == [(200, 64)]
         assert rows.shape == ((200, HIDDEN) if hands_out else (0,))
         calls = launches.take()
         assert calls[0] == ("begin", (1, 100, 3, shard.data_ptr(), False, 77, 78)), "own rows stay where they are"
-        for (name, values), weight, product in zip(calls[1:3], weights, products, strict=True):
+        for (name, values), weight, product in zip(calls[1:2], weights, products, strict=True):
             assert name == "multiply"
             assert values == (256, 1, 2, weight.data_ptr(), HIDDEN, weight.shape[0], product.data_ptr(), 77)
-        assert calls[3:] == [("hand_out", (rows.data_ptr(), 78))] * hands_out + [("end", (77, 78))]
+        assert calls[2:] == [("hand_out", (rows.data_ptr(), 78))] * hands_out + [("end", (77, 78))]
+
+
+def test_only_the_widest_gemm_begins_early(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's are faster behind it, when all rows are here."""
+    shard, weights = ones(100, HIDDEN), [ones(32, HIDDEN), ones(64, HIDDEN), ones(64, HIDDEN)]
+    site = gather_site(GATHER, monkeypatch)
+    found = site.run(shard, Weights([each.t() for each in weights], [None] * 3), 1)
+    assert found is not None and [each.shape for each in found[1]] == [(200, 32), (200, 64), (200, 64)]
+    begin, multiply, *rest = launches.take()
+    assert begin == ("begin", (1, 100, 3, shard.data_ptr(), True, 77, 78)), "the others read own rows where all are"
+    assert multiply[0] == "multiply" and multiply[1][3] == weights[1].data_ptr()
+    assert [name for name, _ in rest] == ["await_shards", "end"]
 
 
 def test_what_cannot_begin_early_comes_behind_all_rows(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +237,7 @@ def test_what_cannot_begin_early_comes_behind_all_rows(launches: Launches, monke
     assert run(Weights([b], [None]), outer=3) == late
     assert run(Weights([b], [ones(64)])) == late
     mixed = Weights([b, b, b], [None, ones(64), None])
-    assert run(mixed) == ["begin", "multiply", "multiply", "await_shards", "end"]
+    assert run(mixed) == ["begin", "multiply", "await_shards", "end"]
     assert run(Weights([], [])) == ["begin", "end"]
     site = gather_site(replace(GATHER, cut=""), monkeypatch)
     assert run(Weights([b], [None])) == late

@@ -52,6 +52,6 @@ FAMILIES: tuple[type[Family], ...] = (
 """Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""
 
 
-def name_of(family: type[Family]) -> str:
+def name_of(family: type) -> str:
     """What `calibrate --only` calls it: `tile_kernels` of `TileKernels`."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", family.__name__).lower()
