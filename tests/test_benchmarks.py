@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import accuracy, gpu_clocks, plots, record, results_table
+from benchmarks import accuracy, gpu_clocks, layer_trace, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
 from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
 from benchmarks.gpu_ranks import Place
@@ -181,3 +182,21 @@ def test_clocks_are_means_of_the_settled_samples() -> None:
     assert found.watts == pytest.approx((300.5 + 6 * 700.0) / 7)
     assert gpu_clocks.parse("") is None
     assert gpu_clocks.parse("[N/A], Active, 700.0") is None
+
+
+def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
+    """The second last of the second run: from its attention to the next one's."""
+    names = ("cudnn_generated_fort_native_sdpa", "nvjet_sm90_hsh", "ncclDevKernel_AllReduce", "triton_red_fused_add")
+    events: list[dict[str, object]] = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1.0}]
+    for number in range(2 * 4 * len(names)):
+        name = names[number % len(names)]
+        events.append({"ph": "X", "cat": "kernel", "name": name, "ts": 10.0 * number, "dur": 9.0})
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    found = layer_trace.layer(layer_trace.read(path), layers=4)
+    assert [kernel.kind for kernel in found] == ["attention", "GEMM", "exchange", "other"]
+    assert found[0].begin == 10.0 * len(names) * (4 + 2)
+    push = layer_trace.Kernel("void weave::gpu::push_tiles<__nv_bfloat16, 256>(PushedTiles)", 0.0, 1.0)
+    assert push.kind == "GEMM and exchange"
+    layer_trace.draw([("before", found), ("after", found[:2])], tmp_path / "layer.png")
+    assert (tmp_path / "layer.png").stat().st_size > 1000
