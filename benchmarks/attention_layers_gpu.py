@@ -30,7 +30,7 @@ import weaveopt
 from benchmarks import gpu_clocks, gpu_ranks, layer_trace, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error, without_all_reduce
-from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Variants, Workload, parse
+from benchmarks.llama_layers_gpu import INDUCTOR, WEAVE, Compile, Variants, Workload, parse
 from weaveopt.records.report import GraphReport
 from weaveopt.reporting.timeline import total
 
@@ -145,14 +145,13 @@ def run_case(
         WEAVE: [], WITHOUT: ["causal_attention"], WITHOUT_EXPERTS: ["moe_fused"],
         ALONE: ["all_reduce_rms_norm", "gemm_all_reduce", "shard_norm", "moe_fused"],
     }  # fmt: skip
-    ways = {
-        each: without_all_reduce
-        if each == REMOVED
-        else lambda gm, inputs, off=disabled[each]: weave(gm, inputs, options={**given, "disable": off})
+    ways: dict[str, Compile] = {
+        each: lambda gm, inputs, off=disabled[each]: weave(gm, inputs, options={**given, "disable": off})  # type: ignore[misc]
         for each in names
-        if each != INDUCTOR
+        if each in disabled
     }
-    ways[INDUCTOR] = compile_fx
+    ways |= {INDUCTOR: compile_fx, REMOVED: without_all_reduce}
+    ways = {each: ways[each] for each in names}
     variants = Variants(model, ways)
     eager = workload(model).float()
     outputs: dict[str, torch.Tensor] = {}
