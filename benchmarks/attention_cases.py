@@ -26,8 +26,6 @@ Call = Callable[[int], Tensor]
 HEAD_SIZE = 128
 GROUP = 8
 PREFILL_HEADS, PREFILL_KEY_HEADS = 32, 4
-PEAK_BYTES_PER_US = 4.1e6
-"""What one H200 reads at best."""
 SCALE = HEAD_SIZE**-0.5
 BEYOND_L2_BYTES = 160e6
 MOST_COPIES = 192

@@ -5,7 +5,7 @@
 
 Each variant's calls run in one CUDA graph, over as many caches in turn as are needed to exceed the L2; a time is the
 median of its replays, divided by its calls. bf16, head size 128; decode has 8 query heads for each key head, prefill 32
-query and 4 key heads. Filled keys and values over time are compared with 4.1 TB/s.
+query and 4 key heads. Filled keys and values over time are compared with the rate of `gpu_limits`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention_sweep, record
+from benchmarks import attention_sweep, gpu_limits, record
 from benchmarks.attention_cases import (
     DECODE_VARIANTS,
     HEAD_SIZE,
-    PEAK_BYTES_PER_US,
     PREFILL_VARIANTS,
     DecodeCase,
     DecodeData,
@@ -76,7 +75,7 @@ def decode_row(case: DecodeCase, without: list[str]) -> record.Row:
             print(f"  {name}: {str(refused).splitlines()[0][:140]}", flush=True)
     how = plan(data.shape, gpu.num_sms(data.device))
     ours = times.pop("weave")
-    bound = case.filled_bytes / PEAK_BYTES_PER_US
+    bound = case.filled_bytes / gpu_limits.limits(data.device).bytes_per_us
     others = " ".join(f"{name} {us:.1f}" for name, us in times.items())
     best = min(times.values(), default=float("nan"))
     print(

@@ -7,7 +7,7 @@ Shapes of Llama-3-8B and Llama-3.2-1B with random weights, under transformers' o
 time from one token to the next, as a streamer gets them, after the second one: loops take turns, a time is the median
 of the rounds, of the ranks the slowest. `inductor_graphs` is `reduce-overhead`. Rows also hold what the captured step
 takes to replay back to back, and the bytes that it has to read (weights, and the keys and values that are filled); the
-bound is those bytes at 4.1 TB/s. With fewer layers or variants than all, a row says so.
+bound is those bytes at the rate of `gpu_limits`. With fewer layers or variants than all, a row says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import weaveopt
-from benchmarks import gpu_ranks, record
+from benchmarks import gpu_limits, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from weaveopt.generation import sessions
 
@@ -40,8 +40,6 @@ NEW_TOKENS = 64
 SKIPPED = 4
 """Tokens of a call that come before the clock starts: graphs may be recorded meanwhile."""
 ROUNDS = 3
-BYTES_PER_US = 4.1e6
-"""What an H200 reads from its memory: 4.1 TB/s."""
 SHAPES = {
     "8b": LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -185,7 +183,7 @@ def row(place: Place, model: PreTrainedModel, name: str, prompt: Tensor, choice:
     us = measure(place, model, prompt, choice, asked)
     weave_us = us.pop("weave")
     num_bytes = bytes_read(model, prompt.shape[0], asked.prompt + asked.new_tokens // 2)
-    bound_us = num_bytes / BYTES_PER_US
+    bound_us = num_bytes / gpu_limits.limits(place.device).bytes_per_us
     parameters: dict[str, record.Scalar] = {"bytes": num_bytes, "prompt": asked.prompt, "new_tokens": asked.new_tokens}
     again = replay_us(model, asked)
     if again is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import weaveopt.ops  # noqa: F401
+from benchmarks import gpu_limits
 from weaveopt.expert_kernels import gpu, hopper
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.plan import Plan
@@ -25,9 +26,6 @@ Call = Callable[[int], Tensor]
 """Computes the case by the routing of this number."""
 Activate = Callable[[Tensor], Tensor]
 
-PEAK_BYTES_PER_US = 4.1e6
-PEAK_FLOPS_PER_US = 720e6
-"""What one H200 reads and multiplies at best."""
 NUM_ROUTINGS = 8
 """In turn, so that experts of one call are not found in the L2 by the next."""
 LEAST_WIDE_ROWS = 256
@@ -117,7 +115,8 @@ class Data:
 
     @property
     def bound_us(self) -> float:
-        return max(self.weight_bytes / PEAK_BYTES_PER_US, self.flops / PEAK_FLOPS_PER_US)
+        most = gpu_limits.limits(self.x.device)
+        return max(self.weight_bytes / most.bytes_per_us, self.flops / most.flops_per_us)
 
     def operands(self, at: int) -> Operands:
         return Operands(

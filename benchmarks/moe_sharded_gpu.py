@@ -12,7 +12,8 @@ all_to_all       rows and results by NCCL with the exact sizes, which are known 
 all_gather       all tokens on all ranks, own experts by `torch._grouped_mm`, a reduce-scatter
 gather_experts   the same with `weave::moe_experts` in between
 
-The bound is the largest of the active weights at 4.1 TB/s, FLOPs at 720 TFLOP/s, and what crosses a link at 370 GB/s.
+The bound is the largest of the active weights and FLOPs, at the rates of `gpu_limits`, and of what crosses a link at
+370 GB/s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weaveopt.ops  # noqa: F401
-from benchmarks import gpu_ranks, record
+from benchmarks import gpu_limits, gpu_ranks, record
 from benchmarks.all_reduce_rms_norm_variants import PUSH_BYTES_PER_S
 from benchmarks.gpu_ranks import Place
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
@@ -44,7 +45,6 @@ ROUTINGS = ("uniform", "skewed")
 CALLS_IN_GRAPH = 4
 LARGEST_ERROR = 3e-2
 DTYPE = torch.bfloat16
-MEMORY_BYTES_PER_S, FLOPS_PER_S = 4.1e12, 720e12
 
 
 @dataclass(frozen=True)
@@ -206,16 +206,17 @@ class Layer:
     def bound_us(self) -> float:
         """Of the rank that most comes to."""
         model, owner = self.model, self.owner
+        limits = gpu_limits.limits(owner.device)
         worst = 0.0
         for rank in range(self.case.ranks):
             mine = owner == rank
             active = len(self.every[mine].unique())
-            weights = active * 3 * model.inner * model.hidden * DTYPE.itemsize / MEMORY_BYTES_PER_S
-            flops = 6.0 * int(mine.sum()) * model.inner * model.hidden / FLOPS_PER_S
+            weights = active * 3 * model.inner * model.hidden * DTYPE.itemsize / limits.bytes_per_us
+            flops = 6.0 * int(mine.sum()) * model.inner * model.hidden / limits.flops_per_us
             others = torch.arange(self.case.ranks, device=owner.device) != rank
-            crossing = int(mine[others].any(-1).sum()) * model.hidden * DTYPE.itemsize / PUSH_BYTES_PER_S
+            crossing = int(mine[others].any(-1).sum()) * model.hidden * DTYPE.itemsize / PUSH_BYTES_PER_S * 1e6
             worst = max(worst, weights, flops, crossing)
-        return worst * 1e6
+        return worst
 
 
 def exchange_call(case: Case, place: Place, kernels: Kernels) -> ExpertExchangeCall:

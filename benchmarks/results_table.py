@@ -51,7 +51,7 @@ NOTES = {
     "(benchmarks/peer_library.py); never counted as a baseline.",
     "earlier_run": "*earlier run*: date and commit of a row that is from another run than the rest.",
     "replay_us": "*replay*: the step's captured graph back to back, without the loop around it; *bytes*: the weights, "
-    "keys and values that a step reads, at 4.1 TB/s, which is the bound.",
+    "keys and values that a step reads, at the memory's rate (`benchmarks/gpu_limits.py`), which is the bound.",
     "weave_sm_mhz": "*MHz*: mean clock of the SMs while the variant repeats, of the ranks the lowest. Products that "
     "keep a GPU at its power limit run slower the less there is to wait for between them.",
     "simulated": "Simulated, not measured: `cost_model/host_simulation.py` with the links of the machine's profile. "

@@ -1,0 +1,33 @@
+"""What bounds a kernel on the GPU that is there: how fast its memory is read, and how fast it multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that kernels reach."""
+
+    bytes_per_us: float
+    """Read from memory."""
+    flops_per_us: float
+    """Of bf16 or fp16 GEMMs."""
+
+
+LIMITS = {
+    "H200": Limits(4.1e6, 720e6),
+    "H100": Limits(2.86e6, 720e6),  # its memory has 0.70 of an H200's data rate
+}
+"""By a word of the GPU's name."""
+
+
+def limits(device: torch.device) -> Limits:
+    """Raises `SystemExit` where a GPU is not listed: its bounds would be another one's."""
+    name = torch.cuda.get_device_name(device)
+    for word, found in LIMITS.items():
+        if word in name:
+            return found
+    raise SystemExit(f"found {name}, and bounds of {', '.join(LIMITS)}: add this GPU's to benchmarks/gpu_limits.py")
