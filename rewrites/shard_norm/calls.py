@@ -44,7 +44,7 @@ def calls_of(
     normed = GemmReduceScatterNormCall(
         site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
         cut=lowered.tiles_cut, replicated=" ".join(replicated), eps=norm.eps, weight_offset=norm.weight_offset,
-        cast_before_weight=norm.cast_before_weight,
+        cast_before_weight=norm.cast_before_weight, among_all=lowered.sum_sharded,
     ) if lowered.takes_norm else None  # fmt: skip
     gather = AllGatherGemmCall(
         site, group, fabric, world, hidden, rows_dtype, lowered.max_tokens, timeout_s, channel, cut=lowered.pushed_cut

@@ -105,7 +105,8 @@ class Lowered:
     gather_us: float
     """What gathering the rows of the sum costs, where they may stay sharded."""
     widen_us: float
-    """What it costs to lay this rank's rows of the sum where an operation looks for them that takes whole sums."""
+    """What it costs to lay this rank's rows of the sum where an operation looks for them that takes whole sums. The
+    kernel with the norm stores them there."""
     residual_sharded: bool = False
     """The residual that comes in holds only this rank's token rows."""
     sum_sharded: bool = False
@@ -219,7 +220,7 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -
     lowered = Lowered(
         fabric, counts.most, scatter.cut, gather.cut, takes_norm, chain.is_padded, division,
         gather_us=summed.us if facts.sum_read_by_reductions else 0.0,
-        widen_us=memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine),
+        widen_us=0.0 if takes_norm else memory_us(machine, chain.shard_bytes * (1 + facts.world)) + host_us(machine),
     )  # fmt: skip
     variant = ", ".join(part.variant for part in parts[:2] if part.variant)
     parameters: Values = (("gemms", len(chain.depths)), ("read_by", len(chain.widths)), ("max_tokens", counts.most))

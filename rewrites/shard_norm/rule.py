@@ -155,7 +155,7 @@ class ShardNorm:
             replace_uses(graph, gemm.node, shards.cut(shards.call(operator.getitem, made, index)))
         if structure.sum_is_read:
             if lowered.sum_sharded:
-                whole = shards.widened(x)
+                whole = x if lowered.takes_norm else shards.widened(x)
             else:
                 gathered = shards.call(weave.all_gather_gemm.default, x, [], [], 1, calls.sum_gather.encode())
                 whole = shards.cut(shards.call(operator.getitem, gathered, 0))
@@ -169,7 +169,8 @@ class ShardNorm:
 def _first_half(
     shards: Shards, reduced: Reduced, form: Form, calls: Calls, residuals: Sequence[fx.Node], same: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """This rank's rows of the sum, and those normalized; `residuals`: this rank's rows of each."""
+    """The sum, of this rank's rows or as the kernel with the norm hands it out, and this rank's rows normalized;
+    `residuals`: this rank's rows of each."""
     a = [shards.filled(_node(gemm.a)) for gemm in form.gemms]
     b = [_node(gemm.b) for gemm in form.gemms]
     if calls.normed is not None:

@@ -75,7 +75,7 @@ def positive(hidden: int, dtype: torch.dtype) -> Tensor:
 
 
 def agree(place: Place, rows: int, depth: int, weight: Tensor | None, call: GemmReduceScatterNormCall) -> Tensor:
-    """Two calls against the reference; the normalized rows."""
+    """Calls against the reference; the normalized rows."""
     kind, tokens = getattr(torch, call.dtype), rows * place.world
     a = [small(tokens, depth, seed=10 * rank, dtype=kind) for rank in range(place.world)]
     b = [small(call.hidden, depth, seed=10 * rank + 5, dtype=kind).t() for rank in range(place.world)]
@@ -86,6 +86,9 @@ def agree(place: Place, rows: int, depth: int, weight: Tensor | None, call: Gemm
     what = f"{rows} rows, depth {depth}, {call}"
     poison()
     found = [run(a[place.rank], b[place.rank], own, weight, call) for _ in range(2)]
+    among = run(a[place.rank], b[place.rank], own, weight, replace(call, among_all=True))
+    assert among[1].shape == residual.shape, what
+    found.append((among[0], among[1][place.rank * rows : (place.rank + 1) * rows]))
     for normalized, summed in found:
         equal(summed, total, what)
         equal(normalized, found[0][0], what)

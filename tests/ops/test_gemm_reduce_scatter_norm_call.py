@@ -57,6 +57,9 @@ def test_shapes_are_known_without_peers() -> None:
         given = torch.empty(4, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN)
         found = torch.ops.weave.gemm_reduce_scatter_norm(a, b, *given, CALL.encode())
         assert [(tuple(each.shape), each.dtype) for each in found] == [((4, HIDDEN), torch.bfloat16)] * 2
+        among = replace(CALL, among_all=True)
+        found = torch.ops.weave.gemm_reduce_scatter_norm(a, b, *given, among.encode())
+        assert [tuple(each.shape) for each in found] == [(4, HIDDEN), (8, HIDDEN)]
         with pytest.raises(WeaveError, match="planned for bfloat16"):
             torch.ops.weave.gemm_reduce_scatter_norm(a.half(), b.half(), *given, CALL.encode())
 
@@ -84,6 +87,14 @@ def test_one_kernel_gets_all_of_it(site: PeerSite, launches: Launches) -> None: 
             0 if scale is None else scale.data_ptr(), is_fp32, 1e-5, 1.0, True, normalized.data_ptr(),
             total.data_ptr(), 77,
         )  # fmt: skip
+
+
+def test_the_sum_may_lie_among_the_rows_of_all_ranks(site: PeerSite, launches: Launches) -> None:  # noqa: F811
+    products, call = Products([ones(300, DEPTH)], [ones(HIDDEN, DEPTH).t()]), replace(CALL, among_all=True)
+    made = site.run_norm(products, ones(150, HIDDEN), None, call)
+    assert made is not None and [tuple(each.shape) for each in made] == [(150, HIDDEN), (300, HIDDEN)]
+    [(_, values)] = launches.take()
+    assert values[-2] == made[1][150:].data_ptr(), "of rank 1"
 
 
 def test_rows_that_begin_elsewhere_are_copied(site: PeerSite, launches: Launches) -> None:  # noqa: F811
@@ -152,6 +163,9 @@ def run_grid(rank: int, world: int) -> int:
                 for found, expected in zip(got, want, strict=True):
                     assert found.dtype is dtype and found.is_contiguous()
                     assert torch.equal(found, expected), f"{rows} rows of {each}"
+                _, among = run_op(every[rank], b, own, weight, replace(each, among_all=True))
+                assert among.shape == residual.shape
+                assert torch.equal(among[rank * rows : (rank + 1) * rows], want[1]), f"{rows} rows of {each}"
                 count += 1
     return count
 

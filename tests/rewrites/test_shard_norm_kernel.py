@@ -25,6 +25,7 @@ from tests.shard_norm_graphs import (
     zeros,
 )
 from weaveopt.cost_model.machine import Curve
+from weaveopt.graph.pattern import skip_shapes
 from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
 from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, Cut, variant_of
@@ -230,7 +231,10 @@ def test_the_shard_is_handed_on_between_its_sites(reported: Reported, graphs: li
     assert [each.chosen.variant for each in report.decisions] == ["tiles norm, pushed"] * 2
     first, second = calls(graphs[-1], SCATTER_NORM)
     residual = second.args[2]
-    assert isinstance(residual, fx.Node) and residual.args == (first, 1), "the sum that the first one made"
+    assert isinstance(residual, fx.Node) and residual.target is torch.ops.aten.select.int, "this rank's rows"
+    among = skip_shapes(residual.args[0])
+    assert among.args == (first, 1), "of the sum that the first one made"
+    assert [call.among_all for call in norm_calls(graphs[-1])] == [True, False]
     assert [call.replicated for call in norm_calls(graphs[-1])] == ["residual norm_weight", "norm_weight"]
     assert sorted(call.hands_out_rows for call in gather_calls(graphs[-1])) == [False, False, True], "at the end"
 
@@ -260,7 +264,8 @@ def test_a_sum_stays_sharded_between_both_rules(reported: Reported, graphs: list
     assert (first.sum_out, third.residual_sharded) == (SumOut.SHARDED, True)
     [call], [node] = norm_calls(graphs[-1]), calls(graphs[-1], SCATTER_NORM)
     assert call.replicated == "norm_weight", "no rank has all rows of the residual"
-    [widened] = [each for each in graphs[-1].nodes if each.target is torch.ops.aten.constant_pad_nd.default]
-    total = widened.args[0]
-    assert isinstance(total, fx.Node) and total.args == (node, 1)
-    assert not scatter_calls(graphs[-1])
+    assert call.among_all and not scatter_calls(graphs[-1])
+    assert not [each for each in graphs[-1].nodes if each.target is torch.ops.aten.constant_pad_nd.default]
+    assert "widen" not in {term.name for term in report.decisions[1].chosen.estimate.terms}
+    last = next(each for each in reversed(graphs[-1].nodes) if "all_reduce_norm" in str(each.target))
+    assert any(skip_shapes(each).args == (node, 1) for each in last.all_input_nodes), "its residual is that sum"

@@ -13,6 +13,9 @@ from transformers.cache_utils import StaticCache
 from weaveopt.generation.masks import MaskForm, masks
 from weaveopt.generation.processors import History, TensorProcessor, apply_all
 
+PARTS = 64
+"""Of a row of scores, each searched by a program of its own."""
+
 
 @dataclass
 class Buffers:
@@ -108,6 +111,17 @@ def run_model(
     return logits[:, -1].float()
 
 
+def argmax(scores: Tensor) -> Tensor:
+    """`scores.argmax(dim=-1)` of `[batch, vocabulary]`, the first of equal ones too, by parts of the vocabulary: of a
+    whole row Inductor makes one program, which one SM runs."""
+    batch, vocabulary = scores.shape
+    size = -(-vocabulary // PARTS)
+    filled = torch.nn.functional.pad(scores, (0, size * PARTS - vocabulary), value=float("-inf"))
+    parts = filled.view(batch, PARTS, size)
+    part = parts.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    return (part * size + parts.argmax(dim=-1).gather(1, part)).squeeze(1)
+
+
 def chooser(form: Form) -> Callable[[Tensor, Buffers, Kept], None]:
     """What makes the next token of `logits` `[batch, vocabulary]` float32 and notes it in the buffers:
 
@@ -126,9 +140,9 @@ def chooser(form: Form) -> Callable[[Tensor, Buffers, Kept], None]:
         if form.keeps_scores:
             kept.scores.copy_(scores)
         if form.sampled:
-            tokens = (torch.softmax(scores, dim=-1) / kept.noise).argmax(dim=-1)
+            tokens = argmax(torch.softmax(scores, dim=-1) / kept.noise)
         else:
-            tokens = scores.argmax(dim=-1)
+            tokens = argmax(scores)
         if eos:
             tokens = torch.where(buffers.unfinished, tokens, pad)
             ended = tokens == eos[0]

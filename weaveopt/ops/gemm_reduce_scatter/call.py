@@ -43,6 +43,17 @@ class GemmReduceScatterNormCall(RowsCall):
     """What is added to the norm's weight."""
     cast_before_weight: bool = False
     """Whether rows are rounded before the weight is applied too, not only behind it."""
+    among_all: bool = False
+    """Whether this rank's rows of the sum lie where they are among those of all ranks, which hold no data."""
+
+    def own_rows(self, num_rows: int, rank: int) -> slice:
+        """Of the sum as it is handed out, where this rank has `num_rows`: those."""
+        first = rank * num_rows if self.among_all else 0
+        return slice(first, first + num_rows)
+
+    def sum_rows(self, num_rows: int) -> int:
+        """Of the sum as it is handed out."""
+        return num_rows * self.world if self.among_all else num_rows
 
     @property
     def scatter(self) -> GemmReduceScatterCall:

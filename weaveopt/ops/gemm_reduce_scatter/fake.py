@@ -41,5 +41,5 @@ def gemm_reduce_scatter_norm(
     site = decode(GemmReduceScatterNormCall, call)
     if a.dtype is not getattr(torch, site.dtype):
         raise WeaveError(f"site {site.site}: planned for {site.dtype}, called with {a.dtype}")
-    shape = (a.shape[0] // site.world, b.shape[1])
-    return a.new_empty(shape), a.new_empty(shape)
+    num_rows, hidden = a.shape[0] // site.world, b.shape[1]
+    return a.new_empty(num_rows, hidden), a.new_empty(site.sum_rows(num_rows), hidden)

@@ -4,7 +4,7 @@
     total = (reduce_scatter_tensor(partial, "sum") + residual).to(dtype)      # [own rows, hidden], in fp32 until then
     scaled = total.float() * rsqrt(mean(total.float() ** 2, -1) + eps)        # rounded where call.cast_before_weight
     normalized = (scaled * (weight + call.weight_offset)).to(dtype)
-    return normalized, total
+    return normalized, total          # where call.among_all, a [tokens, hidden] of which own rows alone hold data
 
 `a` is [tokens, k] and `b` [k, hidden]; own rows are tokens / world, those of rank r from `r * tokens / world` on;
 `residual` [own rows, hidden] has this rank's rows alone. `a`, `b`, `residual` and both results are of one dtype: bf16,
@@ -25,8 +25,10 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from weaveopt.errors import WeaveError
+from weaveopt.fabrics import topology
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_reduce_scatter import fake
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall, Products, part_of
@@ -85,7 +87,17 @@ def _run(
         rows = None if site is None else site.run(products, 1)
         if rows is None:
             rows = through_library(products, 1, record.scatter)
-        return add_and_normalize(rows.float(), residual, weight, record)
+        normalized, total = add_and_normalize(rows.float(), residual, weight, record)
+        return normalized, _handed_out(total, record)
+
+
+def _handed_out(total: Tensor, call: GemmReduceScatterNormCall) -> Tensor:
+    """`total` [own rows, hidden] as the call hands it out."""
+    if not call.among_all:
+        return total
+    whole = total.new_empty(call.sum_rows(len(total)), call.hidden)
+    whole[call.own_rows(len(total), dist.get_rank(topology.process_group(call.group)))] = total
+    return whole
 
 
 _library = torch.library.Library("weave", "FRAGMENT")

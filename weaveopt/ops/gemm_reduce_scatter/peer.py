@@ -94,8 +94,8 @@ class PeerSite:
     def run_norm(
         self, products: Products, residual: Tensor, weight: Tensor | None, norm: GemmReduceScatterNormCall
     ) -> tuple[Tensor, Tensor] | None:
-        """This rank's normalized rows, and its rows of the sum and `residual`; None where the kernel of tiles does not
-        take the call. Shapes and dtypes are those that the operator takes."""
+        """The operator's results; None where the kernel of tiles does not take the call. Shapes and dtypes are those that
+        the operator takes."""
         call, tokens = self._call, products.num_tokens
         if tokens > call.max_tokens or not self._takes_tiles(products, 1):
             return None
@@ -104,9 +104,11 @@ class PeerSite:
         scale = None if weight is None else aligned_vector(weight)
         if scale is not None and scale.device != added.device:
             raise WeaveError(f"site {call.site}: the norm's weight is on {scale.device}, rows on {added.device}")
-        normalized, total = (added.new_empty(added.shape) for _ in range(2))
-        if total.numel() == 0:
-            return normalized, total
+        normalized = added.new_empty(added.shape)
+        handed_out = added.new_empty(norm.sum_rows(len(added)), call.hidden)
+        if added.numel() == 0:
+            return normalized, handed_out
+        total = handed_out[norm.own_rows(len(added), self._rows.arena.group.rank)]
         cut = self._cut
         assert cut is not None, f"site {call.site}: tiles without a cut"
         a, b = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
@@ -118,7 +120,7 @@ class PeerSite:
                 norm.cast_before_weight, normalized.data_ptr(), total.data_ptr(), stream.cuda_stream,
             )  # fmt: skip
             self._rows.check(code)
-        return normalized, total
+        return normalized, handed_out
 
     def _check(self, products: Products) -> None:
         """Raises `WeaveError` for a GEMM of another size, dtype or device."""
