@@ -36,11 +36,13 @@ from weaveopt.reporting.timeline import total
 
 SUITES = ("attention_layers", "moe_layers")
 WITHOUT = "weave_without_attention"
+WITHOUT_SHARDS = "weave_without_attention_shards"
+"""Nor `shard_norm`: all rows are handed out at every site."""
 ALONE = "attention_alone"
 WITHOUT_EXPERTS = "weave_without_experts"
 REMOVED = "without_collectives"
 """Inductor on the graph without its all-reduces: what all of them cost together."""
-VARIANTS = (INDUCTOR, WEAVE, WITHOUT, ALONE, WITHOUT_EXPERTS, REMOVED)
+VARIANTS = (INDUCTOR, WEAVE, WITHOUT, WITHOUT_SHARDS, ALONE, WITHOUT_EXPERTS, REMOVED)
 OF_SUITE = {"attention_layers": (WITHOUT, ALONE), "moe_layers": (WITHOUT_EXPERTS,)}
 CACHE_POSITIONS, FILLED_POSITIONS = 2048, 1000
 STEADY_US = 1.0e6
@@ -143,6 +145,7 @@ def run_case(
     given = {"machine": asked.profile} if asked.profile else {}
     disabled = {
         WEAVE: [], WITHOUT: ["causal_attention"], WITHOUT_EXPERTS: ["moe_fused"],
+        WITHOUT_SHARDS: ["causal_attention", "shard_norm"],
         ALONE: ["all_reduce_rms_norm", "gemm_all_reduce", "shard_norm", "moe_fused"],
     }  # fmt: skip
     ways: dict[str, Compile] = {
