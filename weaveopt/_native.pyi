@@ -440,6 +440,7 @@ class GpuAllGatherGemm:
         spare_ctas: int,
         weight: int,
         weight_stride: int,
+        bias: int,
         n: int,
         out: int,
         main: int,
@@ -464,6 +465,7 @@ def gemm(
     tile_columns: int,
     group_pairs: int,
     stream: int,
+    bias: int = 0,
 ) -> int: ...
 def gemm_unsupported(dtype: DType, n: int, k: int, device: int) -> str: ...
 

@@ -64,9 +64,10 @@ class GpuAllGatherGemm {
         return gpu::await_shards(call_, reinterpret_cast<void*>(main));
     }
     int multiply(int32_t tile_columns, int32_t group_pairs, int32_t spare_ctas, uintptr_t weight, int64_t weight_stride,
-                 int64_t n, uintptr_t out, uintptr_t main) const {
-        const gpu::GatheredProduct product{reinterpret_cast<const void*>(weight), reinterpret_cast<void*>(out), n,
-                                           row_bytes_ / size_of(dtype_), weight_stride};
+                 uintptr_t bias, int64_t n, uintptr_t out, uintptr_t main) const {
+        const gpu::GatheredProduct product{reinterpret_cast<const void*>(weight), reinterpret_cast<const void*>(bias),
+                                           reinterpret_cast<void*>(out),          n,
+                                           row_bytes_ / size_of(dtype_),          weight_stride};
         const gpu::GatherCut cut{tile_columns, group_pairs, spare_ctas};
         py::gil_scoped_release release;
         return gpu::run_gathered_product(call_, product, cut, dtype_, reinterpret_cast<void*>(main));

@@ -7,9 +7,10 @@
 
 namespace weave::gpu {
 
-// out[tokens, n] = rows[tokens, k] * weight[n, k]^T; strides in elements.
+// out[tokens, n] = rows[tokens, k] * weight[n, k]^T + bias[n]; strides in elements.
 struct GatheredProduct {
     const void* weight;
+    const void* bias;  // or null; at a multiple of 4 bytes
     void* out;
     int64_t n;
     int64_t k;

@@ -54,6 +54,8 @@ int run_gathered_product(const Gather& given, const GatheredProduct& product, co
     order.columns = gemm::ceiling(product.n, cut.tile_columns);
     order.group_pairs = std::max(cut.group_pairs, 1);
     order.owner_order = gemm::OwnerOrder::kOwnFirst;
+    made.work.bias = product.bias;
+    made.work.num_columns = static_cast<int32_t>(product.n);
     made.work.k_blocks = gemm::ceiling(product.k, gemm::kBlockK);
     made.group = given.group;
     made.tokens = given.tokens;

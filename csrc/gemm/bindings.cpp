@@ -13,9 +13,10 @@ void bind_gemm_cuda(py::module_& m) {
         "gemm",
         [](uintptr_t a, uintptr_t weight, uintptr_t out, int64_t rows, int64_t n, int64_t k, int64_t a_stride,
            int64_t weight_stride, int64_t out_stride, DType dtype, int32_t tile_columns, int32_t group_pairs,
-           uintptr_t stream) {
+           uintptr_t stream, uintptr_t bias) {
             const gemm::Problem problem{reinterpret_cast<const void*>(a),
                                         reinterpret_cast<const void*>(weight),
+                                        reinterpret_cast<const void*>(bias),
                                         reinterpret_cast<void*>(out),
                                         rows,
                                         n,
@@ -28,8 +29,10 @@ void bind_gemm_cuda(py::module_& m) {
         },
         py::arg("a"), py::arg("weight"), py::arg("out"), py::arg("rows"), py::arg("n"), py::arg("k"),
         py::arg("a_stride"), py::arg("weight_stride"), py::arg("out_stride"), py::arg("dtype"), py::arg("tile_columns"),
-        py::arg("group_pairs"), py::arg("stream"),
-        "out[rows, n] = a[rows, k] @ weight[n, k].T on Hopper; addresses, strides in elements. A CUDA error code.");
+        py::arg("group_pairs"), py::arg("stream"), py::arg("bias") = 0,
+        "out[rows, n] = a[rows, k] @ weight[n, k].T + bias[n] (0: none) on Hopper; addresses, strides in elements. A "
+        "CUDA "
+        "error code.");
     m.def("gemm_unsupported", &gemm::unsupported, py::arg("dtype"), py::arg("n"), py::arg("k"), py::arg("device"),
           "Why the device cannot run the GEMM; empty where it can.");
 }

@@ -1,4 +1,5 @@
-// A GEMM by itself on Hopper (compute capability 9.0): out[m, n] = a[m, k] * weight[n, k]^T, bf16 or fp16, fp32 sums.
+// A GEMM by itself on Hopper (compute capability 9.0): out[m, n] = a[m, k] * weight[n, k]^T + bias[n], in bf16 or fp16,
+// with fp32 sums that are rounded once.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@ namespace weave::gemm {
 struct Problem {
     const void* a;
     const void* weight;
+    const void* bias;  // or null; at a multiple of 4 bytes
     void* out;
     int64_t m;
     int64_t n;

@@ -26,6 +26,8 @@ int run(const Problem& problem, DType dtype, int32_t tile_columns, int32_t group
     order.pairs = ceiling(problem.m, kPairRows);
     order.columns = ceiling(problem.n, tile_columns);
     order.group_pairs = std::max(group_pairs, 1);
+    work.bias = problem.bias;
+    work.num_columns = static_cast<int32_t>(problem.n);
     work.k_blocks = ceiling(problem.k, kBlockK);
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);

@@ -68,6 +68,8 @@ struct Work {
     CUtensorMap b;
     CUtensorMap c[fabric::kMaxWorld];
     TileOrder order;
+    const void* bias;  // [num_columns] of the rows' type, added to every row before it is rounded; or null
+    int32_t num_columns;
     int32_t k_blocks;
     int32_t num_clusters;  // that compute tiles; those of the grid behind them do something else
 };
@@ -215,6 +217,29 @@ __device__ __forceinline__ uint32_t pair_of(float a, float b, const __half*) {
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+__device__ __forceinline__ float2 two_of(const __nv_bfloat16* from) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
+}
+__device__ __forceinline__ float2 two_of(const __half* from) {
+    return __half22float2(*reinterpret_cast<const __half2*>(from));
+}
+
+// Of a tile that begins at column `first`. Of every 8 columns a thread has the same two in two rows.
+template <typename T, int kSums>
+__device__ __forceinline__ void add_bias(const Work& work, int32_t first, int32_t lane, float (&sum)[kSums]) {
+    const T* bias = static_cast<const T*>(work.bias);
+#pragma unroll
+    for (int j = 0; j < kSums / 4; ++j) {
+        const int32_t column = first + 8 * j + lane % 4 * 2;
+        if (column >= work.num_columns) break;
+        const float2 two = two_of(bias + column);
+        sum[4 * j] += two.x;
+        sum[4 * j + 1] += two.y;
+        sum[4 * j + 2] += two.x;
+        sum[4 * j + 3] += two.y;
+    }
+}
+
 // All 128 threads of consumer 0 or 1. Returns the parity of copied[consumer] after the last tile.
 template <typename T, int kColumns>
 __device__ __forceinline__ uint32_t compute_tiles(const Work& work, Shared<kColumns>& shared, int32_t consumer) {
@@ -227,7 +252,8 @@ __device__ __forceinline__ uint32_t compute_tiles(const Work& work, Shared<kColu
     Position<S::kStages> at;
     uint32_t parity = 1;
     for (int32_t index = cluster_index(); index < work.order.num_tiles(); index += work.num_clusters) {
-        if (!work.order.has_rows(work.order.tile(index))) continue;
+        const Tile tile = work.order.tile(index);
+        if (!work.order.has_rows(tile)) continue;
         float sum[kColumns / 2];
         int32_t before = 0;
         for (int32_t block = 0; block < work.k_blocks; ++block) {
@@ -250,6 +276,7 @@ __device__ __forceinline__ uint32_t compute_tiles(const Work& work, Shared<kColu
         await_multiplies<0>();
         settle(sum);
         if (lane < kClusterCtas) arrive_at(&shared.empty[before], lane);
+        if (work.bias != nullptr) add_bias<T>(work, tile.column * kColumns, lane, sum);
 
         fabric::await_phase(&shared.copied[consumer], parity);
         parity ^= 1;

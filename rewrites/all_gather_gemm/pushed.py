@@ -12,8 +12,8 @@ def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
     reasons: list[Rejection] = []
     if not form.gemms:
         reasons.append(Rejection("no_gemm", "there is no GEMM that could begin"))
-    if any(gemm.bias is not None or gemm.addend is not None for gemm in form.gemms):
-        reasons.append(Rejection("addend_not_supported", "the kernel adds nothing to what its GEMM makes"))
+    if any(gemm.addend is not None for gemm in form.gemms):
+        reasons.append(Rejection("addend_not_supported", "the kernel adds a bias, and no rows, to what its GEMM makes"))
     if form.outer != 1:
         values = (("outer", facts.outer),)
         reasons.append(Rejection("blocks_not_supported", "the kernel takes shards whose rows lie together", values))

@@ -261,8 +261,6 @@ def _against_tiles(found: FoundSite, form: Form) -> Sequence[Rejection]:
 def _against_pushed(found: FoundSite, form: Form) -> Sequence[Rejection]:
     """What GEMMs that begin before all rows are here do not do, whatever the sizes."""
     reasons = [_SYMBOLIC] if found.is_symbolic else []
-    if any(bias is not None for bias in form.biases):
-        reasons.append(Rejection("addend_not_supported", "the kernel adds nothing to what its GEMM makes"))
     if any(gemm.transposed_b is None for gemm in form.readers):
         reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [n, hidden]"))
     return reasons

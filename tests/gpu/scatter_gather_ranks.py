@@ -185,8 +185,11 @@ def pushed(place: Place) -> None:
             shards = [small(rows, hidden, seed=rank + turn, dtype=kind) for rank in range(place.world)]
             b = [small(width, hidden, seed=width + turn, dtype=kind).t() for width in widths]
             addends: list[Tensor | None] = [None] * len(widths)
+            if turn == 1:
+                addends = [small(width, seed=width, dtype=kind) for width in widths]
             if turn == 2:  # this one comes behind all rows
-                addends[-1] = small(widths[-1], seed=turn, dtype=kind)
+                tokens = rows * place.world
+                addends[-1] = small(tokens, widths[-1], seed=turn, dtype=kind)
             check_gather(place, shards, Weights(b, addends), 1, gather_call(hidden, dtype, cut, hands_out))
 
 

@@ -61,9 +61,7 @@ class Case:
 CASES = (
     Case("even", (1, 512)),
     Case("odd", (3, 37), last_token=True),
-    Case(
-        "biased", (1, 2048), torch.float16, has_bias=True, last_token=True, variants=("tiles, pushed", "tiles, copies")
-    ),
+    Case("biased", (1, 2048), torch.float16, has_bias=True, last_token=True),
     Case("inside", (2, 256), takes_norm=True, variants=("tiles norm, pushed", "tiles norm, pushed")),
     Case(
         "inside biased",
@@ -72,7 +70,7 @@ CASES = (
         takes_norm=True,
         has_bias=True,
         last_token=True,
-        variants=("tiles norm, pushed", "tiles norm, copies"),
+        variants=("tiles norm, pushed", "tiles norm, pushed"),
     ),
     Case("inside odd", (3, 37), takes_norm=True),
     Case("late", (2, 128), early=False, is_layer_norm=True, variants=("partials, copies", "partials, copies")),

@@ -205,7 +205,7 @@ def test_a_gemm_begins_before_all_rows_are_here(launches: Launches, monkeypatch:
         assert calls[0] == ("begin", (1, 100, 3, shard.data_ptr(), False, 77, 78)), "own rows stay where they are"
         for (name, values), weight, product in zip(calls[1:2], weights, products, strict=True):
             assert name == "multiply"
-            assert values == (256, 1, 2, weight.data_ptr(), HIDDEN, weight.shape[0], product.data_ptr(), 77)
+            assert values == (256, 1, 2, weight.data_ptr(), HIDDEN, 0, weight.shape[0], product.data_ptr(), 77)
         assert calls[2:] == [("hand_out", (rows.data_ptr(), 78))] * hands_out + [("end", (77, 78))]
 
 
@@ -219,6 +219,16 @@ def test_only_the_widest_gemm_begins_early(launches: Launches, monkeypatch: pyte
     assert begin == ("begin", (1, 100, 3, shard.data_ptr(), True, 77, 78)), "the others read own rows where all are"
     assert multiply[0] == "multiply" and multiply[1][3] == weights[1].data_ptr()
     assert [name for name, _ in rest] == ["await_shards", "end"]
+
+
+def test_the_early_gemm_adds_its_bias(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, b, bias = ones(100, HIDDEN), ones(64, HIDDEN).t(), ones(64)
+    site = gather_site(GATHER, monkeypatch)
+    for given, copied in ((bias, False), (ones(65)[1:], True)):
+        assert site.run(shard, Weights([b], [given]), 1) is not None
+        _, (name, values), _ = launches.take()
+        assert name == "multiply" and (values[5] != given.data_ptr()) is copied
+        assert isinstance(values[5], int) and values[5] % 16 == 0 and values[5]
 
 
 def test_what_cannot_begin_early_comes_behind_all_rows(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +245,8 @@ def test_what_cannot_begin_early_comes_behind_all_rows(launches: Launches, monke
         return taken
 
     assert run(Weights([b], [None]), outer=3) == late
-    assert run(Weights([b], [ones(64)])) == late
-    mixed = Weights([b, b, b], [None, ones(64), None])
+    assert run(Weights([b], [ones(192, 64)])) == late, "rows"
+    mixed = Weights([b, b, b], [None, ones(192, 64), None])
     assert run(mixed) == ["begin", "multiply", "await_shards", "end"]
     assert run(Weights([], [])) == ["begin", "end"]
     site = gather_site(replace(GATHER, cut=""), monkeypatch)

@@ -3,12 +3,12 @@
 A call opens with a barrier of all ranks, behind which peers' buffers may be written to. Then every rank pushes its
 shard to all others on a second stream, with a signal behind each piece, and this stream goes on:
 
-with `call.cut`   the widest GEMM, whose loading threads wait for the rows of a tile; own rows come first, out of the
-                  shard itself. The others are the library's, behind all rows: they are here by then
+with `call.cut`   the widest GEMM, with its bias, whose loading threads wait for the rows of a tile; own rows come
+                  first, out of the shard itself. The others are the library's, behind all rows: they are here by then
 else              one kernel that waits for all rows, then the library's GEMMs
 
 The latter happens to calls that the kernel does not take, too: rows of each of several sequences, other GPUs; and a
-GEMM with an addend, or whose weight it does not read, comes behind all rows. All ranks see the same of a call, so all
+GEMM that rows are added to, or whose weight it does not read, comes behind all rows. All ranks see the same of a call, so all
 of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
 
 Gathered rows lie in one buffer, `gathered`. Where the op hands them out they are copied: the next call's are pushed
@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, buffer_for, second_stream
+from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, aligned_vector, buffer_for, second_stream
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
 from weaveopt.ops.all_gather_gemm.cut import TILE_DTYPES, Cut, parse_cut, widest_of
 from weaveopt.records.memory import Buffer
@@ -101,10 +101,11 @@ class PeerSite:
             # What is not early reads all rows where they are gathered.
             keeps_own = not all_early
             rows.check(native.begin(outer, own // outer, pieces, shard.data_ptr(), keeps_own, stream, side))
-            for index, (b, is_early) in enumerate(zip(weights.b, early, strict=True)):
+            for index, is_early in enumerate(early):
                 if is_early:
                     assert cut is not None, f"site {call.site}: no cut"
-                    products[index] = self._multiply(shard, b, tokens, cut, stream)
+                    b, bias = weights.b[index], weights.addends[index]
+                    products[index] = self._multiply(shard, b, bias, tokens, cut, stream)
             if all_early:
                 if call.hands_out_rows:
                     rows.check(native.hand_out(whole.data_ptr(), side))
@@ -127,7 +128,7 @@ class PeerSite:
         if self._cut is None or outer != 1:
             return [False] * len(weights.b)
         widths = [
-            b.shape[1] if addend is None and not self._why_not(b.shape[1]) else 0
+            b.shape[1] if _is_bias(addend, b) and not self._why_not(b.shape[1]) else 0
             for b, addend in zip(weights.b, weights.addends, strict=True)
         ]
         widest = widest_of(widths)
@@ -141,11 +142,17 @@ class PeerSite:
             self._unsupported[width] = _native.gemm_unsupported(dtype, width, self._call.hidden, self._rows.device)
         return self._unsupported[width]
 
-    def _multiply(self, shard: Tensor, b: Tensor, tokens: int, cut: Cut, stream: int) -> Tensor:
+    def _multiply(self, shard: Tensor, b: Tensor, bias: Tensor | None, tokens: int, cut: Cut, stream: int) -> Tensor:
         weight, out = aligned_rows(b.t()), shard.new_empty(tokens, b.shape[1])
+        added = None if bias is None else aligned_vector(bias)
         code = self._native.multiply(
-            cut.tile_columns, cut.group_pairs, cut.spare_ctas, weight.data_ptr(), weight.stride(0), b.shape[1],
-            out.data_ptr(), stream,
+            cut.tile_columns, cut.group_pairs, cut.spare_ctas, weight.data_ptr(), weight.stride(0),
+            0 if added is None else added.data_ptr(), b.shape[1], out.data_ptr(), stream,
         )  # fmt: skip
         self._rows.check(code)
         return out
+
+
+def _is_bias(addend: Tensor | None, b: Tensor) -> bool:
+    """Whether the kernel adds it: one value for each column, of the weight's dtype, or nothing."""
+    return addend is None or (addend.shape == b.shape[1:] and addend.dtype is b.dtype and addend.device == b.device)
