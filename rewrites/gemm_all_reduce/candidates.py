@@ -10,7 +10,6 @@ from types import MappingProxyType
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
-from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.gemm_all_reduce.call import CHUNKS, ChunkRow
 from weaveopt.ops.gemm_all_reduce.cut import TILES, Cut
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
@@ -147,7 +146,7 @@ def _chunks_in_turn(form: Form, machine: Machine) -> Found:
 def _chunks_beside(form: Form, machine: Machine) -> Found:
     """GPUs: the exchange of a chunk runs on few CTAs beside the GEMM of the next."""
     fabric, workload = Fabric.PEER, form.workload
-    reasons = shape_rejections(workload, TRAITS[fabric].max_world)
+    reasons = shape_rejections(workload, fabric)
     variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
     exchanges = [exchange_of(kernel, fabric, machine) for kernel in variants]
     beside = [each for each in exchanges if each.beside is not None]
@@ -176,7 +175,7 @@ def _tiles(form: Form, machine: Machine) -> Found:
     """GPUs: one kernel computes the product, and sends its tiles as they are finished."""
     fabric, workload = Fabric.PEER, form.workload
     named = form.named(TILES)
-    shape = shape_rejections(workload, TRAITS[fabric].max_world)
+    shape = shape_rejections(workload, fabric)
     reasons = tuple(dict.fromkeys((*form.tiles_refused, *shape, *tiles.size_rejections(workload))))
     found = tiles.price(machine, workload, fabric)
     if isinstance(found, Rejection):

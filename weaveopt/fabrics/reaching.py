@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
+from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Fabric, Rejection
 
 
@@ -24,6 +25,14 @@ def reaching(
             message = "this version has no kernel of the rule for the fabric"
             reasons.append(Rejection("no_kernel", message, (("fabric", fabric.value),)))
         yield fabric, tuple(reasons)
+
+
+def world_refused(fabric: Fabric, world: int) -> tuple[Rejection, ...]:
+    """Where kernels on the fabric do not join so many ranks."""
+    most = TRAITS[fabric].max_world
+    if most is None or world <= most:
+        return ()
+    return (Rejection("world_not_supported", f"the kernels join at most {most} ranks", (("world", world),)),)
 
 
 def not_measured(machine: Machine, fabric: Fabric, op: str) -> Rejection:

@@ -130,7 +130,7 @@ def candidates(
             if usable_only:
                 continue
         if tabled and TRAITS[fabric].device == "cuda":
-            reasons.extend(shape_rejections(workload, TRAITS[fabric].max_world))
+            reasons.extend(shape_rejections(workload, fabric))
         for form in _forms(base, facts, known):
             if tabled:
                 here = _from_table(form, variants, reasons, known, usable_only)

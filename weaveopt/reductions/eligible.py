@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from weaveopt.fabrics.reaching import world_refused
 from weaveopt.graph.pattern import tensor_of
-from weaveopt.records.candidate import Rejection
+from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced
@@ -69,13 +70,10 @@ def _norm_refused(norm: Norm, value: torch.Tensor) -> list[Rejection]:
     return reasons
 
 
-def shape_rejections(workload: Workload, max_world: int | None) -> list[Rejection]:
-    """Rows and groups that the GPU kernels do not take."""
+def shape_rejections(workload: Workload, fabric: Fabric) -> list[Rejection]:
+    """Rows and groups that the GPU kernels on the fabric do not take."""
     reasons = []
     if workload.hidden % ROW_ALIGNMENT:
         message = f"the kernels take rows of a multiple of {ROW_ALIGNMENT} elements"
         reasons.append(Rejection("row_not_supported", message, (("hidden", workload.hidden),)))
-    if max_world is not None and workload.world > max_world:
-        message = f"the kernels join at most {max_world} ranks"
-        reasons.append(Rejection("world_not_supported", message, (("world", workload.world),)))
-    return reasons
+    return [*reasons, *world_refused(fabric, workload.world)]

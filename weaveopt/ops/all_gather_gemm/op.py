@@ -12,8 +12,8 @@ their rows, the batch where each sequence is. The first result is empty [0] wher
 On `shm` a rank copies its shard into its segment and signals; the others copy it to its place as soon as they see that,
 in the order of the GEMM's rows. On `peer` copy engines push shards to all peers; GEMMs follow, or with `call.cut` begin
 with the rows that are here: those of bf16 or fp16 to which no rows are added, rows of one block, on compute capability
-9.0. Above `call.max_tokens` rows, or with fabric `library`, the library's all-gather runs. The rows are the same bits on every
-way.
+9.0. Above `call.max_tokens` rows, or with fabric `library`, the library's all-gather runs. The rows are the same bits
+on every way.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token
 count, `ArenaError` where no arena was reserved. After one of the first two the group's arena stays unusable.

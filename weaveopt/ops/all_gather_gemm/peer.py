@@ -8,8 +8,8 @@ with `call.cut`   the widest GEMM, with its bias, whose loading threads wait for
 else              one kernel that waits for all rows, then the library's GEMMs
 
 The latter happens to calls that the kernel does not take, too: rows of each of several sequences, other GPUs; and a
-GEMM that rows are added to, or whose weight it does not read, comes behind all rows. All ranks see the same of a call, so all
-of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
+GEMM that rows are added to, or whose weight it does not read, comes behind all rows. All ranks see the same of a call,
+so all of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
 
 Gathered rows lie in one buffer, `gathered`. Where the op hands them out they are copied: the next call's are pushed
 into the buffer as soon as all that this rank launched before that call is through. Nothing here synchronizes with the

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, measured_parts_us, memory_us
-from weaveopt.fabrics.reaching import not_measured, reaching
+from weaveopt.fabrics.reaching import not_measured, reaching, world_refused
 from weaveopt.fabrics.topology import Topology
-from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_gather_gemm.cut import PUSHED
 from weaveopt.ops.all_gather_gemm.op import SITES
 from weaveopt.ops.all_gather_gemm.pushed import price, size_refused
@@ -69,7 +68,7 @@ def candidates(
         if unreachable:
             found = [_behind(rule, work, tokens, machine, fabric, "", unreachable)]
         elif fabric is Fabric.PEER:
-            limits = _world_refused(work)
+            limits = world_refused(fabric, work.world)
             found = [
                 _behind(rule, work, tokens, machine, fabric, COPIES, limits),
                 _beside(rule, work, tokens, machine, fabric, (*limits, *pushed_refused)),
@@ -79,13 +78,6 @@ def candidates(
         for candidate, lowered in found:
             if candidate.allowed or not usable_only:
                 yield candidate, lowered
-
-
-def _world_refused(work: Work) -> tuple[Rejection, ...]:
-    most = TRAITS[Fabric.PEER].max_world
-    if most is None or work.world <= most:
-        return ()
-    return (Rejection("world_not_supported", f"the kernels join at most {most} ranks", (("world", work.world),)),)
 
 
 def _behind(

@@ -94,8 +94,8 @@ class PeerSite:
     def run_norm(
         self, products: Products, residual: Tensor, weight: Tensor | None, norm: GemmReduceScatterNormCall
     ) -> tuple[Tensor, Tensor] | None:
-        """The operator's results; None where the kernel of tiles does not take the call. Shapes and dtypes are those that
-        the operator takes."""
+        """The operator's results; None where the kernel of tiles does not take the call. Shapes and dtypes are those
+        that the operator takes."""
         call, tokens = self._call, products.num_tokens
         if tokens > call.max_tokens or not self._takes_tiles(products, 1):
             return None

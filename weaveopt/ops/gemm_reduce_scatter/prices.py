@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, measured_parts_us, memory_us
 from weaveopt.cost_model.kernels import traffic_us
-from weaveopt.fabrics.reaching import not_measured, reaching
+from weaveopt.fabrics.reaching import not_measured, reaching, world_refused
 from weaveopt.fabrics.topology import Topology
-from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, OP, TILES, TILES_NORM
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
@@ -71,7 +70,7 @@ def candidates(
         if unreachable:
             found = [_summed(rule, work, tokens, machine, fabric, "", unreachable)]
         elif fabric is Fabric.PEER:
-            limits = _world_refused(work)
+            limits = world_refused(fabric, work.world)
             found = [
                 _summed(rule, work, tokens, machine, fabric, PARTIALS, limits),
                 _tiled(rule, work, tokens, machine, fabric, (*limits, *tiles_refused)),
@@ -84,13 +83,6 @@ def candidates(
         for candidate, lowered in found:
             if candidate.allowed or not usable_only:
                 yield candidate, lowered
-
-
-def _world_refused(work: Work) -> tuple[Rejection, ...]:
-    most = TRAITS[Fabric.PEER].max_world
-    if most is None or work.world <= most:
-        return ()
-    return (Rejection("world_not_supported", f"the kernels join at most {most} ranks", (("world", work.world),)),)
 
 
 def _summed(
