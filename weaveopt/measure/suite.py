@@ -13,7 +13,7 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.measure.cases import FAMILIES, GpuHosts, HostExchanges, name_of
 from weaveopt.measure.cases.between_hosts import HostLink, host_ranks
 from weaveopt.measure.cases.family import Family
-from weaveopt.measure.cases.launch import Launches
+from weaveopt.measure.cases.launch import Launches, launches
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
@@ -90,7 +90,7 @@ def measure_between_hosts(session: Session, topology: Topology, name: str, base:
 def _measure_gpu_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
     found = GpuHosts(topology.num_hosts, topology.num_machines)
     with torch.no_grad():
-        Launches().measure_alone(session)
+        session.launch_us, session.eager_us = launches(session.clock, session.device)
         found.measure(session, topology)
     # Rank 0 is the first one of its host.
     box = [found]
