@@ -5,7 +5,8 @@
 Beside it, in one run and in turns: the one-host kernels over NVLink on the same GPUs, one-shot (8 to 64 KiB of bf16 is
 theirs) and two-shot (128 KiB to 2 MiB), and NCCL's all-reduce alone, without addition and norm. Over NVLink packets are
 stored where they go, so this is what the protocol takes and says nothing of a network. Each is a chain of calls in a
-CUDA graph; a time is one call's. Writes the suite `hosts_gpu`.
+CUDA graph; a time is one call's. With `--profile FILE` of `weaveopt calibrate` on such ranks the kernel's price stands
+beside its time. Writes the suite `hosts_gpu`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ import torch.distributed as dist
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from benchmarks import gpu_ranks, record
 from benchmarks.gpu_ranks import Place, Step
+from weaveopt import cost_model
+from weaveopt.cost_model import Machine
 from weaveopt.fabrics import nvshmem, peer, topology
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import ReductionCall, SumOut
+from weaveopt.reductions.prices.estimate import estimate_fused
+from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 HIDDEN = 4096
@@ -85,7 +90,12 @@ def measure(place: Place, group: str, tokens: int) -> dict[str, float]:
     return {name: us / CALLS for name, us in found.items()}
 
 
-def program(place: Place, machine: str) -> None:
+def predicted(profile: Machine, tokens: int, world: int) -> float:
+    workload = Workload(tokens, tokens, HIDDEN, "bfloat16", world, world)
+    return estimate_fused(profile, workload, Fabric.NVSHMEM, Algorithm.DOUBLING).us
+
+
+def program(place: Place, machine: str, profile: Machine | None) -> None:
     one_host = str(dist.new_group(list(range(place.world))).group_name)
     here = topology.discover(one_host, TIMEOUT_S)
     os.environ["WEAVE_HOST"] = f"host{place.rank}"
@@ -99,9 +109,10 @@ def program(place: Place, machine: str) -> None:
         found = measure(place, one_host, tokens)
         weave_us = found.pop("hosts")
         case: dict[str, record.Scalar] = {"ranks": place.world, "tokens": tokens, "kib": tokens * HIDDEN * 2 // 1024}
-        rows.append(record.row(case=case, weave_us=weave_us, baselines=found))
+        predicted_us = None if profile is None else predicted(profile, tokens, place.world)
+        rows.append(record.row(case=case, weave_us=weave_us, baselines=found, predicted_us=predicted_us))
         others = "  ".join(f"{name} {us:8.2f}" for name, us in found.items())
-        place.say(f"{case['kib']:>6} KiB  hosts {weave_us:8.2f}  {others}")
+        place.say(f"{case['kib']:>6} KiB  hosts {weave_us:8.2f}  predicted {predicted_us or 0.0:8.2f}  {others}")
     if place.rank == 0:
         print(record.write("hosts_gpu", machine, rows))
 
@@ -110,9 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--machine", required=True, help="folder of the result file")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate measured on such ranks")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        gpu_ranks.run_and_exit(lambda place: program(place, arguments.machine))
+        profile = None if arguments.profile is None else cost_model.load(arguments.profile)
+        gpu_ranks.run_and_exit(lambda place: program(place, arguments.machine, profile))
     sys.exit(gpu_ranks.start("benchmarks.hosts_gpu", arguments.ranks, sys.argv[1:]))
 
 

@@ -19,6 +19,7 @@ from weaveopt.cost_model.alpha_beta import (
 from weaveopt.cost_model.between_hosts import hierarchical_sent_cost, ring_cost, tree_cost
 from weaveopt.cost_model.curve import interpolate_us, nearest_curve
 from weaveopt.cost_model.host_schedules import RING
+from weaveopt.cost_model.hosts_curves import at_most, curves_between, hosts_parts_us
 from weaveopt.cost_model.machine import Curve, FabricCosts, Link, Machine
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
@@ -124,7 +125,17 @@ def all_reduce_parts_us(
     curve = nearest_curve(costs.curves_of("all_reduce", variant), world) if hosts == 1 else None
     if curve is not None:
         return curve_parts_us(machine, curve, message_bytes, world, partial(all_reduce_steps, fabric, variant))
+    between = _measured_between(costs, variant, world, hosts)
+    if between is not None:
+        return hosts_parts_us(between, message_bytes, hosts, partial(all_reduce_steps, fabric, variant), at_most)
     return modelled_parts_us(machine, fabric, variant, message_bytes, world, hosts)
+
+
+def _measured_between(costs: FabricCosts, variant: str, world: int, hosts: int) -> Curve | None:
+    """An all-reduce that was measured between hosts of one rank each; of others, hosts of several ranks say nothing."""
+    if not 1 < hosts == world:
+        return None
+    return nearest_curve(curves_between(costs, "all_reduce", variant), hosts)
 
 
 def all_reduce_us(
@@ -132,8 +143,9 @@ def all_reduce_us(
 ) -> float:
     """`all_reduce(x)` of `message_bytes` among `world` ranks on `hosts` hosts, in microseconds.
 
-    A measured curve is read log-log between its points and carried over to other world sizes; without one,
-    and between hosts, the α–β models above. Raises `ProfileError` only for a fabric that the machine lacks.
+    A measured curve is read log-log between its points and carried over to other world sizes, and between hosts of one
+    rank each to other numbers of them; without one the α–β models above. Raises `ProfileError` only for a fabric that
+    the machine lacks.
     """
     latency_us, rest_us = all_reduce_parts_us(machine, fabric, variant, message_bytes, world, hosts)
     return latency_us + rest_us
@@ -176,5 +188,7 @@ def measured_parts_us(
 def library_algorithm(machine: Machine, op: str, num_bytes: float, world: int, hosts: int) -> str:
     """Which algorithm of the library `collective_us` is the price of between hosts; empty where it was measured."""
     if world <= 1 or num_bytes <= 0 or hosts <= 1:
+        return ""
+    if op == "all_reduce" and _measured_between(fabric_costs(machine, Fabric.LIBRARY), LIBRARY, world, hosts):
         return ""
     return library_cost(machine, num_bytes, world, hosts)[0] if op == "all_reduce" else RING

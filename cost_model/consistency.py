@@ -86,7 +86,9 @@ def _check_curves(file: str, where: str, costs: FabricCosts) -> None:
             refuse(
                 file, f"{where}[{index}].last_bytes", curve.last_bytes, f"at least first_bytes ({curve.first_bytes})"
             )
-        key = (curve.op, curve.variant, curve.world, curve.row)
+        if curve.world % curve.hosts:
+            refuse(file, f"{where}[{index}].hosts", curve.hosts, f"a divisor of its world ({curve.world})")
+        key = (curve.op, curve.variant, curve.world, curve.hosts, curve.row)
         if key in seen:
             refuse(file, f"{where}[{index}]", " ".join(map(str, key)), f"another kernel than in row {seen[key]}")
         seen[key] = index

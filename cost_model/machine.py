@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Time by message size of one operation between `world` ranks of one host; sizes grow, times never fall."""
+    """Time by message size of one operation between `world` ranks; sizes grow, times never fall."""
 
     origin: str
     op: str
@@ -66,6 +66,8 @@ class Curve:
     """The smallest message that may be read from it; below the first point the time is that point's."""
     last_bytes: int | None = None
     """The largest message that may be read from it; None: any, the last two points' cost per byte goes on."""
+    hosts: int = 1
+    """That the ranks are spread over, evenly."""
 
     def covers(self, message_bytes: float) -> bool:
         """Whether such a message may be read from it."""
@@ -133,8 +135,9 @@ class FabricCosts:
     """Of `TRANSFERS`, those that the devices can run, where the profile tells; empty: what the fabric usually has."""
 
     def curves_of(self, op: str, variant: str | None = None) -> tuple[Curve, ...]:
-        """The curves of an operation; with `variant`, of that one alone."""
-        return tuple(each for each in self.curves if each.op == op and variant in (None, each.variant))
+        """The curves of an operation within a host; with `variant`, of that one alone."""
+        found = (each for each in self.curves if each.hosts == 1 and each.op == op)
+        return tuple(each for each in found if variant in (None, each.variant))
 
 
 @dataclass(frozen=True)
@@ -379,8 +382,10 @@ class Machine:
             if hosts != 1 and costs.inter_host is not None:
                 used.append((f"{prefix}.inter_host", costs.inter_host.origin))
             for curve in costs.curves:
-                name = kernel_name(curve.variant).replace(" ", ".")
-                used.append((f"{prefix}.{curve.op}.{name}.world{curve.world}", curve.origin))
+                if hosts != 1 or curve.hosts == 1:
+                    name = kernel_name(curve.variant).replace(" ", ".")
+                    between = f".hosts{curve.hosts}" if curve.hosts > 1 else ""
+                    used.append((f"{prefix}.{curve.op}.{name}.world{curve.world}{between}", curve.origin))
         for kernel in self.kernels:
             used.append((f"kernels.{kernel.op}.{kernel_name(kernel.variant).replace(' ', '.')}", kernel.origin))
         return MachineSummary(

@@ -12,13 +12,15 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Machine, validate
 
 
-def written_once(machine: Machine) -> str:
-    """The file that rank 0 wrote `machine` to: ranks have to name one file.
-
-    It can be read here without jsonschema too, which GPU hosts without a network may lack.
-    """
+def read_without_jsonschema() -> None:
+    """Files of profiles are taken as they are where jsonschema is missing, as on GPU hosts without a network."""
     if importlib.util.find_spec("jsonschema") is None:
         validate._check_schema = lambda file, document: None
+
+
+def written_once(machine: Machine) -> str:
+    """The file that rank 0 wrote `machine` to: ranks have to name one file. It can be read here."""
+    read_without_jsonschema()
     told: list[str | None] = [None]
     if dist.get_rank() == 0:
         path = Path(tempfile.mkdtemp()) / f"{machine.name}.json"

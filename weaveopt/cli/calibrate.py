@@ -44,9 +44,9 @@ class Question:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures GEMMs, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
-        "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ... On CPU "
-        "ranks of several hosts: the link between them, for the profile of one host that --base names. On a host of "
-        "one GPU: what one rank can measure, without a launcher."
+        "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ... On ranks "
+        "of several hosts: the link between them, between GPUs the kernel over NVSHMEM and NCCL, for the profile of "
+        "one host that --base names. On a host of one GPU: what one rank can measure, without a launcher."
     )
     parser.add_argument(
         "--output", type=Path, default=Path(DEFAULT_OUTPUT), metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
@@ -184,7 +184,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
     if where.num_hosts > 1 and asked.only:
         raise OptionError(f"--only: between {where.num_hosts} hosts all is measured that there is")
     if where.num_hosts > 1:
-        _refuse_hosts(asked, device, base, where.num_hosts)
+        _refuse_hosts(base, where.num_hosts)
     started = time.monotonic()
     name = asked.name or asked.output.stem
     before = base or (cost_model.load(name) if name in cost_model.names() else None)
@@ -196,7 +196,8 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
             machine = measure(session, name, before, asked.only)
     said = ""
     if where.num_hosts > 1:
-        said = f"; the link between {where.num_hosts} hosts, all else kept from {asked.base}"
+        what = "the link between" if device.type == "cpu" else "the kernel and the library between"
+        said = f"; {what} {where.num_hosts} hosts, all else kept from {asked.base}"
     elif base is not None:
         renewed = renew(machine, base)
         machine, said = renewed.machine, f"; kept from {asked.base}: {', '.join(renewed.kept) or 'nothing'}"
@@ -214,16 +215,12 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
         sys.stdout.write(f"{asked.output}: {ranks} measured in {time.monotonic() - started:.0f} s{said}\n")
 
 
-def _refuse_hosts(asked: Question, device: torch.device, base: Machine | None, num_hosts: int) -> None:
+def _refuse_hosts(base: Machine | None, num_hosts: int) -> None:
     """What cannot be measured on ranks of several hosts."""
-    if device.type != "cpu":
-        raise OptionError(
-            f"these ranks are on {num_hosts} hosts, between which only CPU ranks are measured: measure GPUs on one host"
-        )
     if base is None:
         raise OptionError(
-            f"these ranks are on {num_hosts} hosts: what is measured is the link between them, for a profile of one "
-            "host: calibrate on one host first, then here with --base FILE"
+            f"these ranks are on {num_hosts} hosts: what is measured is what joins them, for a profile of one host: "
+            "calibrate on one host first, then here with --base FILE"
         )
 
 

@@ -68,6 +68,11 @@ class Topology:
     def num_hosts(self) -> int:
         return len(set(self.hosts))
 
+    @property
+    def num_machines(self) -> int:
+        """That the hosts are: fewer than hosts where `WEAVE_HOST` makes several of one."""
+        return len({tuple(word for at, word in enumerate(name.split("/")) if at != _WEAVE_HOST) for name in self.hosts})
+
     def fabrics(self) -> tuple[tuple[Fabric, Rejection | None], ...]:
         """Every fabric, with the reason why it does not reach all ranks of the group, or None where it does."""
         return tuple((fabric, self._against(fabric)) for fabric in Fabric)
@@ -90,6 +95,8 @@ def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
     return Topology(Group("0", tuple(range(world)), 0), names, device, fake=True)
 
 
+_WEAVE_HOST = 1
+"""Which word of a host's name that variable is, see `_host`."""
 _WHAT = "what"
 """Beside every payload: what its rank wanted to agree on."""
 _STORE_ANSWERS_S = 5.0

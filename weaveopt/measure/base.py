@@ -18,6 +18,7 @@ from weaveopt.cost_model.machine import (
     CompiledCosts,
     Contention,
     CopyEngine,
+    Curve,
     FabricCosts,
     Launch,
     Link,
@@ -70,8 +71,8 @@ def _processors(machine: Machine) -> int | None:
 
 
 def largest_group(machine: Machine) -> int:
-    """Ranks of the largest group that was measured together; 0 where none was."""
-    return max((curve.world for costs in machine.fabric_costs for curve in costs.curves), default=0)
+    """Ranks of the largest group that was measured together within a host; 0 where none was."""
+    return max((_most_ranks(costs) for costs in machine.fabric_costs), default=0)
 
 
 def renew(today: Machine, base: Machine) -> Renewed:
@@ -138,6 +139,44 @@ def with_link(base: Machine, name: str, link: Link, library: Link, origins: Mapp
     return merged
 
 
+def with_curves(
+    base: Machine,
+    name: str,
+    curves: Mapping[Fabric, tuple[Curve, ...]],
+    links: Mapping[Fabric, Link],
+    origins: Mapping[str, Origin],
+) -> Machine:
+    """`base` under `name`, with `curves` in place of its own of the same operations among as many ranks and hosts.
+
+    `links`: what becomes of the link between hosts under a fabric. A fabric that `base` has not is joined within a host
+    as peers are, or as the library joins ranks where there are none. The error is that of all curves, and no less than
+    `base` says.
+    """
+    base = _with_names_apart(base, origins)
+    by_fabric = {costs.fabric: costs for costs in base.fabric_costs}
+    within = by_fabric.get(Fabric.PEER, by_fabric[Fabric.LIBRARY]).link
+    for fabric, found in curves.items():
+        costs = by_fabric.get(fabric, FabricCosts(fabric, within))
+        had = {(curve.op, curve.world, curve.hosts) for curve in found}
+        kept = (curve for curve in costs.curves if (curve.op, curve.world, curve.hosts) not in had)
+        by_fabric[fabric] = replace(
+            costs,
+            curves=tuple(sorted((*kept, *found), key=curve_order)),
+            inter_host=links.get(fabric, costs.inter_host),
+        )
+    merged = replace(
+        base, name=name, fabric_costs=tuple(sorted(by_fabric.values(), key=lambda costs: costs.fabric.value))
+    )
+    known = dict(base.origins) | dict(origins)
+    merged = replace(
+        merged,
+        relative_error=max(base.relative_error, relative_error(merged)),
+        origins=tuple((each, known[each]) for each in sorted(_named(merged))),
+    )
+    check(f"{name} (curves between hosts renewed)", merged)
+    return merged
+
+
 def _whole(theirs: FabricCosts, kept: list[str]) -> FabricCosts:
     kept.append(theirs.fabric.value)
     return theirs
@@ -145,12 +184,13 @@ def _whole(theirs: FabricCosts, kept: list[str]) -> FabricCosts:
 
 def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], kept: list[str]) -> FabricCosts:
     """One fabric's curves: the base's of every kind and group size that today's run has none of."""
-    had = {(curve.op, curve.world) for curve in ours.curves}
+    had = {(curve.op, curve.world, curve.hosts) for curve in ours.curves}
     curves = list(ours.curves)
     for curve in theirs.curves:
-        if (curve.op, curve.world) not in had:
+        if (curve.op, curve.world, curve.hosts) not in had:
             curves.append(curve)
             name = f"{theirs.fabric.value}.{curve.op} of {curve.world}"
+            name += f" on {curve.hosts} hosts" if curve.hosts > 1 else ""
             if name not in kept:
                 kept.append(name)
     link = ours.link
@@ -167,7 +207,7 @@ def _merged(ours: FabricCosts, theirs: FabricCosts, measured: frozenset[str], ke
 
 
 def _most_ranks(costs: FabricCosts) -> int:
-    return max((curve.world for curve in costs.curves), default=0)
+    return max((curve.world for curve in costs.curves if curve.hosts == 1), default=0)
 
 
 def _with_names_apart(base: Machine, taken: Mapping[str, Origin]) -> Machine:

@@ -170,7 +170,7 @@ def relative_error(machine: Machine) -> float:
     return round(min(max(LEAST_ERROR, error), MOST_ERROR), 3)
 
 
-def curve_order(curve: Curve) -> tuple[str, int, int, tuple[tuple[str, int], ...]]:
-    """How a profile sorts its curves: by operation, world size, row length and variant, numbers as numbers."""
+def curve_order(curve: Curve) -> tuple[str, int, int, int, tuple[tuple[str, int], ...]]:
+    """How a profile sorts its curves: by operation, hosts, world size, row length and variant, numbers as numbers."""
     words = tuple((text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", curve.variant))
-    return curve.op, curve.world, curve.row, words
+    return curve.op, curve.hosts, curve.world, curve.row, words

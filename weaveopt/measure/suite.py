@@ -10,10 +10,10 @@ import torch.distributed as dist
 from weaveopt.cost_model import Machine
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.topology import Topology
-from weaveopt.measure.cases import FAMILIES, HostExchanges, name_of
+from weaveopt.measure.cases import FAMILIES, GpuHosts, HostExchanges, name_of
 from weaveopt.measure.cases.between_hosts import HostLink, host_ranks
 from weaveopt.measure.cases.family import Family
-from weaveopt.measure.cases.launch import Launches
+from weaveopt.measure.cases.launch import Launches, launches
 from weaveopt.measure.clock import barrier
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import subgroup
@@ -63,10 +63,12 @@ def _needs_peers(family: Family) -> bool:
 
 def measure_between_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
     """`base`, a profile of one such host, with the link between hosts as it is, and what exchanges take of busy hosts;
-    the same on every rank.
+    the same on every rank. Between GPUs: what the kernel between hosts takes, and the library.
 
     Times that contradict themselves are measured again, then refused with a `WeaveError`.
     """
+    if session.is_gpu:
+        return _measure_gpu_hosts(session, topology, name, base)
     by_host = host_ranks(topology)
     for attempt in range(NUM_ATTEMPTS):
         link, exchanges = HostLink(len(by_host), len(by_host[0])), HostExchanges(len(by_host), len(by_host[0]))
@@ -83,3 +85,14 @@ def measure_between_hosts(session: Session, topology: Topology, name: str, base:
             if attempt == NUM_ATTEMPTS - 1:
                 raise
     raise AssertionError("unreachable")
+
+
+def _measure_gpu_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
+    found = GpuHosts(topology.num_hosts, topology.num_machines)
+    with torch.no_grad():
+        session.launch_us, session.eager_us = launches(session.clock, session.device)
+        found.measure(session, topology)
+    # Rank 0 is the first one of its host.
+    box = [found]
+    dist.broadcast_object_list(box, src=0)
+    return box[0].renewed(base, name, session.device)

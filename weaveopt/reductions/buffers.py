@@ -85,7 +85,8 @@ def _needs(
     if TRAITS[fabric].device == "cpu":
         return _native.shm_buffers(max_tokens, rows.hidden, dtype, getattr(_native.DType, rows.out_dtype), rows.world)
     if fabric is Fabric.NVSHMEM:
-        return _native.host_buffers(max_tokens, rows.hidden, rows.hosts)
+        most = min(max_tokens, max((row.max_tokens for row in table), default=max_tokens))
+        return _native.host_buffers(most, rows.hidden, rows.hosts)
     return [need for row in table for need in _needs_of_row(rows, row)]
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import Machine, host_us
-from weaveopt.fabrics.reaching import reaching
+from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
-from weaveopt.records.site import TokenCounts
+from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.reductions import call as op
 from weaveopt.reductions.eligible import shape_rejections
 from weaveopt.reductions.plan import two_shot_division
 from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.kernels import KernelVariant, kernel_variants
+from weaveopt.reductions.prices.kernels import MEASURED_ONLY, KernelVariant, kernel_variants, longest_row_bytes
 from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
 from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
 from weaveopt.reductions.variant import OP, Algorithm, KernelRow, Transfer
@@ -31,10 +31,6 @@ FP8_ROW_ALIGNMENT = 16
 GEMM_IN_ARENA = frozenset({Fabric.SHM, Fabric.TCP, Fabric.MULTIMEM})
 """Fabrics whose operation makes the partial result too, in the arena; on `peer` rows are sent from wherever they are,
 and the GEMM stays in the graph, where Inductor picks its kernel."""
-
-
-UNMEASURED = frozenset({Fabric.NVSHMEM})
-"""Fabrics with a kernel of which no profile has a time, nor can `calibrate` measure one yet."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,9 @@ def candidates(
         base = Lowered(workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
-        if fabric in UNMEASURED:
-            message = "the kernel was never timed between hosts, and nothing is chosen that was not"
-            reasons.append(Rejection("not_measured", message, (("fabric", fabric.value), ("op", OP))))
-            if usable_only:
+        if fabric in MEASURED_ONLY:
+            reasons.extend(_beyond_times(workload, fabric, machine))
+            if reasons and usable_only:
                 continue
         if tabled and TRAITS[fabric].device == "cuda":
             reasons.extend(shape_rejections(workload, fabric))
@@ -140,6 +135,21 @@ def candidates(
                 here = [each for each in here if _may_pay(*each, reasons)]
             found.extend(here)
     return tuple(found)
+
+
+def _beyond_times(workload: Workload, fabric: Fabric, machine: Machine) -> Iterator[Rejection]:
+    """Why the profile's times say nothing of the site: such kernels are not used where nobody timed them."""
+    longest = longest_row_bytes(machine, fabric)
+    if not longest:
+        yield not_measured(machine, fabric, OP)
+        return
+    if 1 < workload.hosts < workload.world:
+        where = (("fabric", fabric.value), ("ranks", workload.world), ("hosts", workload.hosts))
+        yield Rejection("no_kernel", "this version has no kernel between hosts of several GPUs", where)
+    row_bytes = workload.hidden * DTYPE_BYTES[workload.dtype]
+    if row_bytes > longest:
+        rows = (("row_bytes", row_bytes), ("measured", longest))
+        yield Rejection("beyond_measured", "the kernel was not measured with rows that long, and is not used", rows)
 
 
 def _forms(base: Lowered, facts: ReductionFacts, known: Terms) -> Iterator[Lowered]:

@@ -6,6 +6,7 @@ import re
 
 from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
+from weaveopt.measure.cases.all_reduce_norm.gpu_hosts import GpuHosts
 from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
 from weaveopt.measure.cases.all_reduce_norm.prefetch import PrefetchedWeights
@@ -25,7 +26,7 @@ from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.cases.moe_experts import ExpertKernels
 from weaveopt.measure.cases.moe_sharded import ShardedKernels
 
-__all__ = ["FAMILIES", "HostExchanges", "name_of"]
+__all__ = ["FAMILIES", "GpuHosts", "HostExchanges", "name_of"]
 
 FAMILIES: tuple[type[Family], ...] = (
     Launches,
@@ -49,7 +50,7 @@ FAMILIES: tuple[type[Family], ...] = (
     ShardedKernels,
     PrefetchedWeights,
 )
-"""Within a host; `HostExchanges` is what ranks of several hosts measure beside the link."""
+"""Within a host. Of several hosts, CPU ranks measure `HostExchanges` beside the link, and GPUs `GpuHosts`."""
 
 
 def name_of(family: type) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf, log
 
 from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_steps, curve_parts_us, fabric_costs
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
+from weaveopt.cost_model.hosts_curves import at_least, curves_between, hosts_parts_us, packet_doubling
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
 from weaveopt.records.candidate import Fabric, Term
+from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.reductions.prices.messages import message_terms
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import (
@@ -31,8 +34,12 @@ USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.LIBRARY: (),
 }
 """Transfers that a fabric's devices can run, where the profile does not tell."""
-READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK})
+READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, Transfer.PACKET})
 """Transfers that send a partial result from wherever it is; for the others it must lie in the arena."""
+MEASURED_ONLY = frozenset({Fabric.NVSHMEM})
+"""Fabrics whose kernels are used only where the profile has times of them."""
+MEASURED_BYTES = 2
+"""Of an element of the rows that `weaveopt calibrate` exchanges."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +73,12 @@ def kernel_variants(
     """Every kernel that may serve rows of `hidden`; the earlier one is taken where two are equally fast.
 
     On `peer`, what was measured excludes what was not; without any measurement, and on the other fabrics, a kernel
-    that was not measured is modelled. Between hosts all are; without messages of ours (`nvshmem`) there are none.
+    that was not measured is modelled. Between hosts, messages are modelled, and packets between GPUs measured.
     """
     if world < 2 or fabric not in machine.fabrics:
         return ()
+    if hosts > 1 and fabric in MEASURED_ONLY:
+        return _between_gpus(machine, fabric, hidden, world, hosts)
     sends_messages = Transfer.MESSAGE in USUAL_TRANSFERS[fabric]
     if hosts > 1 or sends_messages:
         names = ALGORITHMS[Transfer.MESSAGE] if hosts > 1 and sends_messages else ()
@@ -81,7 +90,7 @@ def kernel_variants(
     found: list[KernelVariant] = []
     for transfer in usable:
         for algorithm in ALGORITHMS[transfer]:
-            curves = kernel_curves(costs, algorithm, transfer, world, hidden)
+            curves = kernel_curves(costs.curves_of(OP), algorithm, transfer, world, hidden)
             # Few CTAs first: they leave the rest of the device to others.
             for num_ctas, curve in sorted(curves.items(), key=lambda pair: pair[0] or inf):
                 measured = curve.world == world and named[curve.origin].kind == MEASURED
@@ -96,13 +105,35 @@ def kernel_variants(
     return tuple(sorted(found, key=lambda variant: order.index(variant.algorithm)))
 
 
+def _between_gpus(machine: Machine, fabric: Fabric, hidden: int, world: int, hosts: int) -> tuple[KernelVariant, ...]:
+    """The kernel of one GPU a host, with its times among the nearest number of hosts."""
+    measured = curves_between(fabric_costs(machine, fabric), OP) if hosts == world else ()
+    known = kernel_curves(measured, Algorithm.DOUBLING, Transfer.PACKET, world, hidden)
+    kinds = dict(machine.origins)
+    return tuple(
+        KernelVariant(
+            Algorithm.DOUBLING, Transfer.PACKET, num_ctas, curve,
+            measured=curve.hosts == hosts and kinds[curve.origin].kind == MEASURED,
+        )
+        for num_ctas, curve in sorted(known.items(), key=lambda pair: pair[0] or inf)
+    )  # fmt: skip
+
+
+def longest_row_bytes(machine: Machine, fabric: Fabric) -> int:
+    """Of the rows that the kernel between GPUs was measured with; 0: it was not."""
+    if fabric not in machine.fabrics:
+        return 0
+    curves = curves_between(fabric_costs(machine, fabric), OP)
+    return max((curve.row * MEASURED_BYTES for curve in curves), default=0)
+
+
 def kernel_curves(
-    costs: FabricCosts, algorithm: Algorithm, transfer: Transfer, world: int, hidden: int
+    measured: Sequence[Curve], algorithm: Algorithm, transfer: Transfer, world: int, hidden: int
 ) -> dict[int, Curve]:
     """A kernel's curves by number of CTAs: at the nearest world size, between the rows measured."""
     by_ctas: dict[int, list[Curve]] = {}
     fitting = []
-    for curve in costs.curves_of(OP):
+    for curve in measured:
         kernel = parse_variant(curve.variant)
         if kernel[:2] == (algorithm, transfer):
             fitting.append((kernel[2], curve))
@@ -182,6 +213,11 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     norm_us = traffic_us(machine, passes * message * rows) * machine.oversubscription(world, workload.hosts)
     if variant.transfer is Transfer.MESSAGE and workload.hosts > 1:
         return message_terms(machine, workload, variant.algorithm, norm_us)
+    if variant.curve is not None and variant.transfer is Transfer.PACKET:
+        rounds = partial(packet_doubling, element_bytes=DTYPE_BYTES[workload.dtype])
+        latency_us, rest_us = hosts_parts_us(variant.curve, message, workload.hosts, rounds, at_least)
+        norm_us = min(norm_us, rest_us / 2)
+        return [Term("synchronize", latency_us), Term("reduce", rest_us - norm_us), Term("norm", norm_us)]
     if variant.curve is not None:
         steps = partial(all_reduce_steps, fabric, variant.algorithm)
         latency_us, rest_us = curve_parts_us(machine, variant.curve, message, world, steps)

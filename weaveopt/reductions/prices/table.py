@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.cost_model.hosts_curves import curves_between
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.token_grid import LARGEST_TOKENS, corners_of, grid_of, last_where
 from weaveopt.records.candidate import Fabric
@@ -120,7 +121,8 @@ class _Race:
         points = set(self._machine.memory.points)
         for variant in self._known:
             points.update(variant.curve.points if variant.curve is not None else ())
-        for curve in fabric_costs(self._machine, Fabric.LIBRARY).curves_of("all_reduce"):
+        library = fabric_costs(self._machine, Fabric.LIBRARY)
+        for curve in (*library.curves_of("all_reduce"), *curves_between(library, "all_reduce")):
             points.update(curve.points)
         return corners_of(points, self._hidden * DTYPE_BYTES[self._dtype])
 

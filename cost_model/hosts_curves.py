@@ -1,0 +1,68 @@
+"""Curves that were measured between hosts of one rank each, and what they say of other numbers of hosts.
+
+Among as many hosts a time is read as it was measured. Of other numbers of hosts nobody has a time, and what stands in
+for it must not make a rewrite look faster than it is. So a kernel of ours grows with its rounds and bytes, and takes no
+less among fewer hosts; the library takes no more among more hosts, and shrinks with its rounds and bytes among fewer.
+(NCCL's latency among 4 GPUs is 1.4 times that among 2, where a tree has 2 times the rounds: profile `h200x4`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weaveopt.cost_model.alpha_beta import Steps
+from weaveopt.cost_model.curve import interpolate_us
+from weaveopt.cost_model.host_algorithms import SUM_BYTES
+from weaveopt.cost_model.host_schedules import doublings
+from weaveopt.cost_model.machine import Curve, FabricCosts
+
+Carry = Callable[[float], float]
+"""From the factor that rounds or bytes grow by to the one that a time is multiplied by."""
+
+
+def curves_between(costs: FabricCosts, op: str, variant: str | None = None) -> tuple[Curve, ...]:
+    """Those of an operation that were measured between hosts of one rank each; with `variant`, of that one alone."""
+    return tuple(
+        each
+        for each in costs.curves
+        if each.op == op and 1 < each.hosts == each.world and variant in (None, each.variant)
+    )
+
+
+def at_least(factor: float) -> float:
+    """Of a kernel of ours."""
+    return max(factor, 1.0)
+
+
+def at_most(factor: float) -> float:
+    """Of the library."""
+    return min(factor, 1.0)
+
+
+def hosts_parts_us(
+    curve: Curve, message_bytes: float, hosts: int, steps: Callable[[int], Steps], carry: Carry
+) -> tuple[float, float]:
+    """(latency, rest) of such a curve among `hosts` hosts: the latency grows with the number of `steps`, the rest with
+    their traffic, each as `carry` says; among as many hosts as were measured, as it was measured.
+    """
+    floor_us = curve.points[0].us
+    rest_us = interpolate_us(curve.points, message_bytes) - floor_us
+    if hosts != curve.hosts:
+        here, there = steps(hosts), steps(curve.hosts)
+        floor_us *= carry(here.num_steps / there.num_steps)
+        rest_us *= carry(here.traffic / there.traffic)
+    return floor_us, rest_us
+
+
+def packet_doubling(hosts: int, element_bytes: int) -> Steps:
+    """Recursive doubling of packets between GPUs, one a host: `log2(N)` rounds of the whole message (NVRAR §4.1).
+
+    What was not added to anything yet travels as it is, sums in fp32. Where `N` is no power of two, the hosts beyond it
+    hand their rows to a partner first and get the sum in the end: two rounds more, and a sum more that is sent.
+    """
+    if hosts <= 1:
+        return Steps(0, 0.0)
+    rounds, widened = doublings(hosts), max(SUM_BYTES, element_bytes) / element_bytes
+    if hosts == 1 << rounds:
+        return Steps(rounds, 1.0 + widened * (rounds - 1))
+    return Steps(rounds + 2, widened * (rounds + 1))

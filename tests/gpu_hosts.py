@@ -1,0 +1,42 @@
+"""Made-up times between hosts of one GPU each, and the profile that `weaveopt calibrate` would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from weaveopt import cost_model
+from weaveopt.cost_model.machine import Machine
+from weaveopt.measure.cases.all_reduce_norm.gpu_hosts import REDUCED_BYTES, GpuHosts, kernels
+from weaveopt.measure.clock import Sample
+
+Times = Callable[[int], float]
+"""Microseconds by bytes."""
+CPU = torch.device("cpu")
+
+
+def kernel_us(num_bytes: int) -> float:
+    """About what two H100s take that stand for two hosts (benchmarks/results/h100x2/hosts_gpu.json)."""
+    return 5.8 + num_bytes / 1.4e5
+
+
+def library_us(num_bytes: int) -> float:
+    """NCCL's all-reduce alone there, and beyond 2 MiB faster than the kernel."""
+    return 12.3 + num_bytes / 1e5 if num_bytes <= 2 << 20 else 33.3 + (num_bytes - (2 << 20)) / 4e5
+
+
+def measured(kernel: Times = kernel_us, library: Times = library_us, hosts: int = 2, machines: int = 2) -> GpuHosts:
+    """As if between so many hosts."""
+    found = GpuHosts(hosts, machines)
+    for fused in kernels(quick=False):
+        rows = found.times.setdefault((hosts, fused.hidden, replace(fused.row, max_tokens=0)), [])
+        rows.append((fused.bytes, Sample(kernel(fused.bytes), 0.02)))
+    found.reduced = [(size, Sample(library(size), 0.03)) for size in REDUCED_BYTES]
+    return found
+
+
+def machine(kernel: Times = kernel_us, library: Times = library_us, hosts: int = 2, base: str = "h100x2") -> Machine:
+    """The profile `base` with such times."""
+    return measured(kernel, library, hosts).renewed(cost_model.load(base), "here", CPU)

@@ -1,0 +1,144 @@
+"""The kernel between GPUs of several hosts, one of each, and the library's all-reduce among the same ranks.
+
+Both become curves by message size among so many hosts, of one run, for they compete. Where hosts have several GPUs, the
+first rank of each takes part and the others wait: there is no kernel between hosts of several GPUs.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from weaveopt.cost_model import Machine
+from weaveopt.cost_model.between_hosts import FLAGGED_PAYLOAD
+from weaveopt.cost_model.collectives import LIBRARY
+from weaveopt.cost_model.hosts_curves import packet_doubling
+from weaveopt.cost_model.machine import MEASURED, Curve, Link, Origin
+from weaveopt.fabrics.topology import Topology
+from weaveopt.measure import base, draft, fit
+from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused, fused_hosts, reserve_hosts
+from weaveopt.measure.cases.all_reduce_norm.curves import Times, curve_of
+from weaveopt.measure.cases.collectives import collective
+from weaveopt.measure.clock import Sample, barrier, sample_of
+from weaveopt.measure.ranks import Ranks
+from weaveopt.measure.session import Rows, Session
+from weaveopt.records.candidate import Fabric
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+
+ROWS = (2048, 4096, 8192, 16384)
+"""Elements of a row; the kernel takes none that are longer."""
+MOST_BYTES = 8 << 20
+"""Of rows that are exchanged whole: beyond them all-reduces that divide the rows move less."""
+REDUCED_BYTES = tuple(1 << exponent for exponent in range(11, 27))
+"""Of the library's all-reduce: to 64 MiB, so that prefill is priced beside decode."""
+WHAT = "fused all-reduce + add + RMSNorm between hosts of one GPU each, NVSHMEM, residual and sum whole, bfloat16"
+LIBRARY_WHAT = "NCCL's all-reduce as compiled graphs call it, one GPU a host, bfloat16"
+
+
+def kernels(quick: bool) -> Iterator[Fused]:
+    """Every row length at every power of two of tokens."""
+    for row in ROWS[1:2] if quick else ROWS:
+        most = MOST_BYTES // (row * DTYPE.itemsize)
+        for exponent in range(0, most.bit_length(), 3 if quick else 1):
+            tokens = 1 << exponent
+            yield Fused(KernelRow(tokens, Algorithm.DOUBLING, Transfer.PACKET), row, tokens)
+
+
+def first_ranks(topology: Topology, device: torch.device) -> Ranks:
+    """The first rank of each host, in the order of the hosts. Every rank of the job calls it."""
+    firsts = [topology.hosts.index(name) for name in dict.fromkeys(topology.hosts)]
+    rank, alone = dist.get_rank(), len(firsts) == topology.world
+    group = dist.distributed_c10d._get_default_group() if alone else dist.new_group(firsts)
+    inside = rank in firsts
+    name, own = (str(group.group_name), firsts.index(rank)) if inside else ("", -1)
+    return Ranks(name, len(firsts), own, inside, device, group if inside else None)
+
+
+@dataclass
+class GpuHosts:
+    """What was measured among the first ranks of all hosts."""
+
+    hosts: int
+    machines: int
+    """That the hosts are made of: fewer than hosts where `WEAVE_HOST` makes several of one."""
+    times: Times = field(default_factory=dict)
+    """Of the fused kernel."""
+    reduced: Rows = field(default_factory=list)
+    """Of the library's all-reduce."""
+
+    def measure(self, session: Session, topology: Topology) -> None:
+        """Every rank calls it, after it has measured what a launch takes."""
+        ranks = first_ranks(topology, session.device)
+        if ranks.inside:
+            self._measure_kernels(session, ranks)
+            self._measure_library(session, ranks)
+        barrier()
+
+    def _measure_kernels(self, session: Session, ranks: Ranks) -> None:
+        every = list(kernels(session.quick))
+        # One arena for all that is captured, before any of it is: graphs hold its addresses.
+        reserve_hosts(ranks, every)
+        for row in dict.fromkeys(fused.hidden for fused in every):
+            sizes = [fused for fused in every if fused.hidden == row]
+
+            def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
+                guess_us = 8.0 + sizes[index].bytes / 5e4
+                return session.clock.together(fused_hosts(ranks, sizes[index]), guess_us, ranks.process_group)
+
+            rows = session.curve(f"kernel of {ranks.world} hosts", [fused.bytes for fused in sizes], take)
+            self.times[ranks.world, row, replace(sizes[0].row, max_tokens=0)] = rows
+
+    def _measure_library(self, session: Session, ranks: Ranks) -> None:
+        sizes = REDUCED_BYTES[::3] if session.quick else REDUCED_BYTES
+
+        def take(index: int) -> Sample:
+            launch, guess_us = collective(ranks, "all_reduce", sizes[index]), 15.0 + sizes[index] / 5e4
+            sample = session.clock.together(launch, guess_us, ranks.process_group)
+            return Sample(sample.us - min(session.launch_us, sample.us / 2), sample.spread)
+
+        self.reduced = session.curve(f"all_reduce of {ranks.world} hosts", sizes, take)
+
+    def renewed(self, before: Machine, name: str, device: torch.device) -> Machine:
+        """`before` under `name` with both among so many hosts; curves of other numbers of hosts stay."""
+        kernel, library = f"between.nvshmem.{self.hosts}", f"between.nccl.{self.hosts}"
+        spreads = {
+            kernel: [sample.spread for rows in self.times.values() for _, sample in rows],
+            library: [sample.spread for _, sample in self.reduced],
+        }
+        said = {kernel: WHAT, library: LIBRARY_WHAT}
+        origins = {each: self._origin(device, said[each], spreads[each]) for each in (kernel, library)}
+        curves: Mapping[Fabric, tuple[Curve, ...]] = {
+            Fabric.NVSHMEM: tuple(
+                # Nothing is known beyond the largest size.
+                replace(made, hosts=self.hosts, last_bytes=made.points[-1].bytes)
+                for (world, row, kind), rows in self.times.items()
+                for made in (curve_of(kernel, world, row, kind, rows),)
+            ),
+            Fabric.LIBRARY: (
+                Curve(
+                    library, "all_reduce", LIBRARY, self.hosts,
+                    fit.never_falling([(size, sample.us) for size, sample in self.reduced]), hosts=self.hosts,
+                ),
+            ),
+        }  # fmt: skip
+        return base.with_curves(before, name, curves, {Fabric.NVSHMEM: self.link(kernel, before)}, origins)
+
+    def link(self, origin: str, before: Machine) -> Link:
+        """α and β between hosts as this kernel has them, with the least squares of relative errors; no `o` apart."""
+        launch_us, steps = before.memory.floor_us, packet_doubling(self.hosts, DTYPE.itemsize)
+        times = [(float(size), sample.us) for rows in self.times.values() for size, sample in rows]
+        step_us, us_per_byte = fit.line([(size, max(us - launch_us, us / 2)) for size, us in times])
+        rate = FLAGGED_PAYLOAD * steps.traffic / us_per_byte * 1e6
+        return Link(origin, round(max(step_us / steps.num_steps, 1e-3), 3), round(rate, -6))
+
+    def _origin(self, device: torch.device, what: str, spreads: Sequence[float]) -> Origin:
+        where = f"{self.hosts} hosts of {draft.host(device, 1)}"
+        if self.machines < self.hosts:
+            where += f", on {self.machines} machine{'s' if self.machines > 1 else ''}: over links within it"
+        spread = round(sample_of([max(each, 1e-4) for each in spreads]).us, 4)
+        today = datetime.date.today().isoformat()
+        return Origin(MEASURED, today, where, f"{what}; torch {torch.__version__}, median, slowest rank", spread)
