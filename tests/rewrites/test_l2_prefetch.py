@@ -149,38 +149,6 @@ def test_the_operation_gets_the_weights_that_are_read_next(
         assert sum("aten" in str(user.target) for user in each.users) == 1
 
 
-def of_one_row(*weights: Tensor, widened: bool = False, dim: int = 1) -> Callable[..., object]:
-    """A block of one token under `coordinate_descent_tuning`: torch writes its GEMMs so."""
-
-    def product(rows: Tensor, weight: Tensor) -> Tensor:
-        factors = rows.view(1, -1).unsqueeze(2), weight.t().unsqueeze(0)
-        row, columns = (each.float() for each in factors) if widened else factors
-        return (row * columns).sum(dim).to(rows.dtype)
-
-    def run(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        down, norm = weight(INNER, HIDDEN), torch.zeros(HIDDEN, dtype=torch.bfloat16)
-        rows = forms.rms(residual + forms.all_reduce(x @ down), norm)
-        return (rows, *(product(rows, weight) for weight in weights))
-
-    return run
-
-
-@pytest.mark.parametrize("widened", [False, True])
-def test_a_gemm_of_one_row_may_be_a_sum_of_products(widened: bool, report_on: Reported, graphs: list[fx.Graph]) -> None:
-    weights = weight(1536), weight(512)
-    machine = with_curves(curve(Order.FRONT, 64))
-    (decision,) = report_on(machine, 1, of_one_row(*weights, widened=widened)).decisions
-    assert dict(decision.chosen.parameters)["prefetch_order"] == "front"
-    (node,) = prefetching(graphs[-1])
-    *_, given, _ = node.args
-    assert [tuple(tensor_of(each).shape) for each in given] == [tuple(each.shape) for each in weights]
-
-
-def test_other_products_with_a_weight_load_nothing(report_on: Reported, graphs: list[fx.Graph]) -> None:
-    (decision,) = report_on(with_curves(curve(Order.FRONT, 64)), 1, of_one_row(weight(512), dim=2)).decisions
-    assert decision.rewritten and not prefetching(graphs[-1]), decision.chosen
-
-
 def test_the_candidate_without_a_measurement_is_as_it_was(report_on: Reported, graphs: list[fx.Graph]) -> None:
     (decision,) = report_on(H200, 8, block(weight(512))).decisions
     assert not any(name.startswith("prefetch") for name, _ in decision.chosen.parameters)

@@ -19,20 +19,6 @@ GEMMS = frozenset({MM, ADDMM, SCALED_MM})
 _TRANSPOSES = frozenset({aten.t.default, aten.permute.default, aten.transpose.int})
 
 
-def transposed(node: fx.Node) -> fx.Node | None:
-    """The matrix whose transposed view `node` is; None where it is none."""
-    source = node.args[0] if is_call(node, _TRANSPOSES) else None
-    value = tensor_of(source) if isinstance(source, fx.Node) else None
-    if value is None or value.ndim != 2 or not isinstance(source, fx.Node):
-        return None
-    if node.target is aten.t.default:
-        return source
-    dims = node.args[1] if node.target is aten.permute.default else node.args[1:3]
-    assert isinstance(dims, list | tuple), node.args
-    swaps = [int(dim) % 2 for dim in dims]
-    return source if swaps == [1, 0] or (node.target is aten.transpose.int and swaps == [0, 1]) else None
-
-
 @dataclass(frozen=True)
 class Gemm:
     """`a [m, k] @ b [k, n] + bias [n] + addend [m, n]`; of `_scaled_mm` a and b have scales of their own."""
@@ -52,7 +38,17 @@ class Gemm:
     @property
     def transposed_b(self) -> fx.Node | None:
         """The [n, k] matrix whose transposed view b is, as linear layers keep their weights; None where b is none."""
-        return transposed(self.b)
+        node = self.b
+        source = node.args[0] if is_call(node, _TRANSPOSES) else None
+        value = tensor_of(source) if isinstance(source, fx.Node) else None
+        if value is None or value.ndim != 2 or not isinstance(source, fx.Node):
+            return None
+        if node.target is aten.t.default:
+            return source
+        dims = node.args[1] if node.target is aten.permute.default else node.args[1:3]
+        assert isinstance(dims, list | tuple), node.args
+        swaps = [int(dim) % 2 for dim in dims]
+        return source if swaps == [1, 0] or (node.target is aten.transpose.int and swaps == [0, 1]) else None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
