@@ -1,0 +1,37 @@
+"""What the shipped profile says of kernels that hold a GEMM and its exchange, beside the result files."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from benchmarks.overlap_prediction import Size, sizes_of, summary
+from weaveopt import cost_model
+
+
+@pytest.fixture(scope="module")
+def sizes() -> list[Size]:
+    return list(sizes_of(cost_model.load("h100x2"), "h100x2"))
+
+
+@pytest.mark.parametrize(
+    ("suite", "count", "error", "reached"), [("gemm_all_reduce", 20, 0.05, 0.98), ("all_gather_gemm", 10, 0.1, 0.99)]
+)
+def test_predictions_are_near_and_the_choice_is_near_the_best(
+    suite: str, count: int, error: float, reached: float, sizes: list[Size]
+) -> None:
+    """The profile's GEMMs run at the clock that the power limit leaves, the benchmark's short chains above it."""
+    found = [size for size in sizes if size.suite == suite]
+    assert len(found) == count and all(len(size.measured_us) >= 3 for size in found)
+    assert fmean(abs(size.errors[size.chosen]) for size in found) < error
+    assert fmean(size.reached for size in found) > reached and min(size.reached for size in found) > 0.9
+
+
+def test_the_table_has_every_operation(sizes: list[Size]) -> None:
+    text = summary(sizes)
+    assert "gemm_all_reduce" in text and "all_gather_gemm" in text
+
+
+def test_a_profile_without_the_kernels_has_nothing_to_compare() -> None:
+    assert not list(sizes_of(cost_model.load("h100x8"), "h100x2"))
