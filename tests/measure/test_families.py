@@ -12,7 +12,7 @@ import torch
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
-from weaveopt.measure.cases import FAMILIES
+from weaveopt.measure.cases import FAMILIES, name_of
 from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
 from weaveopt.measure.cases.all_gather_gemm import cases as pushed_cases
 from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
@@ -32,6 +32,7 @@ from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft, curve_order
 from weaveopt.measure.session import Rows
+from weaveopt.measure.suite import is_measured
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
@@ -66,6 +67,13 @@ def test_every_family_is_measured_somewhere_and_once() -> None:
     for family in FAMILIES:
         assert family.devices and family.devices <= {"cpu", "cuda"}
     assert FAMILIES[0] is Launches, "others leave out what is a launch's"
+
+
+def test_what_has_to_be_asked_for_is_measured_only_then() -> None:
+    unasked = {name_of(family) for family in FAMILIES if is_measured(family, ())}
+    assert {name_of(family) for family in FAMILIES} - unasked == {"prefetched_weights"}
+    named = {name_of(family) for family in FAMILIES if is_measured(family, ("prefetched_weights", "gemms"))}
+    assert named == {"launches", "gemms", "prefetched_weights"}, "what a launch takes is taken off others"
 
 
 def test_the_halves_of_cpu_ranks_are_curves() -> None:

@@ -29,9 +29,7 @@ def measure(session: Session, name: str, before: Machine | None, only: Sequence[
     ranks where there is one rank. With `only`, names of families, no others are measured, and of `before` is kept
     what a profile cannot be without.
     """
-    # What a launch takes is measured in any case: others take it off.
-    wanted = {name_of(Launches), *only}
-    families = [family() for family in families_on(session.device.type) if not only or name_of(family) in wanted]
+    families = [family() for family in families_on(session.device.type) if is_measured(family, only)]
     with torch.no_grad():
         for family in families:
             family.measure_alone(session)
@@ -49,6 +47,14 @@ def measure(session: Session, name: str, before: Machine | None, only: Sequence[
         if session.worlds or not _needs_peers(family):
             family.write(draft)
     return draft.machine(name)
+
+
+def is_measured(family: type[Family], only: Sequence[str]) -> bool:
+    """Where `only` are asked for, or where none is."""
+    if not only:
+        return family.unasked
+    # What a launch takes is measured in any case: others take it off.
+    return family is Launches or name_of(family) in only
 
 
 def families_on(device: str) -> tuple[type[Family], ...]:

@@ -70,9 +70,13 @@ def launch_of(ranks: Ranks, call: ReductionCall, weights: Sequence[torch.Tensor]
 
 @dataclass
 class PrefetchedWeights(Family):
-    """On the fabric `peer`: an exchange and a GEMM, with and without, in turns."""
+    """On the fabric `peer`: an exchange and a GEMM, with and without, in turns.
+
+    Only where it is asked for: what is saved here was lost in a decode step of a whole model.
+    """
 
     devices: ClassVar = frozenset({"cuda"})
+    unasked: ClassVar = False
     times: dict[tuple[int, int], dict[What, Sample]] = field(default_factory=dict)
     """By number of ranks and of tokens."""
 
