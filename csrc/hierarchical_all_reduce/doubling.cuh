@@ -58,6 +58,7 @@ constexpr int kMostThreads = 512;  // of a CTA
 constexpr int kMostWarps = kMostThreads / 32;
 // Of 16 bytes, of a thread.
 constexpr int kMostVecs = 4;
+constexpr int kWordsInFlight = 8;  // of a thread, that it waits for at a time
 
 // Never 0, which is what an inbox begins with. Two calls with one flag are of different halves.
 __device__ __forceinline__ uint32_t flag_of_call(uint64_t epoch) {
@@ -194,23 +195,32 @@ struct DoublingRows {
     __device__ __forceinline__ void receive(const HostStep& step, int32_t row, const Use& use) const {
         const char* from =
             own(exchange.inbox) + message(step) + kHeaderBytesOfMessage + row * row_bytes(N != 4 || E == 4);
+        const auto place = [&](int j) { return from + lanes.at(j) * N * fabric::kPacketBytes; };
+        constexpr int kAtOnce = kVecs * N <= kWordsInFlight ? kVecs : 1;
 #pragma unroll
-        for (int j = 0; j < kVecs; ++j) {
-            if (!lanes.has(j)) continue;
-            const char* at = from + lanes.at(j) * N * fabric::kPacketBytes;
-            PacketPair pairs[N / 2];
+        for (int first = 0; first < kVecs; first += kAtOnce) {
+            PacketPair pairs[kAtOnce][N / 2];
             // All that a thread waits for is on its way at once.
 #pragma unroll
-            for (int i = 0; i < N / 2; ++i)
-                fabric::load_relaxed(pairs[i], at + i * 16);
-            uint32_t words[N];
+            for (int j = 0; j < kAtOnce; ++j) {
+                if (!lanes.has(first + j)) continue;
 #pragma unroll
-            for (int i = 0; i < N / 2; ++i) {
-                if (!fabric::has_flag(pairs[i], flag())) pairs[i] = await_pair(at + i * 16, step);
-                words[2 * i] = fabric::data_of(pairs[i].word[0]);
-                words[2 * i + 1] = fabric::data_of(pairs[i].word[1]);
+                for (int i = 0; i < N / 2; ++i)
+                    fabric::load_relaxed(pairs[j][i], place(first + j) + i * 16);
             }
-            use(j, words);
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+                if (!lanes.has(first + j)) continue;
+                uint32_t words[N];
+#pragma unroll
+                for (int i = 0; i < N / 2; ++i) {
+                    PacketPair& pair = pairs[j][i];
+                    if (!fabric::has_flag(pair, flag())) pair = await_pair(place(first + j) + i * 16, step);
+                    words[2 * i] = fabric::data_of(pair.word[0]);
+                    words[2 * i + 1] = fabric::data_of(pair.word[1]);
+                }
+                use(first + j, words);
+            }
         }
     }
 

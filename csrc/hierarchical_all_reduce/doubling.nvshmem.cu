@@ -51,16 +51,16 @@ int enqueue(const Call& call, const Doubling& exchange, const Launch& launch, in
     return cudaLaunchKernelEx(&config, kernel, call, exchange);
 }
 
-template <typename T>
+// As few vectors a thread as the most threads allow: a row is waited for by all of them.
+template <typename T, int kVecs = 1>
 int with_rows(const Call& call, const Doubling& exchange, const Launch& launch) {
-    const int vecs = call.hidden / kElements<T>;
-    const auto threads = [vecs](int a_thread) { return ((vecs + a_thread - 1) / a_thread + 31) / 32 * 32; };
-    if (threads(1) <= kMostThreads) {
-        if (gpu::is_plain(call)) return enqueue<T, 1, true>(call, exchange, launch, threads(1));
-        return enqueue<T, 1, false>(call, exchange, launch, threads(1));
+    const int vecs = call.hidden / kElements<T>, num_threads = ((vecs + kVecs - 1) / kVecs + 31) / 32 * 32;
+    if (num_threads <= kMostThreads) {
+        if (gpu::is_plain(call)) return enqueue<T, kVecs, true>(call, exchange, launch, num_threads);
+        return enqueue<T, kVecs, false>(call, exchange, launch, num_threads);
     }
-    if (threads(kMostVecs) > kMostThreads) return cudaErrorInvalidValue;
-    return enqueue<T, kMostVecs, false>(call, exchange, launch, threads(kMostVecs));
+    if constexpr (kVecs < kMostVecs) return with_rows<T, 2 * kVecs>(call, exchange, launch);
+    return cudaErrorInvalidValue;
 }
 
 }  // namespace

@@ -101,16 +101,20 @@ const char* run(const Asked* asked) {
                 for (HostStep& step : exchange.step)
                     if (asked->direct == 1 || (asked->direct == 2 && (index + step.peer) % 2 == 1))
                         step.direct = reinterpret_cast<char*>(world.ranks[step.peer].arena.data());
-                const bool plain = gpu::is_plain(call), bf16 = asked->bf16 != 0, one = asked->vecs == 1;
-                rank.kernels.push_back([call, exchange, plain, bf16, one] {
+                const bool plain = gpu::is_plain(call), bf16 = asked->bf16 != 0;
+                const int32_t vecs = asked->vecs;
+                rank.kernels.push_back([call, exchange, plain, bf16, vecs] {
                     float (*parts)[kMostWarps] =
                         reinterpret_cast<float (*)[kMostWarps]>(emulated::running().cta->shared);
                     using B = __nv_bfloat16;
                     using R = EmulatedRemote;
-                    if (bf16 && one && plain) return doubling_kernel<B, 1, true, R>(call, exchange, parts);
-                    if (bf16 && one) return doubling_kernel<B, 1, false, R>(call, exchange, parts);
-                    if (bf16) return doubling_kernel<B, kMostVecs, false, R>(call, exchange, parts);
-                    doubling_kernel<float, 1, false, R>(call, exchange, parts);
+                    if (!bf16) return doubling_kernel<float, 1, false, R>(call, exchange, parts);
+                    if (vecs == 1 && plain) return doubling_kernel<B, 1, true, R>(call, exchange, parts);
+                    if (vecs == 1) return doubling_kernel<B, 1, false, R>(call, exchange, parts);
+                    if (vecs == 2 && plain) return doubling_kernel<B, 2, true, R>(call, exchange, parts);
+                    if (vecs == 2) return doubling_kernel<B, 2, false, R>(call, exchange, parts);
+                    if (plain) return doubling_kernel<B, kMostVecs, true, R>(call, exchange, parts);
+                    doubling_kernel<B, kMostVecs, false, R>(call, exchange, parts);
                 });
                 rank.grids.push_back(std::min(asked->num_ctas, call.tokens));
             }

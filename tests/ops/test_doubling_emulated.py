@@ -58,8 +58,11 @@ def test_calls_in_a_row(hosts: int, direct: int) -> None:
         Case(4, (1, 3, 2), hidden=264, vecs=4, num_ctas=1),
         Case(2, (4, 1, 4), hidden=520, direct=1),
         Case(2, (2,) * 12, hidden=520, norm=False),
+        Case(2, (3, 1, 3, 2), hidden=520, vecs=2, direct=1),
+        Case(4, (2, 3, 1), hidden=1032, vecs=2, without_residual=1, num_ctas=2),
+        Case(8, (1, 2), hidden=1032, vecs=4),
     ],
-    ids=["fp32", "several vectors", "several warps", "no norm"],
+    ids=["fp32", "several vectors", "several warps", "no norm", "two vectors", "two of few threads", "four, plain"],
 )
 def test_rows(case: Case) -> None:
     made, wrong = run(case)
