@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that kernels reach."""
+    """About the most that kernels reach."""
 
     bytes_per_us: float
     """Read from memory."""
@@ -19,7 +19,7 @@ class Limits:
 
 LIMITS = {
     "H200": Limits(4.1e6, 720e6),
-    "H100": Limits(2.86e6, 720e6),  # its memory has 0.70 of an H200's data rate
+    "H100": Limits(2.86e6, 720e6),  # not measured: an H200's share of the data sheet's 3.35 TB/s
 }
 """By a word of the GPU's name."""
 

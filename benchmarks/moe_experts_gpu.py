@@ -6,8 +6,7 @@
 A case is one rank's share of a layer's experts, on the tokens of all ranks; bf16. `grouped_mm` and `batched_mm` are the
 sequences that transformers runs, compiled; `grouped_mm_alone` its two GEMMs and the activation, of rows that were
 sorted beforehand. Each variant's calls run in one CUDA graph over several routings in turn; graphs are replayed in
-turns, and a time is the median. The bound is the larger of active weights and FLOPs at the rates of
-`gpu_limits`.
+turns, and a time is the median. The bound is the larger of active weights and FLOPs, at the rates of `gpu_limits`.
 A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper` and, from some
 hundred rows an expert on, `wide`; all beside the same baselines.
 Up to 512 tokens the active weights are to be read at 85 % of the bound or more: each row prints what it

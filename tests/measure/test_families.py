@@ -32,7 +32,7 @@ from weaveopt.measure.cases.memory import MemoryKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft, curve_order
 from weaveopt.measure.session import Rows
-from weaveopt.measure.suite import is_measured
+from weaveopt.measure.suite import is_wanted
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
@@ -70,9 +70,9 @@ def test_every_family_is_measured_somewhere_and_once() -> None:
 
 
 def test_what_has_to_be_asked_for_is_measured_only_then() -> None:
-    unasked = {name_of(family) for family in FAMILIES if is_measured(family, ())}
+    unasked = {name_of(family) for family in FAMILIES if is_wanted(family, ())}
     assert {name_of(family) for family in FAMILIES} - unasked == {"prefetched_weights"}
-    named = {name_of(family) for family in FAMILIES if is_measured(family, ("prefetched_weights", "gemms"))}
+    named = {name_of(family) for family in FAMILIES if is_wanted(family, ("prefetched_weights", "gemms"))}
     assert named == {"launches", "gemms", "prefetched_weights"}, "what a launch takes is taken off others"
 
 

@@ -29,7 +29,7 @@ def measure(session: Session, name: str, before: Machine | None, only: Sequence[
     ranks where there is one rank. With `only`, names of families, no others are measured, and of `before` is kept
     what a profile cannot be without.
     """
-    families = [family() for family in families_on(session.device.type) if is_measured(family, only)]
+    families = [family() for family in families_on(session.device.type) if is_wanted(family, only)]
     with torch.no_grad():
         for family in families:
             family.measure_alone(session)
@@ -49,8 +49,8 @@ def measure(session: Session, name: str, before: Machine | None, only: Sequence[
     return draft.machine(name)
 
 
-def is_measured(family: type[Family], only: Sequence[str]) -> bool:
-    """Where `only` are asked for, or where none is."""
+def is_wanted(family: type[Family], only: Sequence[str]) -> bool:
+    """Whether it is measured in a run that asks for `only`; empty: the run asks for nothing in particular."""
     if not only:
         return family.unasked
     # What a launch takes is measured in any case: others take it off.
