@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from math import ceil, log2
 
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us
-from weaveopt.cost_model.machine import CompiledCosts, Machine
+from weaveopt.cost_model.machine import CompiledCosts, Machine, Slowdown
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
@@ -42,24 +43,30 @@ def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> f
     if gemm.m <= 0 or experts <= 0:
         return 0.0
     active = num_active_experts(experts, gemm.m, machine.skew)
-    slowdown = 1.0 if machine.compiled is None else grouped_slowdown(machine.compiled, gemm.m / active)
+    costs, rows = machine.compiled, gemm.m / active
+    slowdown = 1.0 if costs is None else grouped_slowdown(costs, rows, gemm.k * gemm.n)
     return gemm_us(machine, same_work(active, gemm), dtype) * slowdown
 
 
-def grouped_slowdown(costs: CompiledCosts, rows: float) -> float:
-    """Of a grouped GEMM against one GEMM of the same work, where an expert has `rows` rows: straight between two points
-    over the logarithm of the rows, and as at the ends beyond them."""
-    points = costs.grouped_rows
-    if not points:
-        return costs.grouped
-    if rows <= points[0].rows:
-        return points[0].times
-    if rows >= points[-1].rows:
-        return points[-1].times
-    right = bisect_right(points, rows, key=lambda point: point.rows)
-    low, high = points[right - 1], points[right]
-    share = log2(rows / low.rows) / log2(high.rows / low.rows)
-    return low.times + share * (high.times - low.times)
+def grouped_slowdown(costs: CompiledCosts, rows: float, elements: int) -> float:
+    """Of a grouped GEMM against one GEMM of the same work, where an expert has `rows` rows and `elements` of weight:
+    straight between two points over the logarithm of either, and as at the ends beyond them."""
+    if not costs.grouped_sizes:
+        return _by_rows(costs.grouped_rows, rows) if costs.grouped_rows else costs.grouped
+    return _straight([(each.elements, _by_rows(each.rows, rows)) for each in costs.grouped_sizes], elements)
+
+
+def _by_rows(points: Sequence[Slowdown], rows: float) -> float:
+    return _straight([(point.rows, point.times) for point in points], rows)
+
+
+def _straight(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Between the points, whose first values grow; at least one."""
+    right = bisect_right(points, at, key=lambda point: point[0])
+    if right in (0, len(points)):
+        return points[min(right, len(points) - 1)][1]
+    (low, below), (high, above) = points[right - 1], points[right]
+    return below + log2(at / low) / log2(high / low) * (above - below)
 
 
 def same_work(active: int, gemm: Gemm) -> Gemm:

@@ -12,6 +12,7 @@ from weaveopt.cost_model.machine import (
     Point,
     Rate,
     Samples,
+    SizedSlowdowns,
     SizePoint,
     Slowdown,
 )
@@ -32,6 +33,7 @@ def check(file: str, machine: Machine) -> None:
         _check_rates(file, f"{field}.rates", getattr(record, "rates", ()))
         if isinstance(record, CompiledCosts):
             _check_slowdowns(file, f"{field}.grouped_rows", record.grouped_rows)
+            _check_sizes(file, f"{field}.grouped_sizes", record.grouped_sizes)
         elif isinstance(record, Samples):
             _check_samples(file, field, record)
         elif isinstance(record, FabricCosts):
@@ -65,6 +67,14 @@ def _check_slowdowns(file: str, where: str, slowdowns: Sequence[Slowdown]) -> No
         before, rows = slowdowns[index - 1].rows, slowdowns[index].rows
         if rows <= before:
             refuse(file, f"{where}[{index}].rows", rows, f"more than the row before ({before})")
+
+
+def _check_sizes(file: str, where: str, sizes: Sequence[SizedSlowdowns]) -> None:
+    for index, size in enumerate(sizes):
+        _check_slowdowns(file, f"{where}[{index}].rows", size.rows)
+        before = sizes[index - 1].elements if index else 0
+        if size.elements <= before:
+            refuse(file, f"{where}[{index}].elements", size.elements, f"more than the row before ({before})")
 
 
 def _check_samples(file: str, where: str, samples: Samples) -> None:

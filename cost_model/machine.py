@@ -282,6 +282,14 @@ class Slowdown:
 
 
 @dataclass(frozen=True)
+class SizedSlowdowns:
+    """The slowdowns of experts whose weight has `elements`, by the rows of an expert, fewest first."""
+
+    elements: int
+    rows: tuple[Slowdown, ...]
+
+
+@dataclass(frozen=True)
 class CompiledCosts:
     """What kernels of compiled graphs take beyond what is known of their arithmetic and traffic."""
 
@@ -293,6 +301,9 @@ class CompiledCosts:
     """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work."""
     grouped_rows: tuple[Slowdown, ...] = ()
     """The same by the rows of an expert, fewest first; empty: `grouped` for any."""
+    grouped_sizes: tuple[SizedSlowdowns, ...] = ()
+    """The same by the size of an expert's weight too, smallest first: many small ones lose more; empty: `grouped_rows`
+    for any."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from weaveopt.cost_model.batched import (
     same_work,
 )
 from weaveopt.cost_model.gemm import Gemm, gemm_us
-from weaveopt.cost_model.machine import CompiledCosts, Machine, Slowdown
+from weaveopt.cost_model.machine import CompiledCosts, Machine, SizedSlowdowns, Slowdown
 from weaveopt.cost_model.mixture import Mixture, gemms_us, kernels_us
 
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}
@@ -100,13 +100,26 @@ def test_a_grouped_gemm_is_slowed_by_the_rows_of_an_expert() -> None:
     machine = MACHINES["h200x4"]
     points = (Slowdown(2, 2.0), Slowdown(32, 1.2), Slowdown(128, 1.0))
     costs = CompiledCosts("memory", grouped=1.5)
-    assert [grouped_slowdown(costs, rows) for rows in (1, 1000)] == [1.5, 1.5]
+    assert [grouped_slowdown(costs, rows, 1 << 20) for rows in (1, 1000)] == [1.5, 1.5]
     costs = replace(costs, grouped_rows=points)
-    found = [grouped_slowdown(costs, rows) for rows in (0.5, 2, 8, 32, 64, 128, 4096)]
+    found = [grouped_slowdown(costs, rows, 1 << 20) for rows in (0.5, 2, 8, 32, 64, 128, 4096)]
     assert found == pytest.approx([2.0, 2.0, 1.6, 1.2, 1.1, 1.0, 1.0])
     routed = replace(machine, compiled=costs)
     gemm = Gemm(8 * 64, 4096, 4096)
     assert grouped_gemm_us(routed, 8, gemm, "bfloat16") == gemm_us(machine, same_work(8, gemm), "bfloat16") * 1.1
+
+
+def test_many_small_experts_are_slowed_otherwise_than_few_large_ones() -> None:
+    small, large = (Slowdown(2, 2.0), Slowdown(8, 1.6)), (Slowdown(2, 1.2),)
+    sizes = (SizedSlowdowns(1 << 20, small), SizedSlowdowns(1 << 24, large))
+    costs = CompiledCosts("memory", grouped=1.5, grouped_rows=(Slowdown(1, 9.0),), grouped_sizes=sizes)
+    found = [grouped_slowdown(costs, 4, elements) for elements in (1, 1 << 20, 1 << 22, 1 << 24, 1 << 30)]
+    assert found == pytest.approx([1.8, 1.8, 1.5, 1.2, 1.2])
+    machine = replace(MACHINES["h200x4"], compiled=costs)
+    gemm = Gemm(128 * 4, 1024, 1024)
+    active = num_active_experts(128, gemm.m)
+    priced = grouped_gemm_us(machine, 128, gemm, "bfloat16") / gemm_us(machine, same_work(active, gemm), "bfloat16")
+    assert priced == pytest.approx(grouped_slowdown(costs, gemm.m / active, 1 << 20))
 
 
 def test_a_mixture_of_thousands_of_rows_an_expert_is_not_rewritten_for_nothing() -> None:

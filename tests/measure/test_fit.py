@@ -116,4 +116,4 @@ def test_one_slow_case_makes_no_grouped_gemm_slow() -> None:
     pairs = [(Sample(us, 0.0), Sample(100.0, 0.0)) for us in (110.0, 120.0, 130.0, 125.0, 900.0)]
     assert grouped_slowdown(pairs) == 1.25
     case = GroupedCase(8, 512, 4096, 7168)
-    assert case.one == Gemm(64, 4096, 8 * 7168)
+    assert case.one == Gemm(64, 4096, 8 * 7168), "each expert gets some of so many"

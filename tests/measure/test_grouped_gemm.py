@@ -7,8 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from weaveopt.measure.cases.grouped_gemm import GroupedCase, grouped, has_grouped
+from weaveopt.cost_model.batched import num_active_experts, same_work
+from weaveopt.cost_model.gemm import Gemm
+from weaveopt.measure.cases.grouped_gemm import CASES, GroupedCase, GroupedGemms, grouped, has_grouped
 from weaveopt.measure.clock import Sample
+from weaveopt.measure.draft import Draft
 
 
 class Once:
@@ -33,8 +36,33 @@ def test_a_grouped_gemm_stands_beside_one_of_the_same_work() -> None:
     grouped(clock, torch.device("cpu"), case, 1.0)
     by_expert, at_once = clock.made
     assert by_expert.shape == (32, 16) and at_once.shape == (8, 64)
-    assert by_expert.numel() == at_once.numel()
-    torch.testing.assert_close(by_expert[:8], at_once[:, :16], rtol=2e-2, atol=2e-2)
+    both = min(int(case.counts[0]), 8)
+    torch.testing.assert_close(by_expert[:both], at_once[:both, :16], rtol=2e-2, atol=2e-2)
+
+
+def test_rows_are_spread_as_routers_spread_them_and_priced_so() -> None:
+    for case in CASES:
+        assert int(case.counts.sum()) == case.rows and len(case.counts) == case.experts
+        assert case.rows < 64 or len(set(case.counts.tolist())) > 1
+        assert case.one == same_work(num_active_experts(case.experts, case.rows), Gemm(case.rows, case.k, case.n))
+    few = GroupedCase(8, 16, 64, 64)
+    assert few.one == Gemm(3, 64, 7 * 64), "7 of 8 experts get any of 16 rows"
+
+
+def test_slowdowns_are_written_by_size_and_rows() -> None:
+    family = GroupedGemms()
+    family.times = {
+        case: (Sample(float(case.k) * (1 + case.rows), 0.0), Sample(float(1 + case.rows), 0.0)) for case in CASES
+    }
+    draft = Draft(torch.device("cpu"), 1, None)
+    family.write(draft)
+    costs = draft.compiled
+    assert costs is not None and not costs.grouped_rows
+    assert [size.elements for size in costs.grouped_sizes] == sorted({case.elements for case in CASES})
+    for size in costs.grouped_sizes:
+        of_size = [case for case in CASES if case.elements == size.elements]
+        assert [point.rows for point in size.rows] == sorted({case.rows_of_active for case in of_size})
+        assert {point.times for point in size.rows} == {float(of_size[0].k)}
 
 
 def test_a_torch_without_grouped_gemms_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

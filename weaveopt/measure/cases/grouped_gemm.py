@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import ClassVar
 
 import torch
 
-from weaveopt.cost_model.batched import same_work
+from weaveopt.cost_model.batched import num_active_experts, same_work
 from weaveopt.cost_model.gemm import Gemm
-from weaveopt.cost_model.machine import CompiledCosts, Slowdown
+from weaveopt.cost_model.machine import CompiledCosts, SizedSlowdowns, Slowdown
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import guess_us
 from weaveopt.measure.clock import Clock, Sample, slowest
@@ -21,7 +21,7 @@ from weaveopt.measure.session import Session
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """`rows` rows, spread evenly over `experts`, each `[k, n]`."""
+    """`rows` rows, each of one of `experts`, `[k, n]`, at random: as routers spread them, no two have equally many."""
 
     experts: int
     rows: int
@@ -29,14 +29,34 @@ class GroupedCase:
     n: int
 
     @property
+    def elements(self) -> int:
+        return self.k * self.n
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Rows of each expert."""
+        made = torch.Generator().manual_seed(self.rows)
+        return torch.randint(self.experts, (self.rows,), generator=made).bincount(minlength=self.experts)
+
+    @property
+    def rows_of_active(self) -> int:
+        """Of an expert that has any, on average, as the cost model takes it."""
+        return max(round(self.rows / num_active_experts(self.experts, self.rows)), 1)
+
+    @property
     def one(self) -> Gemm:
-        return same_work(self.experts, Gemm(self.rows, self.k, self.n))
+        """Of the same work, as the cost model prices it."""
+        return same_work(num_active_experts(self.experts, self.rows), Gemm(self.rows, self.k, self.n))
 
 
 CASES = tuple(
-    GroupedCase(8, rows, k, n) for k, n in ((4096, 7168), (3584, 4096)) for rows in (16, 64, 512, 2048, 8192, 32768)
-)
-"""Experts of mixtures as ranks hold them, from few rows each to many."""
+    GroupedCase(experts, rows * experts, k, n)
+    for experts, k, n in (
+        (8, 4096, 7168), (8, 3584, 4096), (128, 4096, 1536), (64, 2048, 1536), (128, 2048, 768), (128, 384, 2048),
+    )
+    for rows in (2, 4, 8, 64, 256, 1024, 4096) if rows * experts <= 131072
+)  # fmt: skip
+"""Experts of mixtures as ranks hold them, few large ones and many small ones, from few rows each to many."""
 
 
 def has_grouped(device: torch.device) -> bool:
@@ -54,9 +74,8 @@ def grouped(clock: Clock, device: torch.device, case: GroupedCase, expected_us: 
     """The grouped GEMM, and one GEMM of the same work on the same weights."""
     rows = torch.randn(case.rows, case.k, device=device, dtype=torch.bfloat16)
     weights = torch.randn(case.experts, case.n, case.k, device=device, dtype=torch.bfloat16) * 0.05
-    step = case.rows // case.experts
-    ends = torch.arange(step, case.rows + 1, step, device=device, dtype=torch.int32)
-    wide = weights.view(case.experts * case.n, case.k).t()
+    ends = case.counts.cumsum(0).to(device, torch.int32)
+    wide = weights.view(case.experts * case.n, case.k)[: case.one.n].t()
     by_expert = clock.alone(lambda index: torch._grouped_mm(rows, weights.transpose(1, 2), ends), expected_us)
     at_once = clock.alone(lambda index: torch.mm(rows[: case.one.m], wide), expected_us)
     return by_expert, at_once
@@ -90,15 +109,21 @@ class GroupedGemms(Family):
     def write(self, draft: Draft) -> None:
         if self.times:
             samples = [sample for pair in self.times.values() for sample in pair]
-            what = "grouped GEMMs of 8 experts against one of the same work, bfloat16"
+            what = "grouped GEMMs against one of the same work, rows spread at random, bfloat16"
             origin = draft.origin("compiled", samples, what)
-            counts = sorted({case.rows // case.experts for case in self.times})
-            by_rows = tuple(
-                Slowdown(
-                    count,
-                    round(grouped_slowdown(t for c, t in self.times.items() if c.rows // c.experts == count), 3),
-                )
-                for count in counts
-            )
+            sizes = sorted({case.elements for case in self.times})
+            by_size = tuple(SizedSlowdowns(size, _by_rows(self.times, size)) for size in sizes)
             whole = round(grouped_slowdown(self.times.values()), 3)
-            draft.compiled = CompiledCosts(origin, grouped=whole, grouped_rows=by_rows)
+            draft.compiled = CompiledCosts(origin, grouped=whole, grouped_sizes=by_size)
+
+
+def _by_rows(times: Mapping[GroupedCase, tuple[Sample, Sample]], elements: int) -> tuple[Slowdown, ...]:
+    """Of experts of that size, fewest rows first."""
+    of_size = {case: pair for case, pair in times.items() if case.elements == elements}
+    counts = sorted({case.rows_of_active for case in of_size})
+    return tuple(
+        Slowdown(
+            count, round(grouped_slowdown(pair for case, pair in of_size.items() if case.rows_of_active == count), 3)
+        )
+        for count in counts
+    )
