@@ -27,7 +27,7 @@ import weaveopt
 from benchmarks import generate_gpu, gpu_limits, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from weaveopt.generation import sessions
-from weaveopt.generation.compiling import ONE_ROW
+from weaveopt.generation.compiling import Backend
 from weaveopt.generation.session import Chosen, Session
 
 SUITE = "step_kernels"
@@ -63,8 +63,10 @@ class Step:
 def compiled(options: str, batch: int) -> CompileConfig:
     """With `NAME=0|1` beside what such steps have anyway."""
     name, _, value = options.partition("=")
-    tuned = {ONE_ROW: True} if batch == 1 else {}
-    return CompileConfig(backend="weave", mode=None, options={**tuned, name: bool(int(value or "1"))})
+    backend = Backend("weave", "weave", None, ((name, bool(int(value or "1"))),))
+    return CompileConfig(
+        backend="weave", mode=None, options=dict((backend.for_one_row() if batch == 1 else backend).options)
+    )
 
 
 def make_step(model: PreTrainedModel, prompt: Tensor, choice: str, options: str) -> Step:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import list_options
 from transformers import CompileConfig, GenerationConfig
 
-from weaveopt.generation.compiling import ONE_ROW, Backend, apart, backend_for
+from weaveopt.generation.compiling import ONE_ROW, SIDE_BY_SIDE, Backend, apart, backend_for
 
 
 def test_a_call_names_its_backend() -> None:
@@ -42,7 +43,10 @@ def test_copies_have_code_of_their_own() -> None:
 
 def test_steps_of_one_row_are_tuned_unless_the_user_said_how() -> None:
     tuned = Backend("weave", "weave", None, (("strict", True),)).for_one_row()
-    assert tuned.options == (("strict", True), (ONE_ROW, True)) and tuned.for_one_row() == tuned
+    assert tuned.options == (("strict", True), (ONE_ROW, True), (SIDE_BY_SIDE, True)) and tuned.for_one_row() == tuned
+    assert {ONE_ROW, SIDE_BY_SIDE} <= set(list_options())
+    apart = Backend("weave", "weave", None, ((SIDE_BY_SIDE, False),)).for_one_row()
+    assert apart.options == ((SIDE_BY_SIDE, False), (ONE_ROW, True))
     for kept in (
         Backend("weave", "weave", None, ((ONE_ROW, False),)),
         Backend("inductor", "inductor", "max-autotune-no-cudagraphs"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.step_kernels_gpu import compiled, parse
-from weaveopt.generation.compiling import ONE_ROW
+from weaveopt.generation.compiling import ONE_ROW, SIDE_BY_SIDE
 
 
 @pytest.mark.parametrize(
     ("options", "batch", "expected"),
     [
-        ("combo_kernels", 1, {ONE_ROW: True, "combo_kernels": True}),
-        ("combo_kernels=0", 1, {ONE_ROW: True, "combo_kernels": False}),
+        ("max_autotune", 1, {ONE_ROW: True, SIDE_BY_SIDE: True, "max_autotune": True}),
+        ("combo_kernels=0", 1, {ONE_ROW: True, SIDE_BY_SIDE: False}),
         ("combo_kernels=1", 16, {"combo_kernels": True}),
     ],
 )

@@ -20,6 +20,9 @@ OWN_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagrap
 ONE_ROW = "coordinate_descent_tuning"
 """Under this option Inductor makes reductions of products of one row, which read weights faster than a GEMM does, and
 tunes them on the device."""
+SIDE_BY_SIDE = "combo_kernels"
+"""Under this option Inductor makes one kernel of several that do not depend on one another, such as the products of
+query, key and value, of which each alone is too short to read at the memory's speed."""
 CAPTURING_OPTIONS = ("cuda_graphs", "triton.cudagraphs")
 
 
