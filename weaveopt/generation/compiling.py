@@ -57,9 +57,11 @@ class Backend:
         Ranks may be tuned in different ways: their results then differ in rounding, so nothing that all of them have
         to compute alike, such as a router, may be in the step.
         """
-        if self.name not in ("weave", "inductor") or self.mode or any(name == ONE_ROW for name, _ in self.options):
+        given = {name for name, _ in self.options}
+        if self.name not in ("weave", "inductor") or self.mode or ONE_ROW in given:
             return self
-        return replace(self, options=(*self.options, (ONE_ROW, True)))
+        beside = () if SIDE_BY_SIDE in given else ((SIDE_BY_SIDE, True),)
+        return replace(self, options=(*self.options, (ONE_ROW, True), *beside))
 
     def for_choosing(self) -> Backend:
         """What chooses tokens has nothing to rewrite: Inductor alone compiles it, and no report lists it."""
