@@ -12,27 +12,22 @@ import argparse
 import gzip
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = {
-    "GEMM": ("gemm", "cutlass", "cublas", "nvjet", "sm90_xmma", "gemv", "splitk"),
-    "attention": ("flash", "fmha", "cudnn", "attention"),
-    "GEMM and exchange": ("push_tiles", "multiply_gathered"),
-    "exchange": ("nccl", "weave", "sum_parts", "memcpy ptop", "memcpy p2p"),
-    "other": ("",),
-}
-"""By words in the names of kernels; the first that fits."""
-ORDER = ("GEMM and exchange", "attention", "exchange", "GEMM", "other")
-"""In which the kinds are tried."""
-COLORS = {
-    "GEMM": "#4878a8",
-    "attention": "#8a6fae",
-    "GEMM and exchange": "#2f9e77",
-    "exchange": "#d1603d",
-    "other": "#a0a0a0",
-}
+
+@dataclass(frozen=True)
+class Kinds:
+    """What kernels of a trace are, by words in their names; the first that fits, in this order."""
+
+    words: Mapping[str, tuple[str, ...]]
+    colors: Mapping[str, str]
+    """In the order in which a picture has them."""
+
+    def of(self, kernel: Kernel) -> str:
+        name = kernel.name.lower()
+        return next(kind for kind, words in self.words.items() if any(word in name for word in words))
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,23 @@ class Kernel:
     begin: float
     us: float
 
-    @property
-    def kind(self) -> str:
-        name = self.name.lower()
-        return next(kind for kind in ORDER if any(word in name for word in KINDS[kind]))
+
+LAYER = Kinds(
+    {
+        "GEMM and exchange": ("push_tiles", "multiply_gathered"),
+        "attention": ("flash", "fmha", "cudnn", "attention"),
+        "exchange": ("nccl", "weave", "sum_parts", "memcpy ptop", "memcpy p2p"),
+        "GEMM": ("gemm", "cutlass", "cublas", "nvjet", "sm90_xmma", "gemv", "splitk"),
+        "other": ("",),
+    },
+    {
+        "GEMM": "#4878a8",
+        "attention": "#8a6fae",
+        "GEMM and exchange": "#2f9e77",
+        "exchange": "#d1603d",
+        "other": "#a0a0a0",
+    },
+)
 
 
 def write(step: Callable[[], object], restore: Callable[[], object], path: Path) -> None:
@@ -86,13 +94,13 @@ def read(path: Path) -> list[Kernel]:
 def layer(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
     """Of the second of two runs, the second last layer: its attention and what follows until the next one's."""
     run = kernels[len(kernels) // 2 :]
-    begins = [index for index, kernel in enumerate(run) if kernel.kind == "attention"]
+    begins = [index for index, kernel in enumerate(run) if LAYER.of(kernel) == "attention"]
     assert len(begins) >= layers, f"found {len(begins)} kernels of attention, expected one in each of {layers} layers"
     of_a_layer = len(begins) // layers
     return list(run[begins[-2 * of_a_layer] : begins[-of_a_layer]])
 
 
-def draw(traces: Sequence[tuple[str, list[Kernel]]], output: Path) -> None:
+def draw(traces: Sequence[tuple[str, list[Kernel]]], output: Path, kinds: Kinds = LAYER) -> None:
     """A row of each kind of kernel for each trace, all at one scale."""
     import matplotlib
 
@@ -102,13 +110,14 @@ def draw(traces: Sequence[tuple[str, list[Kernel]]], output: Path) -> None:
     longest = max(kernels[-1].begin + kernels[-1].us - kernels[0].begin for _, kernels in traces)
     figure, axes = plt.subplots(len(traces), 1, figsize=(12, 2.2 * len(traces)), sharex=True, squeeze=False)
     for axis, (name, kernels) in zip(axes[:, 0], traces, strict=True):
-        kinds = [kind for kind in COLORS if any(kernel.kind == kind for kernel in kernels)]
-        for kernel in kernels:
+        found = [(kernel, kinds.of(kernel)) for kernel in kernels]
+        rows = [kind for kind in kinds.colors if any(kind == of_kernel for _, of_kernel in found)]
+        for kernel, kind in found:
             place = (kernel.begin - kernels[0].begin, kernel.us)
-            axis.broken_barh([place], (kinds.index(kernel.kind) - 0.4, 0.8), color=COLORS[kernel.kind])
+            axis.broken_barh([place], (rows.index(kind) - 0.4, 0.8), color=kinds.colors[kind])
         whole = kernels[-1].begin + kernels[-1].us - kernels[0].begin
         axis.axvline(whole, color="black", linewidth=0.8, linestyle=":")
-        axis.set_yticks(range(len(kinds)), kinds)
+        axis.set_yticks(range(len(rows)), rows)
         axis.set_title(f"{name}: {whole:,.0f} us", loc="left", fontsize=10)
         axis.set_xlim(0, longest * 1.01)
     axes[-1, 0].set_xlabel("microseconds")

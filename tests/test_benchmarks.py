@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, gpu_clocks, layer_trace, plots, record, results_table
+from benchmarks import accuracy, experts_trace_gpu, gpu_clocks, layer_trace, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
 from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
 from benchmarks.gpu_ranks import Place
@@ -194,9 +194,22 @@ def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     found = layer_trace.layer(layer_trace.read(path), layers=4)
-    assert [kernel.kind for kernel in found] == ["attention", "GEMM", "exchange", "other"]
+    assert [layer_trace.LAYER.of(kernel) for kernel in found] == ["attention", "GEMM", "exchange", "other"]
     assert found[0].begin == 10.0 * len(names) * (4 + 2)
     push = layer_trace.Kernel("void weave::gpu::push_tiles<__nv_bfloat16, 256>(PushedTiles)", 0.0, 1.0)
-    assert push.kind == "GEMM and exchange"
+    assert layer_trace.LAYER.of(push) == "GEMM and exchange"
     layer_trace.draw([("before", found), ("after", found[:2])], tmp_path / "layer.png")
     assert (tmp_path / "layer.png").stat().st_size > 1000
+
+
+def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
+    """The last of three; those by one kernel and by two are told apart."""
+    names = ("route", "weave::moe_experts::grouped_gemm<bf16>", "weave::moe_experts::both_gemms<bf16>", "combine")
+    kernels = [layer_trace.Kernel(name, 10.0 * at, 9.0) for at, name in enumerate(names * 3)]
+    found = experts_trace_gpu.last_call(kernels)
+    assert [experts_trace_gpu.EXPERTS.of(kernel) for kernel in found] == ["routing", "GEMMs", "both GEMMs", "sum"]
+    assert found[0].begin == 10.0 * len(names) * 2
+    with pytest.raises(SystemExit, match="found 2 sums"):
+        experts_trace_gpu.last_call(kernels[:-1])
+    layer_trace.draw([("experts", found)], tmp_path / "experts.png", experts_trace_gpu.EXPERTS)
+    assert (tmp_path / "experts.png").stat().st_size > 1000
