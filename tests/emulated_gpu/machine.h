@@ -170,6 +170,7 @@ struct Cluster {
     std::mt19937 random;
     std::function<void()> kernel;
     std::exception_ptr error;
+    uint32_t rounds = 0, dozing = 0;  // a warp sleeps for many rounds
     bool ended = false;
 };
 
@@ -257,14 +258,18 @@ inline void expect_nothing_left(Cluster& now) {
             if (barrier.pending != barrier.arrivals || barrier.bytes != 0) throw std::runtime_error("an open phase");
 }
 
-// A round of the cluster's threads, of which some warps sleep, a whole CTA at times; false if none of them can go on.
+// A round of the cluster's threads, of which some warps sleep, a whole CTA at times, and one for many rounds, as long as
+// others can go on; false if none of them can.
 inline bool run_round(Cluster& now) {
+    constexpr uint32_t kDozingRounds = 1000;
     cluster = &now;
-    bool moved = copy_some(now), slept = false;
+    bool moved = copy_some(now), slept = false, dozed = false;
+    if (now.rounds++ % kDozingRounds == 0) now.dozing = now.random() % (now.threads.size() / 16);
     size_t num_ended = 0;
     const uint32_t sleeping_cta = now.random() % (2 * now.size.ctas), share = now.random() % 4;
     for (size_t warp = 0; warp < now.threads.size() / 32; ++warp) {
-        const bool sleeps = warp / (now.size.cta_threads / 32) == sleeping_cta || now.random() % 4 < share;
+        const bool dozes = warp == now.dozing;
+        const bool sleeps = dozes || warp / (now.size.cta_threads / 32) == sleeping_cta || now.random() % 4 < share;
         for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
             Thread& thread = now.threads[at];
             if (thread.ended) {
@@ -272,7 +277,8 @@ inline bool run_round(Cluster& now) {
                 continue;
             }
             if (thread.ready && !thread.ready()) continue;
-            slept |= sleeps;
+            dozed |= dozes;
+            slept |= sleeps && !dozes;
             if (sleeps) continue;
             thread.ready = nullptr;
             current = &thread;
@@ -281,9 +287,10 @@ inline bool run_round(Cluster& now) {
             if (now.error) std::rethrow_exception(now.error);
         }
     }
+    if (!moved && !slept) now.dozing = static_cast<uint32_t>(now.threads.size());
     now.ended = num_ended == now.threads.size();
     if (now.ended) expect_nothing_left(now);
-    return moved || slept || now.ended;
+    return moved || slept || dozed || now.ended;
 }
 
 // Of a grid whose clusters share nothing.

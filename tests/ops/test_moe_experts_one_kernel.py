@@ -96,6 +96,14 @@ def test_clusters_need_not_run_side_by_side(resident: int) -> None:
         assert torch.equal(emulated(operands, SILU, 10, seed * 1000, 2, one=one), want), f"{resident} {seed}"
 
 
+def test_many_items_of_the_second_gemm_by_one_cluster() -> None:
+    """More than there are tickets, while a thread of the producer that loads nothing of them may be late."""
+    operands = make_operands(Sizes(tokens=12, choices=2, experts=2, hidden=8208, inner=72), SILU, BF16, 1)
+    want = emulated(operands, SILU)
+    for seed in range(8):
+        assert torch.equal(emulated(operands, SILU, 2, seed, one=OneKernel(resident=1)), want), seed
+
+
 def test_more_clusters_than_items() -> None:
     operands = make_operands(SMALL, SILU, BF16, 5)
     assert torch.equal(emulated(operands, SILU, 40, one=OneKernel(resident=20)), emulated(operands, SILU))
