@@ -90,8 +90,8 @@ struct OneGemm {
 
 // A part of the first GEMM: all threads of the producer warp group.
 template <Product kProduct, bool kTransposed, class Kernel>
-__device__ __forceinline__ void gather_part(const Work& work, Shared& shared, const Part& part,
-                                            Filled& filled, Kernel& kernel) {
+__device__ __forceinline__ void gather_part(const Work& work, Shared& shared, const Part& part, Filled& filled,
+                                            Kernel& kernel) {
     const int32_t thread = threadIdx.x, blocks = work.blocks;
     const int32_t chunk = gathered_chunk(thread), chunks = work.depth / kChunkElements;
     const uint32_t to = gemm::shared_address(shared.rows) + chunk_offset(gathered_row(thread, 0), chunk);
@@ -114,8 +114,8 @@ __device__ __forceinline__ void gather_part(const Work& work, Shared& shared, co
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass)
             if (pass < passes)
-                copy_chunk(to + stage * kPanelBytes + pass * (kRowsAPass * kChunks * 16),
-                           x + int64_t{from[pass]} * 16, inside);
+                copy_chunk(to + stage * kPanelBytes + pass * (kRowsAPass * kChunks * 16), x + int64_t{from[pass]} * 16,
+                           inside);
         arrive_after_chunks(&shared.full[stage]);
         ++filled.count;
     }
@@ -124,8 +124,8 @@ __device__ __forceinline__ void gather_part(const Work& work, Shared& shared, co
 // A part of the second GEMM: thread 0. Where rows are not there yet, as many stages as there are get their weights
 // ahead of them.
 template <Product kProduct, bool kTransposed, class Kernel>
-__device__ __forceinline__ void load_part(const Work& work, Shared& shared, const Part& part,
-                                          Filled& filled, Kernel& kernel) {
+__device__ __forceinline__ void load_part(const Work& work, Shared& shared, const Part& part, Filled& filled,
+                                          Kernel& kernel) {
     constexpr int32_t kLoadBytes = kLoadRows * kDepth * 2;
     const int32_t blocks = work.blocks, loads = (part.octets * kOctetRows + kLoadRows - 1) / kLoadRows;
     const uint32_t first = filled.count;
@@ -213,9 +213,9 @@ __device__ __forceinline__ void multiply_blocks(int32_t blocks, bool rows_by_chu
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void multiply_part(int32_t blocks, int32_t octets, bool rows_by_chunks, Shared& shared,
                                               int32_t consumer, gemm::Position<kStages>& at, float (&sum)[kSums]) {
-#define WEAVE_ROWS(WIDE)                                                                              \
-    case WIDE:                                                                                        \
-        multiply_blocks<T, kTransposed, WIDE>(blocks, rows_by_chunks, shared, consumer, at, sum);     \
+#define WEAVE_ROWS(WIDE)                                                                          \
+    case WIDE:                                                                                    \
+        multiply_blocks<T, kTransposed, WIDE>(blocks, rows_by_chunks, shared, consumer, at, sum); \
         break;
     switch (octets) {
         WEAVE_ROWS(1)

@@ -57,8 +57,7 @@ __device__ __forceinline__ void await_producers() {
 __device__ __forceinline__ void arrive_expecting_at(uint64_t* barrier, uint32_t cta, uint32_t bytes) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(
-            gemm::shared_address(barrier)),
+        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(gemm::shared_address(barrier)),
         "r"(cta), "r"(bytes)
         : "memory");
 }
@@ -66,7 +65,8 @@ __device__ __forceinline__ void arrive_expecting_at(uint64_t* barrier, uint32_t 
 // To the same place of CTA `cta`, whose `barrier` counts 16 bytes then: whoever waits for it sees them.
 __device__ __forceinline__ void put_words(int4* to, const int4& words, uint64_t* barrier, uint32_t cta) {
     asm volatile(
-        "{\n.reg .b32 there, remote;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
+        "{\n.reg .b32 there, remote;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 remote, %1, "
+        "%2;\n"
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [there], {%3, %4, %5, %6}, [remote];\n}" ::"r"(
             gemm::shared_address(to)),
         "r"(gemm::shared_address(barrier)), "r"(cta), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)

@@ -70,8 +70,7 @@ class RowTiles:
         return active + (shape.rows - active) // self.rows
 
     def table_rows(self, shape: Shape) -> int:
-        """Of 4 numbers, that the routing kernels' table has at most: a row of its own, one of each tile, and a number of
-        each tile."""
+        """Of 4 numbers, of the table of the routing kernels: its own, one of each tile, and a number of each tile."""
         tiles = self.max_tiles(shape)
         return 1 + tiles + -(-tiles // 4)
 
