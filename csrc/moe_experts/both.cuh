@@ -16,8 +16,8 @@
 //     store   128 threads of a consumer, ordinary stores
 //     fence   await_consumer, then a release at the scope of the GPU by one of them
 //     flag    the tile's number, which counts one for each column, CTA and consumer
-//     wait    load-acquire by thread 0 of each CTA that reads them, until all have been counted
-//     fence   fence.proxy.async in that thread, between ordinary stores and copies (TMA)
+//     wait    load-acquire by thread 32 of each CTA that reads them, until all have been counted
+//     fence   fence.proxy.async.global in that thread, between ordinary stores and copies (TMA)
 //     reader  copies (TMA) of that thread
 //     again   written once a call
 //   a ticket in shared memory
@@ -39,6 +39,7 @@ constexpr int kTickets = 8;
 static_assert(kTickets > kStages + 2);
 // Stages before the last one of an item when the next one is taken, and told.
 constexpr int32_t kTakenAhead = 6, kToldAhead = 3;
+constexpr uint32_t kRowsThread = 32;
 // Counted for each column of a tile.
 constexpr int32_t kStoresOfColumn = gemm::kClusterCtas * gemm::kConsumers;
 
@@ -83,7 +84,8 @@ class Tickets {
     uint32_t count_ = 0;
 };
 
-// Of thread 0 of each CTA: the first one's takes tickets for both, and each waits for the rows that its CTA reads.
+// Of the producer. Thread 0 of the first CTA takes tickets for both; in items of the second GEMM one more thread of
+// each CTA waits for rows and loads them, while thread 0 loads weights ahead.
 class BothGemms {
   public:
     static constexpr bool kGathersToo = true;
@@ -97,25 +99,18 @@ class BothGemms {
 
     __device__ __forceinline__ Turn take(Part& part) { return tickets_.take(part); }
 
+    // What is set anew need not be kept while a part's addresses are computed, where registers are short.
+    __device__ __forceinline__ void begin() { taken_ = 0; }
     __device__ __forceinline__ void between(int32_t block, int32_t blocks) {
         if (gemm::cluster_rank() != 0) return;
         if (block == max(blocks - kTakenAhead, 0)) taken_ = take_number(work_.table + kTakenAt);
         if (block == max(blocks - kToldAhead, 0)) tell();
     }
 
-    __device__ __forceinline__ void begin_second() { has_rows_ = false; }
-    __device__ __forceinline__ bool has_rows(bool waits) {
-        if (has_rows_) return true;
-        const int32_t all = work_.first.columns * kStoresOfColumn;
-        const int32_t* counted = work_.table + tickets_.counted_at();
-        if (waits) {
-            await_counted(counted, all);
-        } else if (!has_counted(counted, all)) {
-            return false;
-        }
-        fabric::order_accesses_before_copies();
-        has_rows_ = true;
-        return true;
+    // Until the rows of the item that was taken last are there.
+    __device__ __forceinline__ void await_rows() {
+        await_counted(work_.table + tickets_.counted_at(), work_.first.columns * kStoresOfColumn);
+        order_rows_before_copies();
     }
 
   private:
@@ -147,7 +142,6 @@ class BothGemms {
     BothShared& shared_;
     Tickets tickets_;
     int32_t taken_ = 0;
-    bool has_rows_ = false;
 };
 
 __device__ __forceinline__ void init_tickets(BothShared& shared) {
@@ -168,12 +162,15 @@ __device__ __forceinline__ void load_both(const BothWork& work, BothShared& shar
             continue;
         }
         if (threadIdx.x == 0) {
-            kernel.begin_second();
-            load_part<Product::kDown, kTransposed>(work.second, shared.pipeline, part, filled, kernel);
+            load_part<Product::kDown, kTransposed, Loads::kWeight>(work.second, shared.pipeline, part, filled, kernel);
+        } else if (threadIdx.x == kRowsThread) {
+            kernel.await_rows();
+            load_part<Product::kDown, kTransposed, Loads::kRows>(work.second, shared.pipeline, part, filled, kernel);
         } else {
             filled.count += work.second.blocks;
         }
-        // Else the others would be further ahead of it than there are stages, and take one phase for another.
+        __syncwarp();
+        // Else one that loads nothing could be late by more items than there are tickets.
         await_producers();
     }
 }

@@ -81,27 +81,29 @@ struct Filled {
     __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2 ^ 1; }
 };
 
-// Of the kernel of one GEMM: what the loading thread does between stages, and when rows of the first GEMM are there.
+// Of the kernel of one GEMM: what thread 0 does ahead of a part's stages, and between them.
 struct OneGemm {
     static constexpr bool kGathersToo = false;  // whether other parts' rows come by chunks
+    __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ void between(int32_t, int32_t) {}
-    __device__ __forceinline__ bool has_rows(bool) { return true; }
 };
 
 // A part of the first GEMM: all threads of the producer warp group.
 template <Product kProduct, bool kTransposed, class Kernel>
 __device__ __forceinline__ void gather_part(const Work& work, Shared& shared, const Part& part, Filled& filled,
                                             Kernel& kernel) {
-    const int32_t thread = threadIdx.x, blocks = work.blocks;
+    const int32_t thread = here(threadIdx.x), blocks = work.blocks;
     const int32_t chunk = gathered_chunk(thread), chunks = work.depth / kChunkElements;
     const uint32_t to = gemm::shared_address(shared.rows) + chunk_offset(gathered_row(thread, 0), chunk);
     const int32_t passes = (part.octets * kOctetRows + kRowsAPass - 1) / kRowsAPass;
+    const auto choices = static_cast<uint32_t>(work.choices);  // no sign: that would take registers
     uint32_t from[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         const int32_t position = min(part.first + gathered_row(thread, pass), part.last);
-        from[pass] = work.order[position] / work.choices * work.x_chunks + chunk;
+        from[pass] = static_cast<uint32_t>(work.order[position]) / choices * work.x_chunks + chunk;
     }
+    kernel.begin();
     for (int32_t block = 0; block < blocks; ++block) {
         const int32_t stage = filled.stage();
         await_phase(&shared.empty[stage], filled.parity());
@@ -121,31 +123,30 @@ __device__ __forceinline__ void gather_part(const Work& work, Shared& shared, co
     }
 }
 
-// A part of the second GEMM: thread 0. Where rows are not there yet, as many stages as there are get their weights
-// ahead of them.
-template <Product kProduct, bool kTransposed, class Kernel>
+// A part of the second GEMM: thread 0 alone, or beside it another one that loads the rows.
+enum class Loads : int32_t { kAll = 0, kWeight = 1, kRows = 2 };
+
+template <Product kProduct, bool kTransposed, Loads kLoads, class Kernel>
 __device__ __forceinline__ void load_part(const Work& work, Shared& shared, const Part& part, Filled& filled,
                                           Kernel& kernel) {
     constexpr int32_t kLoadBytes = kLoadRows * kDepth * 2;
     const int32_t blocks = work.blocks, loads = (part.octets * kOctetRows + kLoadRows - 1) / kLoadRows;
-    const uint32_t first = filled.count;
-    int32_t with_rows = 0;
+    kernel.begin();
     for (int32_t block = 0; block < blocks; ++block) {
         const int32_t stage = filled.stage();
         await_phase(&shared.empty[stage], filled.parity());
-        if constexpr (Kernel::kGathersToo) fabric::arrive_times(&shared.full[stage], kGatherThreads);
-        load_weight<kProduct, kTransposed>(work, shared, part, block, stage, loads * kLoadBytes);
-        if (kernel.has_rows(block + 1 == min(blocks, kStages))) {
-            for (; with_rows <= block; ++with_rows) {
-                const int32_t of = Filled{first + with_rows}.stage();
-#pragma unroll
-                for (int32_t i = 0; i < kPanelRows / kLoadRows; ++i)
-                    if (i < loads)
-                        gemm::load_tile(shared.rows[of] + i * kLoadBytes, &work.rows, with_rows * kDepth,
-                                        part.first + i * kLoadRows, &shared.full[of]);
-            }
+        if constexpr (kLoads != Loads::kRows) {
+            if constexpr (Kernel::kGathersToo) fabric::arrive_times(&shared.full[stage], kGatherThreads);
+            load_weight<kProduct, kTransposed>(work, shared, part, block, stage, loads * kLoadBytes);
+            kernel.between(block, blocks);
         }
-        kernel.between(block, blocks);
+        if constexpr (kLoads != Loads::kWeight) {
+#pragma unroll
+            for (int32_t i = 0; i < kPanelRows / kLoadRows; ++i)
+                if (i < loads)
+                    gemm::load_tile(shared.rows[stage] + i * kLoadBytes, &work.rows, block * kDepth,
+                                    part.first + i * kLoadRows, &shared.full[stage]);
+        }
         ++filled.count;
     }
 }
@@ -158,7 +159,7 @@ __device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
     Part part{};
     for (Parts<false> parts(work); parts.take(part);) {
         if constexpr (is_second(kProduct)) {
-            load_part<kProduct, kTransposed>(work, shared, part, filled, kernel);
+            load_part<kProduct, kTransposed, Loads::kAll>(work, shared, part, filled, kernel);
         } else {
             gather_part<kProduct, kTransposed>(work, shared, part, filled, kernel);
         }

@@ -9,13 +9,6 @@
 
 namespace weave::moe_experts {
 
-// The same number, of which nothing is computed ahead of a loop: that would take registers all the way through it.
-__device__ __forceinline__ int32_t here(int32_t number) {
-    int32_t same;
-    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(number));
-    return same;
-}
-
 // Another number at every call, ascending. Orders nothing.
 __device__ __forceinline__ int32_t take_number(int32_t* next) {
     int32_t taken;
@@ -46,6 +39,12 @@ __device__ __forceinline__ void await_counted(const int32_t* counter, int32_t va
         if (static_cast<int64_t>(fabric::nanoseconds() - begin) > kCountedWithinNs) __trap();
         __nanosleep(32);
     }
+}
+
+// Ordinary stores and TMA are two ways to memory. Between the wait for rows that ordinary stores wrote, and their
+// copies; says nothing of shared memory.
+__device__ __forceinline__ void order_rows_before_copies() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // The 128 threads of the producer warp group, and no others: consumers have barriers 1 and 2.

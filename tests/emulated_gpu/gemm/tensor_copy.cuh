@@ -42,8 +42,6 @@ inline void arrive_times(uint64_t* at, uint32_t times) {
     barrier.settle();
 }
 
-inline void order_accesses_before_copies() {}
-
 inline void await_phase(uint64_t* at, uint32_t parity) {
     emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
     emulated::await([&barrier, parity] { return (barrier.phase & 1) != parity; });

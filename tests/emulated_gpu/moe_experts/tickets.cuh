@@ -8,10 +8,6 @@ namespace weave::moe_experts {
 // Whether rows are taken to be there before they have been counted: for the test that sees that tests see it.
 inline bool counts_are_ignored = false;
 
-inline int32_t here(int32_t number) {
-    return number;
-}
-
 inline int32_t take_number(int32_t* next) {
     return (*next)++;
 }
@@ -28,6 +24,8 @@ inline bool has_counted(const int32_t* counter, int32_t value) {
 inline void await_counted(const int32_t* counter, int32_t value) {
     emulated::await([counter, value] { return has_counted(counter, value); });
 }
+
+inline void order_rows_before_copies() {}
 
 inline void await_producers() {
     emulated::Thread& thread = emulated::running();
