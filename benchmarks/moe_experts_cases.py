@@ -126,6 +126,9 @@ class Data:
     def weave(self, how: Plan) -> Call:
         return lambda at: gpu.launch(self.operands(at), self.model.call, how)
 
+    def native(self, how: hopper.HopperPlan) -> Call:
+        return lambda at: hopper.launch(self.operands(at), self.model.call, how)
+
     def planned(self, kernels: Kernels = Kernels.TRITON) -> Call:
         call = replace(self.model.call, kernels=kernels).encode()
 

@@ -2,17 +2,19 @@
 
     python -m benchmarks.moe_experts_gpu --machine h200x4 [--models qwen3-30b-a3b] [--tokens 8 512] [--ranks 2]
         [--routings uniform skewed] [--without batched_mm] [--seconds 300] [--no-write] [--sweep [--output FILE]]
+        [--lags 1 2 3]
 
 A case is one rank's share of a layer's experts, on the tokens of all ranks; bf16. `grouped_mm` and `batched_mm` are the
 sequences that transformers runs, compiled; `grouped_mm_alone` its two GEMMs and the activation, of rows that were
 sorted beforehand. Each variant's calls run in one CUDA graph over several routings in turn; graphs are replayed in
 turns, and a time is the median. The bound is the larger of active weights and FLOPs, at the rates of `gpu_limits`.
-A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper` and, from some
-hundred rows an expert on, `wide`; all beside the same baselines.
+A row is of one implementation of ours, `kernels` of its case: `triton`, and where they run `hopper`, `one_kernel` and,
+from some hundred rows an expert on, `wide`; all beside the same baselines.
 Up to 512 tokens the active weights are to be read at 85 % of the bound or more: each row prints what it
 reaches.
 
-`--sweep` times every launch that `candidates` of the plan lists instead: what the plan is fitted from.
+`--sweep` times every launch that `candidates` of the plan lists instead: what the plan is fitted from. `--lags` times
+`hopper` and `one_kernel` alone, the latter with each lag, and writes nothing: what `hopper.LAG` is chosen by.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -91,8 +93,7 @@ def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str,
     if kernels == Kernels.TRITON:
         tile = brief(plan(data.shape, gpu.num_sms(data.x.device)))
     else:
-        shape, operands = data.shape, data.operands(0)
-        tile = hopper_tile(hopper.wide_plan(operands, shape) if kernels == Kernels.WIDE else hopper.plan(shape))
+        tile = hopper_tile(hopper.plan_of(kernels, data.operands(0), data.shape))
     gb, tflops = data.weight_bytes / us / 1e3, data.flops / us / 1e6
     others = " ".join(f"{name} {us:.1f}" for name, us in baselines.items())
     print(
@@ -111,7 +112,23 @@ def row_of(kernels: str, us: float, case: Case, data: Data, baselines: dict[str,
 
 
 def hopper_tile(how: hopper.HopperPlan) -> str:
-    return f"rows {how.rows}, group {how.group}, combine {how.combine_columns}"
+    lag = f", lag {how.lag}" if how.one_kernel else ""
+    return f"rows {how.rows}, group {how.group}{lag}, combine {how.combine_columns}"
+
+
+def compare_lags(case: Case, data: Data, lags: list[int]) -> None:
+    """Prints what two kernels take, and one with each lag."""
+    if not data.runs_hopper():
+        print(f"{case}: the native kernels do not run it")
+        return
+    two = hopper.plan(data.shape)
+    one = hopper.plan_of(Kernels.ONE, data.operands(0), data.shape)
+    plans = {"hopper": two, **{f"one_kernel, lag {lag}": replace(one, lag=lag) for lag in lags}}
+    calls = {name: data.native(how) for name, how in plans.items()}
+    want = expected(data.operands(0), data.model.call)
+    times = time_in_turns({name: capture(call) for name, call in calls.items() if is_right(call, want, name)})
+    found = " | ".join(f"{name} {us:.1f} us {times['hopper'] / us:.3f}x" for name, us in times.items())
+    print(f"{case.model} {case.tokens} x {case.ranks} {case.routing}: {found} | bound {data.bound_us:.1f}", flush=True)
 
 
 def brief(how: Plan) -> str:
@@ -182,6 +199,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="baselines not to run")
     parser.add_argument("--seconds", type=float, default=300.0, help="no case begins after that")
     parser.add_argument("--sweep", action="store_true", help="try launches instead")
+    parser.add_argument("--lags", nargs="*", type=int, help="time the native kernels with these instead")
     parser.add_argument("--output", type=Path, help="of the sweep: all launches and their times")
     parser.add_argument("--no-write", action="store_true")
     asked = parser.parse_args()
@@ -194,7 +212,9 @@ def main() -> None:
                 left_out.append(str(case))
                 continue
             data = Data(case, weights)
-            if asked.sweep:
+            if asked.lags is not None:
+                compare_lags(case, data, asked.lags)
+            elif asked.sweep:
                 swept += sweep(case, data)
                 if asked.output is not None:
                     asked.output.write_text(json.dumps(swept, separators=(",", ":")) + "\n")

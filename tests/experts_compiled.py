@@ -71,7 +71,7 @@ def home(shape: Shape, call: ExpertsCall) -> None:
     how = replace(plan(shape, 132, call.gated), splits=1)
     inner = torch.empty(shape.rows, shape.inner, dtype=torch.bfloat16, device="meta")
     order = torch.empty(shape.rows, dtype=torch.int32, device="meta")
-    table = torch.empty(how.max_tiles(shape) + 1, 4, dtype=torch.int32, device="meta")
+    table = torch.empty(how.table_rows(shape), 4, dtype=torch.int32, device="meta")
     homes = torch.empty(4, dtype=torch.int64, device="meta")
     weights = operands_of(shape, call).of_experts
     gpu.second_gemm(inner, order, table, weights, homes, shape, how, shape.rows // 4)

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +46,9 @@ class NativeCall(ctypes.Structure):
         ("tile_rows", ctypes.c_int32),
         ("second_wide", ctypes.c_int32),
         ("rows_of_home", ctypes.c_int64),
+        ("lag", ctypes.c_int32),
+        ("resident", ctypes.c_int32),
+        ("counts_are_ignored", ctypes.c_int32),
     )
 
 
@@ -68,7 +72,8 @@ def routed(experts: Tensor, shape: Shape, tile_rows: int) -> tuple[Tensor, Tenso
     own, tiles = plain(experts, shape.experts, tile_rows)
     order = torch.full((shape.rows,), experts_routing.POISON, dtype=torch.int32)
     order[: len(own)] = own
-    return order, torch.cat([torch.tensor([[len(tiles), -1, -1, -1]], dtype=torch.int32), tiles])
+    counts = torch.zeros((-(-len(tiles) // 4), 4), dtype=torch.int32)
+    return order, torch.cat([torch.tensor([[len(tiles), 0, -1, -1]], dtype=torch.int32), tiles, counts])
 
 
 def cut_tile(begin: int, first: int, end: int) -> list[tuple[int, int]]:
@@ -78,12 +83,38 @@ def cut_tile(begin: int, first: int, end: int) -> list[tuple[int, int]]:
     return [(out[0], out[1]), (out[2], out[3])]
 
 
+def lagged_items(tiles: int, group: int, columns: tuple[int, int], lag: int) -> list[tuple[bool, int, int]]:
+    """Items of both GEMMs in one kernel's order, `columns` of each: whether of the second one, tile, and column."""
+    out = (ctypes.c_int32 * (3 * tiles * sum(columns)))()
+    library().lagged_items(tiles, group, *columns, lag, out)
+    return [(bool(out[at]), out[at + 1], out[at + 2]) for at in range(0, len(out), 3)]
+
+
+@dataclass(frozen=True)
+class OneKernel:
+    """How both GEMMs run in one kernel."""
+
+    lag: int = 1
+    """Items of the first GEMM for each cluster."""
+    resident: int = 8
+    """Clusters that run at a time."""
+    counts_are_ignored: bool = False
+    """Whether rows between the GEMMs are read without waiting for them: a mistake."""
+
+
 def rows_of(
-    operands: Operands, call: ExpertsCall, num_sms: int, seed: int, group: int, homes: int = 0, wide: int = 0
+    operands: Operands,
+    call: ExpertsCall,
+    num_sms: int,
+    seed: int,
+    group: int,
+    homes: int = 0,
+    wide: int = 0,
+    one: OneKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What both GEMMs leave, of weights that are contiguous or transposed ones that were: `inner` by position,
     `results` by row; the rest is `POISON`. `homes`: in how many places, each of as many rows, results go.
-    `wide`: which GEMM is, `FIRST_WIDE` or `SECOND_WIDE` or both."""
+    `wide`: which GEMM is, `FIRST_WIDE` or `SECOND_WIDE` or both. `one`: both are in one kernel."""
     shape = checked_shape(operands, call)
     tile_rows = _native.WIDE_EXPERT_TILE_ROWS if wide else _native.EXPERT_TILE_ROWS
     order, table = routed(operands.experts, shape, tile_rows)
@@ -102,6 +133,7 @@ def rows_of(
         call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed, tile_rows,
         bool(wide & SECOND_WIDE),
         shape.rows // homes if homes else 0,
+        -1 if one is None else one.lag, 0 if one is None else one.resident, one is not None and one.counts_are_ignored,
     )  # fmt: skip
     wrong = library().run(ctypes.byref(asked)).decode()
     assert not wrong, wrong
@@ -112,11 +144,17 @@ def rows_of(
 
 
 def emulated(
-    operands: Operands, call: ExpertsCall, num_sms: int = 4, seed: int = 0, group: int = 2, wide: int = 0
+    operands: Operands,
+    call: ExpertsCall,
+    num_sms: int = 4,
+    seed: int = 0,
+    group: int = 2,
+    wide: int = 0,
+    one: OneKernel | None = None,
 ) -> Tensor:
     """`weave::moe_experts` by these GEMMs and the CPU's sum; asserts that nothing but own rows was written."""
     shape = checked_shape(operands, call)
-    inner, results = rows_of(operands, call, num_sms, seed, group, wide=wide)
+    inner, results = rows_of(operands, call, num_sms, seed, group, wide=wide, one=one)
     own = (operands.experts >= 0) & (operands.experts < shape.experts)
     assert (inner[int(own.sum()) :] == POISON).all(), "rows behind the last expert's were written"
     assert (results[~own.flatten()] == POISON).all(), "rows of foreign choices were written"

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
-from tests.experts_routing import POISON, assert_sorted
+from tests.experts_routing import POISON, assert_sorted, empty_table
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.expert_kernels import gpu
 from weaveopt.expert_kernels.call import ExpertsCall
@@ -81,7 +81,7 @@ def routing(experts: int) -> None:
         ids = make_experts(name, Sizes(tokens=67, choices=3, experts=experts), generator)
         order = torch.full((201,), POISON, dtype=torch.int32)
         shape = Shape(67, 3, experts, 16, 16)
-        table = torch.full((replace(plan(shape, 132), rows=16).max_tiles(shape) + 1, 4), POISON, dtype=torch.int32)
+        table = empty_table(shape.rows, experts, 16)
         with mock.patch.object(gpu, "ROUTE_BLOCK", 64):
             gpu.sort_by_triton(ids, shape, 16, False, order, table)
         assert_sorted(order, table, ids, experts, 16)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+
+from weaveopt.expert_kernels.plan import RowTiles
+from weaveopt.expert_kernels.shapes import Shape
 
 Tensor = torch.Tensor
 
@@ -13,6 +17,13 @@ EXPERTS = (1, 7, 64, 65, 128, 200, 256, 257, 1023)
 TILE_ROWS = (16, 32, 128, 256)
 POISON = -(1 << 20)
 """In `order` and `table` before a call."""
+
+
+@dataclass(frozen=True)
+class RowsOf(RowTiles):
+    """Tiles of so many rows."""
+
+    rows: int
 
 
 def plain(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
@@ -29,17 +40,26 @@ def plain(experts: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Te
     return order.int(), torch.stack([expert, first, ends[expert], (ends - counts)[expert]], 1).int()
 
 
+def empty_table(num_rows: int, num_experts: int, tile_rows: int, device: str = "cpu") -> Tensor:
+    """As large as any routing needs, and a row more; `POISON`."""
+    rows = RowsOf(tile_rows).table_rows(Shape(num_rows, 1, num_experts, 16, 16)) + 1
+    return torch.full((rows, 4), POISON, dtype=torch.int32, device=device)
+
+
 def assert_sorted(order: Tensor, table: Tensor, experts: Tensor, num_experts: int, tile_rows: int) -> None:
     """`order` and `table` as kernels left them, `POISON` where nothing was written."""
     want_order, want_tiles = plain(experts, num_experts, tile_rows)
     order, table = order.cpu(), table.cpu()
     num_tiles = int(table[0, 0])
     assert num_tiles == len(want_tiles), f"{num_tiles} tiles, not {len(want_tiles)}"
+    assert table[0, 1] == 0, "what a GEMM counts in does not begin with 0"
     tiles = table[1 : 1 + num_tiles]
     assert torch.equal(tiles, want_tiles), f"{tiles.tolist()}, not {want_tiles.tolist()}"
     assert torch.equal(order[: len(want_order)], want_order)
     assert (order[len(want_order) :] == POISON).all(), "positions behind the last expert's were written"
-    assert (table[1 + num_tiles :] == POISON).all(), "tiles that there are not were written"
+    behind = table[1 + num_tiles :].flatten()
+    assert len(behind) >= num_tiles and (behind[:num_tiles] == 0).all(), "counts of tiles do not begin with 0"
+    assert (behind[num_tiles:] == POISON).all(), "tiles that there are not were written"
 
 
 def cases(num_rows: int, num_experts: int) -> Iterator[tuple[str, Tensor]]:

@@ -503,6 +503,21 @@ def experts_down(
     wide: bool,
     stream: int,
 ) -> int: ...
+def experts_both(
+    x: int,
+    x_stride: int,
+    hidden: int,
+    choices: int,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    routing: ExpertRouting,
+    gate: ExpertGate,
+    inner: int,
+    results: int,
+    dtype: DType,
+    lag: int,
+    stream: int,
+) -> int: ...
 def sort_expert_rows(
     experts: int,
     num_rows: int,

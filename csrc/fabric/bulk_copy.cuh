@@ -30,6 +30,11 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// As `times` threads do: of a barrier that was made for more arrivals.
+__device__ __forceinline__ void arrive_times(uint64_t* barrier, uint32_t times) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(times) : "memory");
+}
+
 // Arrives, and keeps the phase open until `bytes` have been copied in.
 __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

@@ -35,8 +35,8 @@ void bind_moe_experts_cuda(py::module_& m) {
              "bias of 0 is none.");
     py::class_<Routing>(m, "ExpertRouting")
         .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group, int32_t tile_rows) {
-                 return Routing{reinterpret_cast<const int32_t*>(order), reinterpret_cast<const int32_t*>(table),
-                                num_rows, group, tile_rows};
+                 return Routing{reinterpret_cast<const int32_t*>(order), reinterpret_cast<int32_t*>(table), num_rows,
+                                group, tile_rows};
              }),
              py::arg("order"), py::arg("table"), py::arg("num_rows"), py::arg("group"), py::arg("tile_rows"),
              "What the routing kernels left, in tiles of at most EXPERT_TILE_ROWS, or WIDE_EXPERT_TILE_ROWS.");
@@ -69,6 +69,20 @@ void bind_moe_experts_cuda(py::module_& m) {
         py::arg("inner"), py::arg("inner_width"), py::arg("weight"), py::arg("routing"), py::arg("results"),
         py::arg("dtype"), py::arg("wide"), py::arg("stream"),
         "results[order[p]] = inner[p] @ weight[expert of p].T + bias on Hopper. A CUDA error code.");
+    m.def(
+        "experts_both",
+        [](uintptr_t x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& gate_up, const Weight& down,
+           const Routing& routing, const Gate& gate, uintptr_t inner, uintptr_t results, DType dtype, int32_t lag,
+           uintptr_t stream) {
+            py::gil_scoped_release release;
+            return moe_experts::run_both(reinterpret_cast<const void*>(x), x_stride, hidden, choices, gate_up, down,
+                                         routing, gate, reinterpret_cast<void*>(inner),
+                                         reinterpret_cast<void*>(results), dtype, lag, reinterpret_cast<void*>(stream));
+        },
+        py::arg("x"), py::arg("x_stride"), py::arg("hidden"), py::arg("choices"), py::arg("gate_up"), py::arg("down"),
+        py::arg("routing"), py::arg("gate"), py::arg("inner"), py::arg("results"), py::arg("dtype"), py::arg("lag"),
+        py::arg("stream"),
+        "experts_gate_up and experts_down in one kernel, which takes each routing once. A CUDA error code.");
     m.def(
         "sort_expert_rows",
         [](uintptr_t experts, int64_t num_rows, int32_t num_experts, int32_t tile_rows, uintptr_t counts,

@@ -9,6 +9,13 @@
 
 namespace weave::moe_experts {
 
+// The same number, of which nothing is computed ahead of a loop: that would take registers all the way through it.
+__device__ __forceinline__ int32_t here(int32_t number) {
+    int32_t same;
+    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(number));
+    return same;
+}
+
 // 16 bytes into shared memory; zeros if not `inside`, and nothing is read then. 128 bytes are brought into the L2.
 __device__ __forceinline__ void copy_chunk(uint32_t to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)

@@ -27,7 +27,7 @@ struct Weight {
 // What the routing kernels left.
 struct Routing {
     const int32_t* order;
-    const int32_t* table;
+    int32_t* table;     // written by run_both alone
     int64_t num_rows;   // positions at most: tokens * choices
     int32_t group;      // tiles that go through a column of weights before the next
     int32_t tile_rows;  // of the table's tiles
@@ -64,7 +64,14 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
 int run_down(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing, void* results,
              DType dtype, bool wide, void* stream);
 
-// The same, into the memory of several ranks: row order[p] of all is row `order[p] % homes.rows` at home
+// Both in one kernel (both.cuh), of weights that lie alike. An item of the second GEMM comes `lag` items of the first
+// one for each cluster of the grid, or somewhat more, behind the last one that it reads. Takes what the routing kernels
+// left once: it counts in the table.
+int run_both(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& gate_up,
+             const Weight& down, const Routing& routing, const Gate& gate, void* inner, void* results, DType dtype,
+             int32_t lag, void* stream);
+
+// The same as run_down, into the memory of several ranks: row order[p] of all is row `order[p] % homes.rows` at home
 // `order[p] / homes.rows`.
 int run_down_home(const void* inner, int64_t inner_width, const Weight& weight, const Routing& routing,
                   const Homes& homes, DType dtype, void* stream);

@@ -9,8 +9,8 @@
 namespace weave::moe_experts {
 
 // Launched while the kernel ahead still runs, and waits for it on the device.
-template <class S, class Kernel>
-int launch_clusters(Kernel kernel, const Work& work, int32_t num_ctas, void* stream) {
+template <class S, class W>
+int launch_clusters(void (*kernel)(W), const W& work, int32_t num_ctas, void* stream) {
     constexpr int32_t kBytes = sizeof(S) + gemm::kSharedAlignment;
     static_assert(kBytes <= 227 * 1024);
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);

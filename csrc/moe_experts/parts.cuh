@@ -16,6 +16,14 @@ struct Part {
     int32_t column;  // of tiles
 };
 
+// This CTA's part of a tile's `rows`. kWide: it has all of them, else half.
+template <bool kWide>
+__device__ __forceinline__ Part part_of(int32_t expert, Rows rows, int32_t last, int32_t column) {
+    const int32_t octets = octets_of(rows.count);
+    const Rows own = kWide ? rows : own_rows(rows, static_cast<int32_t>(gemm::cluster_rank()));
+    return {expert, own.first, own.count, kWide ? 2 * octets : octets, last, column};
+}
+
 // A cluster's parts. The next one is read while this one is worked on. kWide: each CTA has all of the tile's rows,
 // else half of them.
 template <bool kWide>
@@ -28,10 +36,8 @@ class Parts {
     // Whether there is one.
     __device__ __forceinline__ bool take(Part& part) {
         if (index_ >= items_.num_items()) return false;
-        const Rows tile = even_rows(record_.w, record_.y, record_.z, work_.tile_rows);
-        const int32_t octets = octets_of(tile.count);
-        const Rows own = kWide ? tile : own_rows(tile, static_cast<int32_t>(gemm::cluster_rank()));
-        part = {record_.x, own.first, own.count, kWide ? 2 * octets : octets, record_.z - 1, column_};
+        const Rows rows = even_rows(record_.w, record_.y, record_.z, work_.tile_rows);
+        part = part_of<kWide>(record_.x, rows, record_.z - 1, column_);
         index_ += static_cast<int32_t>(gridDim.x) / gemm::kClusterCtas;
         read();
         return true;

@@ -18,6 +18,7 @@
 
 #include "moe_experts/kernel_ahead.cuh"
 #include "moe_experts/routing.h"
+#include "moe_experts/tiles.h"
 
 namespace weave::moe_experts {
 
@@ -259,7 +260,10 @@ __device__ __forceinline__ void begin_experts(const OfBins<kBins>& totals, int32
 template <int kBins>
 __device__ __forceinline__ void write_tiles(const RowsToSort& of, const PlaceShared<kBins>& shared) {
     const int32_t num_tiles = shared.first_tiles[kBins], num_ctas = gridDim.x, cta = blockIdx.x;
-    if (cta == 0 && threadIdx.x == 0) of.table[0] = num_tiles;
+    if (cta == 0 && threadIdx.x == 0) {
+        of.table[0] = num_tiles;
+        of.table[kTakenAt] = 0;
+    }
     for (int32_t tile = threadIdx.x * num_ctas + cta; tile < num_tiles; tile += kRoutingThreads * num_ctas) {
         int32_t expert = 0;  // the last one whose tiles begin here or before: those without rows begin with the next
 #pragma unroll
@@ -268,6 +272,7 @@ __device__ __forceinline__ void write_tiles(const RowsToSort& of, const PlaceSha
         const int32_t begin = shared.firsts[expert];
         const int32_t first = begin + (tile - shared.first_tiles[expert]) * of.tile_rows;
         reinterpret_cast<int4*>(of.table)[tile + 1] = int4{expert, first, shared.firsts[expert + 1], begin};
+        of.table[stored_at(num_tiles, tile)] = 0;
     }
 }
 

@@ -23,7 +23,7 @@ struct RowsToSort {
     int32_t tile_rows;
     int32_t* counts;  // workspace of num_counts() numbers; not read if there are none
     int32_t* order;   // [num_rows]
-    int32_t* table;   // [tiles + 1, 4], at a multiple of 16 bytes
+    int32_t* table;   // [tiles + 1, 4] and a number of each tile, at a multiple of 16 bytes
 };
 
 // Experts that the kernels are compiled for.

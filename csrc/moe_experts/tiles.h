@@ -53,6 +53,47 @@ struct ItemOrder {
     }
 };
 
+// An item of either of the two GEMMs of one kernel (both.cuh).
+struct EitherItem {
+    bool second;
+    Item item;
+};
+
+// Items of both GEMMs, which have the same tiles in the same groups: a group's of the second one come once those of
+// `lag` further groups of the first one have come, so that what they read has been written by then, or nearly so; those
+// of the last groups when nothing else is left. Each stands behind all that it reads.
+struct LaggedOrder {
+    ItemOrder first, second;
+    int32_t lag;
+
+    WEAVE_HOST_DEVICE int32_t num_items() const { return first.num_items() + second.num_items(); }
+    WEAVE_HOST_DEVICE EitherItem item(int32_t index) const {
+        const int32_t a_group = first.group * first.columns, turn = a_group + second.group * second.columns;
+        const int32_t all = first.num_items(), ahead = (lag < first.tiles ? lag : first.tiles) * a_group;
+        int32_t before = index;  // items of the first GEMM
+        bool is_second = false;
+        if (index >= ahead) {
+            const int32_t within = (index - ahead) % turn;
+            is_second = within >= a_group;
+            before = ahead + (index - ahead) / turn * a_group + (is_second ? a_group : within);
+        }
+        if (before >= all) return {true, second.item(index - all)};
+        return is_second ? EitherItem{true, second.item(index - before)} : EitherItem{false, first.item(before)};
+    }
+};
+
+// Groups of the first GEMM that have `items` of its items or more.
+WEAVE_HOST_DEVICE constexpr int32_t groups_of(int32_t items, int32_t group, int32_t columns) {
+    return (items + group * columns - 1) / (group * columns);
+}
+
+// What the routing table holds for that kernel, in numbers from its begin: how many items have been taken, and of each
+// tile how many results of the first GEMM have been stored.
+constexpr int32_t kTakenAt = 1;
+WEAVE_HOST_DEVICE constexpr int32_t stored_at(int32_t num_tiles, int32_t tile) {
+    return 4 * (num_tiles + 1) + tile;
+}
+
 // Positions among rows sorted by expert.
 struct Rows {
     int32_t first;

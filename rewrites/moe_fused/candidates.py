@@ -4,9 +4,10 @@ by_expert     CPU ranks: tokens sorted by expert, the library's GEMMs over the r
 kernels       GPUs: routing, two grouped GEMMs that gather and scatter rows themselves, and a sum in the choices' order,
               in Triton
 hopper        the same with GEMMs of our own, for compute capability 9.0
+one_kernel    the same with both of these GEMMs in one kernel
 wide          the same with GEMMs of our own for many rows an expert, which are gathered beforehand
 
-Which of the last three serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
+Which of the last four serves a token count is what their measured curves say (`cost_model.mixture`). A graph that sees
 several counts holds a table of them; every kernel takes any number of rows.
 """
 
@@ -30,7 +31,7 @@ from weaveopt.solver.boundaries import runs
 RULE = "moe_fused"
 EXPERTS = "experts"
 """The term of the kernels' time."""
-BY_EXPERT, KERNELS, HOPPER = "by_expert", "kernels", "hopper"
+BY_EXPERT, KERNELS, HOPPER, ONE = "by_expert", "kernels", "hopper", "one_kernel"
 HALVES = ("bfloat16", "float16")
 ROW_MULTIPLE = 8
 """Elements: rows of the Hopper kernels' operands begin at multiples of 16 bytes."""
@@ -45,7 +46,7 @@ class Host:
     """GPUs are here, and the Hopper kernels do not run on them."""
 
 
-CURVES = {KERNELS: "", HOPPER: HOPPER, WIDE: WIDE}
+CURVES = {KERNELS: "", HOPPER: HOPPER, ONE: ONE, WIDE: WIDE}
 """What the kernels of a candidate are called in a profile."""
 VARIANTS = {name: variant for variant, name in CURVES.items()}
 
@@ -89,7 +90,7 @@ def candidates(
     against = tuple(_against(facts, host))
     against_hopper = (*against, *_against_hopper(facts, host))
     against_wide = (*against_hopper, *_against_wide(mixture))
-    refused = {KERNELS: against, HOPPER: against_hopper, WIDE: against_wide}
+    refused = {KERNELS: against, HOPPER: against_hopper, ONE: against_hopper, WIDE: against_wide}
     able = [name for variant, name in CURVES.items() if not refused[variant]]
     fastest = fastest_kernels(machine, mixture, able)
     for variant, reasons in refused.items():

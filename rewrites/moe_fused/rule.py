@@ -29,7 +29,7 @@ from weaveopt.graph.splice import call_after, current, erase_dead, last_of, repl
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.mixtures.activation import Activation
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, RULE, Host, candidates
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, ONE, RULE, Host, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.mixture import KIND, MixtureFacts
 from weaveopt.sites.mixtures.experts import Experts, Linear
@@ -37,7 +37,7 @@ from weaveopt.sites.mixtures.experts import Experts, Linear
 aten = torch.ops.aten
 
 
-_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER, WIDE: Kernels.WIDE}
+_KERNELS = {KERNELS: Kernels.TRITON, HOPPER: Kernels.HOPPER, ONE: Kernels.ONE, WIDE: Kernels.WIDE}
 
 
 class MoeFused:

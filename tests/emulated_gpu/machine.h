@@ -1,4 +1,4 @@
-// A cluster of CTAs on the CPU: threads are coroutines that run in a random order, and what is asynchronous on the GPU
+// Clusters of CTAs on the CPU: threads are coroutines that run in a random order, and what is asynchronous on the GPU
 // (copies, multiplies) happens as late or as early as it may, so that a missing wait gives wrong results here too.
 //
 // The headers beside this one stand in for those of csrc whose functions are single instructions; kernels are compiled
@@ -35,6 +35,9 @@ struct int4 {
 
 inline int32_t min(int32_t a, int32_t b) {
     return a < b ? a : b;
+}
+inline int32_t max(int32_t a, int32_t b) {
+    return a > b ? a : b;
 }
 inline float __expf(float x) {
     return expf(x);
@@ -167,6 +170,8 @@ struct Cluster {
     std::mt19937 random;
     std::function<void()> kernel;
     std::exception_ptr error;
+    uint32_t rounds = 0, dozing = 0;  // a warp sleeps for many rounds
+    bool ended = false;
 };
 
 inline Cluster* cluster = nullptr;
@@ -221,19 +226,19 @@ inline bool copy_some(Cluster& now) {
     return !due.empty() || !now.copies.empty();
 }
 
-inline void run_cluster(Size size, uint32_t index, uint32_t num_clusters, uint32_t seed,
-                        const std::function<void()>& kernel) {
-    Cluster now(size);
-    cluster = &now;
-    now.kernel = kernel;
-    now.random.seed(seed);
+// The cluster at `index` of a grid, ready to run.
+inline std::unique_ptr<Cluster> make_cluster(Size size, uint32_t index, uint32_t num_clusters, uint32_t seed,
+                                             const std::function<void()>& kernel) {
+    auto made = std::make_unique<Cluster>(size);
+    made->kernel = kernel;
+    made->random.seed(seed);
     for (uint32_t rank = 0; rank < size.ctas; ++rank) {
-        Cta& cta = now.ctas[rank];
+        Cta& cta = made->ctas[rank];
         cta.block.x = index * size.ctas + rank;
         cta.grid.x = num_clusters * size.ctas;
         cta.rank = rank;
         for (uint32_t at = 0; at < size.cta_threads; ++at) {
-            Thread& thread = now.threads[rank * size.cta_threads + at];
+            Thread& thread = made->threads[rank * size.cta_threads + at];
             thread.index.x = at;
             thread.cta = &cta;
             getcontext(&thread.context);
@@ -243,36 +248,77 @@ inline void run_cluster(Size size, uint32_t index, uint32_t num_clusters, uint32
             makecontext(&thread.context, begin_thread, 0);
         }
     }
-    for (size_t num_ended = 0; num_ended < now.threads.size();) {
-        bool moved = copy_some(now), slept = false;
-        num_ended = 0;
-        // In each round some warps sleep, a whole CTA at times.
-        const uint32_t sleeping_cta = now.random() % (2 * size.ctas), share = now.random() % 4;
-        for (size_t warp = 0; warp < now.threads.size() / 32; ++warp) {
-            const bool sleeps = warp / (size.cta_threads / 32) == sleeping_cta || now.random() % 4 < share;
-            for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
-                Thread& thread = now.threads[at];
-                if (thread.ended) {
-                    ++num_ended;
-                    continue;
-                }
-                if (thread.ready && !thread.ready()) continue;
-                slept |= sleeps;
-                if (sleeps) continue;
-                thread.ready = nullptr;
-                current = &thread;
-                swapcontext(&now.scheduler, &thread.context);
-                moved = true;
-                if (now.error) std::rethrow_exception(now.error);
-            }
-        }
-        if (!moved && !slept && num_ended < now.threads.size())
-            throw std::runtime_error(std::to_string(now.threads.size() - num_ended) + " threads wait for ever");
-    }
+    return made;
+}
+
+inline void expect_nothing_left(Cluster& now) {
     if (!now.copies.empty()) throw std::runtime_error("copies that nobody waited for");
     for (Cta& cta : now.ctas)
         for (const auto& [at, barrier] : cta.barriers)
             if (barrier.pending != barrier.arrivals || barrier.bytes != 0) throw std::runtime_error("an open phase");
+}
+
+// A round of the cluster's threads, of which some warps sleep, a whole CTA at times, and one for many rounds, as long as
+// others can go on; false if none of them can.
+inline bool run_round(Cluster& now) {
+    constexpr uint32_t kDozingRounds = 1000;
+    cluster = &now;
+    bool moved = copy_some(now), slept = false, dozed = false;
+    if (now.rounds++ % kDozingRounds == 0) now.dozing = now.random() % (now.threads.size() / 16);
+    size_t num_ended = 0;
+    const uint32_t sleeping_cta = now.random() % (2 * now.size.ctas), share = now.random() % 4;
+    for (size_t warp = 0; warp < now.threads.size() / 32; ++warp) {
+        const bool dozes = warp == now.dozing;
+        const bool sleeps = dozes || warp / (now.size.cta_threads / 32) == sleeping_cta || now.random() % 4 < share;
+        for (size_t at = warp * 32; at < warp * 32 + 32; ++at) {
+            Thread& thread = now.threads[at];
+            if (thread.ended) {
+                ++num_ended;
+                continue;
+            }
+            if (thread.ready && !thread.ready()) continue;
+            dozed |= dozes;
+            slept |= sleeps && !dozes;
+            if (sleeps) continue;
+            thread.ready = nullptr;
+            current = &thread;
+            swapcontext(&now.scheduler, &thread.context);
+            moved = true;
+            if (now.error) std::rethrow_exception(now.error);
+        }
+    }
+    if (!moved && !slept) now.dozing = static_cast<uint32_t>(now.threads.size());
+    now.ended = num_ended == now.threads.size();
+    if (now.ended) expect_nothing_left(now);
+    return moved || slept || dozed || now.ended;
+}
+
+// Of a grid whose clusters share nothing.
+inline void run_cluster(Size size, uint32_t index, uint32_t num_clusters, uint32_t seed,
+                        const std::function<void()>& kernel) {
+    const std::unique_ptr<Cluster> now = make_cluster(size, index, num_clusters, seed, kernel);
+    while (!now->ended)
+        if (!run_round(*now)) throw std::runtime_error("threads wait for ever");
+}
+
+// All clusters of a grid, of which `resident` run at a time: another one begins when one has ended. In each round some
+// stand still, one of them for many rounds.
+inline void run_grid(Size size, uint32_t num_clusters, uint32_t resident, uint32_t seed,
+                     const std::function<void()>& kernel) {
+    constexpr uint32_t kRounds = 200;
+    std::mt19937 random(seed);
+    std::vector<std::unique_ptr<Cluster>> running;
+    for (uint32_t begun = 0, round = 0, still = 0; begun < num_clusters || !running.empty(); ++round) {
+        for (; running.size() < resident && begun < num_clusters; ++begun)
+            running.push_back(make_cluster(size, begun, num_clusters, seed + begun, kernel));
+        if (round % kRounds == 0) still = random() % (2 * resident);
+        bool moved = false;
+        for (size_t at = 0; at < running.size(); ++at)
+            moved |= at == still || random() % 3 == 0 || run_round(*running[at]);
+        if (!moved) throw std::runtime_error("clusters wait for ever");
+        for (size_t at = running.size(); at-- > 0;)
+            if (running[at]->ended) running.erase(running.begin() + at);
+    }
 }
 
 }  // namespace weave::emulated

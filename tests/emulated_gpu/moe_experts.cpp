@@ -7,7 +7,7 @@
 namespace {
 
 int num_sms = 0;
-uint32_t seed = 0;
+uint32_t seed = 0, resident = 0;
 std::string failure;
 
 }  // namespace
@@ -69,6 +69,29 @@ int enqueue_wide_bf16(const Work& work, Product product, int32_t, void*) {
     });
 }
 
+template <bool kTransposed>
+void run_both_as(const BothWork& work, Product first) {
+    if (first == Product::kGated) return both_gemms<__nv_bfloat16, Product::kGated, kTransposed>(work);
+    if (first == Product::kPlain) return both_gemms<__nv_bfloat16, Product::kPlain, kTransposed>(work);
+    if (first != Product::kPairs || !kTransposed) throw std::runtime_error("not of that kernel");
+    both_gemms<__nv_bfloat16, Product::kPairs, kTransposed>(work);
+}
+
+int enqueue_both_bf16(const BothWork& work, Product first, bool transposed, int32_t num_ctas, void*) {
+    try {
+        emulated::run_grid({gemm::kClusterCtas, gemm::kThreads}, num_ctas / gemm::kClusterCtas, resident, seed,
+                           [&] { transposed ? run_both_as<true>(work, first) : run_both_as<false>(work, first); });
+    } catch (const std::exception& error) {
+        failure = error.what();
+        return -1;
+    }
+    return cudaSuccess;
+}
+
+int enqueue_both_fp16(const BothWork&, Product, bool, int32_t, void*) {
+    return cudaErrorInvalidValue;
+}
+
 int enqueue_fp16(const Work&, Product, bool, int32_t, void*) {
     return cudaErrorInvalidValue;
 }
@@ -83,11 +106,27 @@ int gather_rows(const RowsToGather& rows, const Routing& routing, void*) {
 
 }  // namespace weave::moe_experts
 
+namespace {
+
+// What a kernel of both GEMMs leaves in the table: every cluster has found that no item is left, and every tile is done.
+const char* what_is_wrong_with(const int32_t* table, int64_t hidden, int64_t width, bool gated, int32_t num_clusters) {
+    using namespace weave::moe_experts;
+    const int32_t tiles = table[0], first = weave::gemm::ceiling(width, tile_columns(gated));
+    const int32_t items = tiles * (first + weave::gemm::ceiling(hidden, tile_columns(false)));
+    if (table[kTakenAt] != items + num_clusters) return "not each item was taken once";
+    for (int32_t tile = 0; tile < tiles; ++tile)
+        if (table[stored_at(tiles, tile)] != first * kStoresOfColumn) return "not each result was counted";
+    return "";
+}
+
+}  // namespace
+
 extern "C" {
 
 struct Call {
     const void *x, *gate_up, *gate_up_bias, *down, *down_bias;
-    const int32_t *order, *table;
+    const int32_t* order;
+    int32_t* table;
     void *inner, *results, *gathered;
     int64_t rows, experts, hidden, inner_width, x_stride;
     int32_t choices, group, gated, interleaved, activation;
@@ -96,7 +135,10 @@ struct Call {
     int32_t num_sms;
     uint32_t seed;
     int32_t tile_rows, second_wide;
-    int64_t rows_of_home;     // 0: `results` is one tensor, else homes lie in it one behind the other, the last one first
+    int64_t rows_of_home;  // 0: `results` is one tensor, else homes lie in it one behind the other, the last one first
+    int32_t lag;       // of both GEMMs in one kernel; below 0: in two
+    int32_t resident;  // clusters of that kernel, at a time
+    int32_t counts_are_ignored;
 };
 
 // What failed; empty if nothing did.
@@ -115,6 +157,15 @@ const char* run(const Call* call) {
     const Weight down = weight(call->down, hidden, width, call->down_bias);
     const Routing routing{call->order, call->table, call->rows, call->group, call->tile_rows};
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
+    resident = call->resident;
+    counts_are_ignored = call->counts_are_ignored != 0;
+    if (call->lag >= 0) {
+        const int both = run_both(call->x, call->x_stride, hidden, call->choices, gate_up, down, routing, gate,
+                                  call->inner, call->results, DType::kBFloat16, call->lag, nullptr);
+        if (both != 0 && failure.empty()) failure = "code " + std::to_string(both);
+        if (both == 0) failure = what_is_wrong_with(call->table, hidden, width, call->gated != 0, num_sms / 2);
+        return failure.c_str();
+    }
     int code = run_gate_up(call->x, call->x_stride, hidden, call->choices, gate_up, routing, gate, call->inner,
                            DType::kBFloat16, call->gathered, nullptr);
     if (code == 0 && call->rows_of_home == 0)
@@ -131,6 +182,19 @@ const char* run(const Call* call) {
     }
     if (code != 0 && failure.empty()) failure = "code " + std::to_string(code);
     return failure.c_str();
+}
+
+// Of all items of both GEMMs `out` gets, in their order, which GEMM's, the tile and the column.
+void lagged_items(int32_t tiles, int32_t group, int32_t first_columns, int32_t second_columns, int32_t lag,
+                  int32_t* out) {
+    using namespace weave::moe_experts;
+    const LaggedOrder order{{tiles, first_columns, group}, {tiles, second_columns, group}, lag};
+    for (int32_t index = 0; index < order.num_items(); ++index) {
+        const EitherItem found = order.item(index);
+        out[3 * index] = found.second;
+        out[3 * index + 1] = found.item.tile;
+        out[3 * index + 2] = found.item.column;
+    }
 }
 
 // Of an expert's rows, `out` gets the first position and the count of each CTA of the tile that begins at `first`.

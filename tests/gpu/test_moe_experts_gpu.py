@@ -10,7 +10,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
-from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases
+from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
 from tests.gpu.captured import captured
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.expert_kernels import gpu
@@ -127,8 +127,7 @@ class NativeRouting:
     def __init__(self, num_rows: int, num_experts: int, tile_rows: int) -> None:
         self.experts = torch.empty(num_rows, dtype=torch.int64, device="cuda")
         self.order = torch.empty(num_rows, dtype=torch.int32, device="cuda")
-        most = num_rows // tile_rows + min(num_experts, num_rows) + 1
-        self.table = torch.empty((most, 4), dtype=torch.int32, device="cuda")
+        self.table = empty_table(num_rows, num_experts, tile_rows, "cuda")
         self.shape, self.tile_rows = Shape(num_rows, 1, num_experts, 16, 16), tile_rows
 
     def run(self, early: bool = True) -> None:

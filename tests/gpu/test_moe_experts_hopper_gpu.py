@@ -58,9 +58,18 @@ def launch_wide(operands: Operands, call: ExpertsCall, group: int = 4) -> torch.
     return hopper.launch(operands, call, replace(how, group=group))
 
 
+def launch_one(operands: Operands, call: ExpertsCall, group: int = 4, lag: int = hopper.LAG) -> torch.Tensor:
+    """Both GEMMs in one kernel."""
+    how = hopper.one_plan(operands, checked_shape(operands, call))
+    assert how.one_kernel, "of weights that lie alike"
+    return hopper.launch(operands, call, replace(how, group=group, lag=lag))
+
+
 def check(operands: Operands, call: ExpertsCall, what: str) -> None:
     want = reference(operands, call)
-    assert_close(launch(poisoned(operands), call), want, KERNEL, what)
+    got = launch(poisoned(operands), call)
+    assert_close(got, want, KERNEL, what)
+    assert torch.equal(launch_one(poisoned(operands), call), got), f"one kernel, {what}"
     if operands.gate_up.stride(2) == operands.down.stride(2) == 1:
         assert_close(launch_wide(poisoned(operands), call), want, KERNEL, f"wide, {what}")
 
@@ -99,7 +108,7 @@ def test_sizes_of_models(tokens: int, routing: str) -> None:
         operands = make_operands(replace(sizes, tokens=tokens), call, torch.bfloat16, tokens, routing, "cuda")
         assert not hopper.unsupported(operands, checked_shape(operands, call))
         want = reference(operands, call)
-        for kernels in (Kernels.HOPPER, Kernels.WIDE):
+        for kernels in (Kernels.HOPPER, Kernels.ONE, Kernels.WIDE):
             assert_close(run(operands, call, kernels), want, KERNEL, f"{kernels} {sizes} {tokens} {routing}")
 
 
@@ -130,7 +139,7 @@ def test_every_width_of_a_wide_multiply() -> None:
             assert torch.equal(launch_wide(operands, call, group), got), f"{call} {group}"
 
 
-@pytest.mark.parametrize("kernels", [Kernels.HOPPER, Kernels.WIDE])
+@pytest.mark.parametrize("kernels", [Kernels.HOPPER, Kernels.ONE, Kernels.WIDE])
 @pytest.mark.parametrize("tokens", [8, 1000, 3000])
 def test_a_graph_sees_what_is_routed_at_its_replay(tokens: int, kernels: Kernels) -> None:
     sizes = replace(QWEN, tokens=tokens)

@@ -27,7 +27,7 @@ from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.records.skew import UNIFORM, Skew
-from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, RULE, Host, candidates, mixture_of
+from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, ONE, RULE, Host, candidates, mixture_of
 from weaveopt.sites.mixture import MixtureFacts
 
 FORCED = Config(force=(RULE,), strict=True)
@@ -207,9 +207,11 @@ def test_kernels_that_were_not_measured_are_not_used() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=())
     assert _on(machine, 8) == [
         (variant, None, [code])
-        for variant, code in ((KERNELS, "not_measured"), (HOPPER, "not_measured"), (WIDE, "few_rows"))
-    ]
-    assert [codes for *_, codes in _on(machine, 8192)] == [["not_measured"]] * 3
+        for variant, code in (
+            (KERNELS, "not_measured"), (HOPPER, "not_measured"), (ONE, "not_measured"), (WIDE, "few_rows"),
+        )
+    ]  # fmt: skip
+    assert [codes for *_, codes in _on(machine, 8192)] == [["not_measured"]] * 4
 
 
 def test_kernels_take_weights_and_arithmetic_together() -> None:
@@ -220,9 +222,9 @@ def test_kernels_take_weights_and_arithmetic_together() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=curves)
     few, many = (kernels_us(machine, Mixture(tokens, 2.0, 8, 6144, 8192, True, "bfloat16")) for tokens in (1, 8192))
     assert few is not None and many is not None and few < many
-    (_, us, refused), (_, _, others), _ = _on(machine, 8192)
+    (_, us, refused), (_, _, others), *_ = _on(machine, 8192)
     assert us is not None and us >= many and not refused and others == ["not_measured"]
-    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 3
+    assert [each[2] for each in _on(machine, 8, replace(FACTS, dtype="float32"))] == [["dtype_not_supported"]] * 4
     tiny = kernels_us(machine, Mixture(1, 2.0, 8, 64, 64, True, "bfloat16"))
     assert tiny == pytest.approx(5.0), "less arithmetic than was measured takes less than the least that was"
     most = Mixture(1 << 20, 2.0, 64, 6144, 8192, True, "bfloat16")
@@ -240,14 +242,14 @@ def _curves(name: str, us: float) -> tuple[KernelCurve, KernelCurve]:
 
 def test_each_of_the_kernels_has_its_own_curves() -> None:
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
-    (triton, slow, _), (hopper, fast, _), _ = _on(machine, 8192)
+    (triton, slow, _), (hopper, fast, _), *_ = _on(machine, 8192)
     assert (triton, hopper) == (KERNELS, HOPPER)
     assert slow is not None and fast is not None and slow - fast == pytest.approx(math.hypot(400.0, 400.0))
     assert [codes for *_, codes in _on(machine, 8192, transposed=True)] == [
-        ["not_measured"], ["not_measured"], ["weight_layout"],
+        ["not_measured"], ["not_measured"], ["not_measured"], ["weight_layout"],
     ]  # fmt: skip
     both = replace(machine, kernels=(*machine.kernels, *_curves("hopper transposed ", 700.0)))
-    (_, unknown, _), (_, turned, _), _ = _on(both, 8192, transposed=True)
+    (_, unknown, _), (_, turned, _), *_ = _on(both, 8192, transposed=True)
     assert unknown is None and turned is not None and turned - fast == pytest.approx(math.hypot(200.0, 200.0))
 
 
@@ -281,13 +283,30 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
     )
 
 
+def test_one_kernel_is_chosen_by_its_curves() -> None:
+    """Where it takes no longer than two, those are taken; in a table too. Without curves it is no choice."""
+    two = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
+    asked = TokenCounts(8, most=16384)
+
+    def fastest(machine: Machine) -> set[str]:
+        found = candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True)
+        return {row.variant for each in found for row in each.table}
+
+    one = {us: replace(two, kernels=(*two.kernels, *_curves("one_kernel ", us))) for us in (499.0, 500.0)}
+    assert [fastest(two), fastest(one[499.0]), fastest(one[500.0])] == [{HOPPER}, {ONE}, {HOPPER}]
+    _, (_, hopper_us, _), (name, us, none), _ = _on(one[499.0], 8192)
+    assert hopper_us is not None and us is not None and name == ONE and not none
+    assert hopper_us - us == pytest.approx(math.hypot(1.0, 1.0))
+    assert _on(two, 8192)[2] == (ONE, None, ["not_measured"])
+
+
 def test_kernels_for_many_rows_an_expert() -> None:
     """They are no choice for few, whatever their curves say, in a table either."""
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("hopper ", 500.0), *_curves("wide ", 400.0)))
     assert FACTS.experts * WIDE_ROWS == 8192 * FACTS.choices
-    (_, hopper_us, _), (_, wide_us, none) = _on(machine, 8192)[1:]
+    (_, hopper_us, _), _, (_, wide_us, none) = _on(machine, 8192)[1:]
     assert hopper_us is not None and wide_us is not None and wide_us < hopper_us and not none
-    assert _on(machine, 8191)[2] == (WIDE, None, ["few_rows"])
+    assert _on(machine, 8191)[3] == (WIDE, None, ["few_rows"])
     asked = TokenCounts(8, most=16384)
     found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
     assert [(row.variant, row.max_tokens) for row in found[0].table] == [(HOPPER, 8191), (WIDE, 16384)]
@@ -297,14 +316,17 @@ def test_what_speaks_against_the_hopper_kernels() -> None:
     """All of it, and nothing of it against Triton's."""
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     odd = replace(FACTS, hidden=6140)
-    (_, us, none), (_, refused_us, refused), (*_, also) = _on(machine, 8192, odd, host=Host(True, lacks_hopper=True))
+    found = _on(machine, 8192, odd, host=Host(True, lacks_hopper=True))
+    (_, us, none), (_, refused_us, refused), (*_, one_too), (*_, wide_too) = found
     assert us is not None and not none
     assert refused_us is None
-    assert refused == also == ["rows_not_aligned", "hopper_kernels_missing"]
+    assert refused == one_too == wide_too == ["rows_not_aligned", "hopper_kernels_missing"]
     assert _on(machine, 8192, host=Host(False))[1][2] == ["triton_missing"]
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("hopper ", Kernels.HOPPER), ("", Kernels.TRITON)])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("hopper ", Kernels.HOPPER), ("one_kernel ", Kernels.ONE), ("", Kernels.TRITON)]
+)
 def test_the_graph_says_which_kernels_were_chosen(
     name: str, kernels: Kernels, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

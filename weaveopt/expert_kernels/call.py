@@ -19,6 +19,9 @@ class Kernels(StrEnum):
     TRITON = "triton"
     HOPPER = "hopper"
     """Our own, where they run; else Triton's."""
+    ONE = "one_kernel"
+    """Both of our own GEMMs in one kernel (csrc/moe_experts/both.cuh); those of `HOPPER` for weights of which one lies
+    transposed and the other does not."""
     WIDE = "wide"
     """Our own for many rows an expert (csrc/moe_experts/wide.cuh); those of `HOPPER` for weights they do not take."""
 

@@ -149,7 +149,7 @@ def combine(
 def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Tensor, Tensor]:
     """Rows by expert, and the tiles they make: see `routing_kernels`. `experts` is contiguous."""
     order = experts.new_empty(shape.rows, dtype=torch.int32)
-    table = experts.new_empty((how.max_tiles(shape) + 1, 4), dtype=torch.int32)
+    table = experts.new_empty((how.table_rows(shape), 4), dtype=torch.int32)
     if shape.rows > TRITON_ROUTING_ROWS and has_native_routing(experts.device):
         sort_natively(experts, shape, how.rows, early, order, table)
     else:

@@ -1,12 +1,13 @@
 """The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between the routing and Triton's sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
-persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left, or of `WIDE_EXPERT_TILE_ROWS`.
+persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left, or of `WIDE_EXPERT_TILE_ROWS`;
+or one grid goes over the tiles of both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -14,7 +15,7 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.expert_kernels import gpu
-from weaveopt.expert_kernels.call import ExpertsCall
+from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.plan import RowTiles
 from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.fabrics.traits import NativePart, is_built
@@ -34,6 +35,10 @@ GROUP = 8
 """Tiles of an expert that go through a part of its weight before the next part, where it has that many: 66 clusters
 share 8 panels of each then. With fewer, one tile after the other reads less at a time."""
 
+LAG = 2
+"""Items of the first GEMM for each cluster, that in one kernel stand between one and those of the second that read its
+rows: while as many are computed, it ends, also where those of the second GEMM are shorter."""
+
 
 @dataclass(frozen=True)
 class HopperPlan(RowTiles):
@@ -43,6 +48,10 @@ class HopperPlan(RowTiles):
     group: int
     wide: bool = False
     """Whether each multiply takes all rows of a tile (csrc/moe_experts/wide.cuh), or half of them."""
+    one_kernel: bool = False
+    """Whether both GEMMs are one kernel (csrc/moe_experts/both.cuh)."""
+    lag: int = LAG
+    """Of that kernel."""
     combine_columns: int = 2048
     early: bool = True
 
@@ -58,6 +67,19 @@ def wide_plan(operands: Operands, shape: Shape) -> HopperPlan:
     if any(weight.stride(2) != 1 for weight in (operands.gate_up, operands.down)):
         return plan(shape)
     return HopperPlan(_native.WIDE_EXPERT_TILE_ROWS, group=GROUP, wide=True)
+
+
+def one_plan(operands: Operands, shape: Shape) -> HopperPlan:
+    """The launch of both GEMMs in one kernel, where their weights lie alike."""
+    alike = (operands.gate_up.stride(2) == 1) is (operands.down.stride(2) == 1)
+    return replace(plan(shape), one_kernel=alike)
+
+
+def plan_of(kernels: str, operands: Operands, shape: Shape) -> HopperPlan:
+    """The launch by the native kernels of that word of `Kernels`."""
+    if kernels == Kernels.ONE:
+        return one_plan(operands, shape)
+    return wide_plan(operands, shape) if kernels == Kernels.WIDE else plan(shape)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -104,15 +126,12 @@ def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
     experts = operands.experts.contiguous()
     order, table = gpu.route(experts, shape, how, how.early)
     routing = routing_of(order, table, shape, how)
-    inner = first_gemm(x, routing, operands.of_experts, call, shape, how)
     results = x.new_empty((1, shape.rows, shape.hidden))
-    bias = dense(operands.down_bias)
-    with torch.cuda.device(x.device):
-        code = _native.experts_down(
-            inner.data_ptr(), shape.inner, weight_of(operands.down, bias), routing, results.data_ptr(), _dtype(x),
-            how.wide, torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
-    expect_taken(code, "second", shape)
+    if how.one_kernel:
+        both_gemms(x, routing, operands.of_experts, call, results, shape, how)
+    else:
+        inner = first_gemm(x, routing, operands.of_experts, call, shape, how)
+        second_gemm(inner, routing, operands.of_experts, results, shape, how)
     return gpu.combine(results, experts, operands.weights, x.dtype, shape, how, how.early)
 
 
@@ -126,16 +145,49 @@ def first_gemm(
     """[positions, I], activated. Rows of `x` are contiguous."""
     inner = x.new_empty((shape.rows, shape.inner))
     gathered = x.new_empty((shape.rows, shape.hidden)) if how.wide else None
-    gate = _native.ExpertGate(call.gated, call.interleaved, activation_number(call.activation), call.alpha, call.limit)
     bias = dense(weights.gate_up_bias)
     with torch.cuda.device(x.device):
         code = _native.experts_gate_up(
-            x.data_ptr(), x.stride(0), shape.hidden, shape.choices, weight_of(weights.gate_up, bias), routing, gate,
-            inner.data_ptr(), _dtype(x), 0 if gathered is None else gathered.data_ptr(),
+            x.data_ptr(), x.stride(0), shape.hidden, shape.choices, weight_of(weights.gate_up, bias), routing,
+            gate_of(call), inner.data_ptr(), _dtype(x), 0 if gathered is None else gathered.data_ptr(),
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
-    expect_taken(code, "first", shape)
+    expect_taken(code, "first GEMM", shape)
     return inner
+
+
+def second_gemm(
+    inner: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, results: Tensor, shape: Shape,
+    how: HopperPlan,
+) -> None:  # fmt: skip
+    """Into `results` [1, rows, H]."""
+    bias = dense(weights.down_bias)
+    with torch.cuda.device(inner.device):
+        code = _native.experts_down(
+            inner.data_ptr(), shape.inner, weight_of(weights.down, bias), routing, results.data_ptr(), _dtype(inner),
+            how.wide, torch.cuda.current_stream(inner.device).cuda_stream,
+        )  # fmt: skip
+    expect_taken(code, "second GEMM", shape)
+
+
+def both_gemms(
+    x: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, call: ExpertsCall, results: Tensor,
+    shape: Shape, how: HopperPlan,
+) -> None:  # fmt: skip
+    """Into `results` [1, rows, H], in one kernel. Rows of `x` are contiguous, and `routing` serves one call."""
+    inner = x.new_empty((shape.rows, shape.inner))
+    first_bias, second_bias = dense(weights.gate_up_bias), dense(weights.down_bias)
+    with torch.cuda.device(x.device):
+        code = _native.experts_both(
+            x.data_ptr(), x.stride(0), shape.hidden, shape.choices, weight_of(weights.gate_up, first_bias),
+            weight_of(weights.down, second_bias), routing, gate_of(call), inner.data_ptr(), results.data_ptr(),
+            _dtype(x), how.lag, torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+    expect_taken(code, "kernel of both GEMMs", shape)
+
+
+def gate_of(call: ExpertsCall) -> _native.ExpertGate:
+    return _native.ExpertGate(call.gated, call.interleaved, activation_number(call.activation), call.alpha, call.limit)
 
 
 def activation_number(name: str) -> int:
@@ -144,9 +196,9 @@ def activation_number(name: str) -> int:
 
 
 def expect_taken(code: int, which: str, shape: Shape) -> None:
-    """Raises `WeaveError` where the driver refused a GEMM."""
+    """Raises `WeaveError` where the driver refused a kernel."""
     if code:
-        raise WeaveError(f"moe_experts: the {which} GEMM of {shape} was refused: {_native.cuda_error_text(code)}")
+        raise WeaveError(f"moe_experts: the {which} of {shape} was refused: {_native.cuda_error_text(code)}")
 
 
 def _dtype(x: Tensor) -> _native.DType:

@@ -69,6 +69,11 @@ class RowTiles:
         active = min(shape.experts, shape.rows)
         return active + (shape.rows - active) // self.rows
 
+    def table_rows(self, shape: Shape) -> int:
+        """Of 4 numbers, of the table of the routing kernels: its own, one of each tile, and a number of each tile."""
+        tiles = self.max_tiles(shape)
+        return 1 + tiles + -(-tiles // 4)
+
 
 @dataclass(frozen=True)
 class Plan(RowTiles):

@@ -1,8 +1,11 @@
 """The Triton kernel that sorts rows by expert. A row is a pair [token][choice], by its number `token * k + choice`.
 
     order[p]        the row at position p: those of expert 0 by number, then those of expert 1, ...; own ones only
-    table[0]        how many tiles there are
+    table[0]        how many tiles there are, and 0
     table[i + 1]    tile i: its expert, its first position, the end of its expert's positions, and their begin
+    behind them     0 for each tile
+
+A GEMM counts from those zeros (csrc/moe_experts/both.cuh).
 
 Nothing is added atomically: the order is the same at every call. Many rows are sorted by csrc/moe_experts/routing.cu,
 which leaves the same, where it was built.
@@ -42,8 +45,10 @@ def route(
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
     tiles = (counts + (BLOCK_M - 1)) // BLOCK_M
     tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
+    all_tiles = tl.sum(tiles, 0)
     if expert == 0:
-        tl.store(table, tl.sum(tiles, 0))
+        tl.store(table, all_tiles)
+        tl.store(table + 1, 0)
     if count > 0:
         seen = first
         for start in range(0, num_rows, BLOCK):
@@ -60,3 +65,5 @@ def route(
             tl.store(record + 1, first + at * BLOCK_M, mask=at < num_tiles)
             tl.store(record + 2, first + count + tl.zeros([BINS], tl.int32), mask=at < num_tiles)
             tl.store(record + 3, first + tl.zeros([BINS], tl.int32), mask=at < num_tiles)
+            counts_at = table + (all_tiles + 1) * 4 + tile + at
+            tl.store(counts_at, tl.zeros([BINS], tl.int32), mask=at < num_tiles)

@@ -36,6 +36,12 @@ inline void arrive(uint64_t* at) {
     barrier.settle();
 }
 
+inline void arrive_times(uint64_t* at, uint32_t times) {
+    emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
+    barrier.pending -= static_cast<int32_t>(times);
+    barrier.settle();
+}
+
 inline void await_phase(uint64_t* at, uint32_t parity) {
     emulated::Barrier& barrier = emulated::running().cta->barrier(emulated::address(at));
     emulated::await([&barrier, parity] { return (barrier.phase & 1) != parity; });

@@ -25,7 +25,7 @@ from weaveopt.measure.clock import Sample, slowest
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session
 
-NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.WIDE: WIDE}
+NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.ONE: "one_kernel", Kernels.WIDE: WIDE}
 """Of kernels, in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(
@@ -121,7 +121,7 @@ class ExpertKernels(Family):
 
 def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
     """What is timed: with `quick` a third of it."""
-    measured = (Kernels.TRITON, Kernels.HOPPER) if with_hopper else (Kernels.TRITON,)
+    measured = (Kernels.TRITON, Kernels.HOPPER, Kernels.ONE) if with_hopper else (Kernels.TRITON,)
     cases = (*FEW, *SOME, *MANY)[:: 3 if quick else 1]
     # Those are never a choice for few rows; what they take at least is in the time of the weights.
     of_wide = (*FEW[::3], *(case for case in MANY if case.rows_of_expert[0] >= WIDE_ROWS)) if with_hopper else ()

@@ -18,6 +18,5 @@ def on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:
         return plain(operands, call)
     kernels = call.kernels_at(shape.tokens)
     if kernels != Kernels.TRITON and not hopper.unsupported(operands, shape):
-        wide = kernels == Kernels.WIDE
-        return hopper.launch(operands, call, hopper.wide_plan(operands, shape) if wide else hopper.plan(shape))
+        return hopper.launch(operands, call, hopper.plan_of(kernels, operands, shape))
     return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))

@@ -20,11 +20,11 @@ A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts
 
 Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
 tokens (`cpu.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs, one
-adds up. A call that names `Kernels.HOPPER` or `Kernels.WIDE`, or whose table does for such a token count, runs native
-GEMMs instead, where the GPU, the build and the weights' layout allow it (`hopper.py`). Nothing waits for the device and
-sizes come from shapes alone, so calls can be captured in CUDA graphs, and what is routed where may change between
-replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but with E / k times the arithmetic
-(`plain.py`).
+adds up. A call that names `Kernels.HOPPER`, `Kernels.ONE` or `Kernels.WIDE`, or whose table does for such a token
+count, runs native GEMMs instead, where the GPU, the build and the weights' layout allow it (`hopper.py`). Nothing waits
+for the device and sizes come from shapes alone, so calls can be captured in CUDA graphs, and what is routed where may
+change between replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but with E / k times the
+arithmetic (`plain.py`).
 
 Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is none.
 """

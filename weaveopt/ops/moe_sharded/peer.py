@@ -175,7 +175,7 @@ class PeerSite:
         code = self._native.down(
             slot_tokens, inner.data_ptr(), shape.inner, hopper.weight_of(weights.down, bias), routing, stream
         )
-        hopper.expect_taken(code, "second", shape)
+        hopper.expect_taken(code, "second GEMM", shape)
 
     def _received(self, slot_tokens: int, operands: ExpertWeights) -> Operands:
         """What came, as one rank's tokens; there are no routing weights here."""
