@@ -2,8 +2,9 @@
 
     python -m benchmarks.hosts_gpu --ranks 2 --machine h200x2
 
-Beside it, in one run and in turns: the one-host kernels over NVLink on the same GPUs, one-shot (8 to 64 KiB of bf16 is
-theirs) and two-shot (128 KiB to 2 MiB), and NCCL's all-reduce alone, without addition and norm. Over NVLink packets are
+Rows as packets, and as they are with flags, of 4096 to 16384 elements and 8 KiB to 2 MiB. Beside both, in one run and
+in turns: the one-host kernels over NVLink on the same GPUs, one-shot (8 to 64 KiB of bf16 is theirs) and two-shot
+(128 KiB to 2 MiB), and NCCL's all-reduce alone, without addition and norm. Over NVLink rows are
 stored where they go, so this is what the protocol takes and says nothing of a network. Each is a chain of calls in a
 CUDA graph; a time is one call's. With `--profile FILE` of `weaveopt calibrate` on such ranks the kernel's price stands
 beside its time. Writes the suite `hosts_gpu`.
@@ -33,9 +34,10 @@ from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
-HIDDEN = 4096
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""8 KiB to 2 MiB of bf16."""
+HIDDENS = (4096, 8192, 16384)
+MOST_BYTES = 2 << 20
+ELEMENT_BYTES = 2
+"""Of bf16."""
 CALLS = 20
 ROUNDS, REPLAYS = 7, 8
 TIMEOUT_S = 60.0
@@ -43,15 +45,23 @@ KERNELS = {
     "one_shot": KernelRow(0, Algorithm.ONE_SHOT, Transfer.LL_PACKET),
     "two_shot": KernelRow(0, Algorithm.TWO_SHOT, Transfer.LL_PACKET),
     "two_shot_bulk": KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK),
-    "hosts": KernelRow(0, Algorithm.DOUBLING, Transfer.PACKET),
+    "hosts_packets": KernelRow(0, Algorithm.DOUBLING, Transfer.PACKET),
+    "hosts_flagged_rows": KernelRow(0, Algorithm.DOUBLING, Transfer.FLAGGED_ROW),
 }
+BETWEEN_HOSTS = ("hosts_packets", "hosts_flagged_rows")
 
 
-def call_of(name: str, tokens: int, group: str, world: int) -> ReductionCall:
-    between = name == "hosts"
+def sizes(hidden: int) -> list[int]:
+    """Tokens, up to 2 MiB."""
+    most = MOST_BYTES // (hidden * ELEMENT_BYTES)
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def call_of(name: str, hidden: int, tokens: int, group: str, world: int) -> ReductionCall:
+    between = name in BETWEEN_HOSTS
     return ReductionCall(
-        site=f"benchmark.{name}.{tokens}", group=group, fabric=Fabric.NVSHMEM if between else Fabric.PEER,
-        world=world, hosts=world if between else 1, hidden=HIDDEN, dtype="bfloat16", out_dtype="bfloat16",
+        site=f"benchmark.{name}.{hidden}.{tokens}", group=group, fabric=Fabric.NVSHMEM if between else Fabric.PEER,
+        world=world, hosts=world if between else 1, hidden=hidden, dtype="bfloat16", out_dtype="bfloat16",
         max_tokens=tokens, table=(replace(KERNELS[name], max_tokens=tokens),), post=None,
         norm=NormSpec(NormKind.RMS, 1e-5), sum_out=SumOut.WHOLE, timeout_s=TIMEOUT_S,
     )  # fmt: skip
@@ -68,10 +78,10 @@ def chain(call: ReductionCall, partial: torch.Tensor, residual: torch.Tensor, we
     return step
 
 
-def measure(place: Place, group: str, tokens: int) -> dict[str, float]:
+def measure(place: Place, group: str, hidden: int, tokens: int) -> dict[str, float]:
     """Microseconds of a call, by kernel, and of NCCL's all-reduce."""
-    rows = torch.randn(tokens, HIDDEN, device=place.device, dtype=torch.bfloat16)
-    residual, weight = torch.zeros_like(rows), torch.ones(HIDDEN, device=place.device, dtype=torch.bfloat16)
+    rows = torch.randn(tokens, hidden, device=place.device, dtype=torch.bfloat16)
+    residual, weight = torch.zeros_like(rows), torch.ones(hidden, device=place.device, dtype=torch.bfloat16)
     reduced = rows.clone()
 
     def nccl() -> None:
@@ -80,7 +90,7 @@ def measure(place: Place, group: str, tokens: int) -> dict[str, float]:
 
     steps: dict[str, Step] = {"nccl_all_reduce": nccl}
     for name in KERNELS:
-        call = call_of(name, tokens, place.group if name == "hosts" else group, place.world)
+        call = call_of(name, hidden, tokens, place.group if name in BETWEEN_HOSTS else group, place.world)
         steps[name] = chain(call, rows, residual, weight)
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: gpu_ranks.capture(step, pool) for name, step in steps.items()}
@@ -90,9 +100,9 @@ def measure(place: Place, group: str, tokens: int) -> dict[str, float]:
     return {name: us / CALLS for name, us in found.items()}
 
 
-def predicted(profile: Machine, tokens: int, world: int) -> float:
-    workload = Workload(tokens, tokens, HIDDEN, "bfloat16", world, world)
-    return estimate_fused(profile, workload, Fabric.NVSHMEM, Algorithm.DOUBLING).us
+def predicted(profile: Machine, transfer: Transfer, hidden: int, tokens: int, world: int) -> float:
+    workload = Workload(tokens, tokens, hidden, "bfloat16", world, world)
+    return estimate_fused(profile, workload, Fabric.NVSHMEM, Algorithm.DOUBLING, transfer=transfer).us
 
 
 def program(place: Place, machine: str, profile: Machine | None) -> None:
@@ -100,19 +110,25 @@ def program(place: Place, machine: str, profile: Machine | None) -> None:
     here = topology.discover(one_host, TIMEOUT_S)
     os.environ["WEAVE_HOST"] = f"host{place.rank}"
     apart = topology.discover(place.group, TIMEOUT_S)
-    most = max(TOKENS)
-    within = [call_of(name, most, one_host, place.world) for name in KERNELS if name != "hosts"]
+    largest = [(name, hidden, sizes(hidden)[-1]) for name in KERNELS for hidden in HIDDENS]
+    within = [call_of(*each, one_host, place.world) for each in largest if each[0] not in BETWEEN_HOSTS]
+    between = [call_of(*each, place.group, place.world) for each in largest if each[0] in BETWEEN_HOSTS]
     peer.reserve(here, memory_plan(one_host, within), 0, TIMEOUT_S)
-    nvshmem.reserve(apart, memory_plan(place.group, [call_of("hosts", most, place.group, place.world)]), 0, TIMEOUT_S)
+    nvshmem.reserve(apart, memory_plan(place.group, between), 0, TIMEOUT_S)
     rows = []
-    for tokens in TOKENS:
-        found = measure(place, one_host, tokens)
-        weave_us = found.pop("hosts")
-        case: dict[str, record.Scalar] = {"ranks": place.world, "tokens": tokens, "kib": tokens * HIDDEN * 2 // 1024}
-        predicted_us = None if profile is None else predicted(profile, tokens, place.world)
-        rows.append(record.row(case=case, weave_us=weave_us, baselines=found, predicted_us=predicted_us))
-        others = "  ".join(f"{name} {us:8.2f}" for name, us in found.items())
-        place.say(f"{case['kib']:>6} KiB  hosts {weave_us:8.2f}  predicted {predicted_us or 0.0:8.2f}  {others}")
+    for hidden in HIDDENS:
+        for tokens in sizes(hidden):
+            found = measure(place, one_host, hidden, tokens)
+            others = {name: us for name, us in found.items() if name not in BETWEEN_HOSTS}
+            kib = tokens * hidden * ELEMENT_BYTES // 1024
+            place.say(f"{hidden:>6} {kib:>5} KiB  " + "  ".join(f"{name} {us:7.2f}" for name, us in found.items()))
+            for name in BETWEEN_HOSTS:
+                transfer = KERNELS[name].transfer
+                case: dict[str, record.Scalar] = {
+                    "ranks": place.world, "hidden": hidden, "tokens": tokens, "kib": kib, "transfer": transfer.value,
+                }  # fmt: skip
+                priced_us = None if profile is None else predicted(profile, transfer, hidden, tokens, place.world)
+                rows.append(record.row(case=case, weave_us=found[name], baselines=others, predicted_us=priced_us))
     if place.rank == 0:
         print(record.write("hosts_gpu", machine, rows))
 

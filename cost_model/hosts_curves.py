@@ -54,8 +54,8 @@ def hosts_parts_us(
     return floor_us, rest_us
 
 
-def packet_doubling(hosts: int, element_bytes: int) -> Steps:
-    """Recursive doubling of packets between GPUs, one a host: `log2(N)` rounds of the whole message (NVRAR §4.1).
+def gpu_doubling(hosts: int, element_bytes: int) -> Steps:
+    """Recursive doubling between GPUs, one a host: `log2(N)` rounds of the whole message (NVRAR §4.1).
 
     What was not added to anything yet travels as it is, sums in fp32. Where `N` is no power of two, the hosts beyond it
     hand their rows to a partner first and get the sum in the end: two rounds more, and a sum more that is sent.

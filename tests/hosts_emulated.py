@@ -17,6 +17,7 @@ Tensor = torch.Tensor
 
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated_gpu"
+CSRC = HERE.parent / "csrc"
 EPS = 1e-5
 POISON = -777.0
 """In results before a call."""
@@ -30,6 +31,7 @@ class Asked(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("norm", "direct", "other_site", "absent_rank")),
         ("seed", ctypes.c_uint32),
         ("tokens", ctypes.POINTER(ctypes.c_int32)),
+        ("flagged", ctypes.POINTER(ctypes.c_int32)),
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("partial", "residual", "normalized", "sum")),
         ("weight", ctypes.c_void_p),
         ("eps", ctypes.c_float),
@@ -43,6 +45,8 @@ class Case:
     hosts: int
     tokens: tuple[int, ...]
     """Of every call."""
+    flagged: tuple[bool, ...] = ()
+    """Calls whose rows travel as they are, with flags, one after the other and again from the first; else packets."""
     hidden: int = 32
     dtype: torch.dtype = torch.bfloat16
     vecs: int = 1
@@ -73,7 +77,7 @@ class Made:
 
 
 @cache
-def library(csrc: Path = HERE.parent / "csrc") -> ctypes.CDLL:
+def library(csrc: Path = CSRC) -> ctypes.CDLL:
     """Built once a process."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "no C++ compiler, with which the native module is built too"
@@ -98,6 +102,7 @@ def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
     torch.manual_seed(case.seed)
     shapes = [(case.hosts, tokens, case.hidden) for tokens in case.tokens]
     partial = tuple(torch.randn(shape).to(case.dtype) for shape in shapes)
+    flagged = case.flagged
     residual = tuple(
         None if at == case.without_residual else torch.randn(shape[1:]).to(case.dtype)
         for at, shape in enumerate(shapes)
@@ -108,6 +113,7 @@ def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
         case.hosts, len(shapes), case.hidden, case.dtype is torch.bfloat16, case.vecs, case.num_ctas,
         case.norm, case.direct, case.other_site, case.absent_rank, case.seed,
         (ctypes.c_int32 * len(shapes))(*case.tokens),
+        (ctypes.c_int32 * len(shapes))(*(bool(flagged and flagged[at % len(flagged)]) for at in range(len(shapes)))),
         _pointers(partial), _pointers(residual), _pointers(normalized), _pointers(total), weight.data_ptr(), EPS,
     )  # fmt: skip
     wrong = (library() if csrc is None else library(csrc)).run(ctypes.byref(asked)).decode()

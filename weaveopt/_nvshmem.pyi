@@ -21,6 +21,24 @@ class NvshmemGroup:
     def abort(self, code: Code) -> None: ...
     def retire(self) -> None: ...
 
+class HostsPlace:
+    """A range of every arena, from its first byte on."""
+
+    def __init__(self, offset: int, num_bytes: int) -> None: ...
+    offset: int
+    num_bytes: int
+
+class HostsPlaces:
+    """Where the buffers of `_native.host_buffers` lie, by their names without `host_`."""
+
+    def __init__(self) -> None: ...
+    inbox: HostsPlace
+    outbox: HostsPlace
+    row_inbox: HostsPlace
+    row_outbox: HostsPlace
+    flags: HostsPlace
+    sums: HostsPlace
+
 class HostsSite:
     tag: int
     hidden: int
@@ -32,11 +50,7 @@ class HostsSite:
     scale: float
     timeout_s: float
     channel: int
-    inbox_offset: int
-    outbox_offset: int
-    message_bytes: int
-    sums_offset: int
-    sums_bytes: int
+    places: HostsPlaces
 
 class HostsAllReduceNorm:
     def __init__(self, group: NvshmemGroup, site: HostsSite) -> None: ...

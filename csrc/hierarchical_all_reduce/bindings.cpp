@@ -78,8 +78,11 @@ void bind_hierarchical_all_reduce(py::module_& m) {
         },
         py::arg("exchange"), py::arg("host"), py::arg("hosts"),
         "Of the recursive exchanges: (peer, whether sums are finished, parts sent, parts received), in order.");
-    m.def("host_buffers", &hosts::doubling_needs, py::arg("tokens"), py::arg("hidden"), py::arg("hosts"),
-          "What recursive doubling between GPUs of several hosts needs of every arena.");
+    py::enum_<hosts::Transfer>(m, "HostTransfer")
+        .value("packet", hosts::Transfer::kPacket)
+        .value("flagged_row", hosts::Transfer::kFlaggedRow);
+    m.def("host_buffers", &hosts::doubling_needs, py::arg("transfer"), py::arg("tokens"), py::arg("hidden"),
+          py::arg("hosts"), "What recursive doubling between GPUs of several hosts needs of every arena.");
     m.def("host_parts", &hosts::num_parts, py::arg("exchange"), py::arg("hosts"),
           "Parts that the rows of a host are divided into.");
 }

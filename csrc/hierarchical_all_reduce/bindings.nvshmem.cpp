@@ -32,31 +32,28 @@ struct HostsSite {
     float scale = 1;
     double timeout_s = 120;
     int32_t channel = 0;
-    int64_t inbox_offset = 0;
-    int64_t outbox_offset = 0;
-    int64_t message_bytes = 0;  // of the inbox, and of the outbox
-    int64_t sums_offset = 0;
-    int64_t sums_bytes = 0;
+    // By the names that doubling_needs() gives them.
+    hosts::Places places;
 };
 
 // A site bound to the arenas of its group, of one rank a host in the order of the hosts.
 class HostsAllReduceNorm {
   public:
     HostsAllReduceNorm(std::shared_ptr<Group> group, const HostsSite& site)
-        : group_(std::move(group)), sums_bytes_(site.sums_bytes), dtype_(site.dtype) {
+        : group_(std::move(group)), sums_bytes_(site.places.sums.num_bytes), dtype_(site.dtype) {
         if (site.hidden < 8 || site.hidden % 8 != 0)
             throw std::invalid_argument("rows of " + std::to_string(site.hidden) +
                                         " elements: expected a multiple of 8");
-        fit("inbox", site.inbox_offset, site.message_bytes);
-        fit("outbox", site.outbox_offset, site.message_bytes);
-        fit("sums", site.sums_offset, site.sums_bytes);
-        exchange_ = hosts::doubling(group_->rank(), group_->world());
-        for (int32_t at = 0; at < exchange_.num_steps; ++at)
-            exchange_.step[at].direct = group_->direct(exchange_.step[at].peer);
-        exchange_.inbox = site.inbox_offset;
-        exchange_.outbox = site.outbox_offset;
-        exchange_.half_bytes = site.message_bytes / hosts::kNumHalves / 16 * 16;
-        exchange_.sums = site.sums_offset;
+        const hosts::Places& at = site.places;
+        fit("host_inbox", at.inbox);
+        fit("host_outbox", at.outbox);
+        fit("host_row_inbox", at.row_inbox);
+        fit("host_row_outbox", at.row_outbox);
+        fit("host_flags", at.flags);
+        fit("host_sums", at.sums);
+        exchange_ = hosts::placed(hosts::doubling(group_->rank(), group_->world()), at);
+        for (int32_t step = 0; step < exchange_.num_steps; ++step)
+            exchange_.step[step].direct = group_->direct(exchange_.step[step].peer);
         call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
         call_.hidden = static_cast<int32_t>(site.hidden);
         call_.site = site.tag;
@@ -67,11 +64,11 @@ class HostsAllReduceNorm {
         call_.norm.spec = site.norm;
     }
 
-    // As GpuAllReduceNorm::run of one host; there is one kernel.
-    int run(int64_t tokens, int32_t, int32_t num_ctas, uintptr_t stream, uintptr_t partial, int64_t, uintptr_t residual,
-            uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias,
-            uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum,
-            uintptr_t row_scale) const {
+    // As GpuAllReduceNorm::run of one host; the kernels differ in how rows travel.
+    int run(int64_t tokens, int32_t transfer, int32_t num_ctas, uintptr_t stream, uintptr_t partial, int64_t,
+            uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
+            uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters,
+            uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
         const auto parameter = [&](uintptr_t pointer, int bit) {
             return gpu::Parameter{reinterpret_cast<const void*>(pointer),
                                   static_cast<int32_t>(fp32_parameters >> bit & 1)};
@@ -98,17 +95,17 @@ class HostsAllReduceNorm {
         launch.stream = reinterpret_cast<void*>(stream);
         // See GpuAllReduceNorm::run: the watchdog must get to run where a launch blocks.
         py::gil_scoped_release release;
-        return hosts::run_doubling(call, exchange_, launch);
+        return hosts::run_doubling(call, exchange_, static_cast<hosts::Transfer>(transfer), launch);
     }
 
   private:
-    void fit(const char* name, int64_t offset, int64_t num_bytes) const {
-        const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes);
-        if (num_bytes == 0) return;
-        if (offset >= header && num_bytes > 0 && offset + num_bytes <= group_->num_bytes() && offset % 16 == 0) return;
-        throw std::invalid_argument(std::string(name) + " at [" + std::to_string(offset) + ", " +
-                                    std::to_string(offset + num_bytes) + "): expected a multiple of 16 behind the " +
-                                    "header, in an arena of " + std::to_string(group_->num_bytes()) + " bytes");
+    void fit(const char* name, const hosts::Place& at) const {
+        const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes), end = at.offset + at.num_bytes;
+        if (at.num_bytes == 0) return;
+        if (at.offset >= header && at.num_bytes > 0 && end <= group_->num_bytes() && at.offset % 16 == 0) return;
+        throw std::invalid_argument(std::string(name) + " at [" + std::to_string(at.offset) + ", " +
+                                    std::to_string(end) + "): expected a multiple of 16 behind the header, in an " +
+                                    "arena of " + std::to_string(group_->num_bytes()) + " bytes");
     }
 
     std::shared_ptr<Group> group_;
@@ -153,6 +150,19 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def("acknowledge", &Group::acknowledge)
         .def("abort", &Group::abort, py::arg("code"))
         .def("retire", [](const Group&) {});
+    py::class_<hosts::Place>(m, "HostsPlace")
+        .def(py::init([](int64_t offset, int64_t num_bytes) { return hosts::Place{offset, num_bytes}; }),
+             py::arg("offset"), py::arg("num_bytes"))
+        .def_readonly("offset", &hosts::Place::offset)
+        .def_readonly("num_bytes", &hosts::Place::num_bytes);
+    py::class_<hosts::Places>(m, "HostsPlaces")
+        .def(py::init<>())
+        .def_readwrite("inbox", &hosts::Places::inbox)
+        .def_readwrite("outbox", &hosts::Places::outbox)
+        .def_readwrite("row_inbox", &hosts::Places::row_inbox)
+        .def_readwrite("row_outbox", &hosts::Places::row_outbox)
+        .def_readwrite("flags", &hosts::Places::flags)
+        .def_readwrite("sums", &hosts::Places::sums);
     py::class_<HostsSite>(m, "HostsSite")
         .def(py::init<>())
         .def_readwrite("tag", &HostsSite::tag)
@@ -165,11 +175,7 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def_readwrite("scale", &HostsSite::scale)
         .def_readwrite("timeout_s", &HostsSite::timeout_s)
         .def_readwrite("channel", &HostsSite::channel)
-        .def_readwrite("inbox_offset", &HostsSite::inbox_offset)
-        .def_readwrite("outbox_offset", &HostsSite::outbox_offset)
-        .def_readwrite("message_bytes", &HostsSite::message_bytes)
-        .def_readwrite("sums_offset", &HostsSite::sums_offset)
-        .def_readwrite("sums_bytes", &HostsSite::sums_bytes);
+        .def_readwrite("places", &HostsSite::places);
     py::class_<HostsAllReduceNorm>(m, "HostsAllReduceNorm")
         .def(py::init<std::shared_ptr<Group>, const HostsSite&>(), py::arg("group"), py::arg("site"))
         .def("run", &HostsAllReduceNorm::run);

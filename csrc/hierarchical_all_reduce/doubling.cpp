@@ -8,7 +8,9 @@
 namespace weave::hosts {
 namespace {
 
-constexpr int64_t kAlignment = 256;
+constexpr int64_t kAlignment = 256;  // of halves
+constexpr int64_t kVector = 16;
+constexpr int64_t kFlagBytes = 8;
 
 // Bits of the largest power of two that is not above `hosts`, and the hosts beyond it.
 struct Power {
@@ -65,10 +67,43 @@ Doubling doubling(int32_t host, int32_t hosts) {
     return found;
 }
 
-std::vector<fabric::BufferNeed> doubling_needs(int64_t tokens, int64_t hidden, int32_t hosts) {
-    const int64_t half = (num_slots(hosts) * slot_bytes(tokens, hidden) + kAlignment - 1) / kAlignment * kAlignment;
-    const int64_t messages = kNumHalves * half;
-    std::vector<fabric::BufferNeed> needs = {{"host_inbox", messages, 0u, true}, {"host_outbox", messages, 0u, true}};
+Doubling placed(Doubling exchange, const Places& places) {
+    if (places.inbox.num_bytes != places.outbox.num_bytes || places.row_inbox.num_bytes != places.row_outbox.num_bytes)
+        throw std::invalid_argument("an inbox and its outbox differ in size");
+    const int64_t slots = int64_t{kNumHalves} * exchange.num_slots;
+    exchange.inbox = places.inbox.offset;
+    exchange.outbox = places.outbox.offset;
+    exchange.slot_bytes = places.inbox.num_bytes / slots / kVector * kVector;
+    exchange.row_inbox = places.row_inbox.offset;
+    exchange.row_outbox = places.row_outbox.offset;
+    exchange.row_slot_bytes = places.row_inbox.num_bytes / slots / kVector * kVector;
+    exchange.flags = places.flags.offset;
+    exchange.flag_rows = places.flags.num_bytes / slots / kFlagBytes;
+    exchange.sums = places.sums.offset;
+    return exchange;
+}
+
+bool fits(const Doubling& exchange, Transfer transfer, int64_t tokens, int64_t hidden) {
+    const int64_t rows = rows_bytes(transfer, tokens, hidden);
+    if (transfer == Transfer::kPacket) return kHeaderBytesOfMessage + rows <= exchange.slot_bytes;
+    return kHeaderBytesOfMessage <= exchange.slot_bytes && rows <= exchange.row_slot_bytes &&
+           tokens <= exchange.flag_rows;
+}
+
+std::vector<fabric::BufferNeed> doubling_needs(Transfer transfer, int64_t tokens, int64_t hidden, int32_t hosts) {
+    const auto need = [hosts](const char* name, int64_t bytes_of_slot) {
+        const int64_t half = (num_slots(hosts) * bytes_of_slot + kAlignment - 1) / kAlignment * kAlignment;
+        return fabric::BufferNeed{name, kNumHalves * half, 0u, true};
+    };
+    const bool packets = transfer == Transfer::kPacket;
+    const int64_t rows = rows_bytes(transfer, tokens, hidden);
+    const int64_t message = kHeaderBytesOfMessage + (packets ? rows : 0);
+    std::vector<fabric::BufferNeed> needs = {need("host_inbox", message), need("host_outbox", message)};
+    if (!packets) {
+        needs.push_back(need("host_row_inbox", rows));
+        needs.push_back(need("host_row_outbox", rows));
+        needs.push_back(need("host_flags", tokens * kFlagBytes));
+    }
     // Between two hosts nothing is added twice.
     if (hosts > 2) needs.push_back({"host_sums", tokens * hidden * 4, 0u, true});
     return needs;

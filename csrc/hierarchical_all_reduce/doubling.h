@@ -1,5 +1,5 @@
-// Recursive doubling between GPUs of several hosts, one of each: what a kernel knows of the exchange, and where packets
-// lie. Plain C++. The protocol: doubling.cuh.
+// Recursive doubling between GPUs of several hosts, one of each: what a kernel knows of the exchange, and where
+// messages lie. Plain C++. The protocol: doubling.cuh; how rows travel: doubling_rows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,12 @@
 #include "fabric/buffer_need.h"
 
 namespace weave::hosts {
+
+// How rows travel. Equal on all ranks in every call.
+enum class Transfer : int32_t {
+    kPacket = 0,      // words with the number of their call beside them
+    kFlaggedRow = 1,  // rows as they are, and a flag behind each
+};
 
 // What a message begins with: one pair of packets that says what its sender runs.
 constexpr int64_t kHeaderBytesOfMessage = 16;
@@ -29,13 +35,19 @@ struct HostStep {
     bool is_finished;                // what is received is the sum over all hosts
 };
 
-// The exchange as one rank's kernel sees it. Offsets count from the first byte of an arena, equal on all ranks.
+// The exchange as one rank's kernel sees it. Offsets count from the first byte of an arena, equal on all ranks, and so
+// are sizes: they are of all calls of a channel. There are kNumHalves halves of everything but sums, each of num_slots
+// slots.
 struct Doubling {
-    int64_t inbox;       // messages from other hosts: kNumHalves halves of `half_bytes`
-    int64_t outbox;      // the same of messages to hosts that only puts reach
-    int64_t half_bytes;  // equal for all sites of a channel
-    int64_t sums;        // fp32 [tokens, hidden], of this rank alone: sums of the hosts so far
-    int32_t channel;
+    int64_t inbox;           // messages of packets from other hosts
+    int64_t outbox;          // the same to hosts that only puts reach
+    int64_t slot_bytes;      // of both
+    int64_t row_inbox;       // rows as they are from other hosts
+    int64_t row_outbox;      // the same to hosts that only puts reach
+    int64_t row_slot_bytes;  // of both
+    int64_t flags;           // a word for every row of the row inbox: the number of the call that it is of
+    int64_t flag_rows;       // of a slot
+    int64_t sums;            // fp32 [tokens, hidden], of this rank alone: sums of the hosts so far
     int32_t num_steps;
     int32_t num_slots;      // of messages in a half, equal on all ranks
     int32_t first_added;    // the first step whose message is added
@@ -43,14 +55,15 @@ struct Doubling {
     HostStep step[kMostSteps];
 };
 
-// Of a row in a message: a packet for every 4 bytes.
-WEAVE_HOST_DEVICE inline int64_t row_bytes_of_message(int64_t hidden, int64_t element_bytes, bool wide) {
-    return hidden * (wide ? 4 : element_bytes) * 2;
+// Of a row in a message.
+WEAVE_HOST_DEVICE inline int64_t row_bytes_of_message(Transfer transfer, int64_t hidden, int64_t element_bytes,
+                                                      bool wide) {
+    return hidden * (wide ? 4 : element_bytes) * (transfer == Transfer::kPacket ? 2 : 1);
 }
 
-// Of a message of the call: slots of one half lie one behind the other, each with room for the widest.
-WEAVE_HOST_DEVICE inline int64_t slot_bytes(int64_t tokens, int64_t hidden) {
-    return kHeaderBytesOfMessage + tokens * row_bytes_of_message(hidden, 4, true);
+// Of the rows of a message of the call, with room for the widest.
+WEAVE_HOST_DEVICE inline int64_t rows_bytes(Transfer transfer, int64_t tokens, int64_t hidden) {
+    return tokens * row_bytes_of_message(transfer, hidden, 4, true);
 }
 
 // Slots of a half, equal on all hosts.
@@ -60,8 +73,25 @@ int32_t num_slots(int32_t hosts);
 // more than kMostHosts, or a host that is none of them.
 Doubling doubling(int32_t host, int32_t hosts);
 
-// What calls of up to `tokens` tokens need of every arena: "host_inbox", "host_outbox", and among more than two hosts
-// "host_sums". All begin as zeros.
-std::vector<fabric::BufferNeed> doubling_needs(int64_t tokens, int64_t hidden, int32_t hosts);
+// A range of every arena; of no bytes where no call needs it.
+struct Place {
+    int64_t offset = 0, num_bytes = 0;
+};
+
+// Where an exchange's buffers lie.
+struct Places {
+    Place inbox, outbox, row_inbox, row_outbox, flags, sums;
+};
+
+// `exchange` in buffers at `places`. Throws std::invalid_argument where inbox and outbox differ in size.
+Doubling placed(Doubling exchange, const Places& places);
+
+// Whether a call fits the buffers that `exchange` lies in.
+bool fits(const Doubling& exchange, Transfer transfer, int64_t tokens, int64_t hidden);
+
+// What calls of up to `tokens` tokens need of every arena: "host_inbox" and "host_outbox", which hold packets and what
+// messages of either transfer begin with; for rows as they are "host_row_inbox", "host_row_outbox" and "host_flags";
+// among more than two hosts "host_sums". All begin as zeros.
+std::vector<fabric::BufferNeed> doubling_needs(Transfer transfer, int64_t tokens, int64_t hidden, int32_t hosts);
 
 }  // namespace weave::hosts

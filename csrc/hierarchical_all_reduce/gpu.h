@@ -12,6 +12,6 @@ const char* doubling_unsupported(DType dtype, int64_t hidden, int32_t device);
 
 // Enqueues the call, one kernel. `call.group` is a group of this rank alone. Returns a CUDA error code; 0 is success.
 // Runs nothing for 0 tokens.
-int run_doubling(const gpu::Call& call, const Doubling& exchange, const gpu::Launch& launch);
+int run_doubling(const gpu::Call& call, const Doubling& exchange, Transfer transfer, const gpu::Launch& launch);
 
 }  // namespace weave::hosts

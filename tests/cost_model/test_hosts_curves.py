@@ -8,7 +8,7 @@ from tests.gpu_hosts import library_us, machine
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.host_schedules import host_schedule
-from weaveopt.cost_model.hosts_curves import at_least, at_most, curves_between, hosts_parts_us, packet_doubling
+from weaveopt.cost_model.hosts_curves import at_least, at_most, curves_between, gpu_doubling, hosts_parts_us
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.records.candidate import Fabric
 
@@ -18,13 +18,13 @@ CURVE = Curve("", "all_reduce", "library", 4, (Point(1 << 13, 10.0), Point(1 << 
 @pytest.mark.parametrize(("hosts", "rounds", "sent"), [(2, 1, 1.0), (4, 2, 3.0), (8, 3, 5.0), (1024, 10, 19.0)])
 def test_rounds_of_a_power_of_two(hosts: int, rounds: int, sent: float) -> None:
     """bf16 goes out as it is once, then sums of twice its bytes."""
-    steps = packet_doubling(hosts, 2)
-    assert (steps.num_steps, steps.traffic) == (rounds, sent) and packet_doubling(hosts, 4).traffic == rounds
+    steps = gpu_doubling(hosts, 2)
+    assert (steps.num_steps, steps.traffic) == (rounds, sent) and gpu_doubling(hosts, 4).traffic == rounds
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5, 6, 7, 8, 12, 100])
 def test_no_host_waits_or_sends_more_often_than_is_counted(hosts: int) -> None:
-    steps = packet_doubling(hosts, 4)
+    steps = gpu_doubling(hosts, 4)
     schedules = [host_schedule("doubling", host, hosts) for host in range(hosts)]
     sends = max(sum(bool(each.sends) for each in schedule.rounds) for schedule in schedules)
     assert sends == steps.traffic
@@ -33,12 +33,12 @@ def test_no_host_waits_or_sends_more_often_than_is_counted(hosts: int) -> None:
 
 def test_among_as_many_hosts_it_is_what_was_measured() -> None:
     for carry in (at_least, at_most):
-        assert sum(hosts_parts_us(CURVE, 1 << 20, 4, lambda hosts: packet_doubling(hosts, 2), carry)) == 50.0
+        assert sum(hosts_parts_us(CURVE, 1 << 20, 4, lambda hosts: gpu_doubling(hosts, 2), carry)) == 50.0
 
 
 def test_a_kernel_takes_no_less_among_fewer_hosts_and_grows_with_rounds_and_bytes() -> None:
     def steps(hosts: int) -> cost_model.Steps:
-        return packet_doubling(hosts, 2)
+        return gpu_doubling(hosts, 2)
 
     assert hosts_parts_us(CURVE, 1 << 20, 16, steps, at_least) == pytest.approx((20.0, 40.0 * 7 / 3))
     assert hosts_parts_us(CURVE, 1 << 20, 2, steps, at_least) == (10.0, 40.0)

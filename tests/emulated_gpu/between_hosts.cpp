@@ -2,6 +2,7 @@
 // among emulated ranks.
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "hierarchical_all_reduce/doubling.cuh"
 
@@ -12,20 +13,75 @@ std::string failure;
 
 // A place in the arena of `peer`, by puts.
 struct EmulatedRemote {
+    static constexpr bool kPuts = true;
     char* local;
     int32_t peer;
 
     // Every thread of the CTA brings its part on its way, without waiting for the others.
-    void put(const void* from, int64_t bytes) const {
+    void put(const void* from, int64_t bytes) const { send_part(from, bytes, 0); }
+
+    // One thread sends the signal once all have begun.
+    void put_signal(const void* from, int64_t bytes, uint64_t* word, uint64_t value) const {
+        emulated::Thread& thread = emulated::running();
+        const emulated::Cta& cta = *thread.cta;
+        const uint64_t kernel = cta.rank->next, rank = cta.rank->index, block = cta.block.x;
+        const uint64_t put = ((rank * 1024 + kernel) * 1024 + block) * 1024 + ++thread.num_puts;
+        send_part(from, bytes, put);
+        __syncthreads();
+        if (thread.index.x != 0) return;
+        emulated::Flight signal{reinterpret_cast<uint64_t*>(there(word)), nullptr, value};
+        signal.put = put;
+        signal.is_signal = true;
+        emulated::send(signal);
+    }
+
+    static void arrived(const uint64_t* word, uint64_t value) {
+        if (*word < value) throw std::runtime_error("a signal that nobody has seen");
+    }
+
+  private:
+    char* there(const void* place) const {
+        const emulated::Rank& own = *emulated::running().cta->rank;
+        const int64_t offset = static_cast<const char*>(place) - reinterpret_cast<const char*>(own.arena.data());
+        return reinterpret_cast<char*>(emulated::world->ranks[peer].arena.data()) + offset;
+    }
+    void send_part(const void* from, int64_t bytes, uint64_t put) const {
         const emulated::Thread& thread = emulated::running();
-        emulated::Rank& own = *thread.cta->rank;
-        const int64_t offset = local - reinterpret_cast<char*>(own.arena.data());
-        char* to = reinterpret_cast<char*>(emulated::world->ranks[peer].arena.data()) + offset;
-        for (int64_t at = thread.index.x * 8; at < bytes; at += thread.cta->threads.x * 8)
-            emulated::send({reinterpret_cast<uint64_t*>(to + at),
-                            reinterpret_cast<const uint64_t*>(static_cast<const char*>(from) + at), 0});
+        char* to = there(local);
+        for (int64_t at = thread.index.x * 8; at < bytes; at += thread.cta->threads.x * 8) {
+            emulated::Flight flight{reinterpret_cast<uint64_t*>(to + at),
+                                    reinterpret_cast<const uint64_t*>(static_cast<const char*>(from) + at), 0};
+            flight.put = put;
+            emulated::send(flight);
+        }
     }
 };
+
+// What a call runs, beside its arguments.
+struct Variant {
+    bool flagged, plain, bf16;
+    int32_t vecs;
+};
+
+template <typename T, int kVecs, class Remote>
+void run_kernel(const Call& call, const Doubling& exchange, const Variant& variant) {
+    float (*parts)[kMostWarps] = reinterpret_cast<float (*)[kMostWarps]>(emulated::running().cta->shared);
+    using Packets = PacketRows<T, kVecs, Remote>;
+    using Flagged = FlaggedRows<T, kVecs, Remote>;
+    if (variant.flagged && variant.plain) return doubling_kernel<T, kVecs, true, Flagged>(call, exchange, parts);
+    if (variant.flagged) return doubling_kernel<T, kVecs, false, Flagged>(call, exchange, parts);
+    if (variant.plain) return doubling_kernel<T, kVecs, true, Packets>(call, exchange, parts);
+    doubling_kernel<T, kVecs, false, Packets>(call, exchange, parts);
+}
+
+template <class Remote>
+void run_kernel(const Call& call, const Doubling& exchange, const Variant& variant) {
+    using B = __nv_bfloat16;
+    if (!variant.bf16) return run_kernel<float, 1, Remote>(call, exchange, variant);
+    if (variant.vecs == 1) return run_kernel<B, 1, Remote>(call, exchange, variant);
+    if (variant.vecs == 2) return run_kernel<B, 2, Remote>(call, exchange, variant);
+    run_kernel<B, kMostVecs, Remote>(call, exchange, variant);
+}
 
 }  // namespace
 }  // namespace weave::hosts
@@ -41,6 +97,7 @@ struct Asked {
     int32_t absent_rank;  // runs one call less; -1: none
     uint32_t seed;
     const int32_t* tokens;  // of every call
+    const int32_t* flagged;  // of every call: rows travel as they are, with flags
     const void* const* partial;
     const void* const* residual;  // [tokens][hidden]; a null pointer: none in that call
     void* const* normalized;
@@ -59,13 +116,21 @@ const char* run(const Asked* asked) {
         world.ranks.resize(asked->hosts);
         const int64_t element = asked->bf16 ? 2 : 4, hidden = asked->hidden;
         const int32_t most = *std::max_element(asked->tokens, asked->tokens + asked->num_calls);
-        int64_t offset = fabric::kHeaderBytes, offsets[3] = {}, half = 0;
-        const auto needs = doubling_needs(most, hidden, asked->hosts);
-        for (std::size_t i = 0; i < needs.size(); ++i) {
-            offsets[i] = offset;
-            offset += (needs[i].num_bytes + 255) / 256 * 256;
+        int64_t offset = fabric::kHeaderBytes;
+        Places places;
+        for (const Transfer transfer : {Transfer::kPacket, Transfer::kFlaggedRow}) {
+            const std::pair<const char*, Place*> named[] = {
+                {"host_inbox", &places.inbox},         {"host_outbox", &places.outbox},
+                {"host_row_inbox", &places.row_inbox}, {"host_row_outbox", &places.row_outbox},
+                {"host_flags", &places.flags},         {"host_sums", &places.sums},
+            };
+            for (const fabric::BufferNeed& need : doubling_needs(transfer, most, hidden, asked->hosts))
+                for (const auto& [name, place] : named)
+                    if (need.name == name && place->num_bytes == 0) {
+                        *place = {offset, need.num_bytes};
+                        offset += (need.num_bytes + 255) / 256 * 256;
+                    }
         }
-        half = needs[0].num_bytes / kNumHalves;
         const int64_t vecs = hidden * element / 16;
         world.cta_threads = static_cast<uint32_t>((((vecs + asked->vecs - 1) / asked->vecs) + 31) / 32 * 32);
         for (int32_t index = 0; index < asked->hosts; ++index) {
@@ -93,28 +158,17 @@ const char* run(const Asked* asked) {
                 call.norm.spec.kind = asked->norm != 0 ? NormKind::kRms : NormKind::kNone;
                 call.norm.spec.eps = asked->eps;
                 call.norm.weight.data = asked->weight;
-                Doubling exchange = doubling(index, asked->hosts);
-                exchange.inbox = offsets[0];
-                exchange.outbox = offsets[1];
-                exchange.sums = offsets[2];
-                exchange.half_bytes = half;
+                Doubling exchange = placed(doubling(index, asked->hosts), places);
                 for (HostStep& step : exchange.step)
                     if (asked->direct == 1 || (asked->direct == 2 && (index + step.peer) % 2 == 1))
                         step.direct = reinterpret_cast<char*>(world.ranks[step.peer].arena.data());
-                const bool plain = gpu::is_plain(call), bf16 = asked->bf16 != 0;
-                const int32_t vecs = asked->vecs;
-                rank.kernels.push_back([call, exchange, plain, bf16, vecs] {
-                    float (*parts)[kMostWarps] =
-                        reinterpret_cast<float (*)[kMostWarps]>(emulated::running().cta->shared);
-                    using B = __nv_bfloat16;
-                    using R = EmulatedRemote;
-                    if (!bf16) return doubling_kernel<float, 1, false, R>(call, exchange, parts);
-                    if (vecs == 1 && plain) return doubling_kernel<B, 1, true, R>(call, exchange, parts);
-                    if (vecs == 1) return doubling_kernel<B, 1, false, R>(call, exchange, parts);
-                    if (vecs == 2 && plain) return doubling_kernel<B, 2, true, R>(call, exchange, parts);
-                    if (vecs == 2) return doubling_kernel<B, 2, false, R>(call, exchange, parts);
-                    if (plain) return doubling_kernel<B, kMostVecs, true, R>(call, exchange, parts);
-                    doubling_kernel<B, kMostVecs, false, R>(call, exchange, parts);
+                const Variant variant{asked->flagged[at] != 0, gpu::is_plain(call), asked->bf16 != 0, asked->vecs};
+                if (!fits(exchange, variant.flagged ? Transfer::kFlaggedRow : Transfer::kPacket, call.tokens, hidden))
+                    throw std::runtime_error("the call does not fit its buffers");
+                const bool puts = asked->direct != 1;
+                rank.kernels.push_back([call, exchange, variant, puts] {
+                    if (puts) return run_kernel<EmulatedRemote>(call, exchange, variant);
+                    run_kernel<NoPuts>(call, exchange, variant);
                 });
                 rank.grids.push_back(std::min(asked->num_ctas, call.tokens));
             }

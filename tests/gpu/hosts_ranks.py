@@ -6,8 +6,10 @@ WEAVE_HOST is set here: ranks of one machine count as ranks of several. `--fault
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -27,15 +29,20 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 MOST = 300
 COUNTS = (1, 5, MOST, 2, 64, 1)
 HIDDENS = (512, 4096, 8192)
+LONGEST = 16384
+"""Of rows in 2 bytes an element; others are too long for a CTA."""
+PACKET = KernelRow(MOST, Algorithm.DOUBLING, Transfer.PACKET)
+FLAGGED = KernelRow(MOST, Algorithm.DOUBLING, Transfer.FLAGGED_ROW)
+TABLES = {"packets": (PACKET,), "flagged rows": (FLAGGED,), "both": (replace(PACKET, max_tokens=4), FLAGGED)}
 DTYPES = ("bfloat16", "float16", "float32")
 REPLAYS = 2000
 Tensor = torch.Tensor
 
 
-def make_call(world: int, hidden: int, dtype: str, timeout_s: float = 30.0) -> ReductionCall:
+def make_call(world: int, hidden: int, dtype: str, table: str = "packets", timeout_s: float = 30.0) -> ReductionCall:
     return ReductionCall(
-        site=f"hosts {hidden} {dtype}", group="0", fabric=Fabric.NVSHMEM, world=world, hosts=world, hidden=hidden,
-        dtype=dtype, out_dtype=dtype, max_tokens=MOST, table=(KernelRow(MOST, Algorithm.DOUBLING, Transfer.PACKET),),
+        site=f"hosts {hidden} {dtype} {table}", group="0", fabric=Fabric.NVSHMEM, world=world, hosts=world,
+        hidden=hidden, dtype=dtype, out_dtype=dtype, max_tokens=MOST, table=TABLES[table],
         post=None, norm=NormSpec(NormKind.RMS, 1e-5), sum_out=SumOut.WHOLE, timeout_s=timeout_s,
     )  # fmt: skip
 
@@ -53,10 +60,10 @@ def run_op(partial: Tensor, operands: Operands, call: ReductionCall) -> tuple[Te
 def compare(rank: int, world: int) -> None:
     seed = 0
     for dtype in DTYPES:
-        for hidden in HIDDENS:
-            call = make_call(world, hidden, dtype)
+        for hidden in (*HIDDENS, *((LONGEST,) if dtype != "float32" else ())):
             weight = rows(1, hidden, dtype, 1)[0]
-            for tokens in COUNTS:
+            for tokens, table in itertools.product(COUNTS, TABLES):
+                call = make_call(world, hidden, dtype, table)
                 seed += 100
                 partials = [rows(tokens, hidden, dtype, seed + each) for each in range(world)]
                 residual = rows(tokens, hidden, dtype, seed + 99) if tokens != 5 else None
@@ -71,28 +78,31 @@ def compare(rank: int, world: int) -> None:
 
 
 def replay(rank: int, world: int) -> None:
-    """Captured calls count on the device: every replay sends new numbers."""
-    call = make_call(world, 4096, "bfloat16")
+    """Captured calls count on the device: every replay sends new numbers. Both transfers in turn, few and many rows."""
+    calls = [make_call(world, 4096, "bfloat16", table) for table in ("packets", "flagged rows", "flagged rows")]
     weight = rows(1, 4096, "bfloat16", 1)[0]
-    partials = [rows(8, 4096, "bfloat16", 7 + each) for each in range(world)]
-    operands = Operands(residual=rows(8, 4096, "bfloat16", 5), weight=weight)
-    own = partials[rank].clone()
-    graph = torch.cuda.CUDAGraph()
-    run_op(own, operands, call)
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.cuda.graph(graph):
-        got = [run_op(own, operands, call) for _ in range(3)]
-    for _ in range(REPLAYS):
-        graph.replay()
-    torch.cuda.synchronize()
-    want = reference(partials, operands, call)
-    for each in got:
-        assert_close(each[0], want[0], KERNEL, "after replays")
+    for tokens in (8, MOST):
+        partials = [rows(tokens, 4096, "bfloat16", 7 + each) for each in range(world)]
+        operands = Operands(residual=rows(tokens, 4096, "bfloat16", 5), weight=weight)
+        own = partials[rank].clone()
+        graph = torch.cuda.CUDAGraph()
+        for call in calls:
+            run_op(own, operands, call)
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.graph(graph):
+            got = [run_op(own, operands, call) for call in calls]
+        for _ in range(REPLAYS):
+            graph.replay()
+        torch.cuda.synchronize()
+        want = reference(partials, operands, calls[0])
+        for each in got:
+            assert_close(each[0], want[0], KERNEL, f"{tokens} tokens, after replays")
+            assert torch.equal(each[0], got[0][0]), f"{tokens} tokens, after replays: transfers differ"
 
 
-def leave_out(rank: int, world: int) -> None:
-    call = make_call(world, 512, "bfloat16", timeout_s=2.0)
+def leave_out(rank: int, world: int, table: str) -> None:
+    call = make_call(world, 512, "bfloat16", table, timeout_s=2.0)
     operands = Operands(residual=None, weight=rows(1, 512, "bfloat16", 1)[0])
     partial = rows(4, 512, "bfloat16", rank)
     run_op(partial, operands, call)
@@ -110,16 +120,16 @@ def leave_out(rank: int, world: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fault", action="store_true")
+    parser.add_argument("--fault", choices=TABLES, help="how the rows travel of the call that is left out")
     fault = parser.parse_args().fault
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["WEAVE_HOST"] = f"host{rank}"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    calls = [make_call(world, hidden, "float32") for hidden in HIDDENS]
+    calls = [make_call(world, hidden, "bfloat16", table) for hidden in (*HIDDENS, LONGEST) for table in TABLES]
     nvshmem.reserve(topology.discover("0", 60.0), memory_plan("0", calls), 0, 60.0)
     if fault:
-        leave_out(rank, world)
+        leave_out(rank, world, fault)
         os._exit(0)  # nothing on the device can be given back after a kernel gave up
     compare(rank, world)
     replay(rank, world)

@@ -21,8 +21,9 @@ def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
     assert run_ranks(world, "tests.gpu.hosts_ranks").count("every stage passed") == world
 
 
-def test_a_rank_that_leaves_a_call_out_is_named() -> None:
-    said = run_ranks(2, "tests.gpu.hosts_ranks", "--fault")
+@pytest.mark.parametrize("transfer", ["packets", "flagged rows"])
+def test_a_rank_that_leaves_a_call_out_is_named(transfer: str) -> None:
+    said = run_ranks(2, "tests.gpu.hosts_ranks", "--fault", transfer)
     assert "rank 0 raised" in said and "peer rank 1 did not signal within 2 s (slot host step 0 of" in said, said
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.gpu_hosts import CPU, kernel_us, library_us, machine, measured
+from tests.gpu_hosts import CPU, flagged_us, kernel_us, library_us, machine, measured
 from tests.ranks import run_ranks
 from tests.tcp_ranks import become_host
 from weaveopt import cost_model
@@ -30,10 +30,12 @@ BEFORE = cost_model.load("h100x2")
 def test_every_row_length_is_measured_up_to_the_largest_message() -> None:
     every, few = list(gpu_hosts.kernels(False)), list(gpu_hosts.kernels(True))
     assert len(set(every)) == len(every) and set(few) < set(every)
+    variants = ("doubling packet", "doubling flagged_row")
     for row in gpu_hosts.ROWS:
-        sizes = [fused.bytes for fused in every if fused.hidden == row]
-        assert sizes == sorted(sizes) and sizes[0] == 2 * row and sizes[-1] == gpu_hosts.MOST_BYTES
-    assert {fused.row.variant for fused in every} == {"doubling packet"}
+        for variant in variants:
+            sizes = [fused.bytes for fused in every if (fused.hidden, fused.row.variant) == (row, variant)]
+            assert sizes == sorted(sizes) and sizes[0] == 2 * row and sizes[-1] == gpu_hosts.MOST_BYTES
+    assert {fused.row.variant for fused in every} == {fused.row.variant for fused in few} == set(variants)
     assert gpu_hosts.REDUCED_BYTES[0] <= 2 * min(gpu_hosts.ROWS) and gpu_hosts.REDUCED_BYTES[-1] == 64 << 20
 
 
@@ -55,6 +57,21 @@ def test_both_are_curves_among_so_many_hosts(tmp_path: Path) -> None:
     lines = dict(made.summary(hosts=4).origins)
     assert "fabrics.nvshmem.all_reduce_norm.doubling.packet.world4.hosts4" in lines
     assert not any("hosts4" in name for name, _ in made.summary(hosts=1).origins)
+
+
+def test_each_transfer_has_its_own_curves(tmp_path: Path) -> None:
+    made = machine(flagged=flagged_us)
+    kernels = curves_between(fabric_costs(made, Fabric.NVSHMEM), OP)
+    for variant, us in (("doubling packet", kernel_us), ("doubling flagged_row", flagged_us)):
+        found = [curve for curve in kernels if curve.variant == variant]
+        assert [curve.row for curve in found] == list(gpu_hosts.ROWS)
+        for curve in found:
+            assert [p.us for p in curve.points] == pytest.approx([us(p.bytes) for p in curve.points], abs=1e-3)
+    assert len(kernels) == 2 * len(gpu_hosts.ROWS)
+    path = tmp_path / "here.json"
+    path.write_text(cost_model.dumps(made))
+    assert cost_model.load(str(path)) == made
+    assert inter_link(made, Fabric.NVSHMEM) == inter_link(machine(), Fabric.NVSHMEM), "α and β are the packets'"
 
 
 def test_only_what_was_measured_is_renewed() -> None:
@@ -121,7 +138,7 @@ def _first_ranks(rank: int, world: int) -> tuple[list[int], list[int], list[int]
         mock.patch.object(gpu_hosts, "fused_hosts", lambda ranks, fused: lambda index: ranks.world),
     ):
         found.measure(session, topology.discover("0", 60.0))
-    (kernel,) = found.times.values() or ([],)
+    kernel = [row for rows in found.times.values() for row in rows]
     equal: list[object] = [None] * world
     dist.all_gather_object(equal, (found.times, found.reduced) if rank % 2 == 0 else None)
     return reserved, [size for size, _ in kernel], [size for size, _ in found.reduced], equal[0] == equal[2]

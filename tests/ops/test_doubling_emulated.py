@@ -5,16 +5,18 @@ What ranks write to each other arrives late and in any order, in pieces of 8 byt
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.hosts_emulated import EPS, POISON, Case, Made, run
+from tests.hosts_emulated import CSRC, EPS, POISON, Case, Made, run
 from tests.tcp_ranks import make_call
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.records.candidate import Fabric
-from weaveopt.records.memory import Lifetime
+from weaveopt.records.memory import Lifetime, PlacedBuffer
 from weaveopt.records.norm import NormKind, NormSpec
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import decode
@@ -23,6 +25,7 @@ from weaveopt.reductions.reference import reference
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 NORM = NormSpec(NormKind.RMS, EPS, 0.0, False)
+TRANSFERS = {"packets": (False,), "flagged rows and packets": (True, True, False)}
 
 
 def expect_reference(case: Case, made: Made) -> None:
@@ -41,16 +44,18 @@ def expect_reference(case: Case, made: Made) -> None:
                 assert torch.equal(got[rank], got[0]), f"{what}: rank {rank} has other bits than rank 0"
 
 
+@pytest.mark.parametrize("flagged", TRANSFERS.values(), ids=TRANSFERS)
 @pytest.mark.parametrize("direct", [0, 1, 2])
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5, 8])
-def test_calls_in_a_row(hosts: int, direct: int) -> None:
+def test_calls_in_a_row(hosts: int, direct: int, flagged: tuple[bool, ...]) -> None:
     for seed in range(3):
-        case = Case(hosts, (3, 5, 1, 5, 2), direct=direct, without_residual=1, seed=seed)
+        case = Case(hosts, (3, 5, 1, 5, 2), flagged, direct=direct, without_residual=1, seed=seed)
         made, wrong = run(case)
         assert not wrong, f"{case}: {wrong}"
         expect_reference(case, made)
 
 
+@pytest.mark.parametrize("flagged", [(False,), (True,)], ids=["packets", "flagged rows"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -64,31 +69,83 @@ def test_calls_in_a_row(hosts: int, direct: int) -> None:
     ],
     ids=["fp32", "several vectors", "several warps", "no norm", "two vectors", "two of few threads", "four, plain"],
 )
-def test_rows(case: Case) -> None:
+def test_rows(case: Case, flagged: tuple[bool, ...]) -> None:
+    case = replace(case, flagged=flagged)
     made, wrong = run(case)
     assert not wrong, wrong
     expect_reference(case, made)
 
 
-def test_bits_do_not_depend_on_what_comes_first() -> None:
-    one, other = (run(Case(5, (3, 2), seed=4, num_ctas=ctas, direct=ctas % 2))[0] for ctas in (1, 2))
-    assert all(torch.equal(*pair) for pair in zip(one.normalized, other.normalized, strict=True))
+def test_bits_depend_neither_on_what_comes_first_nor_on_how_rows_travel() -> None:
+    first, *others = (
+        run(Case(5, (3, 2), flagged, seed=4, num_ctas=ctas, direct=ctas % 2))[0]
+        for ctas in (1, 2)
+        for flagged in ((False,), (True,))
+    )
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(first.normalized, other.normalized, strict=True))
+
+
+MISSING = {
+    "mapped: the fence before a flag": (1, "        fabric::fence();\n        for (int32_t i"),
+    "mapped: the barrier before it": (1, "        __syncthreads();\n        if (threadIdx.x != 0) return;"),
+    "the barrier behind the wait": (1, "        __syncthreads();\n        const char* from"),
+    "puts: the barrier before one": (0, "            __syncthreads();\n            const int64_t header_at"),
+}
+"""What orders a flagged row: whether peers are mapped, and the text that begins with it."""
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_flag_that_overtakes_its_row_is_seen(what: str, tmp_path: Path) -> None:
+    """The kernel without it goes wrong here, so that it goes right says something."""
+    direct, text = MISSING[what]
+    csrc = tmp_path / "csrc"
+    shutil.copytree(CSRC, csrc)
+    source = csrc / "hierarchical_all_reduce" / "doubling_rows.cuh"
+    before = source.read_text()
+    assert before.count(text) == 1
+    source.write_text(before.replace(text, text[text.index("\n") + 1 :]))
+    for seed in range(20):
+        case = Case(2, (3, 5, 4), (True,), hidden=1032, direct=direct, seed=seed)
+        made, wrong = run(case, csrc)
+        assert not wrong, wrong
+        try:
+            expect_reference(case, made)
+        except AssertionError:
+            return
+    pytest.fail(f"nothing shows that {what} is missing")
 
 
 @pytest.mark.parametrize(("hosts", "slots"), [(2, 1), (3, 2), (4, 2), (5, 3), (1024, 10)])
 def test_arenas_have_two_halves_of_a_slot_for_each_step(hosts: int, slots: int) -> None:
-    call = replace(
-        make_call(hosts, hosts, Algorithm.DOUBLING, "bfloat16"), fabric=Fabric.NVSHMEM, hidden=4096, max_tokens=32,
-        table=(KernelRow(32, Algorithm.DOUBLING, Transfer.PACKET),),
-    )  # fmt: skip
-    found = {buffer.name: buffer for buffer in memory_plan("0", [decode(call.encode())]).buffers}
-    inbox, outbox = found["host_inbox"], found["host_outbox"]
-    assert inbox.num_bytes == outbox.num_bytes == 2 * -(-slots * (16 + 32 * 4096 * 8) // 256) * 256
-    assert inbox.lifetime is outbox.lifetime is Lifetime.ARENA and inbox.fill == outbox.fill == 0
-    assert ("host_sums" in found) is (hosts > 2)
+    def buffers(*table: KernelRow) -> dict[str, PlacedBuffer]:
+        call = replace(
+            make_call(hosts, hosts, Algorithm.DOUBLING, "bfloat16"), fabric=Fabric.NVSHMEM, hidden=4096,
+            max_tokens=table[-1].max_tokens, table=table,
+        )  # fmt: skip
+        return {buffer.name: buffer for buffer in memory_plan("0", [decode(call.encode())]).buffers}
+
+    def halves(bytes_of_slot: int) -> int:
+        return 2 * -(-slots * bytes_of_slot // 256) * 256
+
+    packets = KernelRow(32, Algorithm.DOUBLING, Transfer.PACKET)
+    rows = KernelRow(96, Algorithm.DOUBLING, Transfer.FLAGGED_ROW)
+    for table in ((packets,), (rows,), (packets, rows)):
+        found = buffers(*table)
+        inbox, outbox = found["host_inbox"], found["host_outbox"]
+        assert inbox.num_bytes == outbox.num_bytes == halves(16 + 32 * 4096 * 8 * (packets in table))
+        assert inbox.lifetime is outbox.lifetime is Lifetime.ARENA and inbox.fill == outbox.fill == 0
+        assert ("host_sums" in found) is (hosts > 2)
+        if rows not in table:
+            assert found.keys() <= {"host_inbox", "host_outbox", "host_sums"}
+            continue
+        assert found["host_row_inbox"].num_bytes == found["host_row_outbox"].num_bytes == halves(96 * 4096 * 4)
+        assert found["host_flags"].num_bytes == halves(96 * 8) and found["host_flags"].fill == 0
+        assert hosts == 2 or found["host_sums"].num_bytes == 96 * 4096 * 4
 
 
-def test_another_site_and_a_missing_rank_are_named() -> None:
-    assert "differs from rank" in run(Case(4, (2, 2), other_site=2))[1]
-    wrong = run(Case(2, (2, 2), absent_rank=1))[1]
+@pytest.mark.parametrize("flagged", [(False,), (True,)], ids=["packets", "flagged rows"])
+def test_another_site_and_a_missing_rank_are_named(flagged: tuple[bool, ...]) -> None:
+    assert "differs from rank" in run(Case(4, (2, 2), flagged, other_site=2))[1]
+    wrong = run(Case(2, (2, 2), flagged, absent_rank=1))[1]
     assert wrong.startswith("rank 0 waits in vain for rank 1 at slot 0: expected 2"), wrong

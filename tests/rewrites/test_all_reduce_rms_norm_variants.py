@@ -12,10 +12,10 @@ from weaveopt.cost_model.machine import TRANSFERS, Curve, Point
 from weaveopt.errors import ProfileError
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.prices.kernels import kernel_variants, usable_transfers
-from weaveopt.reductions.variant import ALGORITHMS, Transfer, parse_variant, variant_name
+from weaveopt.reductions.variant import ALGORITHMS, BETWEEN_GPUS, Transfer, parse_variant, variant_name
 
 H200 = cost_model.load("h200x4")
-BETWEEN_HOSTS = {Transfer.MESSAGE, Transfer.PACKET}
+BETWEEN_HOSTS = {Transfer.MESSAGE, *BETWEEN_GPUS}
 
 
 def test_every_kernel_is_known_by_its_name() -> None:
@@ -29,7 +29,7 @@ def test_every_kernel_is_known_by_its_name() -> None:
                 name = variant_name(algorithm, transfer, num_ctas)
                 assert parse_variant(name) == (algorithm, transfer, num_ctas)
                 names.add(name)
-    assert len(names) == 3 * 12 and {"one_shot ll_packet", "two_shot bulk ctas=8"} <= names
+    assert len(names) == 3 * 13 and {"one_shot ll_packet", "two_shot bulk ctas=8"} <= names
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_hosts import CPU, kernel_us, library_us, machine, measured
+from tests.gpu_hosts import CPU, flagged_us, kernel_us, library_us, machine, measured
 from weaveopt import cost_model
 from weaveopt.cli.main import main
 from weaveopt.cost_model.machine import Machine
@@ -75,6 +75,31 @@ def test_the_table_ends_where_the_library_is_faster_and_so_does_its_memory() -> 
     whole, part = (memory_of(replace(lowered, rows=(KernelRow(most, row.algorithm, row.transfer),)))
                    for most in (8192, end))  # fmt: skip
     assert memory_of(lowered).buffers == part.buffers != whole.buffers
+
+
+def test_the_transfer_that_is_faster_serves_each_token_count() -> None:
+    """Packets below, rows as they are above; a profile without times of those has packets alone."""
+    made = machine(flagged=flagged_us, library=lambda size: 100.0)
+    cross = (8.0 - 5.8) / (1 / 1.4e5 - 1 / 2.8e5)
+    terms = Terms(RULE, True, topology.fake(2, hosts=2, device="cuda"), made, against_library=True)
+    facts = ReductionFacts("0", 2, 2, HIDDEN, "bfloat16", gemm_depth=1024)
+    for tokens, chosen in ((1, "doubling packet"), (8, "doubling packet"), (64, "doubling flagged_row")):
+        found = candidates(facts, TokenCounts(tokens, most=tokens), terms)
+        here = {each.variant: each for each, _ in found if each.fabric is Fabric.NVSHMEM}
+        assert {name for name, each in here.items() if each.allowed} == {chosen}
+        (other,) = (each for name, each in here.items() if name != chosen)
+        assert [no.code for no in other.rejections] == ["slower_algorithm"]
+    found = candidates(facts, TokenCounts(8, most=512), terms)
+    (lowered,) = (plan for each, plan in found if each.variant == "doubling packet")
+    below, above = lowered.rows
+    assert (below.variant, above.variant) == ("doubling packet", "doubling flagged_row") and above.max_tokens == 512
+    assert below.max_tokens * HIDDEN * 2 == pytest.approx(cross, rel=0.1)
+    buffers = {each.buffer.name: each.buffer.num_bytes for each in memory_of(lowered).buffers}
+    assert buffers["host_inbox"] >= 2 * below.max_tokens * HIDDEN * 8 > buffers["host_inbox"] / 2
+    assert buffers["host_row_inbox"] == buffers["host_row_outbox"] == 2 * 512 * HIDDEN * 4
+    assert buffers["host_flags"] == 2 * 512 * 8
+    (only,) = on_nvshmem(machine(library=lambda size: 100.0), 8, most=512)[1].rows
+    assert only.variant == "doubling packet"
 
 
 def test_where_the_library_is_faster_it_stays() -> None:

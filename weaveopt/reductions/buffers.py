@@ -8,9 +8,12 @@
 | GPUs | `staging` | arena | peers, each its own slots, once the owner is through the call before |
 | GPUs | `output` | arena | peers, finished rows; normalized rows may stay there until the next call of the group |
 | GPUs | `partial` | call | its owner: peers read it within the call (transfer `direct`) |
-| nvshmem | `host_inbox` (two halves, in turn) | arena | other hosts, once its owner is through the call before last |
-| nvshmem | `host_outbox` (two halves, in turn) | arena | its owner, once peers have what it held two calls ago |
+| nvshmem | `host_inbox`, `host_row_inbox` (halves) | arena | other hosts, once the call before last has ended |
+| nvshmem | `host_outbox`, `host_row_outbox` (halves) | arena | the owner, once peers have what lay there before |
+| nvshmem | `host_flags` (halves) | arena | other hosts, behind the rows; larger numbers every time |
 | nvshmem | `host_sums` | arena | its owner, and nobody reads it but its own threads |
+
+Halves: two, that calls use in turn.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.reductions.call import FEATURES, ReductionCall
-from weaveopt.reductions.native import layout_name, out_kind
-from weaveopt.reductions.variant import KernelRow, Transfer
+from weaveopt.reductions.native import host_transfer, layout_name, out_kind
+from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.solver.placement import Request, arena_bytes, place
 
 try:
@@ -35,7 +38,8 @@ except ImportError:  # built without it: buffers_of() says so
     _native = None  # type: ignore[assignment]
 
 PARTIAL, OUTPUT, MAILBOXES, STAGING = "partial", "output", "mailboxes", "staging"
-HOST_INBOX, HOST_OUTBOX, HOST_SUMS = "host_inbox", "host_outbox", "host_sums"
+HOST_BUFFERS = ("host_inbox", "host_outbox", "host_row_inbox", "host_row_outbox", "host_flags", "host_sums")
+"""Of kernels between GPUs of several hosts."""
 NUM_PARTIALS = 2
 """Of `partial` on shm: one for calls of even epochs, one for odd."""
 
@@ -85,8 +89,14 @@ def _needs(
     if TRAITS[fabric].device == "cpu":
         return _native.shm_buffers(max_tokens, rows.hidden, dtype, getattr(_native.DType, rows.out_dtype), rows.world)
     if fabric is Fabric.NVSHMEM:
-        most = min(max_tokens, max((row.max_tokens for row in table), default=max_tokens))
-        return _native.host_buffers(most, rows.hidden, rows.hosts)
+        kernels = table or [KernelRow(max_tokens, Algorithm.DOUBLING, Transfer.PACKET)]
+        return [
+            need
+            for row in kernels
+            for need in _native.host_buffers(
+                host_transfer(row), min(max_tokens, row.max_tokens), rows.hidden, rows.hosts
+            )
+        ]
     return [need for row in table for need in _needs_of_row(rows, row)]
 
 

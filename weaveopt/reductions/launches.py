@@ -24,7 +24,7 @@ class Launch:
 
     max_tokens: int
     kernel: int
-    """A `_native.GpuKernel` as a number, or `NO_KERNEL`."""
+    """A `_native.GpuKernel` as a number, between hosts a `_native.HostTransfer`; or `NO_KERNEL`."""
     num_ctas: int
     in_place: bool
     """The kernel reads the partial result from the arena."""

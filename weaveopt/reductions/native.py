@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weaveopt.errors import WeaveError
 from weaveopt.records.norm import NormSpec
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.reductions.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 
 try:
     from weaveopt import _native
@@ -20,6 +20,14 @@ _KERNELS = {
 """The GPU kernels by their names in `_native.GpuKernel`."""
 _LAYOUTS = {**_KERNELS, (Transfer.DIRECT, Algorithm.ONE_SHOT): "direct"}
 """What says where their rows lie. Profiles know a one-shot by multicast too, which has no kernel yet."""
+
+
+def host_transfer(row: KernelRow) -> _native.HostTransfer:
+    """How rows travel between GPUs of several hosts. Raises `WeaveError` where no kernel between them does that."""
+    if row.transfer not in BETWEEN_GPUS or row.algorithm is not Algorithm.DOUBLING:
+        raise WeaveError(f"no kernel between hosts of GPUs for {row.variant}")
+    transfer: _native.HostTransfer = getattr(_native.HostTransfer, row.transfer.value)
+    return transfer
 
 
 def native_norm(spec: NormSpec | None) -> _native.NormSpec:

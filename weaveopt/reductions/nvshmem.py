@@ -6,18 +6,18 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.errors import ArenaError
 from weaveopt.fabrics import nvshmem as arena
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.reductions.buffers import HOST_INBOX, HOST_OUTBOX, HOST_SUMS, Range, expect_world, locate
+from weaveopt.reductions.buffers import HOST_BUFFERS, Range, expect_world, locate
 from weaveopt.reductions.call import ReductionCall
 from weaveopt.reductions.launches import Launch
-from weaveopt.reductions.native import native_norm, out_kind
+from weaveopt.reductions.native import host_transfer, native_norm, out_kind
 from weaveopt.reductions.peer import PeerSite
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.reductions.variant import KernelRow
 
 try:
     from weaveopt import _native
@@ -58,10 +58,9 @@ class NvshmemSite(PeerSite):
     @staticmethod
     def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> Launch:
         """How calls of up to as many tokens as `row` says run. Raises `WeaveError` for another kernel."""
-        if (row.algorithm, row.transfer) != (Algorithm.DOUBLING, Transfer.PACKET):
-            raise WeaveError(f"site {call.site}: no kernel between hosts of GPUs for {row.variant}")
+        transfer = host_transfer(row)
         why = arena.module().doubling_unsupported(getattr(_native.DType, call.dtype), call.hidden, memory.device)
-        return Launch(row.max_tokens, 0, row.num_ctas, in_place=False, aliases_arena=False, unsupported=why)
+        return Launch(row.max_tokens, int(transfer), row.num_ctas, in_place=False, aliases_arena=False, unsupported=why)
 
 
 def _site(call: ReductionCall, tag: int, layout: Layout) -> _nvshmem.HostsSite:
@@ -77,9 +76,7 @@ def _site(call: ReductionCall, tag: int, layout: Layout) -> _nvshmem.HostsSite:
     site.scale = call.scale
     site.timeout_s = call.timeout_s
     header, found = header_bytes(call.fabric), locate(call, layout)
-    inbox, outbox, sums = (found.get(name, Range(0, 0)) for name in (HOST_INBOX, HOST_OUTBOX, HOST_SUMS))
-    assert inbox.num_bytes == outbox.num_bytes, f"inbox of {inbox.num_bytes} bytes, outbox of {outbox.num_bytes}"
-    site.inbox_offset, site.outbox_offset = header + inbox.offset, header + outbox.offset
-    site.message_bytes = inbox.num_bytes
-    site.sums_offset, site.sums_bytes = header + sums.offset, sums.num_bytes
+    for name in HOST_BUFFERS:
+        at = found.get(name, Range(0, 0))
+        setattr(site.places, name.removeprefix("host_"), arena.module().HostsPlace(header + at.offset, at.num_bytes))
     return site

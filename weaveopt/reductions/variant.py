@@ -43,6 +43,8 @@ class Transfer(StrEnum):
     """Messages between hosts, one connection a pair of ranks."""
     PACKET = "packet"
     """Words with the number of their call beside them, put into another host's inbox: no barrier, no signal."""
+    FLAGGED_ROW = "flagged_row"
+    """Rows as they are, put into another host's inbox, and a flag behind each: half the bytes of packets."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
     TILES = "tiles"
@@ -71,9 +73,12 @@ ALGORITHMS: dict[Transfer, tuple[Algorithm, ...]] = {
     Transfer.BULK: (Algorithm.TWO_SHOT,),
     Transfer.MESSAGE: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DOUBLING, Algorithm.HALVING),
     Transfer.PACKET: (Algorithm.DOUBLING,),
+    Transfer.FLAGGED_ROW: (Algorithm.DOUBLING,),
     Transfer.DIRECT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
 }
 """Algorithms that there are kernels of, by transfer."""
+BETWEEN_GPUS = (Transfer.PACKET, Transfer.FLAGGED_ROW)
+"""Transfers between GPUs of several hosts; the earlier one is taken where both are equally fast."""
 _CTAS = " ctas="
 
 

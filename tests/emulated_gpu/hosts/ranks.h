@@ -10,7 +10,7 @@
 // do not wait for each other. A thread that polls in vain is not run again before something has changed; where nothing
 // can change any more, its wait has timed out.
 //
-// A store that is a release (signal, or store_relaxed behind a fence of its thread) arrives behind all that it orders:
+// The signal of a put arrives behind what that put brings, and orders nothing else. A store that is a release (signal, or store_relaxed behind a fence of its thread) arrives behind all that it orders:
 // what its thread stored before, what other threads of its CTA stored before a barrier, and what kernels before stored.
 //
 // Nothing is said about time, nor about a thread's stores to its own GPU (which others see at once).
@@ -99,6 +99,7 @@ struct Thread {
     Dim index;
     Cta* cta;
     bool ended = false, polls = false, has_fenced = false;
+    uint64_t num_puts = 0;        // with a signal
     uint64_t polled_at = 0;       // what had changed by then
     std::function<bool()> ready;  // empty: it can run
 };
@@ -133,6 +134,8 @@ struct Flight {
     uint64_t not_before = 0;  // a round of the scheduler
     Sender sender;
     bool is_release = false;
+    uint64_t put = 0;  // of a put with a signal, 0: none: its signal arrives behind all that it brings, and only that
+    bool is_signal = false;
 };
 
 struct World {
@@ -215,9 +218,10 @@ inline bool is_ordered(const Sender& before, const Sender& release) {
 
 // Whether nothing that a release orders is still on its way.
 inline bool may_arrive(const Flight& flight) {
-    if (!flight.is_release) return true;
-    for (const Flight& other : world->flights)
-        if (is_ordered(other.sender, flight.sender)) return false;
+    for (const Flight& other : world->flights) {
+        if (flight.is_signal && !other.is_signal && other.put == flight.put) return false;
+        if (flight.is_release && is_ordered(other.sender, flight.sender)) return false;
+    }
     return true;
 }
 

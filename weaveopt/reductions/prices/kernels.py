@@ -9,7 +9,7 @@ from math import inf, log
 
 from weaveopt.cost_model.collectives import all_reduce_parts_us, all_reduce_steps, curve_parts_us, fabric_costs
 from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_world
-from weaveopt.cost_model.hosts_curves import at_least, curves_between, hosts_parts_us, packet_doubling
+from weaveopt.cost_model.hosts_curves import at_least, curves_between, gpu_doubling, hosts_parts_us
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
 from weaveopt.records.candidate import Fabric, Term
@@ -18,6 +18,7 @@ from weaveopt.reductions.prices.messages import message_terms
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import (
     ALGORITHMS,
+    BETWEEN_GPUS,
     OP,
     Algorithm,
     Transfer,
@@ -34,7 +35,7 @@ USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.LIBRARY: (),
 }
 """Transfers that a fabric's devices can run, where the profile does not tell."""
-READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, Transfer.PACKET})
+READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, *BETWEEN_GPUS})
 """Transfers that send a partial result from wherever it is; for the others it must lie in the arena."""
 MEASURED_ONLY = frozenset({Fabric.NVSHMEM})
 """Fabrics whose kernels are used only where the profile has times of them."""
@@ -73,7 +74,7 @@ def kernel_variants(
     """Every kernel that may serve rows of `hidden`; the earlier one is taken where two are equally fast.
 
     On `peer`, what was measured excludes what was not; without any measurement, and on the other fabrics, a kernel
-    that was not measured is modelled. Between hosts, messages are modelled, and packets between GPUs measured.
+    that was not measured is modelled. Between hosts, messages are modelled, and what travels between GPUs measured.
     """
     if world < 2 or fabric not in machine.fabrics:
         return ()
@@ -106,21 +107,20 @@ def kernel_variants(
 
 
 def _between_gpus(machine: Machine, fabric: Fabric, hidden: int, world: int, hosts: int) -> tuple[KernelVariant, ...]:
-    """The kernel of one GPU a host, with its times among the nearest number of hosts."""
+    """The kernels of one GPU a host that were measured, with their times among the nearest number of hosts."""
     measured = curves_between(fabric_costs(machine, fabric), OP) if hosts == world else ()
-    known = kernel_curves(measured, Algorithm.DOUBLING, Transfer.PACKET, world, hidden)
     kinds = dict(machine.origins)
-    return tuple(
-        KernelVariant(
-            Algorithm.DOUBLING, Transfer.PACKET, num_ctas, curve,
-            measured=curve.hosts == hosts and kinds[curve.origin].kind == MEASURED,
-        )
-        for num_ctas, curve in sorted(known.items(), key=lambda pair: pair[0] or inf)
-    )  # fmt: skip
+    found = []
+    for transfer in BETWEEN_GPUS:
+        known = kernel_curves(measured, Algorithm.DOUBLING, transfer, world, hidden)
+        for num_ctas, curve in sorted(known.items(), key=lambda pair: pair[0] or inf):
+            here = curve.hosts == hosts and kinds[curve.origin].kind == MEASURED
+            found.append(KernelVariant(Algorithm.DOUBLING, transfer, num_ctas, curve, measured=here))
+    return tuple(found)
 
 
 def longest_row_bytes(machine: Machine, fabric: Fabric) -> int:
-    """Of the rows that the kernel between GPUs was measured with; 0: it was not."""
+    """Of the rows that kernels between GPUs were measured with; 0: none was."""
     if fabric not in machine.fabrics:
         return 0
     curves = curves_between(fabric_costs(machine, fabric), OP)
@@ -213,8 +213,8 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     norm_us = traffic_us(machine, passes * message * rows) * machine.oversubscription(world, workload.hosts)
     if variant.transfer is Transfer.MESSAGE and workload.hosts > 1:
         return message_terms(machine, workload, variant.algorithm, norm_us)
-    if variant.curve is not None and variant.transfer is Transfer.PACKET:
-        rounds = partial(packet_doubling, element_bytes=DTYPE_BYTES[workload.dtype])
+    if variant.curve is not None and variant.transfer in BETWEEN_GPUS:
+        rounds = partial(gpu_doubling, element_bytes=DTYPE_BYTES[workload.dtype])
         latency_us, rest_us = hosts_parts_us(variant.curve, message, workload.hosts, rounds, at_least)
         norm_us = min(norm_us, rest_us / 2)
         return [Term("synchronize", latency_us), Term("reduce", rest_us - norm_us), Term("norm", norm_us)]

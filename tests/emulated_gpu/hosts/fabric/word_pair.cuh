@@ -11,6 +11,7 @@ struct alignas(16) WordPair {
 
 inline void store_relaxed(void* to, const WordPair& pair) {
     uint64_t* at = static_cast<uint64_t*>(to);
+    emulated::running().has_fenced = false;  // no longer behind all
     for (int i = 0; i < 2; ++i)
         if (emulated::is_own(to))
             at[i] = pair.word[i];

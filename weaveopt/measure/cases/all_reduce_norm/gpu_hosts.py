@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.between_hosts import FLAGGED_PAYLOAD
 from weaveopt.cost_model.collectives import LIBRARY
-from weaveopt.cost_model.hosts_curves import packet_doubling
+from weaveopt.cost_model.hosts_curves import gpu_doubling
 from weaveopt.cost_model.machine import MEASURED, Curve, Link, Origin
 from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import base, draft, fit
@@ -27,7 +27,7 @@ from weaveopt.measure.clock import Sample, barrier, sample_of
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.reductions.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 
 ROWS = (2048, 4096, 8192, 16384)
 """Elements of a row; the kernel takes none that are longer."""
@@ -36,16 +36,18 @@ MOST_BYTES = 8 << 20
 REDUCED_BYTES = tuple(1 << exponent for exponent in range(11, 27))
 """Of the library's all-reduce: to 64 MiB, so that prefill is priced beside decode."""
 WHAT = "fused all-reduce + add + RMSNorm between hosts of one GPU each, NVSHMEM, residual and sum whole, bfloat16"
+"""Rows as packets and as they are."""
 LIBRARY_WHAT = "NCCL's all-reduce as compiled graphs call it, one GPU a host, bfloat16"
 
 
 def kernels(quick: bool) -> Iterator[Fused]:
-    """Every row length at every power of two of tokens."""
+    """Every row length and transfer at every power of two of tokens."""
     for row in ROWS[1:2] if quick else ROWS:
         most = MOST_BYTES // (row * DTYPE.itemsize)
-        for exponent in range(0, most.bit_length(), 3 if quick else 1):
-            tokens = 1 << exponent
-            yield Fused(KernelRow(tokens, Algorithm.DOUBLING, Transfer.PACKET), row, tokens)
+        for transfer in BETWEEN_GPUS:
+            for exponent in range(0, most.bit_length(), 3 if quick else 1):
+                tokens = 1 << exponent
+                yield Fused(KernelRow(tokens, Algorithm.DOUBLING, transfer), row, tokens)
 
 
 def first_ranks(topology: Topology, device: torch.device) -> Ranks:
@@ -66,7 +68,7 @@ class GpuHosts:
     machines: int
     """That the hosts are made of: fewer than hosts where `WEAVE_HOST` makes several of one."""
     times: Times = field(default_factory=dict)
-    """Of the fused kernel."""
+    """Of the fused kernels."""
     reduced: Rows = field(default_factory=list)
     """Of the library's all-reduce."""
 
@@ -82,14 +84,15 @@ class GpuHosts:
         every = list(kernels(session.quick))
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
         reserve_hosts(ranks, every)
-        for row in dict.fromkeys(fused.hidden for fused in every):
-            sizes = [fused for fused in every if fused.hidden == row]
+        for row, transfer in dict.fromkeys((fused.hidden, fused.row.transfer) for fused in every):
+            sizes = [fused for fused in every if (fused.hidden, fused.row.transfer) == (row, transfer)]
 
             def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
                 guess_us = 8.0 + sizes[index].bytes / 5e4
                 return session.clock.together(fused_hosts(ranks, sizes[index]), guess_us, ranks.process_group)
 
-            rows = session.curve(f"kernel of {ranks.world} hosts", [fused.bytes for fused in sizes], take)
+            what = f"kernel of {ranks.world} hosts, {transfer.value}"
+            rows = session.curve(what, [fused.bytes for fused in sizes], take)
             self.times[ranks.world, row, replace(sizes[0].row, max_tokens=0)] = rows
 
     def _measure_library(self, session: Session, ranks: Ranks) -> None:
@@ -128,9 +131,12 @@ class GpuHosts:
         return base.with_curves(before, name, curves, {Fabric.NVSHMEM: self.link(kernel, before)}, origins)
 
     def link(self, origin: str, before: Machine) -> Link:
-        """α and β between hosts as this kernel has them, with the least squares of relative errors; no `o` apart."""
-        launch_us, steps = before.memory.floor_us, packet_doubling(self.hosts, DTYPE.itemsize)
-        times = [(float(size), sample.us) for rows in self.times.values() for size, sample in rows]
+        """α and β between hosts as the kernel with packets has them, with the least squares of relative errors; no `o`
+        apart.
+        """
+        launch_us, steps = before.memory.floor_us, gpu_doubling(self.hosts, DTYPE.itemsize)
+        packets = [rows for (_, _, kernel), rows in self.times.items() if kernel.transfer is Transfer.PACKET]
+        times = [(float(size), sample.us) for rows in packets for size, sample in rows]
         step_us, us_per_byte = fit.line([(size, max(us - launch_us, us / 2)) for size, us in times])
         rate = FLAGGED_PAYLOAD * steps.traffic / us_per_byte * 1e6
         return Link(origin, round(max(step_us / steps.num_steps, 1e-3), 3), round(rate, -6))
