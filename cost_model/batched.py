@@ -6,9 +6,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, log2
 
+from weaveopt.cost_model.compiled import CompiledCosts, Slowdown
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us
-from weaveopt.cost_model.machine import CompiledCosts, Machine, Slowdown
+from weaveopt.cost_model.machine import Machine
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 

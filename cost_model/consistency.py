@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weaveopt.cost_model.machine import (
-    CompiledCosts,
-    FabricCosts,
-    KernelCurve,
-    Machine,
-    Point,
-    Rate,
-    Samples,
-    SizedSlowdowns,
-    SizePoint,
-    Slowdown,
-)
+from weaveopt.cost_model.compiled import CompiledCosts, SizedSlowdowns, Slowdown
+from weaveopt.cost_model.machine import FabricCosts, KernelCurve, Machine, Point, Rate, Samples, SizePoint
 from weaveopt.cost_model.records import walk
 from weaveopt.cost_model.validate import refuse
 

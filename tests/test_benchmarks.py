@@ -204,10 +204,13 @@ def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
 
 def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
     """The last of three; those by one kernel and by two are told apart."""
-    names = ("route", "weave::moe_experts::grouped_gemm<bf16>", "weave::moe_experts::both_gemms<bf16>", "combine")
+    gemms = [f"weave::moe_experts::grouped_gemm<bf16, (weave::moe_experts::Product){which}>" for which in (0, 3)]
+    names = ("route", *gemms, "weave::moe_experts::both_gemms<bf16>", "combine")
     kernels = [layer_trace.Kernel(name, 10.0 * at, 9.0) for at, name in enumerate(names * 3)]
     found = experts_trace_gpu.last_call(kernels)
-    assert [experts_trace_gpu.EXPERTS.of(kernel) for kernel in found] == ["routing", "GEMMs", "both GEMMs", "sum"]
+    assert [experts_trace_gpu.EXPERTS.of(kernel) for kernel in found] == [
+        "routing", "first GEMM", "second GEMM", "both GEMMs", "sum",
+    ]  # fmt: skip
     assert found[0].begin == 10.0 * len(names) * 2
     with pytest.raises(SystemExit, match="found 2 sums"):
         experts_trace_gpu.last_call(kernels[:-1])

@@ -16,8 +16,9 @@ from weaveopt.cost_model.batched import (
     num_active_experts,
     same_work,
 )
+from weaveopt.cost_model.compiled import CompiledCosts, SizedSlowdowns, Slowdown
 from weaveopt.cost_model.gemm import Gemm, gemm_us
-from weaveopt.cost_model.machine import CompiledCosts, Machine, SizedSlowdowns, Slowdown
+from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.mixture import Mixture, gemms_us, kernels_us
 
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}

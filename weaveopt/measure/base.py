@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar, cast
 
+from weaveopt.cost_model.compiled import CompiledCosts
 from weaveopt.cost_model.consistency import check
 from weaveopt.cost_model.machine import (
     MEASURED,
     TRANSFERS,
     AttentionCosts,
-    CompiledCosts,
     Contention,
     CopyEngine,
     Curve,

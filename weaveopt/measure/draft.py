@@ -13,9 +13,9 @@ from statistics import median
 import torch
 
 from weaveopt import cost_model
+from weaveopt.cost_model.compiled import CompiledCosts
 from weaveopt.cost_model.machine import (
     AttentionCosts,
-    CompiledCosts,
     Contention,
     CopyEngine,
     Curve,

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from weaveopt.cost_model.batched import num_active_experts, same_work
+from weaveopt.cost_model.compiled import CompiledCosts, SizedSlowdowns, Slowdown
 from weaveopt.cost_model.gemm import Gemm
-from weaveopt.cost_model.machine import CompiledCosts, SizedSlowdowns, Slowdown
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import guess_us
 from weaveopt.measure.clock import Clock, Sample, slowest

@@ -1,0 +1,38 @@
+"""What kernels of compiled graphs take, in a profile, beyond what is known of their arithmetic and traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Time of a grouped GEMM, of one GEMM's of the same work, where an expert has `rows` rows."""
+
+    rows: int
+    times: float
+
+
+@dataclass(frozen=True)
+class SizedSlowdowns:
+    """The slowdowns of experts whose weight has `elements`, by the rows of an expert, fewest first."""
+
+    elements: int
+    rows: tuple[Slowdown, ...]
+
+
+@dataclass(frozen=True)
+class CompiledCosts:
+    """What kernels of compiled graphs take beyond what is known of their arithmetic and traffic."""
+
+    origin: str
+    host_us: float = 0.0
+    """Of every kernel, for Inductor's wrapper, which allocates, checks and calls. 0 where the host runs ahead of the
+    device, or a CUDA graph replays without it."""
+    grouped: float = 1.0
+    """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work."""
+    grouped_rows: tuple[Slowdown, ...] = ()
+    """The same by the rows of an expert, fewest first; empty: `grouped` for any."""
+    grouped_sizes: tuple[SizedSlowdowns, ...] = ()
+    """The same by the size of an expert's weight too, smallest first: many small ones lose more; empty: `grouped_rows`
+    for any."""
