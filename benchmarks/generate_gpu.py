@@ -115,6 +115,13 @@ def bytes_read(model: PreTrainedModel, batch: int, filled: int) -> int:
     return weights + 2 * config.num_hidden_layers * batch * heads * head_dim * filled * 2
 
 
+def sampling_of(choice: str) -> dict[str, object]:
+    """Arguments of `generate` for one of `CHOICES`."""
+    if choice == "sampled":
+        return {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
+    return {"do_sample": False}
+
+
 def step_us(model: PreTrainedModel, prompt: Tensor, variant: str, choice: str, num_new: int) -> float:
     """Microseconds from token to token in one call."""
     how: dict[str, object] = {"custom_generate": weaveopt.generate}
@@ -125,13 +132,15 @@ def step_us(model: PreTrainedModel, prompt: Tensor, variant: str, choice: str, n
         else:
             mode = "reduce-overhead" if variant == "inductor_graphs" else "default"
             how["compile_config"] = CompileConfig(backend="inductor", mode=mode)
-    sampling: dict[str, object] = {"do_sample": False}
-    if choice == "sampled":
-        sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
     torch.manual_seed(0)  # every rank draws the same
     clock = TokenClock()
     model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_new, streamer=clock, **sampling, **how
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_new,
+        streamer=clock,
+        **sampling_of(choice),
+        **how,
     )
     return clock.step_us()
 

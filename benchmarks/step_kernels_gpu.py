@@ -72,15 +72,12 @@ def compiled(options: str, batch: int) -> CompileConfig:
 def make_step(model: PreTrainedModel, prompt: Tensor, choice: str, options: str) -> Step:
     """By a call of `generate`. Raises `RuntimeError` where the step was not captured."""
     how: dict[str, object] = {} if options == PLAIN else {"compile_config": compiled(options, prompt.shape[0])}
-    sampling: dict[str, object] = {"do_sample": False}
-    if choice == "sampled":
-        sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
     torch._dynamo.reset()
     for _ in range(2):
         torch.manual_seed(0)
         model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS,
-            custom_generate=weaveopt.generate, **sampling, **how,
+            custom_generate=weaveopt.generate, **generate_gpu.sampling_of(choice), **how,
         )  # fmt: skip
     session = sessions.sessions_of(model)[-1]
     chosen = session.forms[-1]
