@@ -115,6 +115,13 @@ def bytes_read(model: PreTrainedModel, batch: int, filled: int) -> int:
     return weights + 2 * config.num_hidden_layers * batch * heads * head_dim * filled * 2
 
 
+def prompt_of(place: Place, model: PreTrainedModel, batch: int, length: int) -> Tensor:
+    """Random tokens, the same on all ranks."""
+    numbers = torch.Generator(place.device).manual_seed(batch)
+    shape = (batch, length)
+    return torch.randint(1, model.config.vocab_size, shape, generator=numbers, device=place.device)
+
+
 def sampling_of(choice: str) -> dict[str, object]:
     """Arguments of `generate` for one of `CHOICES`."""
     if choice == "sampled":
@@ -177,9 +184,7 @@ def rows(place: Place, asked: Asked) -> Iterator[record.Row]:
         for batch in asked.batches:
             torch._dynamo.reset()
             sessions.forget(model)
-            numbers = torch.Generator(place.device).manual_seed(batch)
-            shape = (batch, asked.prompt)
-            prompt = torch.randint(1, model.config.vocab_size, shape, generator=numbers, device=place.device)
+            prompt = prompt_of(place, model, batch, asked.prompt)
             for choice in asked.choices:
                 place.say(f"{name}, batch {batch}, {choice}")
                 yield row(place, model, name, prompt, choice, asked)

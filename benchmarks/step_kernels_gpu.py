@@ -60,10 +60,18 @@ class Step:
         return self.session.replay_us(self.chosen, generate_gpu.PROMPT, replays)
 
 
+def option(text: str) -> str:
+    """`NAME=0|1`, as the command line has it."""
+    name, _, value = text.partition("=")
+    if not name or value not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected NAME=0 or NAME=1")
+    return text
+
+
 def compiled(options: str, batch: int) -> CompileConfig:
     """With `NAME=0|1` beside what such steps have anyway."""
     name, _, value = options.partition("=")
-    backend = Backend("weave", "weave", None, ((name, bool(int(value or "1"))),))
+    backend = Backend("weave", "weave", None, ((name, value == "1"),))
     return CompileConfig(
         backend="weave", mode=None, options=dict((backend.for_one_row() if batch == 1 else backend).options)
     )
@@ -104,9 +112,7 @@ def longest_kernels(step: Step, count: int) -> dict[str, record.Scalar]:
 
 
 def row(place: Place, model: PreTrainedModel, name: str, batch: int, choice: str, asked: Asked) -> record.Row:
-    numbers = torch.Generator(place.device).manual_seed(batch)
-    shape = (batch, generate_gpu.PROMPT)
-    prompt = torch.randint(1, model.config.vocab_size, shape, generator=numbers, device=place.device)
+    prompt = generate_gpu.prompt_of(place, model, batch, generate_gpu.PROMPT)
     steps = {options: make_step(model, prompt, choice, options) for options in (PLAIN, *asked.options)}
     times: dict[str, list[float]] = {options: [] for options in steps}
     for _ in range(2 if asked.quick else ROUNDS):
@@ -159,7 +165,9 @@ def parse(arguments: list[str]) -> Asked:
     parser.add_argument("--models", nargs="+", choices=list(generate_gpu.SHAPES), default=list(generate_gpu.SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--choices", nargs="+", choices=generate_gpu.CHOICES, default=["greedy"])
-    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=0|1", help="of Inductor, each a step apart")
+    parser.add_argument(
+        "--options", nargs="*", type=option, default=[], metavar="NAME=0|1", help="of Inductor, each a step apart"
+    )
     parser.add_argument("--layers", type=int, help="at most so many (default: all that the model has)")
     parser.add_argument("--kernels", type=int, default=12, help="how many a row names")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and nothing is written")

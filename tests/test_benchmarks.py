@@ -203,7 +203,7 @@ def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
-    """The last of three; those by one kernel and by two are told apart."""
+    """The last one; GEMMs in one kernel and in two are told apart."""
     gemms = [f"weave::moe_experts::grouped_gemm<bf16, (weave::moe_experts::Product){which}>" for which in (0, 3)]
     names = ("route", *gemms, "weave::moe_experts::both_gemms<bf16>", "combine")
     kernels = [layer_trace.Kernel(name, 10.0 * at, 9.0) for at, name in enumerate(names * 3)]
@@ -212,7 +212,7 @@ def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
         "routing", "first GEMM", "second GEMM", "both GEMMs", "sum",
     ]  # fmt: skip
     assert found[0].begin == 10.0 * len(names) * 2
-    with pytest.raises(SystemExit, match="found 2 sums"):
-        experts_trace_gpu.last_call(kernels[:-1])
+    with pytest.raises(SystemExit, match="found 1 sums"):
+        experts_trace_gpu.last_call(kernels[: len(names)])
     layer_trace.draw([("experts", found)], tmp_path / "experts.png", experts_trace_gpu.EXPERTS)
     assert (tmp_path / "experts.png").stat().st_size > 1000

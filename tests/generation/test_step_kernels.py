@@ -11,7 +11,7 @@ from weaveopt.generation.compiling import ONE_ROW, SIDE_BY_SIDE
 @pytest.mark.parametrize(
     ("options", "batch", "expected"),
     [
-        ("max_autotune", 1, {ONE_ROW: True, SIDE_BY_SIDE: True, "max_autotune": True}),
+        ("max_autotune=1", 1, {ONE_ROW: True, SIDE_BY_SIDE: True, "max_autotune": True}),
         ("combo_kernels=0", 1, {ONE_ROW: True, SIDE_BY_SIDE: False}),
         ("combo_kernels=1", 16, {"combo_kernels": True}),
     ],
@@ -22,7 +22,10 @@ def test_further_options_stand_beside_what_a_step_has(options: str, batch: int, 
 
 
 def test_models_and_options_are_asked_for() -> None:
-    asked = parse(["--models", "8b", "--options", "combo_kernels", "--layers", "8", "--quick"])
-    assert (asked.models, asked.options, asked.layers, asked.quick) == (("8b",), ("combo_kernels",), 8, True)
+    asked = parse(["--models", "8b", "--options", "combo_kernels=0", "--layers", "8", "--quick"])
+    assert (asked.models, asked.options, asked.layers, asked.quick) == (("8b",), ("combo_kernels=0",), 8, True)
     with pytest.raises(SystemExit):
         parse(["--models", "7b"])
+    for wrong in ("combo_kernels", "combo_kernels=yes", "=1"):
+        with pytest.raises(SystemExit):
+            parse(["--options", wrong])

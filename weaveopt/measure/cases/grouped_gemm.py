@@ -21,7 +21,7 @@ from weaveopt.measure.session import Session
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """`rows` rows, each of one of `experts`, `[k, n]`, at random: as routers spread them, no two have equally many."""
+    """`rows` rows, each of one of `experts`, `[k, n]`, at random: as routers spread them, and not evenly."""
 
     experts: int
     rows: int

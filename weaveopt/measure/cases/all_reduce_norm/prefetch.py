@@ -72,7 +72,7 @@ def launch_of(ranks: Ranks, call: ReductionCall, weights: Sequence[torch.Tensor]
 class PrefetchedWeights(Family):
     """On the fabric `peer`: an exchange and a GEMM, with and without, in turns.
 
-    Only where it is asked for: what is saved here was lost in a decode step of a whole model.
+    Only where it is asked for: whether what is saved here is saved in steps of a whole model is not measured.
     """
 
     devices: ClassVar = frozenset({"cuda"})
