@@ -208,14 +208,17 @@ class CudaCompiler:
         text = [*self.surroundings, *(part for each in with_includes(path) for part in (each, read(each)))]
         flags, codes = self.flags, [HOPPER_CODE] if path.endswith(HOPPER_SOURCE) else self.codes
         if nvshmem is not None:
-            flags, codes = [*flags, "-rdc=true", "-isystem", str(nvshmem / "include")], self.machine_codes
-            text += [*flags, (nvshmem / "include" / "non_abi" / "nvshmem_version.h").read_text()]
+            flags, codes = [*flags, "-rdc=true"], self.machine_codes
+            text += [*flags, nvshmem_version(nvshmem)]
+            flags = [*flags, "-isystem", str(nvshmem / "include")]
         return self.made(text, ["-c", path, *flags, *codes, self.threads])
 
     def link_device(self, objects: list[str], nvshmem: Path) -> str:
         """What joins device code of `objects` with that of NVSHMEM."""
         flags = ["-Xcompiler", "-fPIC", f"-L{nvshmem / 'lib'}", "-lnvshmem_device", *self.machine_codes]
-        return self.made([*self.surroundings, *objects, *flags], ["-dlink", *objects, *flags])
+        # Objects are named by what they were made of, wherever they lie.
+        text = [*self.surroundings, "-dlink", *(Path(each).name for each in objects), nvshmem_version(nvshmem)]
+        return self.made(text, ["-dlink", *objects, *flags])
 
     def made(self, text: list[str], arguments: list[str]) -> str:
         """The object that nvcc makes by `arguments`; `text` is all that says what is in it."""
@@ -227,6 +230,11 @@ class CudaCompiler:
             subprocess.check_call(command, cwd=ROOT)
             unfinished.replace(target)
         return str(target)
+
+
+def nvshmem_version(nvshmem: Path) -> str:
+    """NVSHMEM's version, which stands for all of it: where it lies is nothing that an object depends on."""
+    return (nvshmem / "include" / "non_abi" / "nvshmem_version.h").read_text()
 
 
 def read(path: str) -> str:

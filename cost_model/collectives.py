@@ -132,10 +132,10 @@ def all_reduce_parts_us(
 
 
 def _measured_between(costs: FabricCosts, variant: str, world: int, hosts: int) -> Curve | None:
-    """An all-reduce that was measured between hosts of one rank each; of others, hosts of several ranks say nothing."""
-    if not 1 < hosts == world:
+    """An all-reduce that was measured between hosts of as many ranks each; of others, it says nothing."""
+    if hosts < 2 or world % hosts:
         return None
-    return nearest_curve(curves_between(costs, "all_reduce", variant), hosts)
+    return nearest_curve(curves_between(costs, "all_reduce", variant, world // hosts), world)
 
 
 def all_reduce_us(
@@ -143,9 +143,9 @@ def all_reduce_us(
 ) -> float:
     """`all_reduce(x)` of `message_bytes` among `world` ranks on `hosts` hosts, in microseconds.
 
-    A measured curve is read log-log between its points and carried over to other world sizes, and between hosts of one
-    rank each to other numbers of them; without one the α–β models above. Raises `ProfileError` only for a fabric that
-    the machine lacks.
+    A measured curve is read log-log between its points and carried over to other world sizes, and between hosts to
+    other numbers of them with as many ranks each; without one the α–β models above. Raises `ProfileError` only for a
+    fabric that the machine lacks.
     """
     latency_us, rest_us = all_reduce_parts_us(machine, fabric, variant, message_bytes, world, hosts)
     return latency_us + rest_us

@@ -1,4 +1,4 @@
-"""Curves that were measured between hosts of one rank each, and what they say of other numbers of hosts.
+"""Curves that were measured between hosts, and what they say of other numbers of hosts with as many ranks each.
 
 Among as many hosts a time is read as it was measured. Of other numbers of hosts nobody has a time, and what stands in
 for it must not make a rewrite look faster than it is. So a kernel of ours grows with its rounds and bytes, and takes no
@@ -20,12 +20,15 @@ Carry = Callable[[float], float]
 """From the factor that rounds or bytes grow by to the one that a time is multiplied by."""
 
 
-def curves_between(costs: FabricCosts, op: str, variant: str | None = None) -> tuple[Curve, ...]:
-    """Those of an operation that were measured between hosts of one rank each; with `variant`, of that one alone."""
+def curves_between(
+    costs: FabricCosts, op: str, variant: str | None = None, ranks_of_host: int = 1
+) -> tuple[Curve, ...]:
+    """Those of an operation that were measured between hosts of so many ranks; with `variant`, of that one alone."""
     return tuple(
         each
         for each in costs.curves
-        if each.op == op and 1 < each.hosts == each.world and variant in (None, each.variant)
+        if each.op == op and each.hosts > 1 and each.world == each.hosts * ranks_of_host
+        if variant in (None, each.variant)
     )
 
 
@@ -54,15 +57,17 @@ def hosts_parts_us(
     return floor_us, rest_us
 
 
-def gpu_doubling(hosts: int, element_bytes: int) -> Steps:
-    """Recursive doubling between GPUs, one a host: `log2(N)` rounds of the whole message (NVRAR §4.1).
+def gpu_doubling(hosts: int, element_bytes: int, ranks_of_host: int = 1) -> Steps:
+    """Recursive doubling between GPUs: `log2(N)` rounds, each of all rows that a rank adds (NVRAR §4.1).
 
-    What was not added to anything yet travels as it is, sums in fp32. Where `N` is no power of two, the hosts beyond it
-    hand their rows to a partner first and get the sum in the end: two rounds more, and a sum more that is sent.
+    What was not added to anything yet travels as it is, sums in fp32: in hosts of several ranks there is nothing else.
+    Where `N` is no power of two, the hosts beyond it hand their rows to a partner first and get the sum in the end: two
+    rounds more, and a sum more that is sent. Traffic counts those rows.
     """
     if hosts <= 1:
         return Steps(0, 0.0)
     rounds, widened = doublings(hosts), max(SUM_BYTES, element_bytes) / element_bytes
     if hosts == 1 << rounds:
-        return Steps(rounds, 1.0 + widened * (rounds - 1))
+        first = 1.0 if ranks_of_host == 1 else widened
+        return Steps(rounds, first + widened * (rounds - 1))
     return Steps(rounds + 2, widened * (rounds + 1))

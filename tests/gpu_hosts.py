@@ -1,4 +1,4 @@
-"""Made-up times between hosts of one GPU each, and the profile that `weaveopt calibrate` would make of them."""
+"""Made-up times between GPUs of several hosts, and the profile that `weaveopt calibrate` would make of them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def measured(
     hosts: int = 2,
     machines: int = 2,
     flagged: Times | None = None,
+    ranks_of_host: int = 1,
 ) -> GpuHosts:
-    """As if between so many hosts; without `flagged`, before there was another transfer than packets."""
-    found = GpuHosts(hosts, machines)
+    """As if between so many hosts of so many GPUs; without `flagged`, before there was more than packets."""
+    found = GpuHosts(hosts, ranks_of_host, machines)
     for fused in kernels(quick=False):
         us = kernel if fused.row.transfer is Transfer.PACKET else flagged
         if us is None:
             continue
-        rows = found.times.setdefault((hosts, fused.hidden, replace(fused.row, max_tokens=0)), [])
+        rows = found.times.setdefault((hosts * ranks_of_host, fused.hidden, replace(fused.row, max_tokens=0)), [])
         rows.append((fused.bytes, Sample(us(fused.bytes), 0.02)))
     found.reduced = [(size, Sample(library(size), 0.03)) for size in REDUCED_BYTES]
     return found
@@ -58,6 +59,9 @@ def machine(
     hosts: int = 2,
     base: str = "h100x2",
     flagged: Times | None = None,
+    ranks_of_host: int = 1,
 ) -> Machine:
     """The profile `base` with such times."""
-    return measured(kernel, library, hosts, flagged=flagged).renewed(cost_model.load(base), "here", CPU)
+    return measured(kernel, library, hosts, flagged=flagged, ranks_of_host=ranks_of_host).renewed(
+        cost_model.load(base), "here", CPU
+    )

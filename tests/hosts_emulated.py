@@ -28,6 +28,7 @@ class Asked(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("hosts", "num_calls", "hidden", "bf16", "vecs", "num_ctas")),
+        *((name, ctypes.c_int32) for name in ("ranks_of_host", "mixed")),
         *((name, ctypes.c_int32) for name in ("norm", "direct", "other_site", "absent_rank")),
         ("seed", ctypes.c_uint32),
         ("tokens", ctypes.POINTER(ctypes.c_int32)),
@@ -52,10 +53,13 @@ class Case:
     vecs: int = 1
     """Vectors of 16 bytes that a thread holds."""
     num_ctas: int = 2
+    ranks_of_host: int = 1
+    mixed: bool = False
+    """Ranks are numbered through the hosts in turn, else host by host."""
     norm: bool = True
     """Else the sum alone."""
     direct: int = 0
-    """1: peers' memory is mapped everywhere; 2: between ranks of which one is even and one odd; 0: nowhere."""
+    """1: memory of other hosts is mapped everywhere; 2: between hosts of which one is even and one odd; 0: nowhere."""
     without_residual: int = -1
     """The call that has none."""
     other_site: int = -1
@@ -63,6 +67,10 @@ class Case:
     absent_rank: int = -1
     """The rank that leaves the last call out."""
     seed: int = 0
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.ranks_of_host
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
 def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
     """What the calls made of random rows, and why they did not end; empty if they did."""
     torch.manual_seed(case.seed)
-    shapes = [(case.hosts, tokens, case.hidden) for tokens in case.tokens]
+    shapes = [(case.world, tokens, case.hidden) for tokens in case.tokens]
     partial = tuple(torch.randn(shape).to(case.dtype) for shape in shapes)
     flagged = case.flagged
     residual = tuple(
@@ -111,7 +119,7 @@ def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
     weight = torch.rand(case.hidden).to(case.dtype) + 0.5
     asked = Asked(
         case.hosts, len(shapes), case.hidden, case.dtype is torch.bfloat16, case.vecs, case.num_ctas,
-        case.norm, case.direct, case.other_site, case.absent_rank, case.seed,
+        case.ranks_of_host, case.mixed, case.norm, case.direct, case.other_site, case.absent_rank, case.seed,
         (ctypes.c_int32 * len(shapes))(*case.tokens),
         (ctypes.c_int32 * len(shapes))(*(bool(flagged and flagged[at % len(flagged)]) for at in range(len(shapes)))),
         _pointers(partial), _pointers(residual), _pointers(normalized), _pointers(total), weight.data_ptr(), EPS,

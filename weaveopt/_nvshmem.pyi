@@ -10,11 +10,13 @@ def start(rank: int, world: int, unique_id: bytes, device: int) -> None: ...
 
 class NvshmemGroup:
     def __init__(self, device: int, num_bytes: int, hosts: Sequence[str]) -> None: ...
+    @staticmethod
+    def of_one_process(device: int, num_bytes: int, rank: int, bases: Sequence[int]) -> NvshmemGroup:
+        """A rank whose peers' arenas are all of this process, zeros, and stay the caller's: for tests."""
     @property
     def address(self) -> int: ...
-    @property
-    def num_direct(self) -> int:
-        """Peers whose memory is mapped here, so that packets are stored there and not put."""
+    def is_direct(self, rank: int) -> bool:
+        """Whether the memory of `rank` is mapped here, so that rows are stored there and not put."""
     @property
     def status(self) -> Status: ...
     def acknowledge(self) -> None: ...
@@ -51,6 +53,8 @@ class HostsSite:
     timeout_s: float
     channel: int
     places: HostsPlaces
+    hosts: Sequence[Sequence[int]]
+    """The ranks of the group on each host."""
 
 class HostsAllReduceNorm:
     def __init__(self, group: NvshmemGroup, site: HostsSite) -> None: ...

@@ -72,6 +72,21 @@ Group::Group(int32_t device, int64_t num_bytes, std::vector<std::string> hosts)
                                  " bytes left: set NVSHMEM_SYMMETRIC_SIZE");
     check(cudaMemset(base_, 0, static_cast<size_t>(num_bytes)), "cudaMemset");
     check(cudaDeviceSynchronize(), "cudaMemset");
+    make_record();
+}
+
+Group::Group(int32_t device, int64_t num_bytes, int32_t rank, std::vector<char*> bases)
+    : rank_(rank),
+      world_(static_cast<int32_t>(bases.size())),
+      num_bytes_(num_bytes),
+      bases_(std::move(bases)),
+      base_(bases_.at(rank)),
+      maker_(getpid()) {
+    check(cudaSetDevice(device), "cudaSetDevice");
+    make_record();
+}
+
+void Group::make_record() {
     check(
         cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(Record), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
@@ -85,6 +100,7 @@ Group::~Group() {
 }
 
 char* Group::direct(int32_t peer) const {
+    if (!bases_.empty()) return bases_.at(peer);
     return static_cast<char*>(nvshmem_ptr(base_, peer));
 }
 

@@ -30,6 +30,9 @@ class Group {
     // memory. All of the arena is zero; peers may write to it once all ranks are through. It stays until the process
     // ends: giving it back needs all ranks at once.
     Group(int32_t device, int64_t num_bytes, std::vector<std::string> hosts);
+    // Rank `rank` of a group whose arenas, `bases`, are all of this process, zeros, and somebody else's: nothing but
+    // loads and stores reaches them. For tests.
+    Group(int32_t device, int64_t num_bytes, int32_t rank, std::vector<char*> bases);
     ~Group();
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
@@ -52,9 +55,12 @@ class Group {
     void abort(Code code);
 
   private:
+    void make_record();
+
     int32_t rank_, world_;
     int64_t num_bytes_;
     std::vector<std::string> hosts_;
+    std::vector<char*> bases_;  // of all ranks, where they are of one process
     mutable std::string slot_;  // what status() points to
     char* base_ = nullptr;
     Record* record_ = nullptr;         // host address

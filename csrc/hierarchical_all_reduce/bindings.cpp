@@ -82,7 +82,8 @@ void bind_hierarchical_all_reduce(py::module_& m) {
         .value("packet", hosts::Transfer::kPacket)
         .value("flagged_row", hosts::Transfer::kFlaggedRow);
     m.def("host_buffers", &hosts::doubling_needs, py::arg("transfer"), py::arg("tokens"), py::arg("hidden"),
-          py::arg("hosts"), "What recursive doubling between GPUs of several hosts needs of every arena.");
+          py::arg("hosts"), py::arg("ranks_of_host"),
+          "What recursive doubling between GPUs of several hosts needs of every arena.");
     m.def("host_parts", &hosts::num_parts, py::arg("exchange"), py::arg("hosts"),
           "Parts that the rows of a host are divided into.");
 }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fabric/nvshmem.h"
@@ -34,9 +35,11 @@ struct HostsSite {
     int32_t channel = 0;
     // By the names that doubling_needs() gives them.
     hosts::Places places;
+    // The ranks of the group on each host.
+    std::vector<std::vector<int32_t>> hosts;
 };
 
-// A site bound to the arenas of its group, of one rank a host in the order of the hosts.
+// A site bound to the arenas of its group.
 class HostsAllReduceNorm {
   public:
     HostsAllReduceNorm(std::shared_ptr<Group> group, const HostsSite& site)
@@ -51,9 +54,22 @@ class HostsAllReduceNorm {
         fit("host_row_outbox", at.row_outbox);
         fit("host_flags", at.flags);
         fit("host_sums", at.sums);
-        exchange_ = hosts::placed(hosts::doubling(group_->rank(), group_->world()), at);
+        const hosts::HostRanks ranks = hosts::host_ranks(site.hosts, group_->rank());
+        if (ranks.num_hosts() * ranks.num_of_host() != group_->world())
+            throw std::invalid_argument("hosts of " + std::to_string(ranks.num_hosts() * ranks.num_of_host()) +
+                                        " ranks, the group has " + std::to_string(group_->world()));
+        exchange_ = hosts::placed(hosts::doubling(ranks), at);
         for (int32_t step = 0; step < exchange_.num_steps; ++step)
             exchange_.step[step].direct = group_->direct(exchange_.step[step].peer);
+        for (int32_t other = 0; other < exchange_.num_of_host; ++other) {
+            if (other == exchange_.rank_of_host) continue;
+            for (hosts::WithinHost* within : {&exchange_.parts[other], &exchange_.finished[other]}) {
+                within->to.direct = within->from.direct = group_->direct(within->to.peer);
+                if (within->to.direct == nullptr)
+                    throw std::invalid_argument("rank " + std::to_string(within->to.peer) +
+                                                " is of this host, and its memory is not mapped here");
+            }
+        }
         call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
         call_.hidden = static_cast<int32_t>(site.hidden);
         call_.site = site.tag;
@@ -87,7 +103,8 @@ class HostsAllReduceNorm {
         call.normalized = reinterpret_cast<void*>(normalized);
         call.sum = reinterpret_cast<void*>(sum);
         call.row_scale = reinterpret_cast<void*>(row_scale);
-        if (group_->world() > 2 && tokens * call.hidden * 4 > sums_bytes_)
+        const bool keeps_sums = exchange_.num_of_host > 1 || group_->world() > 2;
+        if (keeps_sums && hosts::most_rows(tokens, exchange_.num_of_host) * call.hidden * 4 > sums_bytes_)
             throw std::invalid_argument(std::to_string(tokens) + " tokens do not fit the buffer of sums");
         gpu::Launch launch{};
         launch.dtype = dtype_;
@@ -138,14 +155,19 @@ PYBIND11_MODULE(_nvshmem, m) {
     py::class_<Group, std::shared_ptr<Group>>(m, "NvshmemGroup")
         .def(py::init<int32_t, int64_t, std::vector<std::string>>(), py::arg("device"), py::arg("num_bytes"),
              py::arg("hosts"), py::call_guard<py::gil_scoped_release>())
+        .def_static(
+            "of_one_process",
+            [](int32_t device, int64_t num_bytes, int32_t rank, const std::vector<uintptr_t>& bases) {
+                std::vector<char*> arenas;
+                for (const uintptr_t base : bases)
+                    arenas.push_back(reinterpret_cast<char*>(base));
+                return std::make_shared<Group>(device, num_bytes, rank, std::move(arenas));
+            },
+            py::arg("device"), py::arg("num_bytes"), py::arg("rank"), py::arg("bases"))
         .def_property_readonly("address", [](const Group& group) { return reinterpret_cast<uintptr_t>(group.base()); })
-        .def_property_readonly("num_direct",
-                               [](const Group& group) {
-                                   int32_t found = 0;
-                                   for (int32_t peer = 0; peer < group.world(); ++peer)
-                                       found += peer != group.rank() && group.direct(peer) != nullptr;
-                                   return found;
-                               })
+        .def(
+            "is_direct", [](const Group& group, int32_t rank) { return group.direct(rank) != nullptr; },
+            py::arg("rank"))
         .def_property_readonly("status", &Group::status)
         .def("acknowledge", &Group::acknowledge)
         .def("abort", &Group::abort, py::arg("code"))
@@ -175,7 +197,8 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def_readwrite("scale", &HostsSite::scale)
         .def_readwrite("timeout_s", &HostsSite::timeout_s)
         .def_readwrite("channel", &HostsSite::channel)
-        .def_readwrite("places", &HostsSite::places);
+        .def_readwrite("places", &HostsSite::places)
+        .def_readwrite("hosts", &HostsSite::hosts);
     py::class_<HostsAllReduceNorm>(m, "HostsAllReduceNorm")
         .def(py::init<std::shared_ptr<Group>, const HostsSite&>(), py::arg("group"), py::arg("site"))
         .def("run", &HostsAllReduceNorm::run);

@@ -1,120 +1,22 @@
-// The kernel of recursive doubling over NVSHMEM, and its launch.
-#include <algorithm>
-#include <type_traits>
-
-#include "fabric/kernel_code.cuh"
-#include "fabric/nvshmem.cuh"
-#include "hierarchical_all_reduce/doubling.cuh"
-#include "hierarchical_all_reduce/gpu.h"
+// The kernels of recursive doubling over NVSHMEM between hosts of one rank, and the entry for all.
+#include "hierarchical_all_reduce/launch_doubling.cuh"
 
 namespace weave::hosts {
-namespace {
-
-using fabric::KernelCode;
-using gpu::Launch;
-
-// How a kernel's rows travel. Code of puts costs registers even where it never runs, so kernels that need none have
-// none.
-template <Transfer kTransfer, class Remote>
-struct By {
-    static constexpr bool kFlagged = kTransfer == Transfer::kFlaggedRow, kPuts = Remote::kPuts;
-    template <typename T, int kVecs>
-    using Travel =
-        std::conditional_t<kTransfer == Transfer::kPacket, PacketRows<T, kVecs, Remote>, FlaggedRows<T, kVecs, Remote>>;
-};
-
-// At 64 registers two CTAs of kMostThreads fit an SM. Where a thread holds one vector that costs no spills, but for
-// packets of calls of any kind.
-template <int kVecs, bool kPlain, class By>
-constexpr int kCtasOfSm = kVecs == 1 && !By::kPuts && (kPlain || By::kFlagged) ? 2 : 1;
-
-template <typename T, int kVecs, bool kPlain, class By>
-__global__ void __launch_bounds__(kMostThreads, (kCtasOfSm<kVecs, kPlain, By>))
-    host_doubling(const __grid_constant__ Call call, const __grid_constant__ Doubling exchange) {
-    __shared__ float parts[2][kMostWarps];
-    doubling_kernel<T, kVecs, kPlain, typename By::template Travel<T, kVecs>>(call, exchange, parts);
-}
-
-template <typename T, int kVecs, bool kPlain, class By>
-int enqueue(const Call& call, const Doubling& exchange, const Launch& launch, int num_threads) {
-    const auto kernel = host_doubling<T, kVecs, kPlain, By>;
-    int device = 0, num_sms = 0, per_sm = 0;
-    cudaGetDevice(&device);
-    const KernelCode code = fabric::code_of<host_doubling<T, kVecs, kPlain, By>>(device);
-    if (code == KernelCode::kMissing) return cudaErrorNoKernelImageForDevice;
-    // CTAs wait for those of other hosts, which wait for these: all of them must be resident at once.
-    struct Fit {
-        int device = -1, num_threads = 0, num_ctas = 0;
-    };
-    thread_local Fit fit;
-    if (fit.device != device || fit.num_threads != num_threads) {
-        cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-        const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, num_threads, 0);
-        if (error != cudaSuccess) return error;
-        fit = {device, num_threads, per_sm * num_sms};
-    }
-    if (fit.num_ctas < 1) return cudaErrorLaunchOutOfResources;
-    const int asked = launch.num_ctas > 0 ? std::min(launch.num_ctas, fit.num_ctas) : fit.num_ctas;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = std::min(asked, static_cast<int>(call.tokens));
-    config.blockDim = num_threads;
-    config.stream = static_cast<cudaStream_t>(launch.stream);
-    config.attrs = &attribute;
-    config.numAttrs = code == KernelCode::kSm90 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, call, exchange);
-}
-
-// As few vectors a thread as the most threads allow: a row is waited for by all of them.
-template <typename T, class By, int kVecs = 1>
-int with_rows(const Call& call, const Doubling& exchange, const Launch& launch) {
-    const int vecs = call.hidden / kElements<T>, num_threads = ((vecs + kVecs - 1) / kVecs + 31) / 32 * 32;
-    if (num_threads <= kMostThreads) {
-        if (gpu::is_plain(call)) return enqueue<T, kVecs, true, By>(call, exchange, launch, num_threads);
-        return enqueue<T, kVecs, false, By>(call, exchange, launch, num_threads);
-    }
-    if constexpr (kVecs < kMostVecs) return with_rows<T, By, 2 * kVecs>(call, exchange, launch);
-    return cudaErrorInvalidValue;
-}
-
-template <typename T>
-int with_transfer(const Call& call, const Doubling& exchange, Transfer transfer, const Launch& launch) {
-    using fabric::NvshmemRemote;
-    const HostStep* end = exchange.step + exchange.num_steps;
-    const bool puts = std::any_of(exchange.step, end, [](const HostStep& step) { return step.direct == nullptr; });
-    if (transfer == Transfer::kPacket) {
-        if (puts) return with_rows<T, By<Transfer::kPacket, NvshmemRemote>>(call, exchange, launch);
-        return with_rows<T, By<Transfer::kPacket, NoPuts>>(call, exchange, launch);
-    }
-    if (puts) return with_rows<T, By<Transfer::kFlaggedRow, NvshmemRemote>>(call, exchange, launch);
-    return with_rows<T, By<Transfer::kFlaggedRow, NoPuts>>(call, exchange, launch);
-}
-
-}  // namespace
 
 const char* doubling_unsupported(DType dtype, int64_t hidden, int32_t device) {
     if (hidden < 8 || hidden % 8 != 0) return "rows need a multiple of 8 elements";
     if (hidden * size_of(dtype) / 16 > int64_t{kMostThreads} * kMostVecs) return "rows are too long for one CTA";
-    // All kernels of this file were compiled for the same architectures: one of them stands for the others.
-    const bool missing =
-        fabric::code_of<host_doubling<float, 1, false, By<Transfer::kPacket, NoPuts>>>(device) == KernelCode::kMissing;
+    // All kernels of this module were compiled for the same architectures: one of them stands for the others.
+    using Any = By<Transfer::kPacket, NoPuts, false>;
+    const bool missing = fabric::code_of<host_doubling<float, 1, false, Any>>(device) == KernelCode::kMissing;
     return missing ? "the kernels between hosts were not built for this GPU" : "";
 }
 
 int run_doubling(const Call& call, const Doubling& exchange, Transfer transfer, const Launch& launch) {
     if (call.tokens == 0) return cudaSuccess;
     if (!fits(exchange, transfer, call.tokens, call.hidden)) return cudaErrorInvalidValue;
-    switch (launch.dtype) {
-        case DType::kFloat32:
-            return with_transfer<float>(call, exchange, transfer, launch);
-        case DType::kBFloat16:
-            return with_transfer<__nv_bfloat16>(call, exchange, transfer, launch);
-        case DType::kFloat16:
-            return with_transfer<__half>(call, exchange, transfer, launch);
-    }
-    return cudaErrorInvalidValue;
+    if (exchange.num_of_host > 1) return run_doubling_of_several(call, exchange, transfer, launch);
+    return with_dtype<false>(call, exchange, transfer, launch);
 }
 
 }  // namespace weave::hosts

@@ -8,9 +8,15 @@
 // Both have
 //
 //   send(step, row, words)             this thread's words of a row; all threads of the CTA call it
-//   seal(step, first, stride, count)   the rows that were sent since are complete; all threads of the CTA call it
+//   send_vector(step, row, j, words)   of its vector j alone, to a mapped peer
+//   order()                            before flags: all threads of the CTA call it
+//   flag(step, first, stride, count)   the rows that were sent before order() are complete
+//   seal(...)                          both
 //   receive(step, row, use)            waits for a row, and gives this thread its words; all threads of the CTA call it
+//   send_header(step)                  a message of no rows; all threads of the CTA call it
 //   compare(step)                      waits for what the peer says that it runs
+//
+// Rows count from the first one of the message.
 //
 // Where a peer's memory is mapped here (`HostStep::direct`) rows are stored there. Else they are stored in an outbox,
 // and put from there: a row is one put, non-blocking, by all threads of the CTA.
@@ -98,7 +104,7 @@ struct Messages {
     __device__ __forceinline__ static bool is_direct(const HostStep& step) {
         return !Remote::kPuts || step.direct != nullptr;
     }
-    __device__ __forceinline__ uint32_t flag() const { return flag_of_call(epoch); }
+    __device__ __forceinline__ uint32_t packet_flag() const { return flag_of_call(epoch); }
     __device__ __forceinline__ char* own(int64_t offset) const { return call.group.base[0] + offset; }
     // Among the slots of both halves.
     __device__ __forceinline__ int64_t slot(const HostStep& step) const {
@@ -115,7 +121,24 @@ struct Messages {
     // What the message begins with, by one thread: where it goes, or into the outbox.
     __device__ __forceinline__ void store_header(const HostStep& step) const {
         char* to = is_direct(step) ? step.direct + exchange.inbox : own(exchange.outbox);
-        fabric::store_relaxed(to + message(step), fabric::pack(call.tokens, call.site, flag()));
+        fabric::store_relaxed(to + message(step), fabric::pack(call.tokens, call.site, packet_flag()));
+    }
+
+    // A message of no rows.
+    __device__ __forceinline__ void send_header(const HostStep& step) const {
+        if (threadIdx.x == 0) store_header(step);
+        if constexpr (Remote::kPuts) {
+            if (is_direct(step)) return;
+            fabric::fence();
+            __syncthreads();
+            put_header(step);
+        }
+    }
+
+    // From the outbox, where it has been stored.
+    __device__ __forceinline__ void put_header(const HostStep& step) const {
+        const int64_t at = message(step);
+        Remote{own(exchange.inbox + at), step.peer}.put(own(exchange.outbox + at), kHeaderBytesOfMessage);
     }
 
     __device__ __forceinline__ PacketPair await_pair(const char* at, const HostStep& step) const {
@@ -123,14 +146,14 @@ struct Messages {
         for (;;) {
             PacketPair seen;
             fabric::load_relaxed(seen, at);
-            if (fabric::has_flag(seen, flag())) return seen;
+            if (fabric::has_flag(seen, packet_flag())) return seen;
             if (deadline.has_passed(watch))
-                fabric::give_up(watch, deadline.code(), step.peer, fabric::slot_of_host_step(step.slot), flag(),
+                fabric::give_up(watch, deadline.code(), step.peer, fabric::slot_of_host_step(step.slot), packet_flag(),
                                 fabric::flag_of(seen.word[0]), 0);
         }
     }
 
-    // What the peer runs, which has to be what this rank runs. One thread of CTA 0, before it takes the first row.
+    // What the peer runs, which has to be what this rank runs. One thread, before its CTA takes the first row.
     __device__ __forceinline__ void compare(const HostStep& step) const {
         const PacketPair header = await_pair(own(exchange.inbox) + message(step), step);
         const uint64_t theirs =
@@ -144,38 +167,51 @@ template <typename T, int kVecs, class Remote>
 struct PacketRows : Messages<T, Remote> {
     static constexpr int kSealedRows = 1;
 
+    template <int N>
+    __device__ __forceinline__ int64_t row_at(const HostStep& step, int32_t row) const {
+        return this->message(step) + kHeaderBytesOfMessage + row * this->template row_bytes<N>(Transfer::kPacket);
+    }
+    template <int N>
+    __device__ __forceinline__ void store_vector(char* to, int j, const uint32_t (&words)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            fabric::store_relaxed(to + (this->lanes.at(j) * N + i) * fabric::kPacketBytes,
+                                  fabric::pack(words[i], words[i + 1], this->packet_flag()));
+    }
+    template <int N>
+    __device__ __forceinline__ void send_vector(const HostStep& step, int32_t row, int j,
+                                                const uint32_t (&words)[N]) const {
+        store_vector(step.direct + this->exchange.inbox + row_at<N>(step, row), j, words);
+    }
+
     // N words of every vector. What is put begins with the header where the row is the first.
     template <int N>
     __device__ __forceinline__ void send(const HostStep& step, int32_t row, const uint32_t (&words)[kVecs][N]) const {
         const bool with_header = row == 0;
-        const int64_t bytes = this->template row_bytes<N>(Transfer::kPacket);
-        const int64_t message_at = this->message(step), row_at = message_at + kHeaderBytesOfMessage + row * bytes;
+        const int64_t at = row_at<N>(step, row);
         char* to = this->is_direct(step) ? step.direct + this->exchange.inbox : this->own(this->exchange.outbox);
         if (with_header && threadIdx.x == 0) this->store_header(step);
 #pragma unroll
-        for (int j = 0; j < kVecs; ++j) {
-            if (!this->lanes.has(j)) continue;
-#pragma unroll
-            for (int i = 0; i < N; i += 2)
-                fabric::store_relaxed(to + row_at + (this->lanes.at(j) * N + i) * fabric::kPacketBytes,
-                                      fabric::pack(words[j][i], words[j][i + 1], this->flag()));
-        }
+        for (int j = 0; j < kVecs; ++j)
+            if (this->lanes.has(j)) store_vector(to + at, j, words[j]);
         if constexpr (Remote::kPuts) {
             if (this->is_direct(step)) return;
             fabric::fence();
             __syncthreads();
-            const int64_t begin = with_header ? message_at : row_at;
-            Remote{this->own(this->exchange.inbox + begin), step.peer}.put(to + begin, row_at + bytes - begin);
+            const int64_t begin = with_header ? this->message(step) : at;
+            const int64_t end = at + this->template row_bytes<N>(Transfer::kPacket);
+            Remote{this->own(this->exchange.inbox + begin), step.peer}.put(to + begin, end - begin);
         }
     }
 
+    __device__ __forceinline__ void order() const {}
+    __device__ __forceinline__ void flag(const HostStep&, int32_t, int32_t, int32_t) const {}
     __device__ __forceinline__ void seal(const HostStep&, int32_t, int32_t, int32_t) const {}
 
     // This thread's words of a row from the host of `step`, N of every vector, as use(j, words) takes them.
     template <int N, class Use>
     __device__ __forceinline__ void receive(const HostStep& step, int32_t row, const Use& use) const {
-        const char* from = this->own(this->exchange.inbox) + this->message(step) + kHeaderBytesOfMessage +
-                           row * this->template row_bytes<N>(Transfer::kPacket);
+        const char* from = this->own(this->exchange.inbox) + row_at<N>(step, row);
         const auto place = [&](int j) { return from + this->lanes.at(j) * N * fabric::kPacketBytes; };
         constexpr int kAtOnce = kVecs * N <= kPacketsInFlight ? kVecs : 1;
 #pragma unroll
@@ -196,7 +232,8 @@ struct PacketRows : Messages<T, Remote> {
 #pragma unroll
                 for (int i = 0; i < N / 2; ++i) {
                     PacketPair& pair = pairs[j][i];
-                    if (!fabric::has_flag(pair, this->flag())) pair = this->await_pair(place(first + j) + i * 16, step);
+                    if (!fabric::has_flag(pair, this->packet_flag()))
+                        pair = this->await_pair(place(first + j) + i * 16, step);
                     words[2 * i] = fabric::data_of(pair.word[0]);
                     words[2 * i + 1] = fabric::data_of(pair.word[1]);
                 }
@@ -227,6 +264,18 @@ struct FlaggedRows : Messages<T, Remote> {
     }
 
     template <int N>
+    __device__ __forceinline__ void store_vector(char* to, int j, const uint32_t (&words)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; i += 4)
+            fabric::store(to + in_row(j, i / 4), Vec16{{words[i], words[i + 1], words[i + 2], words[i + 3]}});
+    }
+    template <int N>
+    __device__ __forceinline__ void send_vector(const HostStep& step, int32_t row, int j,
+                                                const uint32_t (&words)[N]) const {
+        store_vector(step.direct + this->exchange.row_inbox + row_at<N>(step, row), j, words);
+    }
+
+    template <int N>
     __device__ __forceinline__ void send(const HostStep& step, int32_t row, const uint32_t (&words)[kVecs][N]) const {
         const int64_t at = row_at<N>(step, row);
         char* to =
@@ -234,35 +283,34 @@ struct FlaggedRows : Messages<T, Remote> {
             at;
         if (row == 0 && threadIdx.x == 0) this->store_header(step);
 #pragma unroll
-        for (int j = 0; j < kVecs; ++j) {
-            if (!this->lanes.has(j)) continue;
-#pragma unroll
-            for (int i = 0; i < N; i += 4)
-                fabric::store(to + in_row(j, i / 4),
-                              Vec16{{words[j][i], words[j][i + 1], words[j][i + 2], words[j][i + 3]}});
-        }
+        for (int j = 0; j < kVecs; ++j)
+            if (this->lanes.has(j)) store_vector(to, j, words[j]);
         if constexpr (Remote::kPuts) {
             if (this->is_direct(step)) return;
             fabric::fence();
             __syncthreads();
-            const int64_t header_at = this->message(step);
-            if (row == 0)
-                Remote{this->own(this->exchange.inbox + header_at), step.peer}.put(
-                    this->own(this->exchange.outbox + header_at), kHeaderBytesOfMessage);
+            if (row == 0) this->put_header(step);
             Remote{this->own(this->exchange.row_inbox + at), step.peer}.put_signal(
                 to, this->template row_bytes<N>(Transfer::kFlaggedRow), flag_word(this->own(0), step, row),
                 this->epoch);
         }
     }
 
+    __device__ __forceinline__ void order() const {
+        __syncthreads();
+        if (threadIdx.x == 0) fabric::fence();
+    }
+    // Of a mapped peer, by the thread that has fenced.
+    __device__ __forceinline__ void flag(const HostStep& step, int32_t first, int32_t stride, int32_t count) const {
+        if (threadIdx.x != 0) return;
+        for (int32_t i = 0; i < count; ++i)
+            fabric::store_relaxed(flag_word(step.direct, step, first + i * stride), this->epoch);
+    }
     // A put has brought the flag already.
     __device__ __forceinline__ void seal(const HostStep& step, int32_t first, int32_t stride, int32_t count) const {
         if (!this->is_direct(step)) return;
-        __syncthreads();
-        if (threadIdx.x != 0) return;
-        fabric::fence();
-        for (int32_t i = 0; i < count; ++i)
-            fabric::store_relaxed(flag_word(step.direct, step, first + i * stride), this->epoch);
+        order();
+        flag(step, first, stride, count);
     }
 
     template <int N, class Use>

@@ -63,15 +63,18 @@ struct Variant {
     int32_t vecs;
 };
 
+template <typename T, int kVecs, class Travel>
+void run_kernel(const Call& call, const Doubling& exchange, bool plain) {
+    float (*parts)[kMostWarps] = reinterpret_cast<float (*)[kMostWarps]>(emulated::running().cta->shared);
+    if (exchange.num_of_host > 1) return doubling_kernel<T, kVecs, false, true, Travel>(call, exchange, parts);
+    if (plain) return doubling_kernel<T, kVecs, true, false, Travel>(call, exchange, parts);
+    doubling_kernel<T, kVecs, false, false, Travel>(call, exchange, parts);
+}
+
 template <typename T, int kVecs, class Remote>
 void run_kernel(const Call& call, const Doubling& exchange, const Variant& variant) {
-    float (*parts)[kMostWarps] = reinterpret_cast<float (*)[kMostWarps]>(emulated::running().cta->shared);
-    using Packets = PacketRows<T, kVecs, Remote>;
-    using Flagged = FlaggedRows<T, kVecs, Remote>;
-    if (variant.flagged && variant.plain) return doubling_kernel<T, kVecs, true, Flagged>(call, exchange, parts);
-    if (variant.flagged) return doubling_kernel<T, kVecs, false, Flagged>(call, exchange, parts);
-    if (variant.plain) return doubling_kernel<T, kVecs, true, Packets>(call, exchange, parts);
-    doubling_kernel<T, kVecs, false, Packets>(call, exchange, parts);
+    if (variant.flagged) return run_kernel<T, kVecs, FlaggedRows<T, kVecs, Remote>>(call, exchange, variant.plain);
+    run_kernel<T, kVecs, PacketRows<T, kVecs, Remote>>(call, exchange, variant.plain);
 }
 
 template <class Remote>
@@ -91,8 +94,10 @@ extern "C" {
 // Calls one after the other on every rank. Arrays of a call lie one behind the other, [rank][tokens][hidden].
 struct Asked {
     int32_t hosts, num_calls, hidden, bf16, vecs, num_ctas;
+    int32_t ranks_of_host;  // numbered through the hosts in turn where `mixed`, else host by host
+    int32_t mixed;
     int32_t norm;         // 0: the sum alone
-    int32_t direct;       // of 2: ranks whose number differs by it in parity are mapped; 0: none; 1: all
+    int32_t direct;       // of hosts. 2: where ranks differ in parity they are mapped; 0: nowhere; 1: everywhere
     int32_t other_site;   // the rank that runs another site in the last call; -1: none
     int32_t absent_rank;  // runs one call less; -1: none
     uint32_t seed;
@@ -113,7 +118,11 @@ const char* run(const Asked* asked) {
     try {
         emulated::World world;
         world.random.seed(asked->seed);
-        world.ranks.resize(asked->hosts);
+        const int32_t num_ranks = asked->hosts * asked->ranks_of_host;
+        std::vector<std::vector<int32_t>> of_hosts(asked->hosts);
+        for (int32_t index = 0; index < num_ranks; ++index)
+            of_hosts[asked->mixed != 0 ? index % asked->hosts : index / asked->ranks_of_host].push_back(index);
+        world.ranks.resize(num_ranks);
         const int64_t element = asked->bf16 ? 2 : 4, hidden = asked->hidden;
         const int32_t most = *std::max_element(asked->tokens, asked->tokens + asked->num_calls);
         int64_t offset = fabric::kHeaderBytes;
@@ -124,7 +133,7 @@ const char* run(const Asked* asked) {
                 {"host_row_inbox", &places.row_inbox}, {"host_row_outbox", &places.row_outbox},
                 {"host_flags", &places.flags},         {"host_sums", &places.sums},
             };
-            for (const fabric::BufferNeed& need : doubling_needs(transfer, most, hidden, asked->hosts))
+            for (const fabric::BufferNeed& need : doubling_needs(transfer, most, hidden, asked->hosts, asked->ranks_of_host))
                 for (const auto& [name, place] : named)
                     if (need.name == name && place->num_bytes == 0) {
                         *place = {offset, need.num_bytes};
@@ -133,11 +142,11 @@ const char* run(const Asked* asked) {
         }
         const int64_t vecs = hidden * element / 16;
         world.cta_threads = static_cast<uint32_t>((((vecs + asked->vecs - 1) / asked->vecs) + 31) / 32 * 32);
-        for (int32_t index = 0; index < asked->hosts; ++index) {
+        for (int32_t index = 0; index < num_ranks; ++index) {
             world.ranks[index].index = index;
             world.ranks[index].arena.assign(offset, 0);
         }
-        for (int32_t index = 0; index < asked->hosts; ++index) {
+        for (int32_t index = 0; index < num_ranks; ++index) {
             emulated::Rank& rank = world.ranks[index];
             const int32_t num_calls = asked->num_calls - (index == asked->absent_rank);
             for (int32_t at = 0; at < num_calls; ++at) {
@@ -158,10 +167,22 @@ const char* run(const Asked* asked) {
                 call.norm.spec.kind = asked->norm != 0 ? NormKind::kRms : NormKind::kNone;
                 call.norm.spec.eps = asked->eps;
                 call.norm.weight.data = asked->weight;
-                Doubling exchange = placed(doubling(index, asked->hosts), places);
-                for (HostStep& step : exchange.step)
-                    if (asked->direct == 1 || (asked->direct == 2 && (index + step.peer) % 2 == 1))
-                        step.direct = reinterpret_cast<char*>(world.ranks[step.peer].arena.data());
+                const HostRanks of_rank = host_ranks(of_hosts, index);
+                Doubling exchange = placed(doubling(of_rank), places);
+                const auto map = [&](HostStep& step) {
+                    step.direct = reinterpret_cast<char*>(world.ranks[step.peer].arena.data());
+                };
+                for (HostStep& step : exchange.step) {
+                    const int32_t sum = (asked->mixed != 0 ? step.peer % asked->hosts : step.peer / asked->ranks_of_host) +
+                                        of_rank.host;
+                    if (asked->direct == 1 || (asked->direct == 2 && sum % 2 == 1)) map(step);
+                }
+                for (int32_t other = 0; other < exchange.num_of_host; ++other) {
+                    for (WithinHost* within : {&exchange.parts[other], &exchange.finished[other]}) {
+                        map(within->to);
+                        map(within->from);
+                    }
+                }
                 const Variant variant{asked->flagged[at] != 0, gpu::is_plain(call), asked->bf16 != 0, asked->vecs};
                 if (!fits(exchange, variant.flagged ? Transfer::kFlaggedRow : Transfer::kPacket, call.tokens, hidden))
                     throw std::runtime_error("the call does not fit its buffers");

@@ -35,7 +35,7 @@ PACKET = KernelRow(MOST, Algorithm.DOUBLING, Transfer.PACKET)
 FLAGGED = KernelRow(MOST, Algorithm.DOUBLING, Transfer.FLAGGED_ROW)
 TABLES = {"packets": (PACKET,), "flagged rows": (FLAGGED,), "both": (replace(PACKET, max_tokens=4), FLAGGED)}
 DTYPES = ("bfloat16", "float16", "float32")
-REPLAYS = 2000
+REPLAYS = 10_000
 Tensor = torch.Tensor
 
 

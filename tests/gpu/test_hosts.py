@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,13 @@ pytestmark = [
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
     assert run_ranks(world, "tests.gpu.hosts_ranks").count("every stage passed") == world
+
+
+def test_hosts_of_several_ranks_of_one_process_agree_with_the_reference() -> None:
+    command = [sys.executable, "-m", "tests.gpu.one_process_hosts"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "agree with the reference and on all ranks" in done.stdout
 
 
 @pytest.mark.parametrize("transfer", ["packets", "flagged rows"])

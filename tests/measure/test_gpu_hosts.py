@@ -1,4 +1,4 @@
-"""Times between hosts of one GPU each become curves of the profile: what was put in comes out, all else stays."""
+"""Times between GPUs of several hosts become curves of the profile: what was put in comes out, all else stays."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs, inter_link
 from weaveopt.cost_model.hosts_curves import curves_between
 from weaveopt.cost_model.machine import MEASURED
-from weaveopt.fabrics import topology
 from weaveopt.fabrics.topology import Group, Topology, fake
 from weaveopt.measure.base import renew
 from weaveopt.measure.cases.all_reduce_norm import gpu_hosts
+from weaveopt.measure.cases.all_reduce_norm.calls import Fused
+from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.variant import OP
@@ -127,30 +128,50 @@ def test_hosts_of_one_machine_are_told() -> None:
     assert fake(4, hosts=2).num_machines == 2
 
 
-def _first_ranks(rank: int, world: int) -> tuple[list[int], list[int], list[int], bool]:
-    """Calibrate's steps, with kernels that take no time: tokens that were reserved, and sizes that were timed."""
+def _measure(rank: int, world: int) -> tuple[list[tuple[int, int]], list[int], list[int], set[int], bool]:
+    """Calibrate's steps, with kernels of no time: what was reserved (hosts, tokens), and sizes that were timed."""
     become_host(rank, world, 2)
-    reserved: list[int] = []
+    reserved: list[tuple[int, int]] = []
     session = Session(CPU, lambda what, done, total: None, quick=True)
-    found = gpu_hosts.GpuHosts(2, 1)
+    found = gpu_hosts.GpuHosts(2, 2, 1)
+
+    def reserve(ranks: Ranks, hosts: int, every: list[Fused]) -> None:
+        reserved.extend((hosts, each.tokens) for each in every)
+
     with (
-        mock.patch.object(gpu_hosts, "reserve_hosts", lambda ranks, every: reserved.extend(e.tokens for e in every)),
-        mock.patch.object(gpu_hosts, "fused_hosts", lambda ranks, fused: lambda index: ranks.world),
+        mock.patch.object(gpu_hosts, "reserve_hosts", reserve),
+        mock.patch.object(gpu_hosts, "fused_hosts", lambda ranks, hosts, fused: lambda index: ranks.world),
     ):
-        found.measure(session, topology.discover("0", 60.0))
+        found.measure(session)
     kernel = [row for rows in found.times.values() for row in rows]
     equal: list[object] = [None] * world
-    dist.all_gather_object(equal, (found.times, found.reduced) if rank % 2 == 0 else None)
-    return reserved, [size for size, _ in kernel], [size for size, _ in found.reduced], equal[0] == equal[2]
+    dist.all_gather_object(equal, (found.times, found.reduced))
+    worlds = {world for world, _, _ in found.times}
+    same = all(each == equal[0] for each in equal)
+    return reserved, [size for size, _ in kernel], [size for size, _ in found.reduced], worlds, same
 
 
-def test_the_first_ranks_of_hosts_measure_and_the_others_wait() -> None:
+def test_all_ranks_of_the_hosts_measure_together() -> None:
     few = list(gpu_hosts.kernels(True))
-    for rank, (reserved, kernel, reduced, equal) in enumerate(run_ranks(_first_ranks, 4, 4)):
-        inside = rank in (0, 2)
-        assert reserved == [fused.tokens for fused in few if inside]
-        assert kernel == [fused.bytes for fused in few if inside] and equal
-        assert reduced == [size for size in gpu_hosts.REDUCED_BYTES[::3] if inside]
+    for reserved, kernel, reduced, worlds, same in run_ranks(_measure, 4, 4):
+        assert reserved == [(2, fused.tokens) for fused in few] and same
+        assert kernel == [fused.bytes for fused in few] and worlds == {4}
+        assert reduced == list(gpu_hosts.REDUCED_BYTES[::3])
+
+
+def test_hosts_of_several_gpus_have_curves_of_their_own() -> None:
+    one, several = machine(), measured(hosts=2, ranks_of_host=4).renewed(machine(), "here", CPU)
+    for of_host, worlds in ((1, {2}), (4, {8}), (2, set())):
+        kernels = curves_between(fabric_costs(several, Fabric.NVSHMEM), OP, ranks_of_host=of_host)
+        library = curves_between(fabric_costs(several, Fabric.LIBRARY), "all_reduce", ranks_of_host=of_host)
+        assert {curve.world for curve in kernels} == {curve.world for curve in library} == worlds
+    before = curves_between(fabric_costs(one, Fabric.NVSHMEM), OP)
+    assert curves_between(fabric_costs(several, Fabric.NVSHMEM), OP) == before, "those of one GPU each stay"
+    origins = dict(several.origins)
+    assert origins["between.nvshmem.2x4"].note.startswith(
+        "fused all-reduce + add + RMSNorm between hosts of 4 GPUs each"
+    )
+    assert "hosts of 4 GPUs each" in origins["between.nccl.2x4"].note
 
 
 def test_a_host_that_does_not_divide_its_ranks_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The rule between hosts of one GPU each: chosen by price from measured times, left with a reason without them."""
+"""The rule between GPUs of several hosts: chosen by price from measured times, left with a reason without them."""
 
 from __future__ import annotations
 
@@ -124,9 +124,35 @@ def test_without_times_nothing_is_chosen() -> None:
     assert codes(bare, 8) == ["not_measured"] and codes(made, 8) == []
 
 
-def test_hosts_of_several_gpus_have_no_kernel() -> None:
-    assert codes(machine(), 8, 2, 2) == ["no_kernel"]
+def test_hosts_of_several_gpus_need_times_of_as_many() -> None:
+    """Times of other hosts say nothing, nor does the library's time there."""
+    assert codes(machine(), 8, 2, 2) == ["not_measured"]
     assert codes(cost_model.load("a100x4-slingshot"), 8, 2, 4) == ["not_measured"]
+    both = measured(ranks_of_host=4).renewed(machine(), "both", CPU)
+    assert codes(both, 8, 2, 4) == [] and codes(both, 8, 2, 1) == [] and codes(both, 8, 2, 2) == ["not_measured"]
+    candidate, lowered = on_nvshmem(both, 8, 2, 4, most=512)
+    assert candidate.estimate is not None and dict(candidate.parameters)["measured"] is True
+    assert candidate.estimate.us == pytest.approx(kernel_us(8 * HIDDEN * 2), rel=0.05)
+    assert estimate_unfused(both, Workload(8, 8, HIDDEN, "bfloat16", 8, 2)).us > library_us(8 * HIDDEN * 2)
+    most = lowered.rows[-1].max_tokens
+    buffers = {each.buffer.name: each.buffer.num_bytes for each in memory_of(lowered).buffers}
+    # A rank adds a quarter of the rows; one slot of another host, 3 of partial and 3 of finished rows.
+    rows = -(-most // 4)
+    assert buffers["host_sums"] == rows * HIDDEN * 4
+    assert buffers["host_inbox"] == 2 * -(-7 * (16 + rows * HIDDEN * 8) // 256) * 256
+
+
+def test_more_hosts_of_several_gpus_take_as_many_rounds_more() -> None:
+    """Nothing travels between them but sums, of 4 bytes."""
+    made = machine(ranks_of_host=2)
+    took = {}
+    for hosts in (2, 4):
+        estimate = on_nvshmem(made, 8, hosts, 2)[0].estimate
+        assert estimate is not None
+        took[hosts] = {term.name: term.us for term in estimate.terms}
+    assert took[4]["synchronize"] == pytest.approx(2 * took[2]["synchronize"])
+    moved = {hosts: terms["reduce"] + terms["norm"] for hosts, terms in took.items()}
+    assert moved[4] == pytest.approx(2 * moved[2])
 
 
 def test_more_hosts_take_as_many_rounds_more() -> None:

@@ -23,6 +23,7 @@ from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.arenas import Arenas
+from weaveopt.fabrics.hosts import Hosts
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.peer import PeerArena, missing_code, one_line, raise_if_any
 from weaveopt.fabrics.topology import Exchange, Payload, Topology
@@ -31,8 +32,13 @@ from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
 
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: module() says so before anything here is needed
+    _native = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
-    from weaveopt import _native, _nvshmem
+    from weaveopt import _nvshmem
 
 _TRAITS = TRAITS[Fabric.NVSHMEM]
 _MULTICAST_OFF = "NVSHMEM_DISABLE_NVLS"
@@ -50,7 +56,13 @@ class _Memory:
         }  # fmt: skip
 
 
-_arenas = Arenas[PeerArena]("NVSHMEM arena")
+class NvshmemArena(PeerArena):
+    """This rank's part of NVSHMEM's heap that a group uses, and the group's hosts."""
+
+    hosts: Hosts
+
+
+_arenas = Arenas[NvshmemArena]("NVSHMEM arena")
 of, release, kept = _arenas.of, _arenas.release, _arenas.kept
 
 
@@ -65,7 +77,7 @@ def total_bytes(layout: Layout) -> int:
     return _TRAITS.header_bytes + layout.num_bytes
 
 
-def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> PeerArena:
+def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> NvshmemArena:
     """The arena of `topology.group` with room for `plan`, made or made larger if need be.
 
     All ranks of the group call it at the same point with the same arguments. Raises `ArenaError` on all ranks if one
@@ -90,8 +102,11 @@ def _obstacle(topology: Topology) -> str:
         return f"weaveopt was built without NVSHMEM, or cannot load it: {one_line(error)}"
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    if topology.world < 2 or topology.num_hosts != topology.world:
-        return f"{topology.world} ranks on {topology.num_hosts} hosts, expected 2 or more, and one of them a host"
+    if topology.num_hosts < 2:
+        return f"{topology.world} ranks on one host, expected several hosts"
+    most = max(len(ranks) for ranks in Hosts.of(topology).ranks)
+    if most > _native.MAX_WORLD:
+        return f"a host has {most} ranks of the group, expected at most {_native.MAX_WORLD}"
     if torch.cuda.is_current_stream_capturing():
         return "an arena cannot be made while a CUDA graph is captured: call the compiled model once before"
     if _started not in ((), topology.group.ranks):
@@ -122,7 +137,7 @@ def _announcement(topology: Topology, device: int, layout: Layout) -> Payload:
     }
 
 
-def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> PeerArena:
+def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> NvshmemArena:
     global _started
     group, num_bytes, device = topology.group, total_bytes(layout), -1
     try:  # told to all: what one rank cannot do, no rank may wait for
@@ -139,6 +154,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
         if len({record[what] for record in told}) > 1:
             found = "; ".join(f"rank {rank}: {r[what]}" for rank, r in zip(group.ranks, told, strict=True))
             raise ArenaError(f"group {group.name!r}: NVSHMEM differs ({what}: {found})")
+    hosts = Hosts.of(topology)
     native: _native.PeerGroup | None = None
     memory: torch.Tensor | None = None
     error = ""
@@ -148,6 +164,9 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
             _started = group.ranks
         made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
         memory = torch.as_tensor(_Memory(made.address, num_bytes), device=torch.device("cuda", device))
+        apart = [topology.group.ranks[rank] for rank in hosts.ranks[hosts.own] if not made.is_direct(rank)]
+        if apart:
+            raise ArenaError(f"the memory of ranks {apart} of the same host is not mapped here")
         native = cast("_native.PeerGroup", made)  # the arena asks for no more than both have
     except Exception as failure:
         error = one_line(failure)
@@ -155,4 +174,6 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     raise_if_any(group, channel.gather({"error": error}, "NVSHMEM's memory", timeout_s), num_bytes)
     assert native is not None and memory is not None
     peers = [Process(int(record["pid"]), str(record["start"])) for record in told]
-    return PeerArena(group, device, layout, native, memory, None, peers)
+    arena = NvshmemArena(group, device, layout, native, memory, None, peers)
+    arena.hosts = hosts
+    return arena

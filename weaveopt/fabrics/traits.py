@@ -68,7 +68,7 @@ _PAGE_BYTES = 4096
 _NO_MULTICAST_PROBE = Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
 
 _PEER = Traits("cuda", crosses_hosts=False, native_part=NativePart.CUDA, needs_peer_access=True)
-_NVSHMEM = Traits("cuda", crosses_hosts=True, within_host=False, native_part=NativePart.NVSHMEM)
+_NVSHMEM = Traits("cuda", crosses_hosts=True, within_host=False, native_part=NativePart.NVSHMEM, needs_peer_access=True)
 if _native is not None:
     _PEER = replace(
         _PEER,

@@ -94,11 +94,12 @@ def measure_between_hosts(session: Session, topology: Topology, name: str, base:
 
 
 def _measure_gpu_hosts(session: Session, topology: Topology, name: str, base: Machine) -> Machine:
-    found = GpuHosts(topology.num_hosts, topology.num_machines)
+    by_host = host_ranks(topology)
+    found = GpuHosts(len(by_host), len(by_host[0]), topology.num_machines)
     with torch.no_grad():
         session.launch_us, session.eager_us = launches(session.clock, session.device)
-        found.measure(session, topology)
-    # Rank 0 is the first one of its host.
+        found.measure(session)
+    # Rank 0 has been in everything.
     box = [found]
     dist.broadcast_object_list(box, src=0)
     return box[0].renewed(base, name, session.device)

@@ -8,9 +8,9 @@
 | GPUs | `staging` | arena | peers, each its own slots, once the owner is through the call before |
 | GPUs | `output` | arena | peers, finished rows; normalized rows may stay there until the next call of the group |
 | GPUs | `partial` | call | its owner: peers read it within the call (transfer `direct`) |
-| nvshmem | `host_inbox`, `host_row_inbox` (halves) | arena | other hosts, once the call before last has ended |
+| nvshmem | `host_inbox`, `host_row_inbox` (halves) | arena | other ranks, once the call before last has ended |
 | nvshmem | `host_outbox`, `host_row_outbox` (halves) | arena | the owner, once peers have what lay there before |
-| nvshmem | `host_flags` (halves) | arena | other hosts, behind the rows; larger numbers every time |
+| nvshmem | `host_flags` (halves) | arena | other ranks, behind the rows; larger numbers every time |
 | nvshmem | `host_sums` | arena | its owner, and nobody reads it but its own threads |
 
 Halves: two, that calls use in turn.
@@ -94,7 +94,7 @@ def _needs(
             need
             for row in kernels
             for need in _native.host_buffers(
-                host_transfer(row), min(max_tokens, row.max_tokens), rows.hidden, rows.hosts
+                host_transfer(row), min(max_tokens, row.max_tokens), rows.hidden, rows.hosts, rows.world
             )
         ]
     return [need for row in table for need in _needs_of_row(rows, row)]

@@ -139,13 +139,10 @@ def candidates(
 
 def _beyond_times(workload: Workload, fabric: Fabric, machine: Machine) -> Iterator[Rejection]:
     """Why the profile's times say nothing of the site: such kernels are not used where nobody timed them."""
-    longest = longest_row_bytes(machine, fabric)
+    longest = longest_row_bytes(machine, fabric, workload.world // workload.hosts)
     if not longest:
         yield not_measured(machine, fabric, OP)
         return
-    if 1 < workload.hosts < workload.world:
-        where = (("fabric", fabric.value), ("ranks", workload.world), ("hosts", workload.hosts))
-        yield Rejection("no_kernel", "this version has no kernel between hosts of several GPUs", where)
     row_bytes = workload.hidden * DTYPE_BYTES[workload.dtype]
     if row_bytes > longest:
         rows = (("row_bytes", row_bytes), ("measured", longest))

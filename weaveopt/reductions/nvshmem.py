@@ -1,9 +1,9 @@
-"""`all_reduce_norm` on the fabric `nvshmem`: GPUs of several hosts, one of each. A call is one kernel, as on `peer`."""
+"""`all_reduce_norm` on the fabric `nvshmem`: GPUs of several hosts. A call is one kernel, as on `peer`."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weaveopt.errors import ArenaError
@@ -37,15 +37,16 @@ class NvshmemSite(PeerSite):
     def bind(call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> NvshmemSite:
         """`call`, encoded as `text`, in the arena that its group has now; `forget` runs when that one goes.
 
-        Raises `ArenaError` if none was reserved, the call does not fit it, or a host has several ranks.
+        Raises `ArenaError` if none was reserved or the call does not fit it.
         """
         memory = arena.of(call.group)
         expect_world(call, memory.group)
-        if call.hosts != call.world:
-            raise ArenaError(f"site {call.site}: {call.world} ranks on {call.hosts} hosts, expected one a host")
+        if call.hosts != len(memory.hosts.ranks):
+            raise ArenaError(f"site {call.site}: planned for {call.hosts} hosts, group has {len(memory.hosts.ranks)}")
         if call.max_tokens > watchdog.MAX_TOKENS:
             raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
-        site = _site(call, watchdog.tag_of(zlib.crc32(text.encode())), memory.layout)
+        tag = watchdog.tag_of(zlib.crc32(text.encode()))
+        site = native_site(call, tag, memory.layout, memory.hosts.ranks)
         try:
             native = arena.module().HostsAllReduceNorm(memory.native, site)
         except ValueError as error:
@@ -63,9 +64,11 @@ class NvshmemSite(PeerSite):
         return Launch(row.max_tokens, int(transfer), row.num_ctas, in_place=False, aliases_arena=False, unsupported=why)
 
 
-def _site(call: ReductionCall, tag: int, layout: Layout) -> _nvshmem.HostsSite:
+def native_site(call: ReductionCall, tag: int, layout: Layout, hosts: Sequence[Sequence[int]]) -> _nvshmem.HostsSite:
+    """The call for the kernels of a rank whose arena has `layout`; `hosts`: the ranks of the group on each host."""
     site: _nvshmem.HostsSite = arena.module().HostsSite()
     site.tag = tag
+    site.hosts = hosts
     site.channel = call.channel
     site.hidden = call.hidden
     site.dtype = getattr(_native.DType, call.dtype)

@@ -107,8 +107,8 @@ def kernel_variants(
 
 
 def _between_gpus(machine: Machine, fabric: Fabric, hidden: int, world: int, hosts: int) -> tuple[KernelVariant, ...]:
-    """The kernels of one GPU a host that were measured, with their times among the nearest number of hosts."""
-    measured = curves_between(fabric_costs(machine, fabric), OP) if hosts == world else ()
+    """Those that were measured between hosts of as many GPUs, with their times among the nearest number of hosts."""
+    measured = curves_between(fabric_costs(machine, fabric), OP, ranks_of_host=world // hosts)
     kinds = dict(machine.origins)
     found = []
     for transfer in BETWEEN_GPUS:
@@ -119,11 +119,11 @@ def _between_gpus(machine: Machine, fabric: Fabric, hidden: int, world: int, hos
     return tuple(found)
 
 
-def longest_row_bytes(machine: Machine, fabric: Fabric) -> int:
-    """Of the rows that kernels between GPUs were measured with; 0: none was."""
+def longest_row_bytes(machine: Machine, fabric: Fabric, ranks_of_host: int) -> int:
+    """Of the rows that kernels between hosts of so many GPUs were measured with; 0: none was."""
     if fabric not in machine.fabrics:
         return 0
-    curves = curves_between(fabric_costs(machine, fabric), OP)
+    curves = curves_between(fabric_costs(machine, fabric), OP, ranks_of_host=ranks_of_host)
     return max((curve.row * MEASURED_BYTES for curve in curves), default=0)
 
 
@@ -214,7 +214,8 @@ def exchange_terms(machine: Machine, workload: Workload, fabric: Fabric, variant
     if variant.transfer is Transfer.MESSAGE and workload.hosts > 1:
         return message_terms(machine, workload, variant.algorithm, norm_us)
     if variant.curve is not None and variant.transfer in BETWEEN_GPUS:
-        rounds = partial(gpu_doubling, element_bytes=DTYPE_BYTES[workload.dtype])
+        element_bytes, ranks_of_host = DTYPE_BYTES[workload.dtype], world // workload.hosts
+        rounds = partial(gpu_doubling, element_bytes=element_bytes, ranks_of_host=ranks_of_host)
         latency_us, rest_us = hosts_parts_us(variant.curve, message, workload.hosts, rounds, at_least)
         norm_us = min(norm_us, rest_us / 2)
         return [Term("synchronize", latency_us), Term("reduce", rest_us - norm_us), Term("norm", norm_us)]

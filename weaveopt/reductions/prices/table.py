@@ -122,7 +122,8 @@ class _Race:
         for variant in self._known:
             points.update(variant.curve.points if variant.curve is not None else ())
         library = fabric_costs(self._machine, Fabric.LIBRARY)
-        for curve in (*library.curves_of("all_reduce"), *curves_between(library, "all_reduce")):
+        between = curves_between(library, "all_reduce", ranks_of_host=self._world // self._hosts)
+        for curve in (*library.curves_of("all_reduce"), *between):
             points.update(curve.points)
         return corners_of(points, self._hidden * DTYPE_BYTES[self._dtype])
 

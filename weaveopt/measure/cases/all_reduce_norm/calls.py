@@ -72,21 +72,21 @@ def reserve_peer(ranks: Ranks, every: list[Fused]) -> None:
     reserve(ranks, [peer_call(_site(each), ranks.name, ranks.world, each, True) for each in every])
 
 
-def host_call(ranks: Ranks, fused: Fused) -> ReductionCall:
-    """The op on `nvshmem`, one GPU a host, residual and sum whole."""
+def host_call(ranks: Ranks, hosts: int, fused: Fused) -> ReductionCall:
+    """The op on `nvshmem`, residual and sum whole."""
     return replace(
         peer_call(_site(fused), ranks.name, ranks.world, fused, False),
-        fabric=Fabric.NVSHMEM, hosts=ranks.world, normalized_aliases_arena=False,
+        fabric=Fabric.NVSHMEM, hosts=hosts, normalized_aliases_arena=False,
     )  # fmt: skip
 
 
-def reserve_hosts(ranks: Ranks, every: list[Fused]) -> None:
-    reserve(ranks, [host_call(ranks, each) for each in every])
+def reserve_hosts(ranks: Ranks, hosts: int, every: list[Fused]) -> None:
+    reserve(ranks, [host_call(ranks, hosts, each) for each in every])
 
 
-def fused_hosts(ranks: Ranks, fused: Fused) -> Launch:
+def fused_hosts(ranks: Ranks, hosts: int, fused: Fused) -> Launch:
     """The op on `nvshmem`, which sends a partial result from where it is."""
-    return _repeated(ranks, fused, host_call(ranks, fused))
+    return _repeated(ranks, fused, host_call(ranks, hosts, fused))
 
 
 def reserve_shm(ranks: Ranks, hidden: int, max_tokens: int) -> None:

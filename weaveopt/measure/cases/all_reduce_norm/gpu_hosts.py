@@ -1,7 +1,6 @@
-"""The kernel between GPUs of several hosts, one of each, and the library's all-reduce among the same ranks.
+"""The kernel between GPUs of several hosts, and the library's all-reduce among the same ranks: all ranks of the job.
 
-Both become curves by message size among so many hosts, of one run, for they compete. Where hosts have several GPUs, the
-first rank of each takes part and the others wait: there is no kernel between hosts of several GPUs.
+Both become curves by message size among so many hosts of so many ranks, of one run, for they compete.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.between_hosts import FLAGGED_PAYLOAD
 from weaveopt.cost_model.collectives import LIBRARY
 from weaveopt.cost_model.hosts_curves import gpu_doubling
 from weaveopt.cost_model.machine import MEASURED, Curve, Link, Origin
-from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import base, draft, fit
 from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused, fused_hosts, reserve_hosts
 from weaveopt.measure.cases.all_reduce_norm.curves import Times, curve_of
 from weaveopt.measure.cases.collectives import collective
 from weaveopt.measure.clock import Sample, barrier, sample_of
-from weaveopt.measure.ranks import Ranks
+from weaveopt.measure.ranks import Ranks, subgroup
 from weaveopt.measure.session import Rows, Session
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
@@ -35,9 +32,9 @@ MOST_BYTES = 8 << 20
 """Of rows that are exchanged whole: beyond them all-reduces that divide the rows move less."""
 REDUCED_BYTES = tuple(1 << exponent for exponent in range(11, 27))
 """Of the library's all-reduce: to 64 MiB, so that prefill is priced beside decode."""
-WHAT = "fused all-reduce + add + RMSNorm between hosts of one GPU each, NVSHMEM, residual and sum whole, bfloat16"
+WHAT = "fused all-reduce + add + RMSNorm between hosts of {}, NVSHMEM, residual and sum whole, bfloat16"
 """Rows as packets and as they are."""
-LIBRARY_WHAT = "NCCL's all-reduce as compiled graphs call it, one GPU a host, bfloat16"
+LIBRARY_WHAT = "NCCL's all-reduce as compiled graphs call it, hosts of {}, bfloat16"
 
 
 def kernels(quick: bool) -> Iterator[Fused]:
@@ -50,21 +47,12 @@ def kernels(quick: bool) -> Iterator[Fused]:
                 yield Fused(KernelRow(tokens, Algorithm.DOUBLING, transfer), row, tokens)
 
 
-def first_ranks(topology: Topology, device: torch.device) -> Ranks:
-    """The first rank of each host, in the order of the hosts. Every rank of the job calls it."""
-    firsts = [topology.hosts.index(name) for name in dict.fromkeys(topology.hosts)]
-    rank, alone = dist.get_rank(), len(firsts) == topology.world
-    group = dist.distributed_c10d._get_default_group() if alone else dist.new_group(firsts)
-    inside = rank in firsts
-    name, own = (str(group.group_name), firsts.index(rank)) if inside else ("", -1)
-    return Ranks(name, len(firsts), own, inside, device, group if inside else None)
-
-
 @dataclass
 class GpuHosts:
-    """What was measured among the first ranks of all hosts."""
+    """What was measured among all ranks."""
 
     hosts: int
+    ranks_of_host: int
     machines: int
     """That the hosts are made of: fewer than hosts where `WEAVE_HOST` makes several of one."""
     times: Times = field(default_factory=dict)
@@ -72,26 +60,27 @@ class GpuHosts:
     reduced: Rows = field(default_factory=list)
     """Of the library's all-reduce."""
 
-    def measure(self, session: Session, topology: Topology) -> None:
+    def measure(self, session: Session) -> None:
         """Every rank calls it, after it has measured what a launch takes."""
-        ranks = first_ranks(topology, session.device)
-        if ranks.inside:
-            self._measure_kernels(session, ranks)
-            self._measure_library(session, ranks)
+        ranks = subgroup(self.hosts * self.ranks_of_host, session.device)
+        self._measure_kernels(session, ranks)
+        self._measure_library(session, ranks)
         barrier()
 
     def _measure_kernels(self, session: Session, ranks: Ranks) -> None:
         every = list(kernels(session.quick))
         # One arena for all that is captured, before any of it is: graphs hold its addresses.
-        reserve_hosts(ranks, every)
+        reserve_hosts(ranks, self.hosts, every)
         for row, transfer in dict.fromkeys((fused.hidden, fused.row.transfer) for fused in every):
             sizes = [fused for fused in every if (fused.hidden, fused.row.transfer) == (row, transfer)]
 
             def take(index: int, sizes: Sequence[Fused] = sizes) -> Sample:
                 guess_us = 8.0 + sizes[index].bytes / 5e4
-                return session.clock.together(fused_hosts(ranks, sizes[index]), guess_us, ranks.process_group)
+                return session.clock.together(
+                    fused_hosts(ranks, self.hosts, sizes[index]), guess_us, ranks.process_group
+                )
 
-            what = f"kernel of {ranks.world} hosts, {transfer.value}"
+            what = f"kernel of {self._group}, {transfer.value}"
             rows = session.curve(what, [fused.bytes for fused in sizes], take)
             self.times[ranks.world, row, replace(sizes[0].row, max_tokens=0)] = rows
 
@@ -103,16 +92,22 @@ class GpuHosts:
             sample = session.clock.together(launch, guess_us, ranks.process_group)
             return Sample(sample.us - min(session.launch_us, sample.us / 2), sample.spread)
 
-        self.reduced = session.curve(f"all_reduce of {ranks.world} hosts", sizes, take)
+        self.reduced = session.curve(f"all_reduce of {self._group}", sizes, take)
+
+    @property
+    def _group(self) -> str:
+        return f"{self.hosts} hosts" if self.ranks_of_host == 1 else f"{self.hosts} hosts of {self.ranks_of_host}"
 
     def renewed(self, before: Machine, name: str, device: torch.device) -> Machine:
         """`before` under `name` with both among so many hosts; curves of other numbers of hosts stay."""
-        kernel, library = f"between.nvshmem.{self.hosts}", f"between.nccl.{self.hosts}"
+        number = f"{self.hosts}" if self.ranks_of_host == 1 else f"{self.hosts}x{self.ranks_of_host}"
+        kernel, library = f"between.nvshmem.{number}", f"between.nccl.{number}"
         spreads = {
             kernel: [sample.spread for rows in self.times.values() for _, sample in rows],
             library: [sample.spread for _, sample in self.reduced],
         }
-        said = {kernel: WHAT, library: LIBRARY_WHAT}
+        gpus = "one GPU each" if self.ranks_of_host == 1 else f"{self.ranks_of_host} GPUs each"
+        said = {kernel: WHAT.format(gpus), library: LIBRARY_WHAT.format(gpus)}
         origins = {each: self._origin(device, said[each], spreads[each]) for each in (kernel, library)}
         curves: Mapping[Fabric, tuple[Curve, ...]] = {
             Fabric.NVSHMEM: tuple(
@@ -123,7 +118,7 @@ class GpuHosts:
             ),
             Fabric.LIBRARY: (
                 Curve(
-                    library, "all_reduce", LIBRARY, self.hosts,
+                    library, "all_reduce", LIBRARY, self.hosts * self.ranks_of_host,
                     fit.never_falling([(size, sample.us) for size, sample in self.reduced]), hosts=self.hosts,
                 ),
             ),
@@ -134,15 +129,15 @@ class GpuHosts:
         """α and β between hosts as the kernel with packets has them, with the least squares of relative errors; no `o`
         apart.
         """
-        launch_us, steps = before.memory.floor_us, gpu_doubling(self.hosts, DTYPE.itemsize)
+        launch_us, steps = before.memory.floor_us, gpu_doubling(self.hosts, DTYPE.itemsize, self.ranks_of_host)
         packets = [rows for (_, _, kernel), rows in self.times.items() if kernel.transfer is Transfer.PACKET]
-        times = [(float(size), sample.us) for rows in packets for size, sample in rows]
+        times = [(size / self.ranks_of_host, sample.us) for rows in packets for size, sample in rows]
         step_us, us_per_byte = fit.line([(size, max(us - launch_us, us / 2)) for size, us in times])
         rate = FLAGGED_PAYLOAD * steps.traffic / us_per_byte * 1e6
         return Link(origin, round(max(step_us / steps.num_steps, 1e-3), 3), round(rate, -6))
 
     def _origin(self, device: torch.device, what: str, spreads: Sequence[float]) -> Origin:
-        where = f"{self.hosts} hosts of {draft.host(device, 1)}"
+        where = f"{self.hosts} hosts of {draft.host(device, self.ranks_of_host)}"
         if self.machines < self.hosts:
             where += f", on {self.machines} machine{'s' if self.machines > 1 else ''}: over links within it"
         spread = round(sample_of([max(each, 1e-4) for each in spreads]).us, 4)

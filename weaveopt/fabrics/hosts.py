@@ -1,0 +1,42 @@
+"""The hosts of a group, and its ranks on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weaveopt.errors import ArenaError
+from weaveopt.fabrics.topology import Topology
+
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: the library path still works
+    _native = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a group are, in group order; equal on all ranks but for `own`."""
+
+    own: int
+    ranks: tuple[tuple[int, ...], ...]
+    """By host, in the order of their first ranks."""
+
+    @staticmethod
+    def of(topology: Topology) -> Hosts:
+        """Raises `ArenaError` where hosts have different numbers of ranks."""
+        names = tuple(dict.fromkeys(topology.hosts))
+        ranks = tuple(tuple(r for r, host in enumerate(topology.hosts) if host == name) for name in names)
+        if len({len(each) for each in ranks}) > 1:
+            raise ArenaError(f"hosts have {[len(each) for each in ranks]} ranks of group {topology.group.name!r}")
+        return Hosts(names.index(topology.hosts[topology.group.rank]), ranks)
+
+    def local_rank(self, rank: int) -> int:
+        return self.ranks[self.own].index(rank)
+
+    def peers(self, exchanges: Iterable[str]) -> frozenset[int]:
+        """The hosts that this one exchanges messages with."""
+        found: set[int] = set()
+        for name in exchanges:
+            found.update(_native.host_peers(getattr(_native.HostExchange, name), self.own, len(self.ranks)))
+        return frozenset(found)
