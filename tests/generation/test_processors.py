@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -60,6 +61,50 @@ def test_a_processor_gives_the_scores_of_its_class(processor: LogitsProcessor) -
         got = apply_all([made], scores.clone(), history, list(made.numbers))
         want = processor(ids[:, :count], scores.clone())
         assert torch.equal(torch.nan_to_num(got, nan=77.0), torch.nan_to_num(want, nan=77.0)), count
+
+
+def _scores(kind: str, batch: int, vocabulary: int, numbers: torch.Generator) -> torch.Tensor:
+    scores = torch.randn(batch, vocabulary, generator=numbers) * 3
+    if kind == "rounded":
+        return scores.bfloat16().float()
+    if kind == "many equal":
+        return (scores / 2).round()
+    if kind == "few":
+        scores[torch.rand(batch, vocabulary, generator=numbers) < 0.8] = float("-inf")
+        scores[:, 0] = 1.0
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["all different", "rounded", "many equal", "few"])
+@pytest.mark.parametrize("k", [1, 5, 50, 300])
+def test_top_k_and_top_p_are_one_processor(kind: str, k: int) -> None:
+    """As many are kept of every score; of equal ones the last, where transformers' sort leaves it open."""
+    numbers = torch.Generator().manual_seed(k)
+    for vocabulary, p, least in itertools.product((7, 64, 300, 5000), (0.0, 0.3, 0.9, 0.999, 1.0), (1, 3)):
+        pair = [hf.TopKLogitsWarper(k, min_tokens_to_keep=least), hf.TopPLogitsWarper(p, min_tokens_to_keep=least)]
+        found = as_tensors(pair, batch=2)
+        (made,) = found
+        assert made.name == "TopKTopP"
+        for batch in (1, 3):
+            scores = _scores(kind, batch, vocabulary, numbers)
+            got = apply_all([made], scores, History(torch.zeros(batch, 1), torch.tensor(1)), [])
+            want = pair[1](None, pair[0](None, scores))
+            assert torch.equal(got.sort().values, want.sort().values), (vocabulary, p, least, batch)
+            chosen = got > float("-inf")
+            assert torch.equal(got[chosen], scores[chosen])
+            equal = torch.arange(vocabulary) + torch.where(chosen, vocabulary, 0)
+            for row in range(batch):
+                for score in scores[row].unique():
+                    places = equal[row][scores[row] == score]
+                    assert torch.equal(places, places.sort().values), "the last of equal scores stay"
+
+
+def test_top_p_alone_or_elsewhere_is_transformers_own() -> None:
+    processors = [hf.TopPLogitsWarper(0.9), hf.TopKLogitsWarper(5), hf.MinPLogitsWarper(0.1), hf.TopPLogitsWarper(0.5)]
+    names = [each.name for each in as_tensors(processors, batch=1)]  # type: ignore[union-attr]
+    assert names == [type(each).__name__ for each in processors]
+    filled = [hf.TopKLogitsWarper(5, filter_value=-9.0), hf.TopPLogitsWarper(0.9, filter_value=-9.0)]
+    assert [each.name for each in as_tensors(filled, batch=1)] == [type(each).__name__ for each in filled]  # type: ignore[union-attr]
 
 
 SETTINGS = [

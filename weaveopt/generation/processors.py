@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
-from weaveopt.generation import sums
+from weaveopt.generation import nucleus, sums
 from weaveopt.records.candidate import Rejection
 
 
@@ -49,7 +49,11 @@ def as_tensors(
     """Every processor as a function of tensors, or a rejection for each that is none."""
     found: list[TensorProcessor] = []
     rejected: list[Rejection] = []
-    for processor in processors:
+    for at, processor in enumerate(processors):
+        before = processors[at - 1] if at else None
+        if found and _are_top_k_and_top_p(before, processor):
+            found[-1] = _top_k_and_top_p(before, processor)
+            continue
         make = _MAKERS.get(type(processor))
         made = make(processor, batch) if make else None
         if made is None:
@@ -98,6 +102,22 @@ def _by_sum(threshold: str) -> Callable[[sums.Processor, int], TensorProcessor]:
         return TensorProcessor(name, (limit, fill, least), apply)
 
     return make
+
+
+def _are_top_k_and_top_p(before: LogitsProcessor | None, processor: LogitsProcessor) -> bool:
+    """Whether they are what `nucleus` does at once: what is not kept may not be chosen."""
+    if type(before) is not hf.TopKLogitsWarper or type(processor) is not hf.TopPLogitsWarper:
+        return False
+    return before.filter_value == processor.filter_value == float("-inf")
+
+
+def _top_k_and_top_p(top_k: hf.TopKLogitsWarper, top_p: hf.TopPLogitsWarper) -> TensorProcessor:
+    k, p, least = int(top_k.top_k), float(top_p.top_p), int(top_p.min_tokens_to_keep)
+
+    def apply(scores: Tensor, history: History, _: tuple[Tensor, ...]) -> Tensor:
+        return torch.where(nucleus.kept(scores, k, p, least), scores, float("-inf"))
+
+    return TensorProcessor("TopKTopP", (k, p, least), apply)
 
 
 def _hashable(value: object) -> Hashable:
