@@ -26,9 +26,9 @@ BLOCK = 256
 
 
 def largest(scores: Tensor, k: int) -> Tensor:
-    """`scores.topk(k).values` of `[batch, vocabulary]`, by parts of the rows, of which each is sorted."""
+    """`scores.topk(k).values` of `[batch, vocabulary]`; on GPUs by parts of the rows, of which each is sorted."""
     batch = scores.shape[0]
-    if batch > MOST_ROWS_BY_PARTS or k > MOST_BY_PARTS:
+    if not scores.is_cuda or batch > MOST_ROWS_BY_PARTS or k > MOST_BY_PARTS:
         return scores.topk(k).values
     found = scores
     while found.shape[1] > SORTED:
