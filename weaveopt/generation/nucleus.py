@@ -15,27 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-PART, SORTED = 2048, 4096
-"""Scores that one block of a GPU sorts: parts of a row, and what is left of them."""
+PARTS = 64
+"""Of a row, each searched by itself first, where there are few rows: a GPU has more than 100 SMs."""
+MOST_ROWS_BY_PARTS = 2
 MOST_BY_PARTS = 256
 """Of k: more are searched for in the row at once."""
-MOST_ROWS_BY_PARTS = 64
-"""More rows fill a GPU by themselves."""
 BLOCK = 256
 """Scores that equal ones are numbered among at a time: a sum along a whole row would be one program's."""
 
 
 def largest(scores: Tensor, k: int) -> Tensor:
-    """`scores.topk(k).values` of `[batch, vocabulary]`; on GPUs by parts of the rows, of which each is sorted."""
-    batch = scores.shape[0]
-    if not scores.is_cuda or batch > MOST_ROWS_BY_PARTS or k > MOST_BY_PARTS:
+    """`scores.topk(k).values` of `[batch, vocabulary]`; of few rows on a GPU by parts."""
+    batch, vocabulary = scores.shape
+    size = -(-vocabulary // PARTS)
+    if not scores.is_cuda or batch > MOST_ROWS_BY_PARTS or k > MOST_BY_PARTS or k > size:
         return scores.topk(k).values
-    found = scores
-    while found.shape[1] > SORTED:
-        parts = -(-found.shape[1] // PART)
-        filled = pad(found, (0, parts * PART - found.shape[1]), value=float("-inf"))
-        found = filled.view(batch * parts, PART).sort(descending=True).values[:, :k].reshape(batch, parts * k)
-    return found.sort(descending=True).values[:, :k]
+    filled = pad(scores, (0, size * PARTS - vocabulary), value=float("-inf"))
+    parts = filled.view(batch * PARTS, size).topk(k, sorted=False).values
+    return parts.view(batch, PARTS * k).topk(k).values
 
 
 def kept(scores: Tensor, k: int, p: float, least: int) -> Tensor:

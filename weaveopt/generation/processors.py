@@ -50,11 +50,12 @@ def as_tensors(
     found: list[TensorProcessor] = []
     rejected: list[Rejection] = []
     for at, processor in enumerate(processors):
-        before = processors[at - 1] if at else None
-        if found and _are_top_k_and_top_p(before, processor):
-            found[-1] = _top_k_and_top_p(before, processor)
-            continue
         make = _MAKERS.get(type(processor))
+        # By exact type, as with makers: a user's own class was rejected and is none of `found`.
+        joined = _top_k_and_top_p(processors[at - 1], processor) if found and make else None
+        if joined is not None and found[-1].name == hf.TopKLogitsWarper.__name__:
+            found[-1] = joined
+            continue
         made = make(processor, batch) if make else None
         if made is None:
             name = type(processor).__name__
@@ -104,15 +105,13 @@ def _by_sum(threshold: str) -> Callable[[sums.Processor, int], TensorProcessor]:
     return make
 
 
-def _are_top_k_and_top_p(before: LogitsProcessor | None, processor: LogitsProcessor) -> bool:
-    """Whether they are what `nucleus` does at once: what is not kept may not be chosen."""
-    if type(before) is not hf.TopKLogitsWarper or type(processor) is not hf.TopPLogitsWarper:
-        return False
-    return before.filter_value == processor.filter_value == float("-inf")
-
-
-def _top_k_and_top_p(top_k: hf.TopKLogitsWarper, top_p: hf.TopPLogitsWarper) -> TensorProcessor:
-    k, p, least = int(top_k.top_k), float(top_p.top_p), int(top_p.min_tokens_to_keep)
+def _top_k_and_top_p(before: LogitsProcessor, processor: LogitsProcessor) -> TensorProcessor | None:
+    """Both at once, where the one is behind the other and what they remove may not be chosen."""
+    if not isinstance(before, hf.TopKLogitsWarper) or not isinstance(processor, hf.TopPLogitsWarper):
+        return None
+    if not before.filter_value == processor.filter_value == float("-inf"):
+        return None
+    k, p, least = int(before.top_k), float(processor.top_p), int(processor.min_tokens_to_keep)
 
     def apply(scores: Tensor, history: History, _: tuple[Tensor, ...]) -> Tensor:
         return torch.where(nucleus.kept(scores, k, p, least), scores, float("-inf"))
