@@ -80,7 +80,7 @@ def _scores(kind: str, batch: int, vocabulary: int, numbers: torch.Generator) ->
 def test_top_k_and_top_p_are_one_processor(kind: str, k: int) -> None:
     """As many are kept of every score; of equal ones the last, where transformers' sort leaves it open."""
     numbers = torch.Generator().manual_seed(k)
-    for vocabulary, p, least in itertools.product((7, 64, 300, 5000), (0.0, 0.3, 0.9, 0.999, 1.0), (1, 3)):
+    for vocabulary, p, least in itertools.product((7, 64, 1000), (0.0, 0.3, 0.9, 0.999, 1.0), (1, 3)):
         pair = [hf.TopKLogitsWarper(k, min_tokens_to_keep=least), hf.TopPLogitsWarper(p, min_tokens_to_keep=least)]
         found = as_tensors(pair, batch=2)
         (made,) = found
@@ -92,11 +92,9 @@ def test_top_k_and_top_p_are_one_processor(kind: str, k: int) -> None:
             assert torch.equal(got.sort().values, want.sort().values), (vocabulary, p, least, batch)
             chosen = got > float("-inf")
             assert torch.equal(got[chosen], scores[chosen])
-            equal = torch.arange(vocabulary) + torch.where(chosen, vocabulary, 0)
-            for row in range(batch):
-                for score in scores[row].unique():
-                    places = equal[row][scores[row] == score]
-                    assert torch.equal(places, places.sort().values), "the last of equal scores stay"
+            # From the smallest score to the largest, of equal ones from the first to the last: a tail stays.
+            in_order = chosen.gather(1, scores.sort(stable=True).indices)
+            assert torch.equal(in_order, in_order.sort().values), (vocabulary, p, least, batch)
 
 
 def test_top_p_alone_or_elsewhere_is_transformers_own() -> None:
