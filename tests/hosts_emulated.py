@@ -86,13 +86,14 @@ class Made:
 
 @cache
 def library(csrc: Path = CSRC) -> ctypes.CDLL:
-    """Built once a process."""
+    """Built once a process; from other sources than the package's only what cases of one vector of bf16 run."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "no C++ compiler, with which the native module is built too"
     built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / "between_hosts.so"
     command = [compiler, "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{EMULATED / 'hosts'}"]
     sources = [EMULATED / "between_hosts.cpp"]
     sources += [csrc / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
+    command += ["-DONE_VECTOR_OF_BF16"] if csrc != CSRC else []
     command += [f"-I{csrc}", *map(str, sources), "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
