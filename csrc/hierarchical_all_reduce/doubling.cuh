@@ -232,16 +232,15 @@ struct DoublingRows {
         gpu::finish<T, kPlain>(x, call, lanes, adds_residual, before, team, weight, [&](int j, const Vec16& sum) {
             take_sum(row, j, sum);
             if constexpr (kSeveral)
-                for_others([&](const WithinHost&, const WithinHost& finished) {
-                    travel.send_vector(finished.to, in_share(row), j, sum.word);
+                for_others([&](int32_t other) {
+                    travel.send_vector(exchange.finished[other].to, in_share(row), j, sum.word);
                 });
         });
         if constexpr (kSeveral) {
             if (in_share(row) == 0 && threadIdx.x == 0)
-                for_others([&](const WithinHost&, const WithinHost& finished) { travel.store_header(finished.to); });
+                for_others([&](int32_t other) { travel.store_header(exchange.finished[other].to); });
             travel.order();
-            for_others(
-                [&](const WithinHost&, const WithinHost& finished) { travel.flag(finished.to, in_share(row), 0, 1); });
+            for_others([&](int32_t other) { travel.flag(exchange.finished[other].to, in_share(row), 0, 1); });
         }
         store_row(row, x);
     }
@@ -273,36 +272,32 @@ struct DoublingRows {
             static_cast<float*>(call.row_scale)[row] = scale;
     }
 
-    // The messages to and from the other ranks of the host, from the next one on.
+    // The other ranks of the host, from the next one on.
     template <class Use>
     __device__ __forceinline__ void for_others(const Use& use) const {
 #pragma unroll 1
         for (int32_t step = 1; step < exchange.num_of_host; ++step) {
             const int32_t next = exchange.rank_of_host + step;
-            const int32_t other = next < exchange.num_of_host ? next : next - exchange.num_of_host;
-            use(exchange.parts[other], exchange.finished[other]);
+            use(next < exchange.num_of_host ? next : next - exchange.num_of_host);
         }
     }
 
     // Partial rows to the ranks that add them; of shares without rows what a message begins with.
     __device__ __forceinline__ void send_parts() const {
-#pragma unroll 1
-        for (int32_t step = 1; step < exchange.num_of_host; ++step) {
-            const int32_t next = exchange.rank_of_host + step;
-            const int32_t owner = next < exchange.num_of_host ? next : next - exchange.num_of_host;
+        for_others([&](int32_t owner) {
             const Share of = Share::of(call, exchange, owner);
             if (of.is_empty() && blockIdx.x == 0) travel.send_header(exchange.parts[owner].to);
             send_all_own(exchange.parts[owner].to, of);
-        }
+        });
     }
 
     // In place of rows of an empty share: what messages begin with, to all that would get one, and from them.
     __device__ __forceinline__ void exchange_headers() const {
         for (int32_t at = 0; at < exchange.num_steps; ++at)
             if (exchange.step[at].sends) travel.send_header(exchange.step[at]);
-        for_others([&](const WithinHost&, const WithinHost& finished) { travel.send_header(finished.to); });
+        for_others([&](int32_t other) { travel.send_header(exchange.finished[other].to); });
         if (threadIdx.x != 0) return;
-        for_others([&](const WithinHost& parts, const WithinHost&) { travel.compare(parts.from); });
+        for_others([&](int32_t other) { travel.compare(exchange.parts[other].from); });
         for (int32_t at = 0; at < exchange.num_steps; ++at)
             if (exchange.step[at].receives) travel.compare(exchange.step[at]);
     }

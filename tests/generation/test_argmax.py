@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weaveopt.generation.step import PARTS, argmax
+from weaveopt.generation.nucleus import PARTS
+from weaveopt.generation.step import argmax
 
 INFINITY = float("inf")
 SIZES = (1, 7, PARTS - 1, PARTS, PARTS + 1, 1000, 32000)

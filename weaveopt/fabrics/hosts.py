@@ -14,6 +14,12 @@ except ImportError:  # built without it: the library path still works
     _native = None  # type: ignore[assignment]
 
 
+def ranks_by_host(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """In the order of the hosts' first ranks."""
+    names = dict.fromkeys(topology.hosts)
+    return tuple(tuple(rank for rank, host in enumerate(topology.hosts) if host == name) for name in names)
+
+
 @dataclass(frozen=True)
 class Hosts:
     """Where the ranks of a group are, in group order; equal on all ranks but for `own`."""
@@ -25,11 +31,10 @@ class Hosts:
     @staticmethod
     def of(topology: Topology) -> Hosts:
         """Raises `ArenaError` where hosts have different numbers of ranks."""
-        names = tuple(dict.fromkeys(topology.hosts))
-        ranks = tuple(tuple(r for r, host in enumerate(topology.hosts) if host == name) for name in names)
+        ranks = ranks_by_host(topology)
         if len({len(each) for each in ranks}) > 1:
             raise ArenaError(f"hosts have {[len(each) for each in ranks]} ranks of group {topology.group.name!r}")
-        return Hosts(names.index(topology.hosts[topology.group.rank]), ranks)
+        return Hosts(next(at for at, each in enumerate(ranks) if topology.group.rank in each), ranks)
 
     def local_rank(self, rank: int) -> int:
         return self.ranks[self.own].index(rank)

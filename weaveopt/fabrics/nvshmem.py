@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import importlib
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -26,7 +27,7 @@ from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.hosts import Hosts
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.peer import PeerArena, missing_code, one_line, raise_if_any
-from weaveopt.fabrics.topology import Exchange, Payload, Topology
+from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
@@ -59,7 +60,12 @@ class _Memory:
 class NvshmemArena(PeerArena):
     """This rank's part of NVSHMEM's heap that a group uses, and the group's hosts."""
 
-    hosts: Hosts
+    def __init__(
+        self, hosts: Hosts, group: Group, device: int, layout: Layout, native: _native.PeerGroup, memory: torch.Tensor,
+        peers: Sequence[Process],
+    ) -> None:  # fmt: skip
+        self.hosts = hosts
+        super().__init__(group, device, layout, native, memory, None, peers)
 
 
 _arenas = Arenas[NvshmemArena]("NVSHMEM arena")
@@ -174,6 +180,4 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     raise_if_any(group, channel.gather({"error": error}, "NVSHMEM's memory", timeout_s), num_bytes)
     assert native is not None and memory is not None
     peers = [Process(int(record["pid"]), str(record["start"])) for record in told]
-    arena = NvshmemArena(group, device, layout, native, memory, None, peers)
-    arena.hosts = hosts
-    return arena
+    return NvshmemArena(hosts, group, device, layout, native, memory, peers)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PARTS = 64
-"""Of a row, each searched by itself first, where there are few rows: a GPU has more than 100 SMs."""
+"""Of a row of scores, each searched by a program of its own."""
 MOST_ROWS_BY_PARTS = 2
 MOST_BY_PARTS = 256
 """Of k: more are searched for in the row at once."""
@@ -24,14 +24,19 @@ BLOCK = 256
 """Scores that equal ones are numbered among at a time: a sum along a whole row would be one program's."""
 
 
+def in_parts(scores: Tensor) -> Tensor:
+    """`[batch, vocabulary]` -> `[batch, PARTS, size]`, filled up with -inf."""
+    batch, vocabulary = scores.shape
+    size = -(-vocabulary // PARTS)
+    return pad(scores, (0, size * PARTS - vocabulary), value=float("-inf")).view(batch, PARTS, size)
+
+
 def largest(scores: Tensor, k: int) -> Tensor:
     """`scores.topk(k).values` of `[batch, vocabulary]`; of few rows on a GPU by parts."""
     batch, vocabulary = scores.shape
-    size = -(-vocabulary // PARTS)
-    if not scores.is_cuda or batch > MOST_ROWS_BY_PARTS or k > MOST_BY_PARTS or k > size:
+    if not scores.is_cuda or batch > MOST_ROWS_BY_PARTS or k > min(MOST_BY_PARTS, vocabulary // PARTS):
         return scores.topk(k).values
-    filled = pad(scores, (0, size * PARTS - vocabulary), value=float("-inf"))
-    parts = filled.view(batch * PARTS, size).topk(k, sorted=False).values
+    parts = in_parts(scores).flatten(0, 1).topk(k, sorted=False).values
     return parts.view(batch, PARTS * k).topk(k).values
 
 

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from weaveopt.generation.masks import MaskForm, masks
+from weaveopt.generation.nucleus import in_parts
 from weaveopt.generation.processors import History, TensorProcessor, apply_all
-
-PARTS = 64
-"""Of a row of scores, each searched by a program of its own."""
 
 
 @dataclass
@@ -114,12 +112,9 @@ def run_model(
 def argmax(scores: Tensor) -> Tensor:
     """`scores.argmax(dim=-1)` of `[batch, vocabulary]`, the first of equal ones too, by parts of the vocabulary: of a
     whole row Inductor makes one program, which one SM runs."""
-    batch, vocabulary = scores.shape
-    size = -(-vocabulary // PARTS)
-    filled = torch.nn.functional.pad(scores, (0, size * PARTS - vocabulary), value=float("-inf"))
-    parts = filled.view(batch, PARTS, size)
+    parts = in_parts(scores)
     part = parts.amax(dim=-1).argmax(dim=-1, keepdim=True)
-    return (part * size + parts.argmax(dim=-1).gather(1, part)).squeeze(1)
+    return (part * parts.shape[-1] + parts.argmax(dim=-1).gather(1, part)).squeeze(1)
 
 
 def chooser(form: Form) -> Callable[[Tensor, Buffers, Kept], None]:

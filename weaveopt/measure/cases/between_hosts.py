@@ -24,6 +24,7 @@ from weaveopt.cost_model.machine import MEASURED, Link, Origin
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import connections
 from weaveopt.fabrics import topology as topologies
+from weaveopt.fabrics.hosts import ranks_by_host
 from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import base, draft, fit
 from weaveopt.measure.cases.collectives import collective
@@ -50,8 +51,7 @@ ORIGIN, LIBRARY_ORIGIN = "between", "between.gloo"
 
 def host_ranks(topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Ranks by host, in the order of their first ranks. Raises `WeaveError` where hosts have different numbers."""
-    names = tuple(dict.fromkeys(topology.hosts))
-    ranks = tuple(tuple(rank for rank, host in enumerate(topology.hosts) if host == name) for name in names)
+    ranks = ranks_by_host(topology)
     counts = [len(each) for each in ranks]
     if len(set(counts)) > 1:
         raise WeaveError(f"calibrate between hosts: hosts have {counts} ranks; start equally many on each")
