@@ -6,9 +6,9 @@
 Hosts are network namespaces of one machine (tests/emulated_hosts.py). Gloo's all-reduce is followed by Inductor's
 addition and norm. Every exchange between hosts is timed; `weave` is the one that the price chooses: by the links asked
 for and the rest of `--profile`, or by a profile that `weaveopt calibrate` writes into FOLDER on the very hosts first.
-Calls take turns; a time is the median, of the ranks the slowest. In the end the price is held against the clock, and
-beside it stands how far the same case lies from turn to turn. `bound`: twice log2 of the hosts times the delay, and the
-bytes that each host has to send by the link.
+All are timed on `calibrate`'s clock for CPU ranks, pass by pass in turns: the fastest pass's median, of the ranks the
+slowest. In the end the price is held against the clock, and beside it stands how far calls of one pass lie apart.
+`bound`: twice log2 of the hosts times the delay, and the bytes that each host has to send by the link.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
 from pathlib import Path
@@ -34,13 +33,11 @@ from weaveopt.cost_model.machine import Machine
 
 SUITE, CALIBRATED_SUITE = "between_hosts", "between_hosts_calibrated"
 HIDDEN = 4096
-ROUNDS = 15
-CALLS = 4
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One size, by exchange and as `gloo`: microseconds, and the spread of turns over their median."""
+    """One size, by exchange and as `gloo`: microseconds, and the spread of calls over their median."""
 
     tokens: int
     us: dict[str, float]
@@ -51,6 +48,7 @@ def rank_main(sizes: list[int]) -> None:
     """One rank: prints a line of times a size, from rank 0."""
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
+    from weaveopt.measure.clock import Collectives, CpuClock, Launch
     from weaveopt.records.candidate import Fabric
     from weaveopt.records.norm import NormKind, NormSpec
     from weaveopt.reductions.buffers import memory_plan
@@ -84,41 +82,26 @@ def rank_main(sizes: list[int]) -> None:
             partial = torch.randn(tokens, HIDDEN).bfloat16()
             residual = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16)
 
-            def gloo(partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
+            def gloo(_: int, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
                 copy = partial.clone()
                 dist.all_reduce(copy)
                 compiled(copy, residual)
 
-            def ours(call: str, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
+            def ours(call: str, _: int, partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
                 torch.ops.weave.all_reduce_norm(partial, None, None, residual, None, None, weight, None, call)
 
-            ways: dict[str, Callable[[], None]] = {"gloo": gloo}
+            ways: dict[str, Launch] = {"gloo": gloo}
             ways |= {name: functools.partial(ours, call.encode()) for name, call in calls.items()}
-            times: dict[str, list[float]] = {name: [] for name in ways}
-            for turn in range(ROUNDS + 2):
-                for name, way in ways.items():
-                    dist.barrier()
-                    begin = time.perf_counter()
-                    for _ in range(CALLS):
-                        way()
-                    if turn > 1:
-                        times[name].append((time.perf_counter() - begin) / CALLS * 1e6)
-            us = torch.tensor([statistics.median(times[name]) for name in ways])
-            spreads = torch.tensor([_spread(times[name]) for name in ways])
-            for each in (us, spreads):
-                dist.all_reduce(each, dist.ReduceOp.MAX)
+            samples = CpuClock().in_turns(list(ways.values()), [0.0] * len(ways), Collectives())
             if dist.get_rank() == 0:
                 found = Measured(
-                    tokens, dict(zip(ways, us.tolist(), strict=True)), dict(zip(ways, spreads.tolist(), strict=True))
+                    tokens,
+                    us={name: sample.us for name, sample in zip(ways, samples, strict=True)},
+                    spread={name: sample.spread for name, sample in zip(ways, samples, strict=True)},
                 )
                 print("TIMES " + json.dumps(asdict(found)), flush=True)
     dist.barrier()
     os._exit(0)
-
-
-def _spread(times: Sequence[float]) -> float:
-    low, middle, high = statistics.quantiles(times, n=4)
-    return (high - low) / middle
 
 
 def with_link(profile: str, gbit: float, delay_us: float) -> Machine:
@@ -185,7 +168,7 @@ def judged(rows: Sequence[record.Row], spreads: Sequence[float]) -> str:
     return (
         f"price of exchanges: mean error {statistics.fmean(sizes):.1%}, worst {max(sizes):.1%}, "
         f"bias {statistics.fmean(errors):+.1%}; of the library {statistics.fmean(map(abs, libraries)):.1%}; "
-        f"a case from turn to turn: {statistics.median(spreads):.1%}\n"
+        f"calls of a pass apart: {statistics.median(spreads):.1%}\n"
         f"choice: the best or within 5 % of it in {good} of {len(regrets)} cases, at worst {1 + max(regrets):.2f} times"
     )
 
