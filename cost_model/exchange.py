@@ -131,10 +131,18 @@ class GpuParts:
 
 _GPU_LAUNCHES = 6
 """Kernels of a call: dispatch, two that route, two GEMMs, the sum."""
+_COUNT_CALLS = 2
+"""What the host does before the kernels where ranks hold batches of their own, each as dear for it as a kernel: into
+native code, and the hosts' words to each other. No device is waited for."""
 
 
 def gpu_parts(
-    machine: Machine, fabric: Fabric, sharded: ShardedMixture, kernels: str, transposed: bool
+    machine: Machine,
+    fabric: Fabric,
+    sharded: ShardedMixture,
+    kernels: str,
+    transposed: bool,
+    own_batches: bool = False,
 ) -> GpuParts | None:
     """With experts' kernels of that name (see `kernels_us`). None where the profile lacks one of the times."""
     experts = kernels_us(machine, replace(sharded.of_busiest, transposed=transposed), kernels)
@@ -147,7 +155,7 @@ def gpu_parts(
         dispatch=interpolate_us(pushed, max(sharded.sent_bytes, 1.0)),
         home=interpolate_us(pushed, max(sharded.returned_bytes, 1.0)) - pushed[0].us,
         combine=interpolate_us(summed, max(sharded.of_rank.rows * sharded.row_bytes, 1.0)),
-        host=_GPU_LAUNCHES * host_us(machine),
+        host=(_GPU_LAUNCHES + own_batches * _COUNT_CALLS) * host_us(machine),
     )
 
 

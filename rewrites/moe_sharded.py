@@ -11,7 +11,8 @@ On GPUs of one host that reach each other's memory the same is done by kernels (
 How many rows come is known on the device alone, so a CUDA graph can hold the call.
 
 Where ranks hold batches of their own, the call is the same in whatever graph a rank has compiled, and its memory is no
-part of the graph's: all ranks reserve it in the first call, together.
+part of the graph's: all ranks reserve it in the first call, together. On GPUs their hosts tell each other in every call
+how many tokens they have (`weaveopt/ops/moe_sharded/counts.py`), and CUDA graphs are made around it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class MoeSharded:
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         _, node = _site(chosen.found)
         call = _call(chosen, context, placement.channel)
-        target = torch.ops.weave.expert_exchange.default
+        exchange = torch.ops.weave.expert_exchange
+        can_capture = call.fabric is Fabric.PEER and call.same_tokens
+        target = exchange.capturable if can_capture else exchange.default
         fused = call_after(graph, node, target, (*node.args[:-1], call.encode()), like=node)
         replace_uses(graph, node, fused)
         erase_dead(graph, chosen.proposal.consumes)
@@ -142,7 +145,9 @@ def _between_gpus(
         lowered = Lowered(fabric, tokens.most, kernels=kernels.value, few_tokens=few)
         runs_now = CURVES[KERNELS if tokens.hint <= few else variant]
         sharded = facts.sharded(tokens.hint, machine.skew)
-        parts = None if against else gpu_parts(machine, fabric, sharded, runs_now, transposed)
+        parts = None
+        if not against:
+            parts = gpu_parts(machine, fabric, sharded, runs_now, transposed, own_batches=not facts.same_tokens)
         yield variant, lowered, against, parts
 
 
@@ -159,9 +164,6 @@ def _few_tokens(machine: Machine, facts: ExchangeFacts, tokens: TokenCounts, tra
 
 
 def _against(facts: ExchangeFacts, tokens: TokenCounts) -> Iterator[Rejection]:
-    if not facts.same_tokens:
-        message = "on GPUs ranks need equally many tokens: no rank could tell the others that it has more than planned"
-        yield Rejection("own_batches", message, (("group", facts.group),))
     if facts.dtype not in HALVES:
         yield Rejection("dtype_not_supported", "the kernels take bfloat16 and float16", (("dtype", facts.dtype),))
     if facts.hidden % ROW_MULTIPLE:

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "moe_sharded/counts.h"
 #include "moe_sharded/shm.h"
 
 #ifdef WEAVE_WITH_CUDA
@@ -43,6 +44,15 @@ struct ShardedMixtureHandle {
         }
         throw std::invalid_argument("this processor does not run " + isa);
     }
+};
+
+struct TokenCountsHandle {
+    std::shared_ptr<GroupHandle> owner;
+    moe::TokenCounts op;
+
+    TokenCountsHandle(std::shared_ptr<GroupHandle> group, int64_t offset, uint32_t site, double timeout_s)
+        : owner(std::move(group)),
+          op(owner->group, offset, static_cast<int64_t>(owner->segments.at(0)->data_bytes()), site, timeout_s) {}
 };
 
 }  // namespace
@@ -130,6 +140,20 @@ void bind_moe_sharded(py::module_& m) {
              })
         .def("fail", [](Handle& handle) { handle.op.fail(); })
         .def("leave", [](Handle& handle) { handle.op.group().leave(); });
+    m.def("token_counts_need", &moe::TokenCounts::need, "What ranks on GPUs need in the memory of their hosts.");
+    py::class_<TokenCountsHandle>(m, "TokenCounts")
+        .def(py::init<std::shared_ptr<GroupHandle>, int64_t, uint32_t, double>(), py::arg("group"), py::arg("offset"),
+             py::arg("tag"), py::arg("timeout_s"))
+        .def_property_readonly("status", [](const TokenCountsHandle& handle) { return handle.owner->group.status(); })
+        .def(
+            "largest",
+            [](TokenCountsHandle& handle, int64_t tokens) {
+                py::gil_scoped_release release;
+                int64_t most = 0;
+                const Status status = handle.op.largest(tokens, most);
+                return std::make_pair(static_cast<int>(status.code), most);
+            },
+            py::arg("tokens"), "A code, and how many tokens the rank has that has most.");
 }
 
 #ifdef WEAVE_WITH_CUDA

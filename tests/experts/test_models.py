@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 import weaveopt  # noqa: F401  (registers the implementation)
-from tests.models import FAMILIES, Family, save
+from tests.models import Family, save
 from tests.ranks import run_ranks
+from tests.sharded_models import FAMILY_OF, MIXTURES, ids_of, sharded
 from weaveopt.config import OptionValue
 
-MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-FAMILY_OF = {
-    family.name: replace(family, settings={**family.settings, "num_key_value_heads": 4})
-    for family in FAMILIES
-    if family.name in MIXTURES and not family.expert_parallel
-}
-"""Heads for four ranks."""
 EXCHANGE = torch.ops.weave.expert_exchange.default
 NUM_LAYERS = {"deepseek_v3": 1}
 """Mixtures; two elsewhere."""
@@ -45,10 +36,6 @@ def load(folder: Path, family: Family, implementation: str, world: int, data_par
     parallel = DistributedConfig(**sizes, ep_size=world, ep_implementation=implementation)
     name = str(folder / family.name)
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, distributed_config=parallel).eval()
-
-
-def ids_of(seed: int, tokens: int) -> Tensor:
-    return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def run_tensor_parallel(rank: int, world: int, folder: Path, names: tuple[str, ...]) -> list[str]:
@@ -80,20 +67,6 @@ def run_tensor_parallel(rank: int, world: int, folder: Path, names: tuple[str, .
 @pytest.mark.parametrize(("world", "names"), [(2, MIXTURES), (4, ("mixtral",))])
 def test_tensor_parallel(world: int, names: tuple[str, ...], folder: Path) -> None:
     assert run_ranks(run_tensor_parallel, world, world, folder, names, timeout_s=300) == [list(names)] * world
-
-
-def sharded(folder: Path, family: Family, implementation: str, world: int) -> PreTrainedModel:
-    """Every rank has its own batch and all weights but those of other ranks' experts."""
-    model = AutoModelForCausalLM.from_pretrained(str(folder / family.name), dtype=torch.float32).eval()
-    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("experts", "batch"))
-    plan = {
-        name.replace("*", str(layer)): style
-        for layer in range(model.config.num_hidden_layers)
-        for name, style in model.ep_plan.items()
-    }
-    names = {*dict(model.named_modules()), *dict(model.named_parameters())}
-    plan = {name: style for name, style in plan.items() if name in names}
-    return apply_expert_parallelism(model, mesh["experts"], mesh["batch"], plan, implementation)
 
 
 def run_data_parallel(rank: int, world: int, folder: Path, backend: str) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import weaveopt
-from tests.experts.test_models import FAMILY_OF, gradients, ids_of, load, sharded
+from tests.experts.test_models import gradients, load
 from tests.models import save
 from tests.ranks import run_ranks
+from tests.sharded_models import FAMILY_OF, ids_of, sharded
 from weaveopt.config import OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests.experts_cases import Sizes, make_operands
 from tests.tolerances import KERNEL, assert_close
+from weaveopt.errors import WeaveError
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.shapes import Operands
 from weaveopt.fabrics import peer, topology
@@ -65,6 +67,8 @@ TOKENS = (1, 37, 300, 1000)
 """Of every rank."""
 COUNTS = ((0, 5), (64, 1), (0, 0), (7, 600))
 """Of ranks that hold batches of their own; further ranks have the last."""
+AMONG_LARGE = ((64, 1), (MAX_TOKENS + 9, 7), (64, 1), (0, MAX_TOKENS + 1), (0, 0), (MAX_TOKENS, 0), (5, MAX_TOKENS + 3))
+"""The same, in a row: some have more tokens than were planned for."""
 ROUTINGS = ("uniform", "skewed", "last rank", "first expert", "some foreign", "all foreign", "repeated")
 
 
@@ -192,7 +196,9 @@ def check(form: Form, routing: str, counts: Sequence[int], place: Place, kernels
         after = traffic(text, "cuda")
         assert before is not None and after is not None
         moved = (after.dispatched - before.dispatched, after.returned - before.returned)
-        assert moved == (case.pushed, case.come_home), f"{what}: {moved} rows, not {case.pushed}, {case.come_home}"
+        # More tokens than were planned for go through the library, on all ranks.
+        pushed = (case.pushed, case.come_home) if max(counts) <= MAX_TOKENS else (0, 0)
+        assert moved == pushed, f"{what}: {moved} rows, not {pushed}"
     again = case.run(call)
     assert torch.equal(again, got), f"{what}: other bits in another run"
 
@@ -216,12 +222,45 @@ def grid(place: Place) -> None:
 
 
 def own_batches(place: Place) -> None:
-    """Each rank has room for `MAX_TOKENS` tokens in every call, however many it has."""
+    """Each source has room for as many tokens as the rank has that has most."""
     for form in (PLAIN, ONE):
         for few, many in COUNTS:
             counts = [few] + [many] * (place.world - 1)
             for routing in ("uniform", "last rank"):
                 check(form, routing, counts, place, Kernels.HOPPER, same=False)
+    for few, many in AMONG_LARGE:
+        check(PLAIN, "uniform", [few] + [many] * (place.world - 1), place, Kernels.HOPPER, same=False)
+
+
+def own_batches_in_a_row(place: Place) -> None:
+    """Calls that nothing separates, with devices at any time: hosts are ahead of them, as far as they may be."""
+    call, random = call_of(PLAIN, place, Kernels.HOPPER, same_tokens=False), Random(place.world)
+    every = [[random.choice((0, 1, 33, 400, MAX_TOKENS)) for _ in range(place.world)] for _ in range(12)]
+    every[7][place.world - 1] = MAX_TOKENS + 1
+    cases = [make_case(PLAIN, "uniform", counts, place, seed) for seed, counts in enumerate(every)]
+    wanted = [case.run(call) for case in cases]
+    for case, got in zip(cases, wanted, strict=True):
+        assert_close(got, case.wanted, KERNEL, f"{len(case.x)} tokens, rank {place.rank}", got.dtype)
+    for turn in range(20):
+        if turn % 7 == place.rank:
+            torch.cuda._sleep(3_000_000)
+        for at, case in enumerate(cases):
+            assert torch.equal(case.run(call), wanted[at]), f"turn {turn}: {every[at]} tokens, rank {place.rank}"
+
+
+def own_batches_in_a_graph(place: Place) -> None:
+    """A capture ends with an error that says why, on every rank, and calls go on behind it."""
+    call = call_of(PLAIN, place, Kernels.HOPPER, same_tokens=False)
+    case = make_case(PLAIN, "uniform", [4] * place.world, place, 1)
+    torch.cuda.synchronize()
+    said = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            case.run(call)
+    except WeaveError as error:
+        said = str(error)
+    assert "cannot hold the call: its ranks hold batches of their own" in said, said
+    assert_close(case.run(call), case.wanted, KERNEL, "behind a capture", case.wanted.dtype)
 
 
 def no_tokens(place: Place) -> None:
@@ -283,6 +322,8 @@ def program(place: Place) -> None:
         reserve(place)
         timed("grid", lambda: grid(place), place)
         timed("batches of their own", lambda: own_batches(place), place)
+        timed("batches of their own in a row", lambda: own_batches_in_a_row(place), place)
+        own_batches_in_a_graph(place)
         no_tokens(place)
         timed("replays", lambda: replays(place, PLAIN, Kernels.HOPPER, (64, 5, 300)), place)
         timed("replays, many experts", lambda: replays(place, MANY, Kernels.HOPPER, (256, 1)), place)

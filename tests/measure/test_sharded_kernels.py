@@ -14,7 +14,7 @@ from tests.rewrites.test_moe_sharded import make_call
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
-from weaveopt.cost_model.exchange import COMBINE, DISPATCH, gpu_parts
+from weaveopt.cost_model.exchange import COMBINE, DISPATCH, OWN_BATCH_TOKENS, gpu_parts
 from weaveopt.cost_model.exchange import OP as CURVES
 from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.mixture import kernels_us
@@ -26,14 +26,14 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import SITES
-from weaveopt.records.candidate import Candidate, Fabric
+from weaveopt.records.candidate import Candidate, Estimate, Fabric
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.exchange import ExchangeFacts, ExchangeMatcher
 
-OP = torch.ops.weave.expert_exchange.default
+OP = torch.ops.weave.expert_exchange
 HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 16, 8
 
 
@@ -89,7 +89,7 @@ def site_of(context: Context, tokens: int, same: bool = True, dtype: torch.dtype
     if transposed:
         gate_up.meta["val"] = torch.empty(EXPERTS, hidden, 2 * INNER, dtype=dtype, device="meta").transpose(1, 2)
     down = placeholder("down", EXPERTS, hidden, INNER)
-    node = graph.call_function(OP, (x, experts, weights, gate_up, None, down, None, call.encode()))
+    node = graph.call_function(OP.default, (x, experts, weights, gate_up, None, down, None, call.encode()))
     node.meta["val"] = torch.empty(tokens, hidden, dtype=dtype, device="meta")
     graph.output(node)
     [site] = ExchangeMatcher().find(graph, context)
@@ -149,7 +149,6 @@ def test_the_price_is_the_measurement(machine: Machine, transposed: bool) -> Non
 def test_what_is_left_says_why(machine: Machine) -> None:
     context = context_of(machine)
     for more, found in (
-        ({"same": False}, "own_batches"),
         ({"dtype": torch.float32}, "dtype_not_supported"),
         ({"hidden": 2052}, "rows_not_aligned"),
     ):
@@ -174,7 +173,7 @@ def test_the_call_says_whose_kernels_run(machine: Machine) -> None:
     chosen = Chosen(site, several)
     memory = MoeSharded().memory(chosen, context)
     MoeSharded().replace(graph, chosen, Placement({}, 2), context)
-    [node] = [node for node in graph.nodes if node.target is OP]
+    [node] = [node for node in graph.nodes if node.target is OP.capturable]
     call = decode(ExpertExchangeCall, str(node.args[-1]))
     assert (call.fabric, call.max_tokens, call.few_tokens, call.channel) == (Fabric.PEER, 8192, few, 2)
     assert [call.kernels_at(tokens) for tokens in (1, few, few + 1)] == ["triton", "triton", "hopper"]
@@ -185,3 +184,40 @@ def test_the_call_says_whose_kernels_run(machine: Machine) -> None:
     values = dict(several.candidate.parameters)
     assert values["arena_bytes"] == dispatch + combine
     assert values["temporary_bytes"] == 2 * 8192 * CHOSEN * INNER * 2
+
+
+def test_batches_of_their_own(machine: Machine) -> None:
+    """The call is the same whatever batch a rank has, no CUDA graph holds it, and the hosts' meeting is charged."""
+    assert machine.compiled is not None
+    slow = replace(machine, compiled=replace(machine.compiled, host_us=5.0))
+    texts, priced = set(), []
+    for tokens in (0, 7, 600):
+        context = context_of(slow)
+        graph, site = site_of(context, tokens, same=False)
+        counts = site.site.tokens
+        assert counts == TokenCounts(OWN_BATCH_TOKENS, most=Config().max_tokens)
+        found = proposals(site, counts, context)
+        assert all(not each.candidate.rejections for each in found.values())
+        chosen = Chosen(site, found["hopper"])
+        assert MoeSharded().memory(chosen, context) is None, "ranks reserve it in their first call"
+        MoeSharded().replace(graph, chosen, Placement({}), context)
+        [text] = {str(node.args[-1]) for node in graph.nodes if node.target is OP.default}
+        texts.add(text)
+        priced.append(found["hopper"].candidate)
+    assert len(texts) == 1 and len(set(priced)) == 1
+    call = decode(ExpertExchangeCall, texts.pop())
+    assert (call.fabric, call.max_tokens, call.timeout_s) == (
+        Fabric.PEER, Config().max_tokens, max(Config().timeout_s, Config().compile_timeout_s)
+    )  # fmt: skip
+    assert 0 < call.few_tokens < 8192, "of the rank that has most, call by call"
+    same, own = ({term.name: term.us for term in each.terms} for each in (_estimate_of(slow), priced[0].estimate))
+    assert own["host"] == pytest.approx(8 / 6 * same["host"]) and own.keys() == same.keys()
+
+
+def _estimate_of(machine: Machine) -> Estimate:
+    """Of equally many tokens on all ranks."""
+    context = context_of(machine)
+    counts = TokenCounts(OWN_BATCH_TOKENS, most=Config().max_tokens)
+    estimate = proposals(site_of(context, OWN_BATCH_TOKENS)[1], counts, context)["hopper"].candidate.estimate
+    assert estimate is not None
+    return estimate

@@ -49,7 +49,8 @@ def run_opcheck(rank: int) -> None:
         [mine] = make_inputs(form, call, "even", "uniform", seed=1)
         args = (mine.x, mine.experts, mine.weights, *mine.operands, call.encode())
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
-        torch.library.opcheck(torch.ops.weave.expert_exchange.default, args, test_utils=checks)
+        for overload in (torch.ops.weave.expert_exchange.default, torch.ops.weave.expert_exchange.capturable):
+            torch.library.opcheck(overload, args, test_utils=checks)
 
 
 def test_opcheck() -> None:

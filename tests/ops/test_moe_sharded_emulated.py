@@ -45,6 +45,10 @@ def test_calls_in_a_row(world: int, routing: str) -> None:
         Case(even(2, *[2, 3] * 8), hidden=64),
         Case(((0, 5), (3, 0), (0, 0), (4, 4)), slot_tokens=(5, 5, 5, 5), routing="last rank"),
         Case(((1, 6, 0), (2, 2, 6)), slot_tokens=(6, 6)),
+        # Room for the rank that has most, as ranks with batches of their own have it: some push into a larger slot
+        # than in the call before, some into a smaller one, and where it is 0 no kernel would run at all.
+        Case(((1, 6, 0), (9, 2, 2), (0, 0, 1), (3, 0, 7)), hidden=40, routing="last rank"),
+        Case(((8, 1), (0, 1), (2, 5), (0, 0), (1, 0)), choices=3, num_ctas=3),
     ],
     ids=lambda case: f"{case.tokens[0]} of {case.hidden}, {case.choices} choices",
 )

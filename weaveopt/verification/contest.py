@@ -60,14 +60,18 @@ class Contest:
 
 
 def contests_of(priced: PricedGraph, context: Context) -> tuple[Contest, ...]:
-    """In the order of the graph. Sites that nothing may be done at have none, nor have those of several groups."""
+    """In the order of the graph. Sites that nothing may be done at have none, nor have those of several groups or of
+    one whose ranks meet in calls alone: they compile at other times, and none can time a call by itself."""
     frame, found = priced.frame, []
     for index in dict.fromkeys(frame.kinds):
         site = priced.problem.sites[index]
         names = {position: site.proposals[position].candidate for position in site.choices}
         forced = [position for position in site.choices if names[position].choice in site.forced]
         candidates = {position: names[position] for position in forced or site.choices}
-        if not candidates or len(site.found.site.groups) > 1 or site.found.facts is None:
+        groups = site.found.site.groups
+        if not candidates or len(groups) > 1 or not {*groups} <= {*priced.captured.groups}:
+            continue
+        if site.found.facts is None:
             continue
         runners = [_runner(each) for each in candidates.values()]
         if any(runner is None for runner in runners):

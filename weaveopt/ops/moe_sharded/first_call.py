@@ -13,7 +13,9 @@ from weaveopt.errors import AgreementError, ArenaError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rows_call import memory_plan
+from weaveopt.ops.moe_sharded import counts
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
 
@@ -36,6 +38,8 @@ def reserve(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> b
     plan = memory_plan(group, [(call, buffers)])
     try:
         transport(call.fabric).reserve(known, plan, call.arena_bytes, timeout_s)
+        if call.fabric is Fabric.PEER:
+            counts.reserve(known, call)
     except ArenaError as error:
         warnings.warn(f"weaveopt: experts are exchanged through the library: {error}", stacklevel=2)
         return False

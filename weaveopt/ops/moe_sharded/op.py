@@ -15,13 +15,17 @@ the dtype of the weights. On `shm` one row is pushed for each (token, destinatio
 writes, the experts begin with this rank's own rows, and their results go into this rank's [token][choice] (the layout
 and the order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Ranks that hold batches
 of their own (`same_tokens` is false) reserve the memory together in their first call. On `peer` the same is done by
-kernels, at any time and in CUDA graphs (`peer.py`); ranks with batches of their own have room for `call.max_tokens`
-tokens each in every call. Where a rank has more tokens than that, or with fabric `library`, all ranks use the group's
-all-to-all. All take the derivative through the library.
+kernels (`peer.py`). Where a rank has more tokens than `call.max_tokens`, or with fabric `library`, all ranks use the
+group's all-to-all. All take the derivative through the library.
+
+The library's exchange waits for the device, and ranks with batches of their own ask each other's hosts for their
+counts: no CUDA graph can hold either, and Inductor leaves `expert_exchange` out of its graphs. The overload
+`expert_exchange.capturable` is the same operation where ranks have equally many tokens, on `peer`: it may be part of
+them.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site,
-`ArenaError` where no arena was reserved, `WeaveError` for operands that do not fit together. After one of the first two
-the group's arena stays unusable.
+`ArenaError` where no arena was reserved, `WeaveError` for operands that do not fit together and for a call that is
+captured in a CUDA graph and cannot be. After one of the first two the group's arena stays unusable.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.mixtures.by_expert import ExpertWeights
 from weaveopt.ops.moe_sharded import fake
@@ -47,6 +52,7 @@ from weaveopt.records.memory import Buffer
 
 Tensor = torch.Tensor
 NAME = "expert_exchange"
+CAPTURABLE = "expert_exchange.capturable"
 
 
 class BoundSite(Protocol):
@@ -110,19 +116,34 @@ def traffic(call: str, device: str = "cpu") -> Traffic | None:
 
 def _run(device: str, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     operands, call = ExpertWeights(*rest[:-1]), rest[-1]
+    decoded = decode(ExpertExchangeCall, call)
+    if not decoded.same_tokens:
+        # Before ranks meet for it: one that captures cannot come.
+        _expect_no_capture(device, decoded, "its ranks hold batches of their own, and tell each other how large")
     with torch._C._AutoDispatchBelowAutograd():
         site = _bound.of(device, call)
         result = None if site is None else site.run(x, experts, weights, operands)
         if result is not None:
             return result
-        decoded = decode(ExpertExchangeCall, call)
         check(x, experts, weights, operands, decoded)
+        _expect_no_capture(
+            device, decoded, "it goes through the process group's all-to-all, which waits for the device"
+        )
         return through_library(x, experts, weights, operands, decoded)
 
 
-def _run_backward(grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> list[Tensor]:
+def _run_backward(device: str, grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> list[Tensor]:
     operands, call = ExpertWeights(*rest[:-1]), decode(ExpertExchangeCall, rest[-1])
+    _expect_no_capture(device, call, "its derivative goes through the process group's all-to-all")
     return list(derivative(grad, x, experts, weights, operands, call))
+
+
+def _expect_no_capture(device: str, call: ExpertExchangeCall, why: str) -> None:
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise WeaveError(
+            f"weave::{NAME} at site {call.site}, group {call.group!r}: a CUDA graph cannot hold the call: {why}. "
+            'Capture what lies between such calls, as torch.compile(mode="reduce-overhead") does'
+        )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,11 +166,17 @@ _ARGUMENTS = (
 )
 # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_library.define(f"{NAME}({_ARGUMENTS}) -> Tensor", tags=_TAGS)
-_library.define(f"{NAME}_backward(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=_TAGS)
-for _device in ("cpu", "cuda"):
-    _library.impl(NAME, functools.partial(_run, _device), _device.upper())
-    _library.impl(f"{NAME}_backward", _run_backward, _device.upper())
-torch.library.register_fake(f"weave::{NAME}", fake.expert_exchange, lib=_library)
-torch.library.register_fake(f"weave::{NAME}_backward", fake.expert_exchange_backward, lib=_library)
-torch.library.register_autograd(f"weave::{NAME}", _backward, setup_context=_save, lib=_library)
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+"""Keeps an operation out of CUDA graphs; not every version of torch has it."""
+_NO_CAPTURE = _TAGS if _UNSAFE is None else (*_TAGS, _UNSAFE)
+_BACKWARD = f"{NAME}_backward"
+_library.define(f"{NAME}({_ARGUMENTS}) -> Tensor", tags=_NO_CAPTURE)
+_library.define(f"{CAPTURABLE}({_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"{_BACKWARD}(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=_NO_CAPTURE)
+for _name, _function in ((NAME, _run), (CAPTURABLE, _run), (_BACKWARD, _run_backward)):
+    for _device in ("cpu", "cuda"):
+        _library.impl(_name, functools.partial(_function, _device), _device.upper())
+torch.library.register_fake(f"weave::{_BACKWARD}", fake.expert_exchange_backward, lib=_library)
+for _name in (NAME, CAPTURABLE):
+    torch.library.register_fake(f"weave::{_name}", fake.expert_exchange, lib=_library)
+    torch.library.register_autograd(f"weave::{_name}", _backward, setup_context=_save, lib=_library)

@@ -5,6 +5,9 @@ routing of all of them by expert; two GEMMs, of which the second one stores its 
 and a sum, which begins when every rank's results are here. Nothing waits for the device and nothing is allocated but
 the call's tensors, so it can be captured in a CUDA graph. Rows between the GEMMs have room for all ranks' choices, as
 nobody knows on the host how many come.
+
+Ranks that hold batches of their own ask each other's hosts first who has most (`counts.py`): each source has room for
+so many tokens in the call. What hosts tell each other no graph can hold, so such a call cannot be captured.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from weaveopt.errors import ArenaError, WeaveError
+from weaveopt.errors import ArenaError
 from weaveopt.expert_kernels import gpu, hopper
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.plan import plan
@@ -28,6 +31,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.mixtures.by_expert import ExpertWeights
 from weaveopt.ops.moe_sharded.buffers import needed, placed
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
+from weaveopt.ops.moe_sharded.counts import TokenCounts
 from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
@@ -45,9 +49,14 @@ _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 class PeerSite:
     """One site, ready to run."""
 
-    __slots__ = ("_arena", "_call", "_counted", "_experts_call", "_homes", "_ids", "_native", "_rows", "_where")
+    __slots__ = (
+        "_arena", "_call", "_counted", "_counts", "_experts_call", "_homes", "_ids", "_native", "_rows", "_where"
+    )  # fmt: skip
 
-    def __init__(self, call: ExpertExchangeCall, tag: int, memory: PeerArena, where: str) -> None:
+    def __init__(
+        self, call: ExpertExchangeCall, tag: int, memory: PeerArena, where: str, counts: TokenCounts | None = None
+    ) -> None:
+        """`counts`: where ranks hold batches of their own."""
         site = _native.GpuShardedMixtureSite()
         header = TRAITS[call.fabric].header_bytes
         dispatch, combine = placed(call, self.buffers(call), memory)
@@ -59,7 +68,7 @@ class PeerSite:
             self._native = _native.GpuShardedMixture(memory.native, site)
         except ValueError as error:
             raise ArenaError(f"site {call.site}: {error}") from None
-        self._call, self._arena, self._where = call, memory, where
+        self._call, self._arena, self._where, self._counts = call, memory, where, counts
         act = call.act
         self._experts_call = ExpertsCall(act.name, act.gated, act.interleaved, act.alpha, act.limit)
         slots, dtype = call.world * call.max_tokens, getattr(torch, call.dtype)
@@ -87,7 +96,9 @@ class PeerSite:
         # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
         tag = watchdog.tag_of(zlib.crc32(text.encode()))
         rank = memory.group.ranks[memory.group.rank]
-        site = PeerSite(call, tag, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}")
+        where = f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}"
+        counts = None if call.same_tokens else TokenCounts(call, text, op, forget)
+        site = PeerSite(call, tag, memory, where, counts)
         watchdog.name_site(tag, watchdog.NamedSite(op, call.site, call.timeout_s))
         memory.at_close(forget)
         return site
@@ -99,33 +110,35 @@ class PeerSite:
         return Traffic(pushed, came_home)
 
     def run(self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights) -> Tensor | None:
-        """[tokens, hidden]; None, on all ranks, where there are more tokens than were planned for, or the kernels do
-        not take the weights."""
-        call, tokens = self._call, x.shape[0]
+        """[tokens, hidden]; None, on all ranks, where one has more tokens than were planned for, or the kernels do not
+        take the weights."""
+        call = self._call
         check(x, experts, weights, operands, call)
-        if tokens > call.max_tokens and not call.same_tokens:
-            raise WeaveError(
-                f"{self._where}: {tokens} tokens, and {call.max_tokens} were planned for each rank: raise the option "
-                "max_tokens"
-            )
-        slot_tokens = tokens if call.same_tokens else call.max_tokens
+        slot_tokens = self._most_tokens(x.shape[0])
         if slot_tokens == 0:
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         shape = self._shape(slot_tokens, operands)
-        if tokens > call.max_tokens or not gpu.has_kernels(self._received(slot_tokens, operands), shape):
+        if slot_tokens > call.max_tokens or not gpu.has_kernels(self._received(slot_tokens, operands), shape):
             return None
-        with torch.cuda.device(self._arena.device):
-            return self._exchange(x, experts.contiguous(), weights, operands, shape, slot_tokens)
+        return self._exchange(x, experts.contiguous(), weights, operands, shape, slot_tokens)
+
+    def _most_tokens(self, tokens: int) -> int:
+        """Of any rank, of which this one has `tokens`; the same on all."""
+        if self._counts is None:
+            return tokens
+        self._arena.begin_call()  # before this rank waits for others: they may have given up on it
+        return self._counts.largest(tokens)
 
     def _exchange(
         self, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, shape: Shape, slot_tokens: int
     ) -> Tensor:
-        stream = torch.cuda.current_stream().cuda_stream
-        self.dispatch(x, experts, slot_tokens, stream)
-        received = self._received(slot_tokens, operands)
-        by_hopper = self._call.kernels_at(slot_tokens) == Kernels.HOPPER and not hopper.unsupported(received, shape)
-        (self._through_hopper if by_hopper else self._through_triton)(received, shape, slot_tokens, stream)
-        return self.combine(x, experts, weights, slot_tokens, stream)
+        with torch.cuda.device(self._arena.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            self.dispatch(x, experts, slot_tokens, stream)
+            received = self._received(slot_tokens, operands)
+            by_hopper = self._call.kernels_at(slot_tokens) == Kernels.HOPPER and not hopper.unsupported(received, shape)
+            (self._through_hopper if by_hopper else self._through_triton)(received, shape, slot_tokens, stream)
+            return self.combine(x, experts, weights, slot_tokens, stream)
 
     def dispatch(self, x: Tensor, experts: Tensor, slot_tokens: int, stream: int) -> None:
         """Ends on the device when the rows of all ranks have come. `experts` is contiguous.
