@@ -98,7 +98,8 @@ std::optional<std::string> own_group(const std::string& root, bool is_version_2)
 std::optional<Available> available_memory(const std::string& root) {
     std::optional<Available> least;
     const std::string meminfo = root + "/proc/meminfo";
-    if (const auto kib = number_of(meminfo, "MemAvailable:")) keep_smaller(least, *kib * 1024, meminfo);
+    // Sandboxed kernels (gVisor) say 0 beside gigabytes that can be taken: a host that had none would not run this.
+    if (const auto kib = number_of(meminfo, "MemAvailable:").value_or(0)) keep_smaller(least, kib * 1024, meminfo);
     for (const Mount& mount : mounts(root)) {
         const std::optional<std::string> group = own_group(root, mount.is_version_2);
         if (!group) continue;

@@ -98,6 +98,15 @@ def test_nothing_is_known_where_nobody_says(tmp_path: Path) -> None:
     assert here is not None and here[0] > MIB
 
 
+def test_a_host_that_says_0_says_nothing(tmp_path: Path) -> None:
+    """As sandboxed kernels do."""
+    assert _native.available_memory(make(tmp_path / "alone", host=0)) is None
+    job = group_v2(A_JOB, current=30 * MIB, most=64 * MIB)
+    root = make(tmp_path / "job", job, own="0::/system.slice/job\n", mounts=V2.format(top="/") + "\n", host=0)
+    assert found(root) == (34, f"/{A_JOB}/memory.max")
+    assert _native.Segment.create(3 * MIB, 1, 0, 2, make(tmp_path / "segment", host=0)).fd >= 0
+
+
 def test_a_segment_beyond_the_limit_is_an_error_with_the_number(tmp_path: Path) -> None:
     job = group_v2(A_JOB, current=30 * MIB, most=38 * MIB)
     root = make(tmp_path, job, own="0::/system.slice/job\n", mounts=V2.format(top="/") + "\n")
