@@ -31,7 +31,7 @@ OVERLAPPING = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "sha
 TOKENS = (37, 200, 509, 777, 1021, 1536, 1999, 3001, 4093, 6007, 8191)
 CALLS = 4
 """In a graph."""
-ROUNDS, REPLAYS = 5, 4
+ROUNDS, REPLAYS = 12, 2
 TIMEOUT_S = 60.0
 
 

@@ -7,7 +7,7 @@ the one before it has arrived. Computation and exchange slow each other down whi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 from weaveopt.cost_model.gemm import Waves
@@ -61,6 +61,17 @@ def chunk_counts(rows: int, waves: Waves | None) -> tuple[int, ...]:
     """
     most = rows if waves is None else waves.num_waves
     return tuple(count for count in CHUNK_COUNTS if count <= most)
+
+
+def at_least(chunks: Sequence[ChunkTimes], whole_us: float) -> list[ChunkTimes]:
+    """The chunks, whose GEMMs take together no less than the whole GEMM, each its share.
+
+    Prices of single GEMMs are apart by a few percent from size to size. A library that had a faster way in parts would
+    take it for the whole, so less is the prices' error.
+    """
+    together_us = sum(each.gemm_us for each in chunks)
+    factor = max(1.0, whole_us / together_us) if together_us > 0 else 1.0
+    return [replace(each, gemm_us=each.gemm_us * factor) for each in chunks]
 
 
 def one_by_one(chunks: Sequence[ChunkTimes]) -> Pipeline:

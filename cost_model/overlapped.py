@@ -69,9 +69,17 @@ def kernels_of(
 
 
 def fastest(
-    kernels: Kernels[C], message: Message, depth: int, waves: Callable[[C, int, int, int], int]
+    kernels: Kernels[C],
+    message: Message,
+    depth: int,
+    waves: Callable[[C, int, int, int], int],
+    gemm_us: float,
 ) -> tuple[C, float] | Unmeasured:
-    """The cut that is predicted fastest, and its time; `waves`: as `Waves`, of a cut."""
+    """The cut that is predicted fastest, and its time; `waves`: as `Waves`, of a cut.
+
+    No less than `gemm_us`, the library's GEMM alone, where rows are longer than any that were measured: there curves
+    are extended, and a kernel that was chosen since they promised less was slower (docs/gemm_overlap.md).
+    """
     if not kernels.by_cut:
         where = (("machine", kernels.machine), ("world", kernels.world))
         return Unmeasured("not_measured", "the kernel was not measured on the machine with so many ranks", where)
@@ -83,7 +91,14 @@ def fastest(
     if not found:
         sizes = (("bytes", message.bytes), (kernels.depth, depth))
         return Unmeasured("beyond_measured", "the kernel was not measured at this size, and is not used there", sizes)
-    return min(found, key=lambda each: each[1])
+    cut, us = min(found, key=lambda each: each[1])
+    return cut, us if message.row <= _longest_row(kernels) else max(us, gemm_us)
+
+
+def _longest_row(kernels: Kernels[C]) -> float:
+    """Of those measured; without end where curves do not tell."""
+    rows = {curve.row for by_depth in kernels.by_cut.values() for curves in by_depth.values() for curve in curves}
+    return max(rows) if all(rows) else float("inf")
 
 
 def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> float | None:

@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import host_us
-from weaveopt.cost_model.chunks import ChunkTimes, Pipeline, beside_gemm, chunk_counts, divided, one_by_one, pipelined
+from weaveopt.cost_model.chunks import (
+    ChunkTimes,
+    Pipeline,
+    at_least,
+    beside_gemm,
+    chunk_counts,
+    divided,
+    one_by_one,
+    pipelined,
+)
 from weaveopt.cost_model.gemm import Waves, waves_of
 from weaveopt.cost_model.machine import ContentionRow, Machine
 from weaveopt.records.candidate import Estimate, Fabric, Term
@@ -73,7 +82,8 @@ def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, ro
     of it: the GEMMs of chunks are not the graph's, so that what is wrong with its price need not be with theirs.
     """
     times = {each: _chunk_times(machine, workload, exchange, each) for each in set(rows)}
-    chunks = [times[each] for each in rows]
+    whole_us = _chunk_times(machine, workload, exchange, workload.tokens).gemm_us
+    chunks = at_least([times[each] for each in rows], whole_us)
     beside = exchange.beside
     pipeline = one_by_one(chunks) if beside is None else pipelined(chunks, beside.gemm, beside.communication)
     slowdown = machine.oversubscription(workload.world, workload.hosts)

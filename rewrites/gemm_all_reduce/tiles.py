@@ -105,7 +105,8 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
         return 0 if _native is None else _native.product_waves(*sizes)
 
     message = Message(workload.tokens, workload.hidden, DTYPE_BYTES[workload.dtype])
-    found = fastest(kernels, message, workload.gemm.k, waves)
+    multiplied_us = gemm_us(machine, workload.gemm, workload.dtype)
+    found = fastest(kernels, message, workload.gemm.k, waves, multiplied_us)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found

@@ -61,11 +61,11 @@ def price(
         sizes = tokens, columns, cut.tile_columns, cut.spare_ctas, world, units
         return 0 if _native is None else _native.product_waves(*sizes)
 
-    found = fastest(known_kernels(machine, fabric, world), message, widest.n, waves)
+    multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
+    found = fastest(known_kernels(machine, fabric, world), message, widest.n, waves, multiplied_us[early])
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
-    multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
     terms = (
         Term("gemm", multiplied_us[early]),
         Term("exposed", us - multiplied_us[early]),

@@ -63,11 +63,11 @@ def price(
         return 0 if _native is None else _native.product_waves(*sizes)
 
     message = Message(gemm.m, gemm.n, DTYPE_BYTES[dtype])
-    found = fastest(known_kernels(machine, fabric, world, op), message, gemm.k, waves)
+    multiplied_us = gemm_us(machine, gemm, dtype)
+    found = fastest(known_kernels(machine, fabric, world, op), message, gemm.k, waves, multiplied_us)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
-    multiplied_us = gemm_us(machine, gemm, dtype)
     terms = (
         Term("gemm", multiplied_us),
         Term("exposed", us - multiplied_us),
