@@ -78,7 +78,7 @@ def fastest(
     """The cut that is predicted fastest, and its time; `waves`: as `Waves`, of a cut.
 
     No less than `gemm_us`, the library's GEMM alone, where rows are longer than any that were measured: there curves
-    are extended, and a kernel that was chosen since they promised less was slower (docs/gemm_overlap.md).
+    are extended, and a kernel that was chosen since they promised less was slower (docs/figures.md).
     """
     if not kernels.by_cut:
         where = (("machine", kernels.machine), ("world", kernels.world))

@@ -32,14 +32,16 @@ void keep_smaller(std::optional<Available>& least, uint64_t num_bytes, const std
 
 // A version of control groups: names of its files.
 struct Names {
-    std::vector<const char*> limits;
+    const char* hard;
+    const char* soft;  // may be exceeded; nullptr: there is none
     const char* usage;
     const char* inactive_file;  // of memory.stat, with the groups below
     const char* active_file;
 };
 
-const Names kVersion1{{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_inactive_file", "total_active_file"};
-const Names kVersion2{{"memory.max", "memory.high"}, "memory.current", "inactive_file", "active_file"};
+const Names kVersion1{"memory.limit_in_bytes", nullptr, "memory.usage_in_bytes", "total_inactive_file",
+                      "total_active_file"};
+const Names kVersion2{"memory.max", "memory.high", "memory.current", "inactive_file", "active_file"};
 
 void add_group(std::optional<Available>& least, const std::string& folder, const Names& names) {
     const std::optional<uint64_t> usage = number_in(folder + "/" + names.usage);
@@ -48,10 +50,14 @@ void add_group(std::optional<Available>& least, const std::string& folder, const
     const uint64_t cache =
         number_of(stat, names.inactive_file).value_or(0) + number_of(stat, names.active_file).value_or(0);
     const uint64_t taken = *usage - std::min(*usage, cache);
-    for (const char* name : names.limits) {
+    for (const char* name : {names.hard, names.soft}) {
+        if (name == nullptr) continue;
         const std::string path = folder + "/" + name;
-        if (const std::optional<uint64_t> limit = number_in(path))
-            keep_smaller(least, *limit - std::min(*limit, taken), path);
+        const std::optional<uint64_t> limit = number_in(path);
+        if (!limit) continue;
+        const uint64_t left = *limit - std::min(*limit, taken);
+        // Nobody runs at a hard limit that leaves nothing: sandboxes say so of groups that have none.
+        if (left > 0 || name == names.soft) keep_smaller(least, left, path);
     }
 }
 
@@ -98,7 +104,7 @@ std::optional<std::string> own_group(const std::string& root, bool is_version_2)
 std::optional<Available> available_memory(const std::string& root) {
     std::optional<Available> least;
     const std::string meminfo = root + "/proc/meminfo";
-    // Sandboxed kernels (gVisor) say 0 beside gigabytes that can be taken: a host that had none would not run this.
+    // Sandboxes say 0 here too, beside gigabytes that can be taken.
     if (const auto kib = number_of(meminfo, "MemAvailable:").value_or(0)) keep_smaller(least, kib * 1024, meminfo);
     for (const Mount& mount : mounts(root)) {
         const std::optional<std::string> group = own_group(root, mount.is_version_2);

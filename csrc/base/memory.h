@@ -13,8 +13,9 @@ struct Available {
 };
 
 // The smallest of what the host and the control groups (versions 1 and 2, with all that are above) would give, page
-// cache counted as free: the system takes it back before anything else. Nothing where none of them says; of the host 0
-// says nothing. Taking more calls the OOM killer. `root` stands before the paths of all files that are read.
+// cache counted as free: the system takes it back before anything else. Nothing where none of them says; 0
+// of the host or of a hard limit says nothing. Taking more calls the OOM killer. `root` stands before the paths of all
+// files that are read.
 std::optional<Available> available_memory(const std::string& root = "");
 
 }  // namespace weave

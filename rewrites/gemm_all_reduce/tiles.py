@@ -97,7 +97,8 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
     graph's, so what is wrong with its price need not be with this one's.
     """
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
-    kernels = known_kernels(machine, fabric, workload.world, HandsOut.NORM if workload.has_norm else HandsOut.SUM)
+    hands_out = _hands_out(workload)
+    kernels = known_kernels(machine, fabric, workload.world, hands_out)
     units = num_units(machine, workload.dtype)
 
     def waves(cut: Cut, tokens: int, hidden: int, _: int) -> int:
@@ -110,9 +111,18 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
-    named, gathered_us = dict(machine.origins), gather_us(machine, workload, fabric)
+    named = dict(machine.origins)
+    gathered_us = gather_us(machine, workload, fabric) if hands_out is HandsOut.NORM else 0.0
     origins = {named[curve.origin].kind for curves in kernels.by_cut[cut].values() for curve in curves}
     return Priced(cut, _estimate(machine, workload, us, gathered_us), gathered_us, origins == {MEASURED})
+
+
+def _hands_out(workload: Workload) -> HandsOut:
+    """What the site needs on every rank. A sum that other sites alone read may stay sharded among them; where it does
+    not, handing it out is charged beside the time that was measured without."""
+    if not workload.has_norm:
+        return HandsOut.SUM
+    return HandsOut.BOTH if workload.sum_is_used and not workload.sum_may_shard else HandsOut.NORM
 
 
 @cache

@@ -11,6 +11,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.chunks import (
     CHUNK_COUNTS,
     ChunkTimes,
+    at_least,
     beside_gemm,
     chunk_counts,
     divided,
@@ -66,6 +67,14 @@ def test_parts_add_up_and_bounds_hold() -> None:
         assert max(gemms + chunks[-1].exchange_us, chunks[0].gemm_us + exchanges) <= found.us + 1e-9
         assert found.us <= alone.us + 1e-9 and alone.overlapped_us == pytest.approx(0.0)
         assert pipelined(chunks, 1.5, 1.2).us >= found.us - 1e-9
+
+
+def test_chunks_take_no_less_than_the_whole() -> None:
+    chunks = [ChunkTimes(30.0, 5.0), ChunkTimes(10.0, 2.0)]
+    assert at_least(chunks, 40.0) == at_least(chunks, 12.0) == chunks
+    assert at_least(chunks, 60.0) == [ChunkTimes(45.0, 5.0), ChunkTimes(15.0, 2.0)]
+    assert at_least([], 60.0) == []
+    assert at_least([ChunkTimes(0.0, 3.0)], 60.0) == [ChunkTimes(0.0, 3.0)]
 
 
 def test_nothing_takes_no_time() -> None:

@@ -99,12 +99,23 @@ def test_nothing_is_known_where_nobody_says(tmp_path: Path) -> None:
 
 
 def test_a_host_that_says_0_says_nothing(tmp_path: Path) -> None:
-    """As sandboxed kernels do."""
+    """As sandboxes do, beside gigabytes that can be taken."""
     assert _native.available_memory(make(tmp_path / "alone", host=0)) is None
     job = group_v2(A_JOB, current=30 * MIB, most=64 * MIB)
     root = make(tmp_path / "job", job, own="0::/system.slice/job\n", mounts=V2.format(top="/") + "\n", host=0)
     assert found(root) == (34, f"/{A_JOB}/memory.max")
     assert _native.Segment.create(3 * MIB, 1, 0, 2, make(tmp_path / "segment", host=0)).fd >= 0
+
+
+def test_a_hard_limit_that_leaves_nothing_says_nothing(tmp_path: Path) -> None:
+    """Sandboxes have the files of a group that has no limit."""
+    jobs = group_v2(A_JOB, current=30 * MIB, most=0), group_v2(A_JOB, current=30 * MIB, most=30 * MIB, high=64 * MIB)
+    for number, (job, left) in enumerate(zip(jobs, (100, 34), strict=True)):
+        root = make(tmp_path / str(number), job, own="0::/system.slice/job\n", mounts=V2.format(top="/") + "\n")
+        assert found(root)[0] == left
+    job = group_v1(f"{TOP}/memory/job", 50 * MIB, 50 * MIB, MIB)
+    root = make(tmp_path / "v1", job, own="4:memory:/job\n", mounts=V1.format(top="/") + "\n", host=0)
+    assert found(root) == (1, f"/{TOP}/memory/job/memory.limit_in_bytes"), "its cache can be taken back"
 
 
 def test_a_segment_beyond_the_limit_is_an_error_with_the_number(tmp_path: Path) -> None:

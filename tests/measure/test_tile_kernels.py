@@ -42,10 +42,11 @@ def machine() -> Machine:
     return draft.machine("made_up")
 
 
-def workload(tokens: int, hidden: int, depth: int, has_norm: bool = True) -> Workload:
+def workload(tokens: int, hidden: int, depth: int, hands_out: HandsOut = HandsOut.NORM) -> Workload:
+    has_norm = hands_out is not HandsOut.SUM
     return Workload(
         tokens, tokens, hidden, "bfloat16", 2, gemm=cost_model.Gemm(tokens, depth, hidden), has_norm=has_norm,
-        num_norms=int(has_norm), sum_is_used=not has_norm,
+        num_norms=int(has_norm), sum_is_used=hands_out is not HandsOut.NORM,
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def test_the_price_is_the_measurement(machine: Machine, tmp_path: Path) -> None:
     assert cost_model.load(str(path)) == machine
     for case in cases(quick=False):
         depth, (hands_out, cut) = case.depth, case.cut
-        of = workload(case.tokens, case.hidden, depth, hands_out is HandsOut.NORM)
+        of = workload(case.tokens, case.hidden, depth, hands_out)
         us, best = priced_us(machine, of)
         assert best.finisher_ctas == 4, "the faster of the two"
         if cut == best:

@@ -50,8 +50,18 @@ def curve(
     return Curve("fused", RULE, MeasuredAs(hands_out, cut, depth).variant, world, points, HIDDEN, *sizes)
 
 
-def pair(shallow_us: float = SHALLOW_US, deep_us: float = DEEP_US, **known: object) -> tuple[Curve, Curve]:
-    return curve(shallow_us, 512, **known), curve(deep_us, 8192, **known)  # type: ignore[arg-type]
+NORMALIZED = (HandsOut.NORM, HandsOut.BOTH)
+
+
+def pair(
+    shallow_us: float = SHALLOW_US,
+    deep_us: float = DEEP_US,
+    hands_out: Sequence[HandsOut] = NORMALIZED,
+    **known: object,
+) -> tuple[Curve, ...]:
+    """At two depths, of each kernel that hands out such rows."""
+    by_depth = ((shallow_us, 512), (deep_us, 8192))
+    return tuple(curve(us, depth, hands_out=each, **known) for each in hands_out for us, depth in by_depth)  # type: ignore[arg-type]
 
 
 Profile = Callable[..., str]
@@ -71,7 +81,7 @@ def profile(tmp_path: Path) -> Profile:
 
 @pytest.fixture
 def machine(profile: Profile) -> str:
-    return profile(*pair(), *pair(hands_out=HandsOut.SUM))
+    return profile(*pair(), *pair(hands_out=(HandsOut.SUM,)))
 
 
 def workload(tokens: int = TOKENS, depth: int = DEPTH, **known: object) -> Workload:
@@ -134,7 +144,7 @@ def test_the_kernels_time_is_the_one_that_was_measured(profile: Profile) -> None
     terms = {term.name: term.us for term in whole.estimate.terms}
     assert terms["gemm"] + terms["exposed"] == pytest.approx(KERNEL_US)
     assert terms["gemm"] == pytest.approx(cost_model.gemm_us(H200, workload().gemm, "bfloat16"))
-    assert terms["gather"] > 0, "the sum is read, and nothing says that only reductions do"
+    assert "gather" not in terms, "the sum is read by more than reductions, and the kernel was measured handing it out"
     assert whole.estimate.relative_error == H200.relative_error, "charged for all of it"
     assert dict(whole.parameters) == {
         "tile_columns": 256, "group_pairs": 1, "finisher_ctas": 4, "measured": True,
@@ -184,11 +194,18 @@ def test_rows_that_begin_another_wave_of_tiles_are_charged_for_it() -> None:
 
 
 def test_the_whole_sum_and_normalized_rows_are_measured_apart(profile: Profile) -> None:
-    known = toy(*pair(), *pair(400.0, 900.0, hands_out=HandsOut.SUM))
+    known = toy(*pair(), *pair(400.0, 900.0, hands_out=(HandsOut.SUM,)))
     apart = workload(depth=8192, has_norm=False, num_norms=0, sum_is_used=True)
     assert kernel_us(known, apart) == pytest.approx(900.0)
     whole, norm_apart = tiles(on_gpus(profile(*pair())))
     assert whole.allowed and [reason.code for reason in norm_apart.rejections] == ["not_measured"]
+
+
+def test_rows_beside_the_whole_sum_are_measured_by_themselves(profile: Profile) -> None:
+    """The graph's sum is read outside of sites: a kernel whose sum stays sharded tells nothing of it."""
+    assert refused(on_gpus(profile(*pair(hands_out=(HandsOut.NORM, HandsOut.SUM))))) == {"not_measured"}
+    [whole] = [each for each in tiles(on_gpus(profile(*pair(hands_out=(HandsOut.BOTH,))))) if each.variant == "tiles"]
+    assert whole.allowed
 
 
 def test_a_machine_without_a_measurement_declines() -> None:

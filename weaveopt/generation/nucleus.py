@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 PARTS = 64
 """Of a row of scores, each searched by a program of its own."""
-MOST_ROWS_BY_PARTS = 2
+MOST_ROWS_BY_PARTS = 4
+"""Of more the whole row is searched at once: docs/generate.md has the times of both."""
 MOST_BY_PARTS = 256
 """Of k: more are searched for in the row at once."""
 BLOCK = 256

@@ -43,6 +43,7 @@ CUTS: Mapping[Kernel, Sizes] = MappingProxyType({
     (HandsOut.NORM, Cut(256, 2, 16)): Sizes(most_depth=SHALLOW),
     (HandsOut.NORM, Cut(128, 2, 4)): Sizes(most_tokens=FEW_TOKENS),
     (HandsOut.SUM, Cut(256, 1, 4)): Sizes(),
+    (HandsOut.BOTH, Cut(256, 1, 4)): Sizes(),
 })  # fmt: skip
 """What was fastest of several: where the GEMM is the longer part, with a longer weight, where the exchange is, and with
 few waves of tiles."""
@@ -73,12 +74,12 @@ def is_supported(case: Case[Kernel], ranks: Ranks) -> bool:
 def call_of(case: Case[Kernel], group: str, world: int) -> GemmReductionCall:
     """The op as compiled graphs call it. Normalized rows may lie in the arena, as where only GEMMs read them."""
     hands_out, cut = case.cut
-    normalizes = hands_out is HandsOut.NORM
+    normalizes, shards = hands_out is not HandsOut.SUM, hands_out is HandsOut.NORM
     reduction = ReductionCall(
         site=f"calibrate.{case}", group=group, fabric=Fabric.PEER, world=world, hidden=case.hidden, dtype="bfloat16",
         out_dtype="bfloat16", max_tokens=case.tokens, post=None,
         norm=NormSpec(NormKind.RMS, EPS, cast_before_weight=True) if normalizes else None,
-        timeout_s=TIMEOUT_S, residual_sharded=normalizes, sum_out=SumOut.SHARDED if normalizes else SumOut.WHOLE,
+        timeout_s=TIMEOUT_S, residual_sharded=shards, sum_out=SumOut.SHARDED if shards else SumOut.WHOLE,
         table=(KernelRow(case.tokens, Algorithm.TWO_SHOT, Transfer.TILES),), normalized_aliases_arena=normalizes,
     )  # fmt: skip
     return GemmReductionCall(reduction, TILES, (), cut)
@@ -90,7 +91,7 @@ def launch(case: Case[Kernel], ranks: Ranks) -> Launch:
     weights = [torch.randn(hidden, depth, device=device, dtype=DTYPE) / depth**0.5 for _ in range(2)]
     # The same on all ranks, as a residual is.
     residual = torch.zeros(tokens, hidden, device=device, dtype=DTYPE)
-    scale = torch.ones(hidden, device=device, dtype=DTYPE) if case.cut[0] is HandsOut.NORM else None
+    scale = torch.ones(hidden, device=device, dtype=DTYPE) if case.cut[0] is not HandsOut.SUM else None
     op, layout = torch.ops.weave.gemm_all_reduce_norm.default, WeightLayout.NK.value
     text = call_of(case, ranks.name, ranks.world).encode()
 

@@ -25,7 +25,9 @@ class HandsOut(StrEnum):
     """Which rows every rank gets."""
 
     NORM = "norm"
+    """Normalized ones; the sum's stay with their owners."""
     SUM = "sum"
+    BOTH = "both"
 
 
 @dataclass(frozen=True)
@@ -73,5 +75,5 @@ def parse_variant(name: str) -> MeasuredAs:
         measured = MeasuredAs(HandsOut(found[1]), Cut(columns, pairs, ctas), depth)
         if measured.cut.is_known and depth > 0:
             return measured
-    expected = f"'{TILES} norm|sum columns=N pairs=P ctas=C k=K', N one of {TILE_COLUMNS}, C even"
+    expected = f"'{TILES} norm|sum|both columns=N pairs=P ctas=C k=K', N one of {TILE_COLUMNS}, C even"
     raise ProfileError(f"a curve of {OP}: found variant {name!r}, expected {expected}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +22,7 @@ from weaveopt.cost_model.machine import MEASURED, Origin
 from weaveopt.fabrics import tcp
 from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import draft, fit
-from weaveopt.measure.clock import Sample, barrier, sample_of, slowest
+from weaveopt.measure.clock import Collectives, Launch, Sample, barrier
 from weaveopt.measure.session import Session
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
@@ -37,7 +36,6 @@ from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transf
 HIDDEN, DTYPE = 4096, torch.bfloat16
 TOKENS = (1, 4, 24, 96, 384)
 """8 KiB to 3 MiB: a single row, which is one host's alone where hosts divide rows, and many."""
-ROUNDS, CALLS = 15, 4
 TIMEOUT_S = 60.0
 SPINS = 9
 SPIN_STEPS = 200_000
@@ -63,11 +61,13 @@ class HostExchanges:
         self.slowdown = _slowdown(session, topology)
         calls = [_call(topology, self.hosts, each, tokens[-1]) for each in ALGORITHMS[Transfer.MESSAGE]]
         tcp.reserve(topology, memory_plan(topology.group.name, calls), 0, TIMEOUT_S)
-        launches: dict[Case, Callable[[], object]] = {}
+        launches: dict[Case, Launch] = {}
         for count in tokens:
             for call in calls:
                 launches[call.table[0].algorithm, count] = _launch(call, count)
-        self.times = _in_turns(session, launches, 3 if session.quick else ROUNDS)
+        session.tell("exchanges between hosts", 0, 1)
+        samples = session.clock.in_turns(list(launches.values()), [0.0] * len(launches), Collectives())
+        self.times = dict(zip(launches, samples, strict=True))
         barrier()
         tcp.release(topology.group.name)
 
@@ -112,7 +112,7 @@ class HostExchanges:
         origin = Origin(
             MEASURED, datetime.date.today().isoformat(), where,
             f"{len(self.times)} exchanges among all ranks as terms that add up, mean error {error:.1%}; "
-            f"torch {torch.__version__}, median, slowest rank",
+            f"torch {torch.__version__}, the fastest pass's median, slowest rank",
             round(statistics.median(sample.spread for sample in self.times.values()), 4),
         )  # fmt: skip
         origins = dict(before.origins) | {self.origin: origin}
@@ -137,27 +137,11 @@ def _call(topology: Topology, hosts: int, algorithm: Algorithm, max_tokens: int)
     )  # fmt: skip
 
 
-def _launch(call: ReductionCall, tokens: int) -> Callable[[], object]:
+def _launch(call: ReductionCall, tokens: int) -> Launch:
     partial = torch.randn(tokens, HIDDEN).to(DTYPE)
     residual, weight = torch.zeros(tokens, HIDDEN, dtype=DTYPE), torch.ones(HIDDEN, dtype=DTYPE)
     op, text = torch.ops.weave.all_reduce_norm.default, call.encode()
-    return lambda: op(partial, None, None, residual, None, None, weight, None, text)
-
-
-def _in_turns(session: Session, launches: Mapping[Case, Callable[[], object]], rounds: int) -> dict[Case, Sample]:
-    """Each case in each round, several calls from a barrier on; the median of the rounds, of the ranks the slowest."""
-    found: dict[Case, list[float]] = {case: [] for case in launches}
-    for turn in range(rounds + 1):
-        session.tell("exchanges between hosts", turn, rounds + 1)
-        for case, launch in launches.items():
-            barrier()
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                launch()
-            if turn:  # the first one binds
-                found[case].append((time.perf_counter() - begin) / CALLS * 1e6)
-    samples = slowest([sample_of(times) for times in found.values()])
-    return dict(zip(found, samples, strict=True))
+    return lambda _: op(partial, None, None, residual, None, None, weight, None, text)
 
 
 def _slowdown(session: Session, topology: Topology) -> float:

@@ -1,0 +1,42 @@
+"""Kernels that hold a GEMM and its exchange, read from curves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weaveopt.cost_model.machine import Curve, Point
+from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest
+
+KERNEL_US, MEASURED_BYTES, ROW, DEPTH = 50.0, 1 << 24, 8192, 4096
+GEMM_US = 80.0
+"""Of the library alone, above what the curve says."""
+
+
+def kernels(row: int) -> Kernels[str]:
+    points = (
+        Point(MEASURED_BYTES >> 2, KERNEL_US / 4),
+        Point(MEASURED_BYTES, KERNEL_US),
+        Point(1 << 28, KERNEL_US * 16),
+    )
+    curve = Curve("fused", "op", "cut", 2, points, row, 1 << 20, 1 << 30)
+    return Kernels("toy", 2, "k", {"cut": {2048: (curve,), 8192: (replace(curve),)}})
+
+
+def us_of(message: Message, measured_row: int = ROW) -> float:
+    found = fastest(kernels(measured_row), message, DEPTH, lambda *_: 0, GEMM_US)
+    assert not isinstance(found, Unmeasured), found
+    return found[1]
+
+
+def test_longer_rows_than_measured_take_no_less_than_the_librarys_gemm() -> None:
+    tokens = MEASURED_BYTES // (2 * ROW)
+    assert us_of(Message(tokens, ROW, 2)) == pytest.approx(KERNEL_US)
+    assert us_of(Message(2 * tokens, ROW // 2, 2)) == pytest.approx(KERNEL_US)
+    assert us_of(Message(tokens // 2, 2 * ROW, 2)) == GEMM_US
+    assert us_of(Message(2 * tokens, 2 * ROW, 2)) > GEMM_US, "four times as much: the curve is above the GEMM"
+
+
+def test_curves_that_do_not_tell_their_rows_count_for_all() -> None:
+    assert us_of(Message(MEASURED_BYTES // (4 * ROW), 2 * ROW, 2), measured_row=0) == pytest.approx(KERNEL_US)
