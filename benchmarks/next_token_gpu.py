@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,8 +63,8 @@ def row_of(batch: int) -> record.Row:
     sets = [torch.randn(batch, VOCABULARY, device="cuda", generator=generator) for _ in range(NUM_ROUTINGS)]
     scores = sets[0]
     searches: dict[str, Callable[[Tensor], Tensor]] = {"largest_whole": whole}
-    searches |= {f"largest_{parts}_parts": lambda x, parts=parts: by_parts(x, parts) for parts in PARTS}
-    searches |= {f"largest_sorted_{size}": lambda x, size=size: by_sorted_parts(x, size) for size in SORTED}
+    searches |= {f"largest_{parts}_parts": partial(by_parts, parts=parts) for parts in PARTS}
+    searches |= {f"largest_sorted_{size}": partial(by_sorted_parts, size=size) for size in SORTED}
     for name, search in searches.items():
         assert torch.equal(search(scores), whole(scores)), name
     chosen = {"weave": torch.compile(ours, dynamic=False), "transformers": theirs}

@@ -127,11 +127,11 @@ def row_of(place: Place, name: str, layer: Layer, tokens: int, profile: str) -> 
         scale = theirs.float().abs().max()
         worst = (mine.float() - theirs.float()).abs().max() / scale
         assert worst < 3e-2, f"{name}, {tokens} tokens, rank {place.rank}: off by {worst:.3f} of {scale:.3f}"
-    us = _times(
+    both = _times(
         place, {"weave": lambda: step(attended, residual), "strong_sequence": lambda: strong(attended, residual)}
     )
-    baselines = {"strong_sequence": us["strong_sequence"]}
-    return record.row(case=case, weave_us=us["weave"], baselines=baselines, parameters={**told, "same": False})
+    baselines = {"strong_sequence": both["strong_sequence"]}
+    return record.row(case=case, weave_us=both["weave"], baselines=baselines, parameters={**told, "same": False})
 
 
 def _times(place: Place, steps: dict[str, Callable[[], object]]) -> dict[str, float]:
