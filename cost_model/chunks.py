@@ -66,8 +66,8 @@ def chunk_counts(rows: int, waves: Waves | None) -> tuple[int, ...]:
 def at_least(chunks: Sequence[ChunkTimes], whole_us: float) -> list[ChunkTimes]:
     """The chunks, whose GEMMs take together no less than the whole GEMM, each its share.
 
-    Prices of single GEMMs are apart by a few percent from size to size. A library that had a faster way in parts would
-    take it for the whole, so less is the prices' error.
+    The price of each size errs by itself. A library that had a faster way in parts would take it for the whole, so less
+    is the prices' error.
     """
     together_us = sum(each.gemm_us for each in chunks)
     factor = max(1.0, whole_us / together_us) if together_us > 0 else 1.0

@@ -132,8 +132,8 @@ class GpuParts:
 _GPU_LAUNCHES = 6
 """Kernels of a call: dispatch, two that route, two GEMMs, the sum."""
 _COUNT_CALLS = 2
-"""What the host does before the kernels where ranks hold batches of their own, each as dear for it as a kernel: into
-native code, and the hosts' words to each other. No device is waited for."""
+"""What the host does before the kernels where ranks hold batches of their own, each taken to be as dear as a kernel,
+which was not measured: into native code, and the hosts' words to each other. No device is waited for."""
 
 
 def gpu_parts(
