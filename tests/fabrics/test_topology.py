@@ -1,7 +1,8 @@
-"""Topologies that are made up, and what they say of fabrics."""
+"""Topologies that are made up, what they say of fabrics, and how ranks meet."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -110,6 +111,27 @@ def run_peer_access(rank: int) -> list[tuple[int, int] | None]:
 def test_ranks_ask_whether_their_gpus_reach_each_other() -> None:
     """All hear of a pair that only one of it knows of; GPUs that a process does not see are not known to be apart."""
     assert run_ranks(run_peer_access, 3) == [[None, (1, 2), None]] * 3
+
+
+def run_slow_readers(rank: int) -> list[str]:
+    """Rank 0, which has the store, ends as soon as it may; the others are slow to read what was told."""
+    channel = topology.exchange(dist.new_group([0, 1, 2]).group_name, 30.0)
+    if rank != 0:
+        store = channel._store
+
+        def read(key: str) -> bytes:
+            time.sleep(0.25)
+            return store.get(key)
+
+        slow = SimpleNamespace(set=store.set, wait=store.wait, check=store.check, get=read)
+        channel._store = slow  # type: ignore[assignment]
+    told = channel.gather({"text": f"of {rank}"}, "a test", 30.0)
+    channel.settle()
+    return [str(each["text"]) for each in told]
+
+
+def test_whoever_has_the_store_stays_until_all_have_read() -> None:
+    assert run_ranks(run_slow_readers, 3) == [["of 0", "of 1", "of 2"]] * 3
 
 
 def test_ranks_that_do_not_spread_evenly_are_refused() -> None:

@@ -152,8 +152,12 @@ def test_groups_that_overlap_too_far_are_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(binding, "_gather", gather)
     known = SimpleNamespace(group=SimpleNamespace(ranks=(4, 6)))
     monkeypatch.setattr(binding.topology, "discover", lambda group, timeout_s: known)
+    settled: list[str] = []
+    channel = SimpleNamespace(settle=lambda: settled.append("once"))
+    monkeypatch.setattr(binding.topology, "exchange", lambda group, timeout_s: channel)
     with pytest.raises(AgreementError, match=r"group 'a': ranks \[6\] of \(4, 6\) have to leave .*\(no memory\)"):
         binding._spread("", ["a"], TIMEOUT_S)
+    assert settled == ["once"], "rank 4 may have the store"
 
 
 def test_the_report_of_an_unbound_graph_says_what_ran() -> None:

@@ -38,6 +38,7 @@ def first_difference(group: str, where: str, values: Sequence[Named], timeout_s:
     for name, first in everyone[0].items():
         for rank, other in zip(ranks[1:], everyone[1:], strict=True):
             if not _close(first, other.get(name, [])):
+                channel.settle()
                 return (
                     f"{where}: the {name} on rank {ranks[0]} is not the one on rank {rank}. The rewrite needs it "
                     f"replicated on all ranks of group {group!r}, as under tensor parallelism"

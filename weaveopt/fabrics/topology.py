@@ -6,6 +6,7 @@ for captures that run without peers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -101,6 +102,8 @@ _WHAT = "what"
 """Beside every payload: what its rank wanted to agree on."""
 _STORE_ANSWERS_S = 5.0
 """What the store gets to answer what it can answer at once, beyond a timeout that it was asked to wait for."""
+_ALL_READ_S = 5.0
+"""How long rank 0 waits, where it is about to fail, until the others have read what all told."""
 
 
 class Exchange:
@@ -159,11 +162,30 @@ class Exchange:
             )
         for rank, other in zip(self.group.ranks, answer, strict=True):
             if other[_WHAT] != what and other.keys() != payload.keys() | {_WHAT}:
+                self.settle()
                 raise AgreementError(
                     f"{where}: rank {self.group.ranks[self.group.rank]} is at {what!r} while rank {rank} is at "
                     f"{other[_WHAT]!r}: ranks of a group must do the same in the same order"
                 )
         return answer
+
+    def settle(self) -> None:
+        """Has rank 0 wait until all have read what was told last, a few seconds at most.
+
+        For ranks that raise because of it: rank 0 may have the store, and end. The others would be told that the
+        store failed, not what they disagreed on.
+        """
+        if self.group.ranks[self.group.rank] != 0:
+            return
+        keys = [f"{self._num_rounds - 1}/{rank}/read" for rank in range(len(self.group.ranks))]
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):  # one is gone, or late: nobody can wait for it
+                self._store.wait(keys, timedelta(seconds=_ALL_READ_S))
+
+        thread = threading.Thread(target=wait, name="weaveopt-store", daemon=True)
+        thread.start()
+        thread.join(_ALL_READ_S)
 
     def _meet(self, keys: list[str], payload: Payload, timeout_s: float) -> tuple[Payload, ...] | list[int]:
         """Everyone's payload, or the ranks whose payload did not come. Raises what the store raises."""
@@ -175,7 +197,9 @@ class Exchange:
             if missing:
                 return missing
             raise
-        return tuple(json.loads(self._store.get(key)) for key in keys)
+        told = tuple(json.loads(self._store.get(key)) for key in keys)
+        self._store.set(f"{keys[self.group.rank]}/read", "")
+        return told
 
 
 @dataclass(frozen=True)
@@ -236,6 +260,7 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
     payloads = channel.gather(own, "the topology", timeout_s)
     devices = tuple(str(p["device"]) for p in payloads)
     if len(set(devices)) > 1:
+        channel.settle()
         raise AgreementError(f"group {group_name!r}: ranks {ranks} use different devices: {devices}")
     found = Topology(group, tuple(str(p["host"]) for p in payloads), device)
     described = gpus.gpus_of(payloads)

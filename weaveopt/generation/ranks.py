@@ -55,6 +55,7 @@ def agree_on_failure(group: str, what: str, why: str, timeout_s: float) -> None:
     told = channel.gather({"uncompiled": what}, purpose, timeout_s)
     for rank, each in zip(channel.group.ranks, told, strict=True):
         if each["uncompiled"] != what:
+            channel.settle()
             raise AgreementError(
                 f"group {group!r}: rank {channel.group.ranks[channel.group.rank]} is at {purpose!r} while rank {rank} "
                 f"could not compile {each['uncompiled']}: start all ranks with the same options, versions and model"

@@ -117,6 +117,7 @@ def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:
         without = [rank for rank, each in zip(ranks, told, strict=True) if each["why"]]
         if without and len(without) < len(ranks):
             found = next(each["why"] for each in told if each["why"])
+            topology.exchange(group, timeout_s).settle()
             raise AgreementError(
                 f"group {group!r}: ranks {without} of {ranks} have to leave a graph as it was ({found}), and the "
                 'others did not hear of it in time: switch rewriting off with options={"disable": [...]}'
@@ -215,6 +216,7 @@ def _compare(group: str, document: Document, num_groups: int, timeout_s: float) 
         difference = _first_difference(told[0], other)
         if difference is not None:
             what, ours, theirs = difference
+            topology.exchange(group, timeout_s).settle()
             raise AgreementError(
                 f"group {group!r}: ranks {ranks[0]} and {rank} differ in {what}: "
                 f"rank {ranks[0]} has {ours}, rank {rank} has {theirs}. Start all ranks with the same "
@@ -229,6 +231,7 @@ def _gather(group: str, document: Document, what: str, timeout_s: float) -> tupl
     records = channel.gather(payload, what, timeout_s)
     for rank, record in zip(channel.group.ranks, records, strict=True):
         if record["step"] != what:
+            channel.settle()
             raise AgreementError(
                 f"group {group!r}: rank {channel.group.ranks[channel.group.rank]} is at {what!r} while rank {rank} is "
                 f"at {record['step']!r}: the ranks compiled different numbers of graphs"

@@ -27,10 +27,12 @@ def reserve(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> b
     """
     group, timeout_s = call.group, call.timeout_s
     known = topology.discover(group, timeout_s)
-    told = topology.exchange(group, timeout_s).gather({"call": text}, "an exchange of experts", timeout_s)
+    channel = topology.exchange(group, timeout_s)
+    told = channel.gather({"call": text}, "an exchange of experts", timeout_s)
     calls, ranks = [str(record["call"]) for record in told], known.group.ranks
     for rank, other in zip(ranks, calls, strict=True):
         if other != calls[0]:
+            channel.settle()
             raise AgreementError(
                 f"group {group!r}: rank {ranks[0]} exchanges experts by {calls[0]}, rank {rank} by {other}. Start all "
                 "ranks with the same options, versions and model."
