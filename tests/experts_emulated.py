@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 
-from tests import experts_routing
+from tests import emulated_build, experts_routing
+from tests.emulated_build import EMULATED
 from tests.experts_routing import plain
 from weaveopt import _native
 from weaveopt.expert_kernels.call import ExpertsCall
@@ -23,8 +19,6 @@ from weaveopt.ops.moe_experts.cpu import combine
 
 Tensor = torch.Tensor
 
-HERE = Path(__file__).parent
-SOURCES = HERE / "emulated_gpu"
 FIRST_WIDE, SECOND_WIDE = 1, 2
 POISON = -777.0
 """In results before a call."""
@@ -52,19 +46,9 @@ class NativeCall(ctypes.Structure):
     )
 
 
-@cache
 def library(name: str = "moe_experts") -> ctypes.CDLL:
-    """Built once a process; its function `run` says what failed, or nothing."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "no C++ compiler, with which the native module is built too"
-    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / f"{name}.so"
-    command = [compiler, "-std=c++17", "-O2", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{SOURCES}"]
-    command += [f"-I{HERE.parent / 'csrc'}", str(SOURCES / f"{name}.cpp"), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = ctypes.CDLL(str(built))
-    found.run.restype = ctypes.c_char_p
-    return found
+    """Of `tests/emulated_gpu`; its function `run` says what failed, or nothing."""
+    return emulated_build.library((EMULATED / f"{name}.cpp",), (EMULATED,), flags=("-O2",))
 
 
 def routed(experts: Tensor, shape: Shape, tile_rows: int) -> tuple[Tensor, Tensor]:

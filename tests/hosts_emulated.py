@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 
+from tests import emulated_build
+from tests.emulated_build import CSRC, EMULATED
+
 Tensor = torch.Tensor
 
-HERE = Path(__file__).parent
-EMULATED = HERE / "emulated_gpu"
-CSRC = HERE.parent / "csrc"
 EPS = 1e-5
 POISON = -777.0
 """In results before a call."""
@@ -84,22 +80,11 @@ class Made:
     weight: Tensor
 
 
-@cache
 def library(csrc: Path = CSRC) -> ctypes.CDLL:
-    """Built once a process; from other sources than the package's only what cases of one vector of bf16 run."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "no C++ compiler, with which the native module is built too"
-    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / "between_hosts.so"
-    command = [compiler, "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{EMULATED / 'hosts'}"]
-    sources = [EMULATED / "between_hosts.cpp"]
-    sources += [csrc / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
-    command += ["-DONE_VECTOR_OF_BF16"] if csrc != CSRC else []
-    command += [f"-I{csrc}", *map(str, sources), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = ctypes.CDLL(str(built))
-    found.run.restype = ctypes.c_char_p
-    return found
+    """From other sources than the package's only what cases of one vector of bf16 run."""
+    sources = [csrc / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
+    flags = ("-O1", "-DONE_VECTOR_OF_BF16") if csrc != CSRC else ("-O1",)
+    return emulated_build.library((EMULATED / "between_hosts.cpp", *sources), (EMULATED / "hosts",), csrc, flags)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 
+from tests import emulated_build
+from tests.emulated_build import CSRC, EMULATED
+
 Tensor = torch.Tensor
 
-HERE = Path(__file__).parent
-EMULATED = HERE / "emulated_gpu" / "hosts"
 POISON = -777.0
 """In results before a call."""
 
@@ -75,19 +72,9 @@ class Made:
     moved: tuple[tuple[int, int], ...]
 
 
-@cache
-def library(csrc: Path = HERE.parent / "csrc") -> ctypes.CDLL:
-    """Built once a process."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "no C++ compiler, with which the native module is built too"
-    built = Path(tempfile.mkdtemp(prefix="weave_emulated_")) / "sharded_rows.so"
-    command = [compiler, "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{EMULATED}", f"-I{csrc}"]
-    command += [str(EMULATED.parent / "sharded_rows.cpp"), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = ctypes.CDLL(str(built))
-    found.run.restype = ctypes.c_char_p
-    return found
+def library(csrc: Path = CSRC) -> ctypes.CDLL:
+    """Its function `run` says what failed, or nothing."""
+    return emulated_build.library((EMULATED / "sharded_rows.cpp",), (EMULATED / "hosts",), csrc)
 
 
 def chosen(case: Case, tokens: int, random: torch.Generator) -> Tensor:

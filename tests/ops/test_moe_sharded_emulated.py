@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sharded_emulated import HERE, Case, run
+from tests.emulated_build import CSRC
+from tests.sharded_emulated import Case, run
 
 
 def expect_right(case: Case) -> None:
@@ -91,7 +92,7 @@ MISTAKES = {
 def test_mistakes_show(mistake: str, tmp_path: Path) -> None:
     """What these tests are for: each of these lines is needed."""
     csrc = tmp_path / "csrc"
-    shutil.copytree(HERE.parent / "csrc", csrc)
+    shutil.copytree(CSRC, csrc)
     path, (right, wrong) = csrc / "moe_sharded" / "exchange.cuh", MISTAKES[mistake]
     text = path.read_text()
     assert text.count(right) == 1, f"{mistake}: {text.count(right)} places"
