@@ -70,8 +70,24 @@ def at_least(chunks: Sequence[ChunkTimes], whole_us: float) -> list[ChunkTimes]:
     is the prices' error.
     """
     together_us = sum(each.gemm_us for each in chunks)
-    factor = max(1.0, whole_us / together_us) if together_us > 0 else 1.0
+    if not 0 < together_us < whole_us:
+        return list(chunks)
+    factor = whole_us / together_us
     return [replace(each, gemm_us=each.gemm_us * factor) for each in chunks]
+
+
+def least_us(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> float:
+    """No pipeline of the chunks is shorter, see `pipelined`.
+
+    A microsecond in which both run does 1/gemm_factor + 1/exchange_factor of work. The first GEMM and the last exchange
+    run alone, so there are no more of them than the others fill.
+    """
+    if not chunks:
+        return 0.0
+    gemm_us, exchange_us = sum(each.gemm_us for each in chunks), sum(each.exchange_us for each in chunks)
+    hideable = (gemm_us - chunks[0].gemm_us) * gemm_factor, (exchange_us - chunks[-1].exchange_us) * exchange_factor
+    won = max(1 / gemm_factor + 1 / exchange_factor - 1, 0.0)
+    return gemm_us + exchange_us - won * min(hideable)
 
 
 def one_by_one(chunks: Sequence[ChunkTimes]) -> Pipeline:

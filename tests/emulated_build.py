@@ -30,7 +30,9 @@ def library(
     command += [f"-I{folder}" for folder in (*includes, csrc)] + [str(source) for source in sources]
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()), "emulated")
     folder.mkdir(parents=True, exist_ok=True)
-    built = folder / f"{hashlib.sha256(repr((command, _contents(EMULATED), _contents(csrc))).encode()).hexdigest()}.so"
+    # Not where they lie, as copies of `csrc` with a mistake in them lie elsewhere in every run.
+    text = repr((command, _contents(EMULATED), _contents(csrc))).replace(str(csrc), "csrc")
+    built = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.so"
     if not built.exists():
         unfinished = built.with_suffix(f".{os.getpid()}")
         done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=False)

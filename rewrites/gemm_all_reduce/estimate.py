@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from weaveopt.cost_model import host_us
@@ -14,6 +14,7 @@ from weaveopt.cost_model.chunks import (
     beside_gemm,
     chunk_counts,
     divided,
+    least_us,
     one_by_one,
     pipelined,
 )
@@ -74,6 +75,30 @@ def divisions(machine: Machine, workload: Workload) -> Iterator[tuple[int, ...]]
             yield rows
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Chunks of one site. Each size is made once, as many divisions have it."""
+
+    machine: Machine
+    workload: Workload
+    _made: dict[int, Workload] = field(default_factory=dict)
+
+    def times(self, exchange: Exchange, rows: int) -> ChunkTimes:
+        chunk = self._made.get(rows)
+        if chunk is None:
+            chunk = self._made[rows] = at_tokens(self.workload, rows)
+        return _times(self.machine, chunk, exchange)
+
+    def chunks(self, exchange: Exchange, rows: Sequence[int]) -> list[ChunkTimes]:
+        times = {each: self.times(exchange, each) for each in set(rows)}
+        return at_least([times[each] for each in rows], self.times(exchange, self.workload.tokens).gemm_us)
+
+    def waited_us(self, num_chunks: int) -> float:
+        """What the host takes."""
+        slowdown = self.machine.oversubscription(self.workload.world, self.workload.hosts)
+        return num_chunks * host_us(self.machine) * slowdown
+
+
 def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, rows: Sequence[int]) -> Chunked:
     """The site in chunks of `rows`.
 
@@ -81,32 +106,52 @@ def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, ro
     nothing hides; `overlapped`, what running both at once changes; `host`. The model's own error is charged for all
     of it: the GEMMs of chunks are not the graph's, so that what is wrong with its price need not be with theirs.
     """
-    times = {each: _chunk_times(machine, workload, exchange, each) for each in set(rows)}
-    whole_us = _chunk_times(machine, workload, exchange, workload.tokens).gemm_us
-    chunks = at_least([times[each] for each in rows], whole_us)
+    sizes = _Sizes(machine, workload)
+    return _chunked(sizes, exchange, rows, sizes.chunks(exchange, rows))
+
+
+def _chunked(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> Chunked:
     beside = exchange.beside
     pipeline = one_by_one(chunks) if beside is None else pipelined(chunks, beside.gemm, beside.communication)
-    slowdown = machine.oversubscription(workload.world, workload.hosts)
-    waited_us = len(rows) * host_us(machine) * slowdown
     terms = (
         Term("gemm", pipeline.gemm_us),
         Term("exchange", pipeline.exchange_us),
         Term("overlapped", pipeline.overlapped_us),
         Term("last chunk", pipeline.last_us),
-        Term("host", waited_us),
+        Term("host", sizes.waited_us(len(rows))),
     )
     kept = tuple(term for term in terms if term.us != 0.0)
-    return Chunked(exchange, tuple(rows), pipeline, Estimate(kept, machine.relative_error))
+    return Chunked(exchange, tuple(rows), pipeline, Estimate(kept, sizes.machine.relative_error))
+
+
+def _least_us(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> float:
+    """`_chunked` finds no less."""
+    beside = exchange.beside
+    pipeline_us = one_by_one(chunks).us if beside is None else least_us(chunks, beside.gemm, beside.communication)
+    return pipeline_us + sizes.waited_us(len(rows))
+
+
+_ROUNDING = 1e-9
+"""By which a sum may differ from one of the same terms in another order."""
 
 
 def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]) -> Chunked | None:
     """The division and exchange predicted fastest, of equally fast ones the first; None where there is no division."""
-    found = [
-        estimate_chunks(machine, workload, exchange, rows)
+    sizes = _Sizes(machine, workload)
+    ways = [
+        (exchange, rows, sizes.chunks(exchange, rows))
         for rows in divisions(machine, workload)
-        for exchange in _fastest(machine, workload, exchanges, rows[0])
+        for exchange in _fastest(sizes, exchanges, rows[0])
     ]
-    return min(found, key=lambda each: each.estimate.us, default=None)
+    least_of = [_least_us(sizes, *way) for way in ways]
+    best: tuple[float, int, Chunked] | None = None
+    for least, index in sorted(zip(least_of, range(len(ways)), strict=True)):
+        if best is not None and least * (1 - _ROUNDING) > best[0]:
+            break  # neither this way nor any behind it is faster
+        found = _chunked(sizes, *ways[index])
+        if best is None or (found.estimate.us, index) < best[:2]:
+            best = found.estimate.us, index, found
+    return None if best is None else best[2]
 
 
 def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exchange:
@@ -114,21 +159,17 @@ def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exch
     return Exchange(fabric, kernel.algorithm, kernel, beside_gemm(machine, kernel.num_ctas))
 
 
-def _fastest(machine: Machine, workload: Workload, exchanges: Sequence[Exchange], rows: int) -> list[Exchange]:
+def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Exchange]:
     """Of exchanges that disturb a GEMM alike, the fastest for chunks of `rows`."""
-    message_bytes = workload.message_bytes // max(workload.tokens, 1) * rows
+    message_bytes = sizes.workload.message_bytes // max(sizes.workload.tokens, 1) * rows
     best: dict[ContentionRow | None, tuple[float, Exchange]] = {}
     for exchange in exchanges:
         if exchange.kernel is not None and not exchange.kernel.covers(message_bytes):
             continue
-        us = _chunk_times(machine, workload, exchange, rows).exchange_us
+        us = sizes.times(exchange, rows).exchange_us
         if exchange.beside not in best or us < best[exchange.beside][0]:
             best[exchange.beside] = us, exchange
     return [exchange for _, exchange in best.values()]
-
-
-def _chunk_times(machine: Machine, workload: Workload, exchange: Exchange, rows: int) -> ChunkTimes:
-    return _times(machine, at_tokens(workload, rows), exchange)
 
 
 @lru_cache(maxsize=16384)

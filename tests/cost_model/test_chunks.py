@@ -15,6 +15,7 @@ from weaveopt.cost_model.chunks import (
     beside_gemm,
     chunk_counts,
     divided,
+    least_us,
     one_by_one,
     pipelined,
 )
@@ -67,6 +68,24 @@ def test_parts_add_up_and_bounds_hold() -> None:
         assert max(gemms + chunks[-1].exchange_us, chunks[0].gemm_us + exchanges) <= found.us + 1e-9
         assert found.us <= alone.us + 1e-9 and alone.overlapped_us == pytest.approx(0.0)
         assert pipelined(chunks, 1.5, 1.2).us >= found.us - 1e-9
+
+
+def test_no_pipeline_is_shorter_than_the_least() -> None:
+    generator = random.Random(5)
+    near = 0
+    for _ in range(300):
+        count, even = generator.randint(1, 8), generator.random() < 0.5
+        gemm_us, sent_us = generator.uniform(1, 50), generator.uniform(1, 50)
+        chunks = [
+            ChunkTimes(gemm_us, sent_us) if even else ChunkTimes(generator.uniform(0, 50), generator.uniform(0, 50))
+            for _ in range(count)
+        ]
+        factors = generator.uniform(1, 2.5), generator.uniform(1, 2.5)
+        least, found = least_us(chunks, *factors), pipelined(chunks, *factors).us
+        assert least <= found * (1 + 1e-9), (chunks, factors)
+        near += least >= 0.98 * found
+    assert near > 100, "a bound that is far below bounds nothing"
+    assert least_us((), 1.0, 1.0) == 0.0
 
 
 def test_chunks_take_no_less_than_the_whole() -> None:
