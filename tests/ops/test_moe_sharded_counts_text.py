@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sharded_emulated import HERE
+from tests.emulated_build import CSRC, EMULATED
 
-CSRC = HERE.parent / "csrc"
 COUNTS = CSRC / "moe_sharded" / "counts.cpp"
 AROUND = ("fabric/shm.cpp", "base/memory.cpp", "base/process.cpp")
 FAULTS = {
@@ -38,7 +37,7 @@ def compile_with(*arguments: str) -> None:
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of all but the counts."""
     folder = tmp_path_factory.mktemp("objects")
-    sources = [HERE / "emulated_gpu" / "token_counts.cpp", *(CSRC / each for each in AROUND)]
+    sources = [EMULATED / "token_counts.cpp", *(CSRC / each for each in AROUND)]
     made = [str(folder / f"{each.stem}.o") for each in sources]
     for source, to in zip(sources, made, strict=True):
         compile_with("-c", f"-I{CSRC}", str(source), "-o", to)
