@@ -29,9 +29,11 @@ GENERATE_ARGS ?=
 HOSTS_DEMO_ARGS ?=
 
 # The distribution's Python first, where it can make an environment: it is built with more optimization than one that a
-# version manager compiled on this host, and a fifth to a third faster in tests.
+# version manager compiled on this host, and the tests are mostly Python.
 PYTHONS := $(or $(PYTHON),/usr/bin/python3 python3 python3.12 python3.11)
-# Of a Python: new enough, with what makes environments, and with the headers that native code needs.
+RECENT := 'import sys; sys.exit(sys.version_info < (3, 11))'
+# Recent, with what makes environments, and with the headers that native code needs. Of one that is only recent, the
+# rules below say what it lacks.
 USABLE := 'import ensurepip, os, sys, sysconfig, venv; \
     sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 
@@ -103,10 +105,8 @@ $(INSTALLED): requirements.txt
 	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }
 	@python=; for candidate in $(PYTHONS); do \
 	    if "$$candidate" -c $(USABLE) 2>/dev/null; then python=$$candidate; break; fi; \
+	    if [ -z "$$python" ] && "$$candidate" -c $(RECENT) 2>/dev/null; then python=$$candidate; fi; \
 	done; \
-	if [ -z "$$python" ]; then for candidate in $(PYTHONS); do \
-	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
-	done; fi; \
 	if [ -z "$$python" ]; then echo "weaveopt: no Python of at least 3.11 found: install python3.12, or name one with PYTHON=" >&2; exit 1; fi; \
 	"$$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
 	    || { echo "weaveopt: Python.h of $$python not found: install its headers (apt install python3-dev)" >&2; exit 1; }; \

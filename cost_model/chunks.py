@@ -17,6 +17,9 @@ from weaveopt.cost_model.schedule import Stream, Task, schedule_streams
 CHUNK_COUNTS = (2, 3, 4, 6, 8, 12, 16)
 """Numbers of chunks that are compared. The best pipeline is flat around its best number."""
 
+ROUNDING = 1e-9
+"""By which a sum of times may differ from that of the same times in another order."""
+
 
 @dataclass(frozen=True)
 class ChunkTimes:
@@ -79,8 +82,8 @@ def at_least(chunks: Sequence[ChunkTimes], whole_us: float) -> list[ChunkTimes]:
 def least_us(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> float:
     """No pipeline of the chunks is shorter, see `pipelined`.
 
-    A microsecond in which both run does 1/gemm_factor + 1/exchange_factor of work. The first GEMM and the last exchange
-    run alone, so there are no more of them than the others fill.
+    A microsecond in which both run does 1/gemm_factor + 1/exchange_factor of work, one in which one runs does 1. The
+    first GEMM and the last exchange have nothing beside them; both run no longer than what is left of either takes.
     """
     if not chunks:
         return 0.0

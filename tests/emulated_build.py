@@ -7,13 +7,21 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 EMULATED = Path(__file__).parent / "emulated_gpu"
 CSRC = Path(__file__).parents[1] / "csrc"
+
+
+def compile_with(*arguments: str) -> None:
+    """Runs the C++ compiler; fails with what it says if it does."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler, "no C++ compiler, with which the native module is built too"
+    command = [compiler, "-std=c++17", "-fPIC", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @cache
@@ -24,19 +32,16 @@ def library(
 
     Its function `run` says what failed, or nothing.
     """
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "no C++ compiler, with which the native module is built too"
-    command = [compiler, "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC", *flags]
-    command += [f"-I{folder}" for folder in (*includes, csrc)] + [str(source) for source in sources]
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()), "emulated")
+    arguments = ["-Wno-unknown-pragmas", "-shared", *flags]
+    arguments += [f"-I{folder}" for folder in (*includes, csrc)] + [str(source) for source in sources]
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "emulated")  # of this run's user, see conftest.py
     folder.mkdir(parents=True, exist_ok=True)
     # Not where they lie, as copies of `csrc` with a mistake in them lie elsewhere in every run.
-    text = repr((command, _contents(EMULATED), _contents(csrc))).replace(str(csrc), "csrc")
+    text = repr((arguments, _contents(EMULATED), _contents(csrc))).replace(str(csrc), "csrc")
     built = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.so"
     if not built.exists():
         unfinished = built.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        compile_with(*arguments, "-o", str(unfinished))
         unfinished.replace(built)
     found = ctypes.CDLL(str(built))
     found.run.restype = ctypes.c_char_p

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from weaveopt.cost_model import host_us
 from weaveopt.cost_model.chunks import (
+    ROUNDING,
     ChunkTimes,
     Pipeline,
     at_least,
@@ -131,10 +132,6 @@ def _least_us(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Se
     return pipeline_us + sizes.waited_us(len(rows))
 
 
-_ROUNDING = 1e-9
-"""By which a sum may differ from one of the same terms in another order."""
-
-
 def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]) -> Chunked | None:
     """The division and exchange predicted fastest, of equally fast ones the first; None where there is no division."""
     sizes = _Sizes(machine, workload)
@@ -146,7 +143,7 @@ def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchan
     least_of = [_least_us(sizes, *way) for way in ways]
     best: tuple[float, int, Chunked] | None = None
     for least, index in sorted(zip(least_of, range(len(ways)), strict=True)):
-        if best is not None and least * (1 - _ROUNDING) > best[0]:
+        if best is not None and least * (1 - ROUNDING) > best[0]:
             break  # neither this way nor any behind it is faster
         found = _chunked(sizes, *ways[index])
         if best is None or (found.estimate.us, index) < best[:2]:

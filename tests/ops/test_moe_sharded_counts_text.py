@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.emulated_build import CSRC, EMULATED
+from tests.emulated_build import CSRC, EMULATED, compile_with
 
 COUNTS = CSRC / "moe_sharded" / "counts.cpp"
+FLAGS = ("-O1", "-pthread")
 AROUND = ("fabric/shm.cpp", "base/memory.cpp", "base/process.cpp")
 FAULTS = {
     "the count is not sent": ("        count(group_.rank(), group_.epoch() + 1) = tokens;\n", ""),
@@ -25,14 +24,6 @@ FAULTS = {
 }
 
 
-def compile_with(*arguments: str) -> None:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "no C++ compiler, with which the native module is built too"
-    command = [compiler, "-std=c++17", "-O1", "-fPIC", "-pthread", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of all but the counts."""
@@ -40,14 +31,14 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     sources = [EMULATED / "token_counts.cpp", *(CSRC / each for each in AROUND)]
     made = [str(folder / f"{each.stem}.o") for each in sources]
     for source, to in zip(sources, made, strict=True):
-        compile_with("-c", f"-I{CSRC}", str(source), "-o", to)
+        compile_with(*FLAGS, "-c", f"-I{CSRC}", str(source), "-o", to)
     return made
 
 
 def num_wrong(counts: Path, objects: list[str], folder: Path, world: int, num_calls: int) -> int:
     """Of all ranks' results."""
     built = folder / "token_counts.so"
-    compile_with("-shared", f"-I{CSRC}", str(counts), *objects, "-o", str(built))
+    compile_with(*FLAGS, "-shared", f"-I{CSRC}", str(counts), *objects, "-o", str(built))
     library = ctypes.CDLL(str(built))
     library.run.restype = ctypes.c_int64
     library.run.argtypes = (ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_double)
