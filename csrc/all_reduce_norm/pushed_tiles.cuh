@@ -47,8 +47,6 @@ constexpr int kTeamWarps = kTeamThreads / 32;
 constexpr int kTeamVecs = 8;
 constexpr int kMostRowBytes = kTeamThreads * kTeamVecs * 16;
 constexpr int kVecsAtOnce = 4;
-// Of CTAs that compute no tiles: a claim takes as long as a row.
-constexpr int32_t kRowsAClaim = 4;
 
 struct PushedTiles {
     gemm::Work work;
@@ -364,8 +362,7 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) push_tiles(const __grid_con
         if (warp == 0) {
             if (lane == 0) {
                 if (computes) gemm::load_tiles(given.work, shared, gemm::WholeA{given.work});
-                fetch_rows(call, watch, epoch, complete_panel(given, epoch), given.slot_bytes, place, ring,
-                           computes ? 1 : kRowsAClaim);
+                fetch_rows(call, watch, epoch, complete_panel(given, epoch), given.slot_bytes, place, ring);
             }
         } else if (warp == 1) {
             if (lane == 0 && computes)

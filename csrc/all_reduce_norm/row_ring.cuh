@@ -49,23 +49,22 @@ __device__ __forceinline__ void init_ring(RowRing& ring) {
     gemm::publish_barriers();
 }
 
-// Claims rows of those that this rank owns: the number of the first, which is beyond the last if none are left. Words
-// of an epoch before are smaller: open_claims() comes before a thread's first claim.
+// Claims a row of those that this rank owns: its number, which is beyond the last if none are left. One at a time: who
+// claimed several would finish them when all others have ended. Words of an epoch before are smaller: open_claims()
+// comes before a thread's first claim.
 __device__ __forceinline__ void open_claims(uint64_t* word, uint64_t epoch) {
     atomicMax(reinterpret_cast<unsigned long long*>(word),
               static_cast<unsigned long long>(fabric::signal_word(epoch, 0)));
 }
-__device__ __forceinline__ int32_t claim_rows(uint64_t* word, uint64_t epoch, int32_t count) {
-    const uint64_t before =
-        atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(count));
+__device__ __forceinline__ int32_t claim_row(uint64_t* word, uint64_t epoch) {
+    const uint64_t before = atomicAdd(reinterpret_cast<unsigned long long*>(word), 1ull);
     return static_cast<int32_t>(before - fabric::signal_word(epoch, 0));
 }
 
 // One thread. `complete` is what every source's word of a panel comes to; `slot_bytes` of a source in the staging
 // buffer.
 __device__ __forceinline__ void fetch_rows(const Call& call, const Watch& watch, uint64_t epoch, uint64_t complete,
-                                           int64_t slot_bytes, const RingPlace& place, RowRing& ring,
-                                           int32_t rows_a_claim) {
+                                           int64_t slot_bytes, const RingPlace& place, RowRing& ring) {
     const fabric::GroupView& group = call.group;
     fabric::Channel* own = group.channel(group.rank);
     const int32_t begin = call.begin[group.rank], count = call.begin[group.rank + 1] - begin;
@@ -80,29 +79,27 @@ __device__ __forceinline__ void fetch_rows(const Call& call, const Watch& watch,
         }
     };
     open_claims(word, epoch);
-    for (int32_t next = claim_rows(word, epoch, rows_a_claim); next < count;) {
-        const int32_t first = next, end = first + rows_a_claim < count ? first + rows_a_claim : count;
-        next = claim_rows(word, epoch, rows_a_claim);  // comes back while these rows are fetched
-        for (int32_t row = first; row < end; ++row) {
-            if (panel != row / gemm::kPanelRows) {
-                panel = row / gemm::kPanelRows;
-                for (int32_t source = 0; source < group.world; ++source)
-                    fabric::wait(&own->partial[source][panel], complete, watch, source, fabric::Slot::kPartial);
-                fabric::order_accesses_before_copies();
-            }
-            fabric::await_phase(&ring.empty[slot], parity);
-            ring.row[slot] = row;
-            fabric::arrive_expecting(&ring.full[slot], place.row_bytes * place.num_parts);
-            uint8_t* to = place.slot(slot);
-            const char* from = staging + static_cast<int64_t>(row) * place.row_bytes;
-            for (int32_t source = 0; source < group.world; ++source, to += place.row_bytes, from += slot_bytes)
-                fabric::copy_in(to, from, place.row_bytes, &ring.full[slot]);
-            const int64_t residual_at = static_cast<int64_t>(begin + row) * place.row_bytes;
-            if (call.residual != nullptr)
-                fabric::copy_in(to, static_cast<const char*>(call.residual) + residual_at, place.row_bytes,
-                                &ring.full[slot]);
-            next_slot();
+    for (int32_t next = claim_row(word, epoch); next < count;) {
+        const int32_t row = next;
+        next = claim_row(word, epoch);  // comes back while this row is fetched
+        if (panel != row / gemm::kPanelRows) {
+            panel = row / gemm::kPanelRows;
+            for (int32_t source = 0; source < group.world; ++source)
+                fabric::wait(&own->partial[source][panel], complete, watch, source, fabric::Slot::kPartial);
+            fabric::order_accesses_before_copies();
         }
+        fabric::await_phase(&ring.empty[slot], parity);
+        ring.row[slot] = row;
+        fabric::arrive_expecting(&ring.full[slot], place.row_bytes * place.num_parts);
+        uint8_t* to = place.slot(slot);
+        const char* from = staging + static_cast<int64_t>(row) * place.row_bytes;
+        for (int32_t source = 0; source < group.world; ++source, to += place.row_bytes, from += slot_bytes)
+            fabric::copy_in(to, from, place.row_bytes, &ring.full[slot]);
+        const int64_t residual_at = static_cast<int64_t>(begin + row) * place.row_bytes;
+        if (call.residual != nullptr)
+            fabric::copy_in(to, static_cast<const char*>(call.residual) + residual_at, place.row_bytes,
+                            &ring.full[slot]);
+        next_slot();
     }
     for (int i = 0; i < gemm::kConsumers; ++i) {
         fabric::await_phase(&ring.empty[slot], parity);
