@@ -56,8 +56,8 @@ void add_group(std::optional<Available>& least, const std::string& folder, const
         const std::optional<uint64_t> limit = number_in(path);
         if (!limit) continue;
         const uint64_t left = *limit - std::min(*limit, taken);
-        // Nobody runs at a hard limit that leaves nothing, and who runs beyond a soft one may go on: sandboxes say so of
-        // groups that have none.
+        // Nobody runs at a hard limit that leaves nothing, and who runs beyond a soft one may go on: sandboxes say so
+        // of groups that have none.
         if (left > 0) keep_smaller(least, left, path);
     }
 }

@@ -39,8 +39,8 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kConsumerRows = kPanelRows / kConsumers;
 constexpr int kStoreColumns = 64;  // of a copy out: 128 bytes
-// Of the 65536 of an SM, what a CTA is launched with: as many for each thread, a multiple of 8. Warps that take more than
-// others left wait for ever.
+// Of the 65536 of an SM, what a CTA is launched with: as many for each thread, a multiple of 8. Warps that take more
+// than others left wait for ever.
 constexpr int kLaunchedRegisters = 65536 / kThreads / 8 * 8 * kThreads;
 // By thread.
 constexpr int kLoaderRegisters = 40;
