@@ -117,7 +117,7 @@ def row_of(place: Place, name: str, layer: Layer, tokens: int, profile: str) -> 
     got = step(attended, residual)
     chosen = [decision.chosen.choice for decision in weaveopt.report().graphs[-1].decisions]
     overlapping = [choice for choice in chosen if choice in OVERLAPPING]
-    case = {"model": name, "tokens": tokens, "ranks": place.world, "dtype": "bfloat16"}
+    case = {"model": name, "tokens": tokens, "prices": profile, "ranks": place.world, "dtype": "bfloat16"}
     told = {"chosen": " ".join(chosen)}
     if not overlapping:
         us = _times(place, {"weave": lambda: step(attended, residual)})["weave"]

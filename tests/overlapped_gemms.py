@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weaveopt import cost_model
-from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.cost_model.machine import Curve, FabricCosts, Machine, Point
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.report import GraphReport
 
@@ -34,11 +34,14 @@ def alone(us: float, op: str, variant: str) -> Curve:
 
 
 def toy(*curves: Curve) -> Machine:
-    """h200x4 on which the kernels were measured so."""
-    costs = (
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
-        for each in H200.fabric_costs
-    )
+    """h200x4 on which the kernels were measured so, and no others that hold a GEMM."""
+
+    def known(costs: FabricCosts) -> FabricCosts:
+        if costs.fabric is not Fabric.PEER:
+            return costs
+        return replace(costs, curves=(*(each for each in costs.curves if "gemm" not in each.op), *curves))
+
+    costs = map(known, H200.fabric_costs)
     return replace(H200, fabric_costs=tuple(costs))
 
 

@@ -28,22 +28,30 @@ TODAY = "2037-02-03"
 
 
 def of_one_run(machine: Machine) -> Machine:
-    """As if four ranks had measured all of it at once, but for what compiled graphs take beyond: an estimate."""
-    assert machine.compiled is not None
-    named = {name: origin for name, origin in machine.origins if "@" not in name}
+    """As if four ranks had measured all of it at once, but for what compiled graphs take beyond: an estimate.
+
+    Without kernels that hold a GEMM, which two ranks alone measured.
+    """
+    assert machine.compiled is not None and machine.wiring is not None
+    # What later runs kept of earlier ones has their date behind its name.
+    named = {name.partition("@")[0]: origin for name, origin in reversed(machine.origins)}
+    with_gemms = {curve.origin for costs in machine.fabric_costs for curve in costs.curves if "gemm" in curve.op}
     origins = {
         name: replace(origin, host="4 x NVIDIA H200") if origin.kind == "measured" else origin
         for name, origin in named.items()
+        if name not in with_gemms
     } | {"compiled": Origin("estimate", "", "", "")}
 
     def once(costs: FabricCosts) -> FabricCosts:
-        curves = tuple(replace(curve, origin=curve.origin.partition("@")[0]) for curve in costs.curves)
+        kept = (curve for curve in costs.curves if curve.origin not in with_gemms)
+        curves = tuple(replace(curve, origin=curve.origin.partition("@")[0]) for curve in kept)
         return replace(costs, link=replace(costs.link, origin=costs.link.origin.partition("@")[0]), curves=curves)
 
     return replace(
         machine,
         origins=tuple(sorted(origins.items())),
         compiled=replace(machine.compiled, origin="compiled"),
+        wiring=replace(machine.wiring, origin=machine.wiring.origin.partition("@")[0]),
         fabric_costs=tuple(map(once, machine.fabric_costs)),
     )
 

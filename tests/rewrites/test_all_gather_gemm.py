@@ -24,8 +24,8 @@ from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
 from weaveopt.sites.gather import GatherFacts
 
 OP = torch.ops.weave.all_gather_gemm.default
-PEER_CODES = ["not_measured", "weight_layout", "not_measured"]
-"""Of `copies`, then of `pushed` with a weight as it is not stored."""
+PEER_CODES = ["not_measured", "weight_layout", "beyond_measured"]
+"""Of `copies`, then of `pushed` with a weight as it is not stored and fewer rows than were measured."""
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:

@@ -23,8 +23,8 @@ from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE
 
 OP = torch.ops.weave.gemm_reduce_scatter.default
-PEER_CODES = ["not_measured", "weight_layout", "not_measured"]
-"""Of `partials`, then of `tiles` with a weight as it is not stored."""
+PEER_CODES = ["not_measured", "weight_layout", "beyond_measured"]
+"""Of `partials`, then of `tiles` with a weight as it is not stored and fewer rows than were measured."""
 
 
 def scatter(x: Tensor, op: str = "sum", dim: int = 0) -> Tensor:
