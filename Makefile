@@ -32,10 +32,10 @@ HOSTS_DEMO_ARGS ?=
 # version manager compiled on this host, and the tests are mostly Python.
 PYTHONS := $(or $(PYTHON),/usr/bin/python3 python3 python3.12 python3.11)
 RECENT := 'import sys; sys.exit(sys.version_info < (3, 11))'
-# Recent, with what makes environments, and with the headers that native code needs. Of one that is only recent, the
-# rules below say what it lacks.
-USABLE := 'import ensurepip, os, sys, sysconfig, venv; \
-    sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+# With what makes environments, and with the headers that native code needs. Of one that is only recent, the rules below
+# say what it lacks.
+WHOLE := 'import ensurepip, os, sys, sysconfig, venv; \
+    sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 
 # Exported so that ranks of one host share their cores instead of each taking all of them.
 OMP_NUM_THREADS ?= 1
@@ -104,8 +104,9 @@ gpu-bench:
 $(INSTALLED): requirements.txt
 	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }
 	@python=; for candidate in $(PYTHONS); do \
-	    if "$$candidate" -c $(USABLE) 2>/dev/null; then python=$$candidate; break; fi; \
-	    if [ -z "$$python" ] && "$$candidate" -c $(RECENT) 2>/dev/null; then python=$$candidate; fi; \
+	    "$$candidate" -c $(RECENT) 2>/dev/null || continue; \
+	    if "$$candidate" -c $(WHOLE) 2>/dev/null; then python=$$candidate; break; fi; \
+	    python=$${python:-$$candidate}; \
 	done; \
 	if [ -z "$$python" ]; then echo "weaveopt: no Python of at least 3.11 found: install python3.12, or name one with PYTHON=" >&2; exit 1; fi; \
 	"$$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \

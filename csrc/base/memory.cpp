@@ -32,16 +32,14 @@ void keep_smaller(std::optional<Available>& least, uint64_t num_bytes, const std
 
 // A version of control groups: names of its files.
 struct Names {
-    const char* hard;
-    const char* soft;  // may be exceeded; nullptr: there is none
+    std::vector<const char*> limits;  // hard ones, and soft ones, which may be exceeded
     const char* usage;
     const char* inactive_file;  // of memory.stat, with the groups below
     const char* active_file;
 };
 
-const Names kVersion1{"memory.limit_in_bytes", nullptr, "memory.usage_in_bytes", "total_inactive_file",
-                      "total_active_file"};
-const Names kVersion2{"memory.max", "memory.high", "memory.current", "inactive_file", "active_file"};
+const Names kVersion1{{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_inactive_file", "total_active_file"};
+const Names kVersion2{{"memory.max", "memory.high"}, "memory.current", "inactive_file", "active_file"};
 
 void add_group(std::optional<Available>& least, const std::string& folder, const Names& names) {
     const std::optional<uint64_t> usage = number_in(folder + "/" + names.usage);
@@ -50,8 +48,7 @@ void add_group(std::optional<Available>& least, const std::string& folder, const
     const uint64_t cache =
         number_of(stat, names.inactive_file).value_or(0) + number_of(stat, names.active_file).value_or(0);
     const uint64_t taken = *usage - std::min(*usage, cache);
-    for (const char* name : {names.hard, names.soft}) {
-        if (name == nullptr) continue;
+    for (const char* name : names.limits) {
         const std::string path = folder + "/" + name;
         const std::optional<uint64_t> limit = number_in(path);
         if (!limit) continue;
