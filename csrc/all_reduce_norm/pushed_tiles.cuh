@@ -104,15 +104,22 @@ __device__ __forceinline__ void load_vectors(const char* row, const Lanes& lanes
     }
 }
 
-// The same of a row in shared memory.
-template <int kCount>
-__device__ __forceinline__ void read_vectors(const uint8_t* row, const Lanes& lanes, int first, Vec16 (&raw)[kCount]) {
+// What a thread of a team reads of a row in shared memory, in bytes. Beyond the row it reads the last vector again.
+struct RowPlaces {
+    int32_t at[kTeamVecs];
+
+    __device__ __forceinline__ explicit RowPlaces(const Lanes& lanes) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-        raw[j] = Vec16{{0, 0, 0, 0}};
-        if (lanes.has(first + j)) raw[j] = *reinterpret_cast<const Vec16*>(row + lanes.at(first + j) * 16);
+        for (int j = 0; j < kTeamVecs; ++j)
+            at[j] = min(lanes.at(j), lanes.count - 1) * 16;
     }
-}
+    template <int kCount>
+    __device__ __forceinline__ void read(const uint8_t* row, int first, Vec16 (&raw)[kCount]) const {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+            raw[j] = *reinterpret_cast<const Vec16*>(row + at[first + j]);
+    }
+};
 
 // Vectors of a row that begins at `at` in every rank's arena, to all of them, the next rank first.
 template <int kCount>
@@ -158,8 +165,8 @@ __device__ __forceinline__ void load_parameters(const Parameter& parameter, cons
 // A row of the sum as it is rounded, in the order of all kernels: sources by rank, bias, scale, residual. `slot` is
 // what was fetched of it. Stores it where it is wanted and returns the sum of its squares over this thread's elements.
 template <typename T>
-__device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& lanes, int32_t own_row,
-                                         const uint8_t* slot, Vec16 (&sum)[kTeamVecs]) {
+__device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& lanes, const RowPlaces& places,
+                                         int32_t own_row, const uint8_t* slot, float (&sum)[kTeamVecs][kElements<T>]) {
     constexpr int E = kElements<T>;
     const T* type = nullptr;
     const Call& call = given.call;
@@ -168,17 +175,17 @@ __device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& 
     const int64_t row_at = static_cast<int64_t>(call.begin[group.rank] + own_row) * row_bytes;
     float scale = call.scale;
     if (call.scale_value.data != nullptr) scale *= load_value<T>(call.scale_value);
-    float squares = 0;
+    float squares[kVecsAtOnce] = {};
 #pragma unroll
     for (int first = 0; first < kTeamVecs; first += kVecsAtOnce) {
         Vec16 raw[kVecsAtOnce];
         float x[kVecsAtOnce][E];
-        read_vectors(slot, lanes, first, raw);
+        places.read(slot, first, raw);
 #pragma unroll
         for (int j = 0; j < kVecsAtOnce; ++j)
             fabric::widen(raw[j], x[j], type);
         for (int32_t source = 1; source < group.world; ++source) {
-            read_vectors(slot + source * row_bytes, lanes, first, raw);
+            places.read(slot + source * row_bytes, first, raw);
             add<T>(x, raw);
         }
         if (call.reduced_bias.data != nullptr) {
@@ -198,72 +205,102 @@ __device__ __forceinline__ float sum_row(const PushedTiles& given, const Lanes& 
                     x[j][i] *= scale;
         }
         if (call.residual != nullptr) {
-            read_vectors(slot + group.world * row_bytes, lanes, first, raw);
+            places.read(slot + group.world * row_bytes, first, raw);
             add<T>(x, raw);
         }
+        Vec16 rounded[kVecsAtOnce];
 #pragma unroll
         for (int j = 0; j < kVecsAtOnce; ++j) {
-            sum[first + j] = fabric::narrow(x[j], type);
-            fabric::widen(sum[first + j], x[j], type);
+            rounded[j] = fabric::narrow(x[j], type);
+            fabric::widen(rounded[j], sum[first + j], type);
+            float of_vector = 0;
 #pragma unroll
             for (int i = 0; i < E; ++i)
-                squares += lanes.has(first + j) ? x[j][i] * x[j][i] : 0.0f;
+                of_vector += sum[first + j][i] * sum[first + j][i];
+            squares[j] += lanes.has(first + j) ? of_vector : 0.0f;
         }
         if (call.sum_whole) {
-            Vec16 out[kVecsAtOnce];
-#pragma unroll
-            for (int j = 0; j < kVecsAtOnce; ++j)
-                out[j] = sum[first + j];
-            store_to_all(group, call.buffers.output_offset + given.layout.sum_offset + row_at, lanes, first, out);
+            store_to_all(group, call.buffers.output_offset + given.layout.sum_offset + row_at, lanes, first, rounded);
         } else if (call.sum != nullptr) {
 #pragma unroll
             for (int j = 0; j < kVecsAtOnce; ++j)
                 if (lanes.has(first + j))
-                    fabric::store(static_cast<char*>(call.sum) + row_at + lanes.at(first + j) * 16, sum[first + j]);
+                    fabric::store(static_cast<char*>(call.sum) + row_at + lanes.at(first + j) * 16, rounded[j]);
         }
     }
-    return squares;
+    float total = 0;
+#pragma unroll
+    for (int j = 0; j < kVecsAtOnce; ++j)
+        total += squares[j];
+    return total;
+}
+
+// The same vector. What is made of it is made behind this place, each time: hoisted out of the loop over rows, weights
+// as floats would take half of all registers.
+__device__ __forceinline__ Vec16 known_here(Vec16 v) {
+    asm volatile("" : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3]));
+    return v;
+}
+
+// Of numbers of T, the products rounded to T: what the products as floats are after they are rounded.
+__device__ __forceinline__ Vec16 multiply(const Vec16& a, const Vec16& b, const __nv_bfloat16*) {
+    Vec16 product;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product.word[i]) : "r"(a.word[i]), "r"(b.word[i]));
+    return product;
+}
+__device__ __forceinline__ Vec16 multiply(const Vec16& a, const Vec16& b, const __half*) {
+    Vec16 product;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product.word[i]) : "r"(a.word[i]), "r"(b.word[i]));
+    return product;
 }
 
 // The norm of a row, into shared memory.
 template <typename T>
-__device__ __forceinline__ void normalize_row(const Call& call, const Lanes& lanes, const Vec16 (&sum)[kTeamVecs],
-                                              float factor, const Vec16 (&kept_weight)[kTeamVecs], uint8_t* out) {
+__device__ __forceinline__ void normalize_row(const Call& call, const Lanes& lanes,
+                                              float (&sum)[kTeamVecs][kElements<T>], float factor,
+                                              const Vec16 (&kept_weight)[kTeamVecs], uint8_t* out) {
     constexpr int E = kElements<T>;
+    const T* type = nullptr;
     const GpuNorm& norm = call.norm;
+    const auto store = [&](int j, const Vec16& vec) {
+        if (lanes.has(j)) *reinterpret_cast<Vec16*>(out + lanes.at(j) * 16) = vec;
+    };
+#pragma unroll
+    for (int j = 0; j < kTeamVecs; ++j)
+#pragma unroll
+        for (int i = 0; i < E; ++i)
+            sum[j][i] *= factor;
+    const bool of_type = norm.weight.data != nullptr && !norm.weight.is_fp32;
+    if (of_type && norm.spec.cast_before_weight && norm.spec.weight_offset == 0) {  // what most models do
+#pragma unroll
+        for (int j = 0; j < kTeamVecs; ++j)
+            store(j, multiply(fabric::narrow(sum[j], type), kept_weight[j], type));
+        return;
+    }
 #pragma unroll
     for (int first = 0; first < kTeamVecs; first += kVecsAtOnce) {
-        float x[kVecsAtOnce][E], weight[kVecsAtOnce][E];
+        float weight[kVecsAtOnce][E];
         if (norm.weight.is_fp32) {
             load_parameters<T>(norm.weight, lanes, first, weight);
         } else {
 #pragma unroll
             for (int j = 0; j < kVecsAtOnce; ++j)
-                fabric::widen(kept_weight[first + j], weight[j], static_cast<const T*>(nullptr));
+                fabric::widen(known_here(kept_weight[first + j]), weight[j], type);
         }
 #pragma unroll
         for (int j = 0; j < kVecsAtOnce; ++j) {
-            fabric::widen(sum[first + j], x[j], static_cast<const T*>(nullptr));
-#pragma unroll
-            for (int i = 0; i < E; ++i)
-                x[j][i] *= factor;
-        }
-        if (norm.spec.cast_before_weight) {
-#pragma unroll
-            for (int j = 0; j < kVecsAtOnce; ++j)
-                round_to<T>(x[j]);
-        }
-        if (norm.weight.data != nullptr) {
-#pragma unroll
-            for (int j = 0; j < kVecsAtOnce; ++j)
+            float (&x)[E] = sum[first + j];
+            if (norm.spec.cast_before_weight) round_to<T>(x);
+            if (norm.weight.data != nullptr) {
 #pragma unroll
                 for (int i = 0; i < E; ++i)
-                    x[j][i] *= weight[j][i] + norm.spec.weight_offset;
-        }
-#pragma unroll
-        for (int j = 0; j < kVecsAtOnce; ++j) {
-            const Vec16 vec = fabric::narrow(x[j], static_cast<const T*>(nullptr));
-            if (lanes.has(first + j)) *reinterpret_cast<Vec16*>(out + lanes.at(first + j) * 16) = vec;
+                    x[i] *= weight[j][i] + norm.spec.weight_offset;
+            }
+            store(first + j, fabric::narrow(x, type));
         }
     }
 }
@@ -277,6 +314,7 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
     const fabric::GroupView& group = call.group;
     const int32_t thread = team.thread();
     const Lanes lanes{thread, kTeamThreads, call.hidden / kElements<T>};
+    const RowPlaces places(lanes);
     const float inverse = 1.0f / static_cast<float>(call.hidden);
     Vec16 weight[kTeamVecs];  // kept over all rows, unless it is of fp32
     if (call.norm.weight.data != nullptr && !call.norm.weight.is_fp32)
@@ -295,8 +333,8 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
             if (threadIdx.x % 32 == 0) fabric::arrive(&ring.empty[slot]);
             break;
         }
-        Vec16 sum[kTeamVecs];
-        const float squares = sum_row<T>(given, lanes, row, place.slot(slot), sum);
+        float sum[kTeamVecs][kElements<T>];
+        const float squares = sum_row<T>(given, lanes, places, row, place.slot(slot), sum);
         __syncwarp();
         if (threadIdx.x % 32 == 0) fabric::arrive(&ring.empty[slot]);
         if (call.normalized != nullptr) {
