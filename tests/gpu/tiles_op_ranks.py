@@ -159,15 +159,17 @@ def sharded(rank: int) -> None:
 
 
 def profile() -> str:
-    """h200x4 with times of the kernel that nobody measured: so short that it is chosen wherever it can run."""
-    base = cost_model.load("h200x4")
+    """h200x4 with times of the kernel in place of those measured: so short that it is chosen wherever it can run."""
+    base, world = cost_model.load("h200x4"), dist.get_world_size()
     curves = tuple(
-        Curve("fused", RULE, MeasuredAs(hands_out, CUTS[0], depth).variant, dist.get_world_size(), POINTS, 4096)
+        Curve("fused", RULE, MeasuredAs(hands_out, CUTS[0], depth).variant, world, POINTS, 4096)
         for hands_out in HandsOut
         for depth in (64, 8192)
     )
     costs = tuple(
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
+        replace(each, curves=(*(kept for kept in each.curves if (kept.op, kept.world) != (RULE, world)), *curves))
+        if each.fabric is Fabric.PEER
+        else each
         for each in base.fabric_costs
     )
     return written_once(replace(base, name="short", fabric_costs=costs))
