@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine, validate
+from weaveopt.cost_model.machine import Curve
+from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP
+from weaveopt.records.candidate import Fabric
+
+COMMUNICATING_GEMMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", NORM_OP)
 
 
 def read_without_jsonschema() -> None:
     """Files of profiles are taken as they are where jsonschema is missing, as on GPU hosts without a network."""
     if importlib.util.find_spec("jsonschema") is None:
         validate._check_schema = lambda file, document: None
+
+
+def with_curves(base: Machine, name: str, curves: Iterable[Curve]) -> Machine:
+    """A copy in which GEMMs that communicate have these curves and no others: a test says which of them is chosen."""
+    added = tuple(curves)
+    names = {(curve.op, curve.variant, curve.world) for curve in added}
+
+    def stays(curve: Curve) -> bool:
+        return curve.op not in COMMUNICATING_GEMMS and (curve.op, curve.variant, curve.world) not in names
+
+    costs = tuple(
+        replace(each, curves=(*filter(stays, each.curves), *added)) if each.fabric is Fabric.PEER else each
+        for each in base.fabric_costs
+    )
+    return replace(base, name=name, fabric_costs=costs)
 
 
 def written_once(machine: Machine) -> str:

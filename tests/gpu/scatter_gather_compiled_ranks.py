@@ -6,8 +6,6 @@ by plain torch from all ranks' inputs, which are -1, 0 and 1: nothing is rounded
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -16,7 +14,7 @@ from torch import Tensor
 import weaveopt
 from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
-from tests.gpu.profiles import written_once
+from tests.gpu.profiles import with_curves, written_once
 from tests.gpu.scatter_gather_ranks import equal, small
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
@@ -24,7 +22,6 @@ from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
 from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
-from weaveopt.records.candidate import Fabric
 
 POINTS = (Point(1 << 10, 0.5), Point(1 << 30, 1.0))
 ROWS, HIDDEN, INNER = 512, 1024, 512
@@ -50,11 +47,7 @@ def profile(early: bool) -> str:
             Curve("fused", "all_gather", "copies", world, POINTS),
             Curve("fused", "reduce_scatter", "partials", world, POINTS),
         )
-    costs = tuple(
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
-        for each in base.fabric_costs
-    )
-    return written_once(replace(base, name=f"short{early}", fabric_costs=costs))
+    return written_once(with_curves(base, f"short{early}", curves))
 
 
 def compiled(place: Place, machine: str, early: bool, cuda_graphs: bool) -> None:

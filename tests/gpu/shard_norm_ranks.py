@@ -8,7 +8,7 @@ all ranks, and from replay to replay of a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from benchmarks import gpu_ranks
 from benchmarks.gpu_ranks import Place
 from tests import forms
 from tests.gpu.captured import captured
-from tests.gpu.profiles import written_once
+from tests.gpu.profiles import with_curves, written_once
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
@@ -29,7 +29,6 @@ from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
 from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP
 from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
-from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
 
 RULE, OTHER = "shard_norm", "all_reduce_rms_norm"
@@ -91,11 +90,7 @@ def profile(early: bool, takes_norm: bool = False) -> str:
                 curves.append(Curve("fused", NORM_OP, normed, world, POINTS, HIDDEN))
     else:
         curves.append(Curve("fused", "reduce_scatter", "partials", world, POINTS))
-    costs = tuple(
-        replace(each, curves=(*each.curves, *curves)) if each.fabric is Fabric.PEER else each
-        for each in base.fabric_costs
-    )
-    return written_once(replace(base, name=f"chain{early}{takes_norm}", fabric_costs=costs))
+    return written_once(with_curves(base, f"chain{early}{takes_norm}", curves))
 
 
 class Decoder:

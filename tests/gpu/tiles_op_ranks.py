@@ -20,7 +20,7 @@ import weaveopt
 from tests import forms
 from tests.gpu.gemm_ranks import DEPTH, inputs_of, run_op
 from tests.gpu.op_cases import BULK, TIMEOUT_S, Case, make_call
-from tests.gpu.profiles import written_once
+from tests.gpu.profiles import with_curves, written_once
 from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt import _native, cost_model
 from weaveopt.cost_model.machine import Curve, Point
@@ -28,7 +28,6 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
 from weaveopt.ops.gemm_all_reduce.cut import TILES, Cut, HandsOut, MeasuredAs
 from weaveopt.ops.gemm_all_reduce.reference import reference
-from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import SumOut
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
@@ -161,18 +160,12 @@ def sharded(rank: int) -> None:
 def profile() -> str:
     """h200x4 with times of the kernel in place of those measured: so short that it is chosen wherever it can run."""
     base, world = cost_model.load("h200x4"), dist.get_world_size()
-    curves = tuple(
+    curves = (
         Curve("fused", RULE, MeasuredAs(hands_out, CUTS[0], depth).variant, world, POINTS, 4096)
         for hands_out in HandsOut
         for depth in (64, 8192)
     )
-    costs = tuple(
-        replace(each, curves=(*(kept for kept in each.curves if (kept.op, kept.world) != (RULE, world)), *curves))
-        if each.fabric is Fabric.PEER
-        else each
-        for each in base.fabric_costs
-    )
-    return written_once(replace(base, name="short", fabric_costs=costs))
+    return written_once(with_curves(base, "short", curves))
 
 
 def compiled(rank: int) -> None:
