@@ -86,6 +86,7 @@ gpu-sanitize:
 	export WEAVE_TIMEOUT_S=300 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1; \
 	for tool in $(SANITIZERS); do \
 	    compute-sanitizer --tool $$tool --error-exitcode 9 python3 -m tests.gpu.one_process; \
+	    compute-sanitizer --tool $$tool --error-exitcode 9 python3 -m tests.gpu.one_process_tiles; \
 	    compute-sanitizer --tool $$tool --error-exitcode 9 python3 -m tests.gpu.one_process_hosts --groups 2x2; \
 	done; \
 	compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m tests.gpu.one_process --worlds 2; \

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import statistics
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -95,17 +96,24 @@ def capture(step: Step, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
     return clock.capture(step, pool)
 
 
+def order_of(steps: Iterable[str], turn: int) -> list[str]:
+    """Of a round, the same on all ranks, and another one in each: at the power limit the clock is what the step before
+    has left."""
+    names = list(steps)
+    return random.Random(turn).sample(names, len(names))
+
+
 def median_us(
     steps: Mapping[str, Step], restore: Step, num_rounds: int, num_replays: int, settle: torch.Tensor
 ) -> dict[str, float]:
     """Microseconds of each step by name: median of `num_rounds * num_replays` times, and of the ranks the largest.
 
-    Steps take turns in rounds, every second round backwards; a round more comes first and does not count. Before
-    each timed step `restore` runs and the ranks meet on the device in an all-reduce of `settle` (a few bytes).
+    Steps take turns in rounds (see `order_of`); a round more comes first and does not count. Before each timed step
+    `restore` runs and the ranks meet on the device in an all-reduce of `settle` (a few bytes).
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(num_rounds + 1):
-        for name in steps if turn % 2 else reversed(list(steps)):
+        for name in order_of(steps, turn):
             barrier()
             torch.cuda._sleep(clock.HEAD_START_CYCLES)
             events = []

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import weaveopt.ops  # noqa: F401
 from benchmarks import gpu_limits
+from benchmarks.gpu_ranks import order_of
 from weaveopt.expert_kernels import gpu, hopper
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.plan import Plan
@@ -301,12 +302,13 @@ def capture(call: Call) -> torch.cuda.CUDAGraph:
 
 
 def time_in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int = 9) -> dict[str, float]:
-    """Microseconds a call of each: median over rounds, in each of which all graphs are replayed once."""
+    """Microseconds a call of each: median over rounds, in each of which all graphs are replayed once, in some order."""
     for graph in graphs.values():
         graph.replay()
     events = []
-    for _ in range(rounds):
-        for name, graph in graphs.items():
+    for turn in range(rounds):
+        for name in order_of(graphs, turn):
+            graph = graphs[name]
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()

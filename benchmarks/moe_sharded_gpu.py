@@ -253,7 +253,7 @@ def row_of(case: Case, weights: Weights, place: Place) -> record.Row:
     graphs = {name: gpu_ranks.capture(chain(step), pool) for name, step in steps.items()}
     replays = {name: graph.replay for name, graph in graphs.items()}
     settle = torch.zeros(1, device=place.device)
-    us = gpu_ranks.median_us(replays, lambda: None, 3, 4, settle)
+    us = gpu_ranks.median_us(replays, lambda: None, 6, 2, settle)
     us = {name: value / CALLS_IN_GRAPH for name, value in us.items()}
     gpu_ranks.barrier()
     for graph in graphs.values():

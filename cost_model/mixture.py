@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 from weaveopt.cost_model.batched import grouped_gemm_us, num_active_experts
 from weaveopt.cost_model.gemm import Gemm
@@ -13,17 +14,21 @@ from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.kernels import memory_us
 from weaveopt.cost_model.machine import KernelCurve, Machine
-from weaveopt.records.candidate import Values
+from weaveopt.records.candidate import Rejection, Values
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
 OPERATION = "experts"
 """Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. A name that the
 kernels have stands before, and that weights lie transposed: `hopper transposed bfloat16 rows`."""
-WIDE, WIDE_ROWS = "wide", 2048
-"""The kernels for many rows an expert, and from how many on they are a choice. Their tiles are of 256 rows: an expert
-with a few more than that has two of half as many. On an H200 they took 0.94 to 1.03 times as long as the other kernels
-with 2048 rows an expert and more, by the width of the experts, and up to 1.25 times as long with 256."""
+WIDE = "wide"
+"""The kernels for many rows an expert. Their tiles are of 256 rows: an expert with a few more than that has two of half
+as many."""
+LEAST_ROWS: Mapping[str, int] = MappingProxyType({"hopper": 4, "one_kernel": 4, WIDE: 2048})
+"""Of an expert on average, from which on kernels are a choice. With fewer the other kernels were the faster ones on an
+H100 and on an H200 (benchmarks/results/*/moe_experts.json): with less than 4 up to 1.4 times, which curves by bytes of
+weights do not tell. `wide` took 0.94 to 1.03 times as long as `hopper` with 2048 and more, and up to 1.25 times with
+256."""
 LIBRARY_CALLS = 6
 """Of the library for an expert's rows on a CPU: gather, two GEMMs, activation, product with up, scatter."""
 
@@ -87,16 +92,27 @@ def variant_of(kernels: str, dtype: str, counted: str, transposed: bool = False)
     return " ".join(word for word in (kernels, "transposed" * transposed, dtype, counted) if word)
 
 
+def has_few_rows(mixture: Mixture, kernels: str) -> bool:
+    """Whether experts have too few rows for the kernels of that name."""
+    return mixture.rows_of_expert[0] < LEAST_ROWS.get(kernels, 0)
+
+
+def few_rows(mixture: Mixture, kernels: str) -> Rejection:
+    """What is said then."""
+    message = f"with fewer than {LEAST_ROWS[kernels]} rows an expert other kernels are the faster ones"
+    return Rejection("few_rows", message, (("expert_rows", round(mixture.rows_of_expert[0], 1)),))
+
+
 def kernels_us(machine: Machine, mixture: Mixture, kernels: str = "") -> float | None:
     """Microseconds of the kernels of that name on a GPU, by their measured curves; None where the profile has none, and
-    for those that are for many rows an expert where there are few.
+    where experts have too few rows for them.
 
     Reading the weights of the experts with rows and the arithmetic run at the same time, but where both take long each
     delays the other: the root of the sum of their squares. More than was ever measured goes on at the rate of the most,
     and less arithmetic at that of the least: what a call costs at least is in the time of its weights.
     """
     curves = _curves(machine, kernels, mixture.dtype, mixture.transposed)
-    if len(curves) < 2 or (kernels == WIDE and mixture.rows_of_expert[0] < WIDE_ROWS):
+    if len(curves) < 2 or has_few_rows(mixture, kernels):
         return None
     least = curves["rows"].points[0].size
     arithmetic_us = _on_curve(curves["rows"], mixture.flops) * min(mixture.flops / least, 1.0)

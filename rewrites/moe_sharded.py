@@ -26,7 +26,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.exchange import OP, GpuParts, PushedParts, ShardedMixture, gpu_parts, pushed_parts
-from weaveopt.cost_model.mixture import fastest_kernels, rows_by_expert
+from weaveopt.cost_model.mixture import fastest_kernels, few_rows, has_few_rows, rows_by_expert
 from weaveopt.cost_model.token_grid import grid_of
 from weaveopt.expert_kernels.call import Kernels
 from weaveopt.expert_kernels.gpu import has_triton
@@ -145,6 +145,8 @@ def _between_gpus(
         lowered = Lowered(fabric, tokens.most, kernels=kernels.value, few_tokens=few)
         runs_now = CURVES[KERNELS if tokens.hint <= few else variant]
         sharded = facts.sharded(tokens.hint, machine.skew)
+        if has_few_rows(sharded.of_busiest, runs_now):
+            against = (*against, few_rows(sharded.of_busiest, runs_now))
         parts = None
         if not against:
             parts = gpu_parts(machine, fabric, sharded, runs_now, transposed, own_batches=not facts.same_tokens)

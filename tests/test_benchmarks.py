@@ -12,7 +12,7 @@ import torch
 from benchmarks import accuracy, experts_trace_gpu, gpu_clocks, layer_trace, plots, record, results_table
 from benchmarks import all_reduce_rms_norm_gpu as gpu
 from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
-from benchmarks.gpu_ranks import Place
+from benchmarks.gpu_ranks import Place, order_of
 from benchmarks.peer_library import flashinfer
 from benchmarks.prediction_cases import CPU, GPU
 from benchmarks.record import Row
@@ -216,3 +216,12 @@ def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
         experts_trace_gpu.last_call(kernels[: len(names)])
     layer_trace.draw([("experts", found)], tmp_path / "experts.png", experts_trace_gpu.EXPERTS)
     assert (tmp_path / "experts.png").stat().st_size > 1000
+
+
+def test_rounds_have_orders_of_their_own() -> None:
+    steps = ["cublas", "sequence", "strong", "tiles"]
+    rounds = [order_of(steps, turn) for turn in range(8)]
+    assert rounds == [order_of(steps, turn) for turn in range(8)], "ranks would wait for each other"
+    assert all(sorted(each) == steps for each in rounds)
+    before_tiles = {each[each.index("tiles") - 1] for each in rounds if each[0] != "tiles"}
+    assert before_tiles == set(steps) - {"tiles"}

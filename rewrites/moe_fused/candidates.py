@@ -18,7 +18,16 @@ from dataclasses import dataclass
 from functools import cache
 
 from weaveopt.cost_model import Machine, host_us
-from weaveopt.cost_model.mixture import WIDE, WIDE_ROWS, Mixture, cpu_parts, fastest_kernels, kernels_us, rows_by_expert
+from weaveopt.cost_model.mixture import (
+    WIDE,
+    Mixture,
+    cpu_parts,
+    fastest_kernels,
+    few_rows,
+    has_few_rows,
+    kernels_us,
+    rows_by_expert,
+)
 from weaveopt.cost_model.token_grid import grid_of
 from weaveopt.inductor.calls import GEMM, MEMORY
 from weaveopt.inductor.kernels import Surroundings
@@ -144,9 +153,7 @@ def _against_wide(mixture: Mixture) -> Iterator[Rejection]:
 
 
 def _no_time(machine: Machine, mixture: Mixture, variant: str) -> Rejection:
-    mean, _ = mixture.rows_of_expert
-    if variant == WIDE and mean < WIDE_ROWS:
-        message = f"with fewer than {WIDE_ROWS} rows an expert other kernels are the faster ones"
-        return Rejection("few_rows", message, (("expert_rows", round(mean, 1)),))
+    if has_few_rows(mixture, CURVES[variant]):
+        return few_rows(mixture, CURVES[variant])
     message = "the profile holds no time of these kernels: measure it with `weaveopt calibrate`"
     return Rejection("not_measured", message, (("profile", machine.name), ("dtype", mixture.dtype)))

@@ -133,6 +133,9 @@ def test_the_price_is_the_measurement(machine: Machine, transposed: bool) -> Non
         sharded = site.facts.sharded(tokens, machine.skew)
         for variant, name in (("kernels", ""), ("hopper", "hopper")):
             candidate = proposals(site, TokenCounts(tokens), context)[variant].candidate
+            if variant == "hopper" and tokens == 1:  # too few rows an expert
+                assert candidate.estimate is None and codes(candidate) == ["few_rows"]
+                continue
             parts = gpu_parts(machine, Fabric.PEER, sharded, name, transposed)
             assert candidate.estimate is not None and parts is not None and not candidate.rejections
             assert candidate.estimate.us == pytest.approx(

@@ -19,7 +19,7 @@ from tests.tolerances import KERNEL, assert_close
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
-from weaveopt.cost_model.mixture import WIDE, WIDE_ROWS, Mixture, kernels_us
+from weaveopt.cost_model.mixture import LEAST_ROWS, WIDE, Mixture, kernels_us
 from weaveopt.expert_kernels.call import Kernels, decode
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.mixtures.activation import Activation
@@ -208,7 +208,7 @@ def test_kernels_that_were_not_measured_are_not_used() -> None:
     assert _on(machine, 8) == [
         (variant, None, [code])
         for variant, code in (
-            (KERNELS, "not_measured"), (HOPPER, "not_measured"), (ONE, "not_measured"), (WIDE, "few_rows"),
+            (KERNELS, "not_measured"), (HOPPER, "few_rows"), (ONE, "few_rows"), (WIDE, "few_rows"),
         )
     ]  # fmt: skip
     assert [codes for *_, codes in _on(machine, 8192)] == [["not_measured"]] * 4
@@ -266,7 +266,7 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
         )
 
     machine = replace(cost_model.load("h200x4"), kernels=(*curves("hopper", 2e6, 6e8), *curves("", 4e6, 1e8)))
-    asked = TokenCounts(8, most=8192)
+    asked = TokenCounts(32, most=8192)
     found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
     assert [each.variant for each in found] == [KERNELS, HOPPER]
     assert not found[1].table, "it is not what is chosen"
@@ -284,7 +284,8 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
 
 
 def test_one_kernel_is_chosen_by_its_curves() -> None:
-    """Where it takes no longer than two, those are taken; in a table too. Without curves it is no choice."""
+    """Where it takes no longer than two, those are taken; in a table too. Without curves, and where experts have few
+    rows, it is no choice."""
     two = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     asked = TokenCounts(8, most=16384)
 
@@ -293,21 +294,26 @@ def test_one_kernel_is_chosen_by_its_curves() -> None:
         return {row.variant for each in found for row in each.table}
 
     one = {us: replace(two, kernels=(*two.kernels, *_curves("one_kernel ", us))) for us in (499.0, 500.0)}
-    assert [fastest(two), fastest(one[499.0]), fastest(one[500.0])] == [{HOPPER}, {ONE}, {HOPPER}]
+    assert [fastest(two), fastest(one[499.0]), fastest(one[500.0])] == [
+        {KERNELS, HOPPER}, {KERNELS, ONE}, {KERNELS, HOPPER},
+    ]  # fmt: skip
     _, (_, hopper_us, _), (name, us, none), _ = _on(one[499.0], 8192)
     assert hopper_us is not None and us is not None and name == ONE and not none
     assert hopper_us - us == pytest.approx(math.hypot(1.0, 1.0))
     assert _on(two, 8192)[2] == (ONE, None, ["not_measured"])
+    least = LEAST_ROWS[ONE] * FACTS.experts // FACTS.choices
+    assert [codes for *_, codes in _on(one[499.0], least - 1)] == [[], ["few_rows"], ["few_rows"], ["few_rows"]]
+    assert [codes for *_, codes in _on(one[499.0], least)] == [[], [], [], ["few_rows"]]
 
 
 def test_kernels_for_many_rows_an_expert() -> None:
     """They are no choice for few, whatever their curves say, in a table either."""
     machine = replace(cost_model.load("h200x4"), kernels=(*_curves("hopper ", 500.0), *_curves("wide ", 400.0)))
-    assert FACTS.experts * WIDE_ROWS == 8192 * FACTS.choices
+    assert FACTS.experts * LEAST_ROWS[WIDE] == 8192 * FACTS.choices
     (_, hopper_us, _), _, (_, wide_us, none) = _on(machine, 8192)[1:]
     assert hopper_us is not None and wide_us is not None and wide_us < hopper_us and not none
     assert _on(machine, 8191)[3] == (WIDE, None, ["few_rows"])
-    asked = TokenCounts(8, most=16384)
+    asked = TokenCounts(64, most=16384)
     found = tuple(candidates(FACTS, False, asked, Surroundings(machine), TRITON, usable_only=True))
     assert [(row.variant, row.max_tokens) for row in found[0].table] == [(HOPPER, 8191), (WIDE, 16384)]
 

@@ -15,7 +15,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.machine import KernelCurve, SizePoint
-from weaveopt.cost_model.mixture import OPERATION, WIDE, WIDE_ROWS, Mixture, variant_of
+from weaveopt.cost_model.mixture import LEAST_ROWS, OPERATION, WIDE, Mixture, variant_of
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.gpu import has_triton
 from weaveopt.expert_kernels.hopper import runs_on
@@ -124,7 +124,7 @@ def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...
     measured = (Kernels.TRITON, Kernels.HOPPER, Kernels.ONE) if with_hopper else (Kernels.TRITON,)
     cases = (*FEW, *SOME, *MANY)[:: 3 if quick else 1]
     # Those are never a choice for few rows; what they take at least is in the time of the weights.
-    of_wide = (*FEW[::3], *(case for case in MANY if case.rows_of_expert[0] >= WIDE_ROWS)) if with_hopper else ()
+    of_wide = (*FEW[::3], *(case for case in MANY if case.rows_of_expert[0] >= LEAST_ROWS[WIDE])) if with_hopper else ()
     return (
         *(
             (kernels, replace(case, transposed=transposed))
