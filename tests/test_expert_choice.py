@@ -1,0 +1,65 @@
+"""Which of the experts' kernels the shipped profiles choose, beside the times of all of them in the result files."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import cache
+from statistics import fmean
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.moe_experts_cases import MODELS
+from benchmarks.record import RESULTS
+from weaveopt import cost_model
+from weaveopt.cost_model.mixture import Mixture, fastest_kernels
+from weaveopt.rewrites.moe_fused.candidates import CURVES, KERNELS
+
+NAMES = {name: "triton" if variant == KERNELS else variant for variant, name in CURVES.items()}
+"""Of kernels in result files, by what they are called in a profile."""
+
+
+class Found(NamedTuple):
+    reached: float
+    """Of the speed of the fastest kernels, by those chosen."""
+    over_compiled: float
+    """The time of the fastest of transformers' forms, compiled, by that of the kernels chosen."""
+
+
+@cache
+def cases(machine: str) -> dict[tuple[str, int, str], Found]:
+    profile, found = cost_model.load(machine), {}
+    ours: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
+    compiled: dict[tuple[str, int, str], float] = {}
+    for row in json.loads((RESULTS / machine / "moe_experts.json").read_text())["rows"]:
+        case = row["case"]
+        key = case["model"], case["tokens"], case["routing"]
+        ours[key][case["kernels"]] = row["weave_us"]
+        compiled[key] = min(us for name, us in row["baselines"].items() if name != "grouped_mm_alone")
+    for key, times in ours.items():
+        model, tokens, ranks = MODELS[key[0]], key[1], 2
+        mixture = Mixture(
+            tokens * ranks, model.choices / ranks, model.experts // ranks, model.hidden, model.inner, model.call.gated,
+            "bfloat16", transposed=model.transposed,
+        )  # fmt: skip
+        able = [name for name, shown in NAMES.items() if shown in times]
+        chosen = fastest_kernels(profile, mixture, able)
+        assert chosen is not None
+        us = times[NAMES[chosen]]
+        found[key] = Found(min(times.values()) / us, compiled[key] / us)
+    return found
+
+
+@pytest.mark.parametrize(("machine", "reached", "least"), [("h200x4", 0.99, 0.94), ("h100x2", 0.99, 0.84)])
+def test_the_choice_is_near_the_best(machine: str, reached: float, least: float) -> None:
+    """Four models, six token counts, uniform and skewed routing: the profile takes routing to be uniform."""
+    found = cases(machine).values()
+    assert len(found) == 48
+    assert fmean(each.reached for each in found) > reached and min(each.reached for each in found) > least
+
+
+@pytest.mark.parametrize("machine", ["h200x4", "h100x2"])
+def test_no_choice_is_slower_than_compiled_transformers(machine: str) -> None:
+    slowest = min(cases(machine).items(), key=lambda item: item[1].over_compiled)
+    assert slowest[1].over_compiled > 1.0, slowest
