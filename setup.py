@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
@@ -43,8 +44,9 @@ NVSHMEM_MARK = ".nvshmem."
 NVSHMEM_SHARED = ["csrc/hierarchical_all_reduce/doubling.cpp", "csrc/hierarchical_all_reduce/schedule.cpp"]
 NVSHMEM_MODULE = "weaveopt._nvshmem"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
-# CUDA objects by content, so that one built here is found again, and may be carried to another machine.
+# Objects by content, so that one built here is found again. Those of CUDA may be carried to another machine.
 OBJECTS = ROOT / "build" / "cuda"
+CPP_OBJECTS = ROOT / "build" / "cpp"
 
 
 def sources(suffix: str, nvshmem: bool = False) -> list[str]:
@@ -272,7 +274,34 @@ class BuildNative(build_ext):
                         raise
                     say(f"fabric nvshmem is left out: the NVSHMEM in {with_nvshmem} does not compile with {nvcc}")
                     self.extensions.remove(ext)
+        self.reuse_objects()
         super().build_extensions()
+
+    def reuse_objects(self) -> None:
+        """Has the C++ compiler use an object again that it made of the same text before."""
+        command, compile_some = self.compiler.compiler_so_cxx, self.compiler.compile
+        version = subprocess.check_output([command[0], "--version"], text=True)
+        surroundings = [version, sys.version, pybind11.__version__, repr(command)]
+
+        def target(path: str, how: dict[str, object]) -> Path:
+            text = [*surroundings, repr(sorted(how.items()))]
+            text += [part for each in with_includes(path) for part in (each, read(each))]
+            return CPP_OBJECTS / f"{hashlib.sha256(chr(0).join(text).encode()).hexdigest()}.o"
+
+        def compile_missing(paths: list[str], output_dir: str | None = None, **how: object) -> list[str]:
+            if output_dir is None:  # pybind11 asks whether the compiler knows a flag
+                return list(compile_some(paths, **how))
+            CPP_OBJECTS.mkdir(parents=True, exist_ok=True)
+            depends = how.pop("depends", None)
+            targets = {path: target(path, how) for path in paths}
+            missing = [path for path in paths if not targets[path].exists()]
+            for path, made in zip(missing, compile_some(missing, output_dir, depends=depends, **how), strict=True):
+                unfinished = targets[path].with_suffix(f".{os.getpid()}.o")
+                shutil.copy(made, unfinished)
+                unfinished.replace(targets[path])
+            return [str(targets[path]) for path in paths]
+
+        self.compiler.compile = compile_missing
 
     def add_cuda(self, ext: Pybind11Extension, compiler: CudaCompiler, nvshmem: Path | None) -> None:
         """Compiles an extension's CUDA sources, and says how it is linked with them."""

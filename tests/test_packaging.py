@@ -13,6 +13,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import setuptools
@@ -67,14 +68,15 @@ def test_supported_versions_are_declared() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources; the native module is built in it from nothing, without CUDA.
+    """A wheel built from a copy of the sources, without CUDA.
 
-    Without optimization, which takes most of a minute: what is run of it is that it loads.
+    Objects that this checkout was built of are used again where the copy has all of the same text for them.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    compiler = folder / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" -O0\n')
-    compiler.chmod(0o755)
+    objects = ROOT / "build" / "cpp"
+    objects.mkdir(parents=True, exist_ok=True)
+    (folder / "build").mkdir()
+    (folder / "build" / "cpp").symlink_to(objects)
     for name in SOURCES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in BUILD_FILES:
@@ -82,7 +84,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", "out", "."],
         cwd=folder,
-        env={**os.environ, "WEAVE_CUDA": "0", "CXX": str(compiler)},
+        env={**os.environ, "WEAVE_CUDA": "0"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -196,6 +198,46 @@ def test_cuda_objects_are_found_again_by_their_content(
         compile_all()
 
 
+def test_cpp_objects_are_found_again_by_their_content(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "CPP_OBJECTS", tmp_path / "objects")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cpp").write_text('#include "a.h"\n')
+    (tmp_path / "csrc" / "b.cpp").touch()
+    (tmp_path / "csrc" / "a.h").write_text("one")
+    asked: list[str] = []
+
+    class Compiler:
+        compiler_so_cxx: ClassVar = [os.environ.get("CXX", "g++")]
+
+        def compile(self, paths: list[str], output_dir: str | None = None, **how: object) -> list[str]:
+            asked.extend(paths)
+            for path in paths:
+                (tmp_path / f"{Path(path).stem}.o").write_text(path)
+            return [str(tmp_path / f"{Path(path).stem}.o") for path in paths]
+
+    command = build.BuildNative(setuptools.Distribution())
+    command.compiler = Compiler()
+    command.reuse_objects()
+
+    def objects(**how: object) -> list[str]:
+        asked.clear()
+        return list(command.compiler.compile(["csrc/a.cpp", "csrc/b.cpp"], "temporary", depends=[], **how))
+
+    first = objects()
+    assert [Path(path).read_text() for path in first] == asked == ["csrc/a.cpp", "csrc/b.cpp"]
+    assert objects() == first and asked == []
+    assert not set(objects(debug=1)) & set(first) and len(asked) == 2, "other flags make other objects"
+    (tmp_path / "csrc" / "a.h").write_text("two")
+    second = objects()
+    assert second[0] != first[0] and second[1] == first[1] and asked == ["csrc/a.cpp"]
+    asked.clear()
+    command.compiler.compile(["flag.cpp"], extra_postargs=["-std=c++17"])
+    assert asked == ["flag.cpp"], "what no module is built of is compiled each time"
+
+
 def test_an_nvshmem_that_does_not_compile_is_left_out(
     build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +248,7 @@ def test_an_nvshmem_that_does_not_compile_is_left_out(
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text(nvcc.read_text().replace("-c) ", '-c) case "$2" in *nvshmem*) exit 1 ;; esac; '))
     built: list[str] = []
+    monkeypatch.setattr(build.BuildNative, "reuse_objects", lambda self: None)  # there is no compiler
     monkeypatch.setattr(build.build_ext, "build_extensions", lambda self: built.extend(e.name for e in self.extensions))
     for asked, names in (("auto", ["weaveopt._native"]), ("1", [])):
         monkeypatch.setenv("WEAVE_NVSHMEM", asked)
