@@ -50,7 +50,7 @@ def free_port() -> int:
 
 def _main(
     rank: int, fn: Callable[..., object], world: int, port: int, args: tuple[object, ...], threads: int,
-    results: multiprocessing.Queue[Outcome], environment: dict[str, str], network: Network | None,
+    results: multiprocessing.Queue[Outcome], environment: dict[str, str], network: Network | None, grouped: bool,
 ) -> None:  # fmt: skip
     # The server that ranks are forked from has the environment of its own start.
     os.environ.clear()
@@ -66,9 +66,11 @@ def _main(
         import torch.distributed as dist
 
         torch.set_num_threads(threads)
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        if grouped:
+            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
         outcome = Outcome(rank, fn(rank, *args))
-        dist.destroy_process_group()
+        if grouped:
+            dist.destroy_process_group()
     except BaseException:
         outcome = Outcome(rank, error=traceback.format_exc())
     results.put(outcome)
@@ -94,14 +96,18 @@ def collect(
     timeout_s: float = 120.0,
     threads: int = 1,
     network: Network | None = None,
+    grouped: bool = True,
 ) -> list[Outcome]:
-    """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die."""
+    """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die.
+
+    Without `grouped` ranks have all that a launcher tells them, and `fn` makes the process group.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     results: multiprocessing.Queue[Outcome] = context.Queue()
     port = free_port()
     with _starting, _no_gpus():
-        job = (fn, world, port, args, threads, results, dict(os.environ), network)
+        job = (fn, world, port, args, threads, results, dict(os.environ), network, grouped)
         processes = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
         for process in processes:
             process.start()
@@ -120,9 +126,10 @@ def run_ranks(
     timeout_s: float = 120.0,
     threads: int = 1,
     network: Network | None = None,
+    grouped: bool = True,
 ) -> list[R]:
     """What `fn(rank, *args)` returned on each rank. Raises `RankError` if one failed, died or took too long."""
-    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads, network=network)
+    outcomes = collect(fn, world, *args, timeout_s=timeout_s, threads=threads, network=network, grouped=grouped)
     failed = [f"--- rank {outcome.rank} of {world}\n{outcome.error}" for outcome in outcomes if outcome.error]
     if failed:
         raise RankError("\n".join(failed))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
 from weaveopt import cost_model
 from weaveopt.cli import calibrate
 from weaveopt.cli.calibrate import NO_MULTICAST
@@ -23,6 +25,32 @@ from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How the command ended on a rank."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def _calibrate(rank: int, arguments: tuple[str, ...], hosts: bool, num_gpus: int | None) -> Done:
+    if hosts:  # each rank takes itself for a host of its own
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", WEAVE_HOST=f"host{rank}")
+    if num_gpus is not None:  # started without a launcher
+        for name in calibrate.LAUNCHED:
+            del os.environ[name]
+        calibrate._num_gpus = lambda: num_gpus
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["calibrate", "--quick", *arguments])
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run_calibrate(world: int, *arguments: str, hosts: bool = False, num_gpus: int | None = None) -> list[Done]:
+    """On forked ranks, which have loaded torch already."""
+    return run_ranks(_calibrate, world, arguments, hosts, num_gpus, timeout_s=300, grouped=False)
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +130,9 @@ def test_a_base_keeps_the_groups_that_two_ranks_cannot_measure(profile: Path, ba
 
 def test_single_families_renew_their_own_curves_alone(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "part.json"
-    command = [*LAUNCH, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--device", "cpu", "--output", str(path)]
-    done = subprocess.run(
-        [*command, "--base", str(base), "--only", "reduce_scatters"],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    asked = ("--device", "cpu", "--output", str(path), "--base", str(base), "--only", "reduce_scatters")
+    for done in run_calibrate(2, *asked):
+        assert done.returncode == 0, done.stderr[-3000:]
     four, machine = cost_model.load(str(base)), cost_model.load(str(path))
     assert machine.memory.points == four.memory.points and len(machine.gemms) == len(four.gemms)
     known = {curve.points for costs in four.fabric_costs for curve in costs.curves}
@@ -167,46 +192,17 @@ def test_bases_that_cannot_be_renewed_here_are_refused(
     assert not (tmp_path / "new.json").exists()
 
 
-def _as_hosts(tmp_path: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """Two ranks, each of which takes itself for a host of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "weaveopt.cli.main", "calibrate", "--quick", "--device", "cpu", *arguments]
-    processes = []
-    for rank in (0, 1):
-        variables = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1", "WEAVE_HOST": f"host{rank}", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-                env={**os.environ, **variables},
-            )
-        )  # fmt: skip
-    try:
-        told = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(command, process.returncode, *each)
-        for process, each in zip(processes, told, strict=True)
-    ]
-
-
 def test_ranks_of_two_hosts_measure_the_link_between_them(tmp_path: Path) -> None:
     before = cost_model.load("cpu")
     assert before.wiring is not None
     here = replace(before, wiring=replace(before.wiring, processors=len(os.sched_getaffinity(0))))
     (tmp_path / "one.json").write_text(cost_model.dumps(here))
-    done = _as_hosts(tmp_path, "--base", "one.json", "--output", "two.json")
+    base, output = str(tmp_path / "one.json"), str(tmp_path / "two.json")
+    done = run_calibrate(2, "--device", "cpu", "--base", base, "--output", output, hosts=True)
     for each in done:
         assert each.returncode == 0, each.stderr[-3000:]
-    assert (
-        "2 ranks measured" in done[0].stdout
-        and "the link between 2 hosts, all else kept from one.json" in done[0].stdout
-    )
+    assert "2 ranks measured" in done[0].stdout
+    assert f"the link between 2 hosts, all else kept from {base}" in done[0].stdout
     machine = cost_model.load(str(tmp_path / "two.json"))
     origins = dict(machine.origins)
     link, library = machine.inter_host, fabric_costs(machine, Fabric.LIBRARY).inter_host
@@ -217,7 +213,7 @@ def test_ranks_of_two_hosts_measure_the_link_between_them(tmp_path: Path) -> Non
 
 
 def test_ranks_of_two_hosts_need_the_profile_of_one(tmp_path: Path) -> None:
-    for each in _as_hosts(tmp_path, "--output", "two.json"):
+    for each in run_calibrate(2, "--device", "cpu", "--output", str(tmp_path / "two.json"), hosts=True):
         assert each.returncode == 2 and "calibrate on one host first, then here with --base FILE" in each.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -250,14 +246,7 @@ def test_one_process_is_refused(
 
 def test_the_only_gpu_of_a_host_is_measured_alone(tmp_path: Path) -> None:
     """Here a CPU rank stands in for it. What rests on peers is not measured, and so not chosen."""
-    program = (
-        "import sys; from weaveopt.cli import calibrate, main; calibrate._num_gpus = lambda: 1; "
-        "sys.exit(main.main(sys.argv[1:]))"
-    )
-    environment = {key: value for key, value in os.environ.items() if key not in calibrate.LAUNCHED}
-    environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-c", program, "calibrate", "--quick", "--output", str(tmp_path / "alone.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    (done,) = run_calibrate(1, "--output", str(tmp_path / "alone.json"), num_gpus=1)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 rank measured" in done.stdout
     machine = cost_model.load(str(tmp_path / "alone.json"))
