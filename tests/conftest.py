@@ -18,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Else each process that compiles starts three others, to see whether torch loads for each of the CPU's vector units.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Else Python looks for garbage after every graph that is compiled.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # One Inductor cache for all tests and their ranks: the C++ compiler is most of what they wait for.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"weaveopt-tests-{os.getuid()}"))
 
@@ -39,6 +41,9 @@ def pytest_collection_finish() -> None:
         from tests import untimed_guards
 
         untimed_guards.install()
+    # What is loaded by now stays: nobody looks through it again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
