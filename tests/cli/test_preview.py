@@ -158,7 +158,7 @@ def test_a_process_that_has_a_group_is_refused(tmp_path: Path) -> None:
 
 
 def test_many_captures_in_one_process(tmp_path: Path) -> None:
-    """Dynamo gives a function up after eight recompiles; captures do not count against one another."""
+    """Dynamo gives a function up after some recompiles; captures do not count against one another."""
     request = Request(_tiny(tmp_path, "llama"), tp=2, layers=1)
     source = model_source.load(request.model)
     lengths: list[int] = []
@@ -168,6 +168,7 @@ def test_many_captures_in_one_process(tmp_path: Path) -> None:
         lengths.append(ids.shape[1])
         return gm.forward
 
-    for length in range(4, 13):
-        preview.capture(source, replace(request, seq=length), preview.plan_layers(source, request), backend)
-    assert lengths == list(range(4, 13))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in range(4, 8):
+            preview.capture(source, replace(request, seq=length), preview.plan_layers(source, request), backend)
+    assert lengths == list(range(4, 8))
