@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs"
@@ -32,8 +35,17 @@ def launch(*command: str) -> str:
     return done.stdout
 
 
-def torchrun(example: str, *arguments: str) -> str:
-    return launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}", *arguments)
+def torchrun(example: str) -> str:
+    return launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"examples/{example}")
+
+
+def _run(rank: int, example: str, arguments: tuple[str, ...]) -> tuple[object, str]:
+    """How an example ends on a rank, and what it prints."""
+    sys.argv = [example, *arguments]
+    sys.path.insert(0, str(ROOT / "examples"))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return ended.value.code, printed.getvalue()
 
 
 def test_generate_agrees_with_eager_and_reports_what_it_rewrote() -> None:
@@ -48,7 +60,10 @@ def test_generate_agrees_with_eager_and_reports_what_it_rewrote() -> None:
 
 
 def test_train_step_has_eagers_gradients() -> None:
-    found = torchrun("train_step.py", "--hidden", "64", "--layers", "1", "--rounds", "1")
+    """On forked ranks, which have loaded torch already: `torchrun` starts hand_written.py below."""
+    arguments = ("--hidden", "64", "--layers", "1", "--rounds", "1")
+    (code, found), (other, _) = run_ranks(_run, 2, "train_step.py", arguments, timeout_s=LIMIT_S, grouped=False)
+    assert code == other == 0, found
     assert "rank 0: loss" in found and "rank 1: loss" in found and "a step: eager" in found
     assert "forward" in found and "backward" in found
 
