@@ -242,20 +242,23 @@ __device__ __forceinline__ Vec16 known_here(Vec16 v) {
     return v;
 }
 
-// Of numbers of T, the products rounded to T: what the products as floats are after they are rounded.
-__device__ __forceinline__ Vec16 multiply(const Vec16& a, const Vec16& b, const __nv_bfloat16*) {
-    Vec16 product;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product.word[i]) : "r"(a.word[i]), "r"(b.word[i]));
-    return product;
+// Two numbers of T in each word: their products, rounded to T.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b, const __nv_bfloat16*) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
 }
-__device__ __forceinline__ Vec16 multiply(const Vec16& a, const Vec16& b, const __half*) {
-    Vec16 product;
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b, const __half*) {
+    asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+}
+
+// What the products as floats are after they are rounded.
+template <typename T>
+__device__ __forceinline__ Vec16 multiply(Vec16 a, const Vec16& b, const T* type) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product.word[i]) : "r"(a.word[i]), "r"(b.word[i]));
-    return product;
+        a.word[i] = multiply_pairs(a.word[i], b.word[i], type);
+    return a;
 }
 
 // The norm of a row, into shared memory.
