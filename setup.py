@@ -279,7 +279,9 @@ class BuildNative(build_ext):
 
     def reuse_objects(self) -> None:
         """Has the C++ compiler use an object again that it made of the same text before."""
-        command, compile_some = self.compiler.compiler_so_cxx, self.compiler.compile
+        # Older setuptools have one command for C and C++.
+        command = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
+        compile_some = self.compiler.compile
         version = subprocess.check_output([command[0], "--version"], text=True)
         surroundings = [version, sys.version, pybind11.__version__, repr(command)]
 

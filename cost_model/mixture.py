@@ -26,8 +26,8 @@ WIDE = "wide"
 as many."""
 LEAST_ROWS: Mapping[str, int] = MappingProxyType({"hopper": 4, "one_kernel": 4, WIDE: 2048})
 """Of an expert on average, from which on kernels are a choice. With fewer the other kernels were the faster ones on an
-H100 and on an H200: with less than 4 up to 1.4 times, which curves by bytes of weights do not tell. `wide` took 0.94 to
-1.03 times as long as `hopper` with 2048 and more, and up to 1.25 times with 256."""
+H100 and on an H200: with less than 4 up to 1.4 times, which curves by bytes of weights do not tell. `wide` took 0.93 to
+0.94 times as long as `hopper` with 4096, 0.97 to 1.19 times with 1024, and up to 1.36 times with 256."""
 LIBRARY_CALLS = 6
 """Of the library for an expert's rows on a CPU: gather, two GEMMs, activation, product with up, scatter."""
 

@@ -210,7 +210,7 @@ def test_cpp_objects_are_found_again_by_their_content(
     asked: list[str] = []
 
     class Compiler:
-        compiler_so_cxx: ClassVar = [os.environ.get("CXX", "g++")]
+        compiler_so: ClassVar = [os.environ.get("CXX", "g++")]
 
         def compile(self, paths: list[str], output_dir: str | None = None, **how: object) -> list[str]:
             asked.extend(paths)
