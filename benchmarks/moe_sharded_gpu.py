@@ -40,7 +40,7 @@ from weaveopt.ops.moe_sharded.op import SITES
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0
-TOKENS = (1, 8, 64, 512, 2048, 4096)
+TOKENS = (1, 8, 64, 333, 512, 2048, 3001, 8192)
 ROUTINGS = ("uniform", "skewed")
 CALLS_IN_GRAPH = 4
 LARGEST_ERROR = 3e-2
@@ -57,7 +57,13 @@ class Model:
     choices: int
 
 
-MODELS = {"mixtral-8x22b": Model(6144, 16384, 8, 2), "qwen3-30b-a3b": Model(2048, 768, 128, 8)}
+MODELS = {
+    "mixtral-8x22b": Model(6144, 16384, 8, 2),
+    "qwen3-30b-a3b": Model(2048, 768, 128, 8),
+    "qwen3-235b-a22b": Model(4096, 1536, 128, 8),
+    "deepseek-v3": Model(7168, 2048, 256, 8),
+    "olmoe-1b-7b": Model(2048, 1024, 64, 8),
+}
 
 
 @dataclass(frozen=True)

@@ -60,14 +60,16 @@ def row(
 def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row], beside: bool = False) -> Path:
     """Writes the suite's result file and returns its path.
 
-    `beside`: cases of the file that is there, and that `rows` has not, stay; each tells when it was measured.
+    `beside`: cases of the file that is there, and that `rows` has not, stay; each tells when it was measured. A file
+    of other GPUs ends the run, as no file has rows of two.
     """
     path = RESULTS / machine / f"{suite}.json"
-    kept = _kept(path, rows) if beside and path.exists() else []
+    host = {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), **_gpus()}
+    kept = _kept(path, rows, host) if beside and path.exists() else []
     record = {
         "suite": suite,
         "machine": machine,
-        "host": {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), **_gpus()},
+        "host": host,
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
         "versions": _versions(),
@@ -78,13 +80,21 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row], beside: b
     return path
 
 
-def _kept(path: Path, rows: tuple[Row, ...] | list[Row]) -> list[dict[str, object]]:
+def _kept(path: Path, rows: tuple[Row, ...] | list[Row], host: Mapping[str, Scalar]) -> list[dict[str, object]]:
     before = json.loads(path.read_text())
+    then, now = _card(before["host"]), _card(host)
+    if then != now:
+        raise SystemExit(f"{path} has rows of {then}, and this is {now}: name another --machine")
     again = [dict(row.case) for row in rows]
     kept = [row for row in before["rows"] if row["case"] not in again]
     for row in kept:
         row["parameters"].setdefault("earlier_run", f"{before['date']}, {str(before['commit'])[:7]}")
     return kept
+
+
+def _card(host: Mapping[str, Scalar]) -> str:
+    """Its GPUs, however many: "2 x NVIDIA H200" and "1 x NVIDIA H200" are one."""
+    return str(host.get("gpus", "no GPU")).rpartition(" x ")[2]
 
 
 def rewrite(path: Path, rows: list[Row]) -> Path:

@@ -173,6 +173,21 @@ def test_cases_of_an_earlier_run_stay_and_say_so(tmp_path: Path, monkeypatch: py
     assert len(results_table.read(path).rows) == 1
 
 
+def test_no_file_has_rows_of_two_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+
+    def write(gpus: str, seq: int) -> Path:
+        monkeypatch.setattr(record, "_gpus", lambda: {"gpus": gpus})
+        row = record.row(case={"seq": seq}, weave_us=1.0, baselines={"inductor": 10.0})
+        return record.write("layers", "h200x4", [row], beside=True)
+
+    write("2 x NVIDIA H200", 1)
+    path = write("1 x NVIDIA H200", 2)
+    with pytest.raises(SystemExit, match="rows of NVIDIA H200, and this is NVIDIA H100 80GB HBM3: name another"):
+        write("2 x NVIDIA H100 80GB HBM3", 3)
+    assert len(results_table.read(path).rows) == 2
+
+
 def test_clocks_are_means_of_the_settled_samples() -> None:
     idle, held = "1980, Not Active, 300.5", "1500, Active, 700.0"
     lines = ["345, Not Active, 90.0", *[idle] * 2, *[held] * 6, "[N/A], Active, 1.0", "15", "1500, Active"]
