@@ -13,7 +13,9 @@ import pytest
 from benchmarks.moe_experts_cases import MODELS
 from benchmarks.record import RESULTS
 from weaveopt import cost_model
+from weaveopt.cost_model.exchange import ShardedMixture, gpu_parts
 from weaveopt.cost_model.mixture import Mixture, fastest_kernels
+from weaveopt.records.candidate import Fabric
 from weaveopt.rewrites.moe_fused.candidates import CURVES, KERNELS
 
 NAMES = {name: "triton" if variant == KERNELS else variant for variant, name in CURVES.items()}
@@ -63,3 +65,26 @@ def test_the_choice_is_near_the_best(machine: str, reached: float, least: float)
 def test_no_choice_is_slower_than_compiled_transformers(machine: str) -> None:
     slowest = min(cases(machine).items(), key=lambda item: item[1].over_compiled)
     assert slowest[1].over_compiled > 1.0, slowest
+
+
+def test_no_choice_for_sharded_tokens_is_slower_than_the_library() -> None:
+    """Five models, token counts from 1 to 8192 of each of two ranks, uniform and skewed routing."""
+    from benchmarks.moe_sharded_gpu import MODELS as SHARDED
+
+    profile, found = cost_model.load("h100x2"), {}
+    for row in json.loads((RESULTS / "h100x2" / "moe_sharded.json").read_text())["rows"]:
+        case, world = row["case"], row["case"]["ranks"]
+        model = SHARDED[case["model"]]
+        experts = model.experts // world
+        of_rank = Mixture(case["tokens"], model.choices, experts, model.hidden, model.inner, True, "bfloat16")
+        times = {}
+        for name, shown in {"": "triton", "hopper": "hopper"}.items():
+            parts = gpu_parts(profile, Fabric.PEER, ShardedMixture(of_rank, world), name, transposed=False)
+            if parts is not None:
+                times[shown] = parts.experts + parts.dispatch + parts.home + parts.combine
+        chosen = min(times, key=lambda name: times[name])
+        library = min(row["baselines"][name] for name in ("all_to_all", "all_gather"))
+        found[tuple(case.values())] = library / row["parameters"][f"us {chosen}"]
+    assert len(found) >= 60
+    slowest = min(found.items(), key=lambda item: item[1])
+    assert slowest[1] > 1.0, slowest

@@ -19,7 +19,7 @@ struct GatheredProduct {
 
 // How it is cut.
 struct GatherCut {
-    int32_t tile_columns;  // 128 or 256
+    int32_t tile_columns;  // 128, 160 or 256
     int32_t group_pairs;   // pairs of panels in a wave group
     int32_t spare_ctas;    // SMs that it leaves free, where kernels that signal run: an even number, at least 2
 };

@@ -22,7 +22,8 @@ int make_maps(GatheredWork& made, const Gather& given, const GatheredProduct& pr
                                cut.tile_columns / gemm::kClusterCtas);
     for (int32_t owner = 0; owner < group.world && error == 0; ++owner) {
         const char* out = static_cast<const char*>(product.out) + work.order.begin[owner] * product.n * size_of(dtype);
-        error = gemm::make_map(work.c[owner], out, dtype, share, product.n, product.n, gemm::kConsumerRows);
+        error = gemm::make_map(work.c[owner], out, dtype, share, product.n, product.n, gemm::kConsumerRows,
+                               gemm::store_columns(cut.tile_columns));
     }
     return error;
 }

@@ -25,7 +25,8 @@ struct Problem {
 // Whether `device` can run it: a line that says why not, or an empty one.
 const char* unsupported(DType dtype, int64_t n, int64_t k, int32_t device);
 
-// Enqueues it. Returns a CUDA error code; 0 is success. `tile_columns` is 128 or 256, `group_pairs` as in order.h.
+// Enqueues it. Returns a CUDA error code; 0 is success. `tile_columns` is 128, 160 or 256,
+// `group_pairs` as in order.h.
 int run(const Problem& problem, DType dtype, int32_t tile_columns, int32_t group_pairs, void* stream);
 
 }  // namespace weave::gemm

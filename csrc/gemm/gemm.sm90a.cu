@@ -38,7 +38,8 @@ int run(const Problem& problem, DType dtype, int32_t tile_columns, int32_t group
         error = make_map(work.b, problem.weight, dtype, problem.n, problem.k, problem.weight_stride,
                          tile_columns / kClusterCtas);
     if (error == 0)
-        error = make_map(work.c[0], problem.out, dtype, problem.m, problem.n, problem.out_stride, kConsumerRows);
+        error = make_map(work.c[0], problem.out, dtype, problem.m, problem.n, problem.out_stride, kConsumerRows,
+                         store_columns(tile_columns));
     if (error != 0) return error;
     const int32_t num_ctas = work.num_clusters * kClusterCtas;
     if (dtype == DType::kBFloat16) return enqueue_bf16(work, tile_columns, num_ctas, stream);

@@ -38,7 +38,10 @@ namespace weave::gemm {
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kConsumerRows = kPanelRows / kConsumers;
-constexpr int kStoreColumns = 64;  // of a copy out: 128 bytes
+// Of a copy out: 128 bytes, or 64 where these do not divide a tile's rows.
+WEAVE_HOST_DEVICE constexpr int store_columns(int columns) {
+    return columns % 64 == 0 ? 64 : 32;
+}
 // Of the 65536 of an SM, what a CTA is launched with: as many for each thread, a multiple of 8. Warps that take more
 // than others left wait for ever.
 constexpr int kLaunchedRegisters = 65536 / kThreads / 8 * 8 * kThreads;
@@ -64,8 +67,8 @@ struct Shared {
     uint64_t stored[kConsumers], copied[kConsumers];
 };
 
-// What a grid computes. Maps: A in boxes of 128 rows, B of kColumns / 2 rows, C in boxes of 64 rows of 64 columns; one
-// C for each owner, beginning with its first row.
+// What a grid computes. Maps: A in boxes of 128 rows, B of kColumns / 2 rows, C in boxes of 64 rows of `store_columns`;
+// one C for each owner, beginning with its first row.
 struct Work {
     CUtensorMap a;
     CUtensorMap b;
@@ -175,7 +178,7 @@ __device__ __forceinline__ void load_tiles(const Work& work, Shared<kColumns>& s
 // One thread. `finished(tile, row)` comes when the panel of the tile that begins at the owner's `row` is where it goes.
 template <int kColumns, class Finished>
 __device__ __forceinline__ void store_tiles(const Work& work, Shared<kColumns>& shared, const Finished& finished) {
-    constexpr int kBytes = kConsumerRows * kStoreColumns * 2;
+    constexpr int kStoreColumns = store_columns(kColumns), kBytes = kConsumerRows * kStoreColumns * 2;
     const int32_t cta = cluster_rank();
     uint32_t parity = 0;
     for (int32_t index = cluster_index(); index < work.order.num_tiles(); index += work.num_clusters) {
@@ -247,11 +250,13 @@ __device__ __forceinline__ void add_bias(const Work& work, int32_t first, int32_
 template <typename T, int kColumns>
 __device__ __forceinline__ uint32_t compute_tiles(const Work& work, Shared<kColumns>& shared, int32_t consumer) {
     using S = Shared<kColumns>;
-    constexpr int kRowBytes = kStoreColumns * 2;
-    constexpr int kBytes = kConsumerRows * kRowBytes;
+    // Of a copy out. Its rows have 8 or 4 chunks of 16 bytes, exchanged by the swizzle of 128 or 64 bytes.
+    constexpr int kRowBytes = store_columns(kColumns) * 2, kBytes = kConsumerRows * kRowBytes;
+    constexpr int kChunks = kRowBytes / 16;
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int32_t own_row = warp * 16 + lane % 16;  // of the matrices' rows, the one whose address this lane has
     const uint32_t c_row = shared_address(shared.c[consumer]) + own_row * kRowBytes;
+    const int32_t exchanged = own_row / (8 / kChunks) % kChunks;
     Position<S::kStages> at;
     uint32_t parity = 1;
     for (int32_t index = cluster_index(); index < work.order.num_tiles(); index += work.num_clusters) {
@@ -286,8 +291,8 @@ __device__ __forceinline__ uint32_t compute_tiles(const Work& work, Shared<kColu
 #pragma unroll
         for (int j = 0; j < kColumns / 8; j += 2) {
             const T* type = nullptr;
-            const int32_t chunk = (j + lane / 16) % 8;
-            const uint32_t to = c_row + (j * 8 / kStoreColumns) * kBytes + ((chunk ^ (own_row % 8)) * 16);
+            const int32_t chunk = (j + lane / 16) % kChunks;
+            const uint32_t to = c_row + j / kChunks * kBytes + (chunk ^ exchanged) * 16;
             store_matrices(to, pair_of(sum[4 * j], sum[4 * j + 1], type), pair_of(sum[4 * j + 2], sum[4 * j + 3], type),
                            pair_of(sum[4 * j + 4], sum[4 * j + 5], type),
                            pair_of(sum[4 * j + 6], sum[4 * j + 7], type));

@@ -19,28 +19,29 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
     return found;
 }
 
-// `strides` in bytes, one for each dimension but the first, along which boxes have 64 elements.
+constexpr cuuint32_t kBoxColumns = 64;
+
+// `strides` in bytes, one for each dimension but the first, along which boxes have 64 elements, or 32.
 int encode(CUtensorMap& map, const void* data, DType dtype, cuuint32_t dimensions, const cuuint64_t* sizes,
            const cuuint64_t* strides, const cuuint32_t* box) {
     const auto encode_tiled = encoder();
     if (encode_tiled == nullptr) return cudaErrorNotSupported;
     const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    const auto swizzle = box[0] == kBoxColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
     const CUresult result = encode_tiled(&map, type, dimensions, const_cast<void*>(data), sizes, strides, box, steps,
-                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-
-constexpr cuuint32_t kBoxColumns = 64;
 
 }  // namespace
 
 int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int64_t columns, int64_t stride,
-             int32_t box_rows) {
+             int32_t box_rows, int32_t box_columns) {
     const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride * size_of(dtype))};
-    const cuuint32_t box[2] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
+    const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
     return encode(map, data, dtype, 2, sizes, strides, box);
 }
 

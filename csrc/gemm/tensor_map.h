@@ -10,10 +10,10 @@
 namespace weave::gemm {
 
 // Rows of `columns` elements, `stride` elements from one to the next, in boxes of 64 columns by `box_rows` with the
-// 128-byte swizzle. `data` and the stride in bytes are multiples of 16. Returns a CUDA runtime error code; 0 is
-// success.
+// 128-byte swizzle, or of 32 columns with that of 64 bytes. `data` and the stride in bytes are multiples of 16. Returns
+// a CUDA runtime error code; 0 is success.
 int make_map(CUtensorMap& map, const void* data, DType dtype, int64_t rows, int64_t columns, int64_t stride,
-             int32_t box_rows);
+             int32_t box_rows, int32_t box_columns = 64);
 
 // The same of `matrices` of such rows, `matrix_stride` elements from one to the next: boxes lie in one of them.
 int make_stack_map(CUtensorMap& map, const void* data, DType dtype, int64_t matrices, int64_t rows, int64_t columns,

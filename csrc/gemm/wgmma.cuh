@@ -1,4 +1,5 @@
-// Hopper's asynchronous matrix instructions (wgmma, sm_90a): 64 rows by 128 or 256 columns by 16, fp32 accumulation.
+// Hopper's asynchronous matrix instructions (wgmma, sm_90a): 64 rows by 128, 160 or 256 columns by 16, fp32
+// accumulation.
 //
 // A and B lie in shared memory, both with K as their fast axis, in rows of 64 elements (128 bytes) whose 16-byte chunks
 // are exchanged by the 128-byte swizzle: chunk c of row r lies at c ^ (r % 8), as TMA writes and reads it.
@@ -57,74 +58,49 @@ __device__ __forceinline__ void settle(float (&d)[kCount]) {
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 
-// d = a * b^T, plus d if `accumulate`. The last argument is a type.
-__device__ __forceinline__ void multiply_add(float (&d)[64], uint64_t a, uint64_t b, bool accumulate, const __nv_bfloat16*) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-        : WEAVE_ACC8(d, 0), WEAVE_ACC8(d, 8), WEAVE_ACC8(d, 16), WEAVE_ACC8(d, 24),
-          WEAVE_ACC8(d, 32), WEAVE_ACC8(d, 40), WEAVE_ACC8(d, 48), WEAVE_ACC8(d, 56)
-        : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));
-}
+// The text between braces, of so many accumulators.
+#define WEAVE_FIRST_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WEAVE_FIRST_80 WEAVE_FIRST_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WEAVE_FIRST_128 WEAVE_FIRST_80 ", " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WEAVE_ACC64(d) \
+    WEAVE_ACC8(d, 0), WEAVE_ACC8(d, 8), WEAVE_ACC8(d, 16), WEAVE_ACC8(d, 24), \
+    WEAVE_ACC8(d, 32), WEAVE_ACC8(d, 40), WEAVE_ACC8(d, 48), WEAVE_ACC8(d, 56)
+#define WEAVE_ACC80(d) WEAVE_ACC64(d), WEAVE_ACC8(d, 64), WEAVE_ACC8(d, 72)
+#define WEAVE_ACC128(d) \
+    WEAVE_ACC80(d), WEAVE_ACC8(d, 80), WEAVE_ACC8(d, 88), \
+    WEAVE_ACC8(d, 96), WEAVE_ACC8(d, 104), WEAVE_ACC8(d, 112), WEAVE_ACC8(d, 120)
 
-__device__ __forceinline__ void multiply_add(float (&d)[64], uint64_t a, uint64_t b, bool accumulate, const __half*) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
-        : WEAVE_ACC8(d, 0), WEAVE_ACC8(d, 8), WEAVE_ACC8(d, 16), WEAVE_ACC8(d, 24),
-          WEAVE_ACC8(d, 32), WEAVE_ACC8(d, 40), WEAVE_ACC8(d, 48), WEAVE_ACC8(d, 56)
-        : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));
-}
-
-__device__ __forceinline__ void multiply_add(float (&d)[128], uint64_t a, uint64_t b, bool accumulate, const __nv_bfloat16*) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, 0;\n}\n"
-        : WEAVE_ACC8(d, 0), WEAVE_ACC8(d, 8), WEAVE_ACC8(d, 16), WEAVE_ACC8(d, 24),
-          WEAVE_ACC8(d, 32), WEAVE_ACC8(d, 40), WEAVE_ACC8(d, 48), WEAVE_ACC8(d, 56),
-          WEAVE_ACC8(d, 64), WEAVE_ACC8(d, 72), WEAVE_ACC8(d, 80), WEAVE_ACC8(d, 88),
-          WEAVE_ACC8(d, 96), WEAVE_ACC8(d, 104), WEAVE_ACC8(d, 112), WEAVE_ACC8(d, 120)
-        : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));
-}
-
-__device__ __forceinline__ void multiply_add(float (&d)[128], uint64_t a, uint64_t b, bool accumulate, const __half*) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, 0;\n}\n"
-        : WEAVE_ACC8(d, 0), WEAVE_ACC8(d, 8), WEAVE_ACC8(d, 16), WEAVE_ACC8(d, 24),
-          WEAVE_ACC8(d, 32), WEAVE_ACC8(d, 40), WEAVE_ACC8(d, 48), WEAVE_ACC8(d, 56),
-          WEAVE_ACC8(d, 64), WEAVE_ACC8(d, 72), WEAVE_ACC8(d, 80), WEAVE_ACC8(d, 88),
-          WEAVE_ACC8(d, 96), WEAVE_ACC8(d, 104), WEAVE_ACC8(d, 112), WEAVE_ACC8(d, 120)
-        : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));
-}
+// d = a * b^T, plus d if `accumulate`. The last argument is a type. A, B and P: what comes behind the accumulators.
+#define WEAVE_MULTIPLY_ADD(COLUMNS, COUNT, A, B, P, TYPE, NAME) \
+    __device__ __forceinline__ void multiply_add(float (&d)[COUNT], uint64_t a, uint64_t b, bool accumulate, const TYPE*) { \
+        asm volatile( \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." NAME "." NAME " {" WEAVE_FIRST_##COUNT "}, " \
+            A ", " B ", p, 1, 1, 0, 0;\n}\n" \
+            : WEAVE_ACC##COUNT(d) \
+            : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate))); \
+    }
+WEAVE_MULTIPLY_ADD(128, 64, "%64", "%65", "%66", __nv_bfloat16, "bf16")
+WEAVE_MULTIPLY_ADD(128, 64, "%64", "%65", "%66", __half, "f16")
+WEAVE_MULTIPLY_ADD(160, 80, "%80", "%81", "%82", __nv_bfloat16, "bf16")
+WEAVE_MULTIPLY_ADD(160, 80, "%80", "%81", "%82", __half, "f16")
+WEAVE_MULTIPLY_ADD(256, 128, "%128", "%129", "%130", __nv_bfloat16, "bf16")
+WEAVE_MULTIPLY_ADD(256, 128, "%128", "%129", "%130", __half, "f16")
+#undef WEAVE_MULTIPLY_ADD
+#undef WEAVE_ACC128
+#undef WEAVE_ACC80
+#undef WEAVE_ACC64
+#undef WEAVE_FIRST_128
+#undef WEAVE_FIRST_80
+#undef WEAVE_FIRST_64
 #undef WEAVE_ACC8
 // clang-format on
 

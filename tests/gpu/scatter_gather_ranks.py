@@ -34,7 +34,7 @@ MOST_ROWS = 1100
 TILE_CUTS = (TileCut(256, 1, 4, True), TileCut(128, 2, 2, True), TileCut(256, 2, 0, False), TileCut(128, 1, 16, False))
 TILE_SHAPES = ((0, 1024, 64), (1, 1024, 64), (37, 2880, 520), (129, 8192, 256), (300, 1000, 1000), (1050, 1032, 72))
 """Rows of a rank, columns, depth."""
-GATHER_CUTS = (GatherCut(256, 1, 2, 1), GatherCut(128, 2, 2, 4), GatherCut(256, 1, 6, 2))
+GATHER_CUTS = (GatherCut(256, 1, 2, 1), GatherCut(128, 2, 2, 4), GatherCut(160, 2, 2, 3), GatherCut(256, 1, 6, 2))
 GATHER_SHAPES = (
     (0, 64, (1024,)),
     (1, 64, (1024, 256)),

@@ -39,10 +39,11 @@ PUSHED_CUTS = {
     Cut(256, 1, 2, 1): Sizes(),
     Cut(256, 4, 2, 1): Sizes(),
     Cut(256, 8, 2, 1): Sizes(),
+    Cut(160, 2, 2, 1): Sizes(most_tokens=FEW_TOKENS),
     Cut(128, 2, 2, 1): Sizes(most_tokens=FEW_TOKENS),
 }
 """With few pairs in a group rows are read in the order in which they come; with more the weight is read from memory
-less often."""
+less often. Where tokens are few the tiles of one width fill whole waves, and those of another do not."""
 TAKEN_BYTES_PER_US = 3e5
 """About what the link does, for how many calls a measurement makes."""
 

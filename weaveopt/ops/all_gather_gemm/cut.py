@@ -16,7 +16,7 @@ from weaveopt.errors import ProfileError
 OP = "all_gather_gemm"
 """The operation of the curves."""
 PUSHED = "pushed"
-TILE_COLUMNS = (128, 256)
+TILE_COLUMNS = (128, 160, 256)
 TILE_DTYPES = ("bfloat16", "float16")
 MOST_PIECES = 32
 
@@ -26,7 +26,7 @@ class Cut:
     """How the GEMM is cut that begins before all rows are here, and in how many pieces these come."""
 
     tile_columns: int
-    """Columns of an output tile: 128 or 256. Its rows are 256, of the two CTAs of a cluster."""
+    """Columns of an output tile: 128, 160 or 256. Its rows are 256, of the two CTAs of a cluster."""
     group_pairs: int
     """Pairs of 128-row panels in a wave group: tiles of a group come column by column."""
     spare_ctas: int
