@@ -103,8 +103,8 @@ def _longest_row(kernels: Kernels[C]) -> float:
 
 def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> float | None:
     """At `depth`, from curves of one kernel by depth: one for each length of rows. What is called depth is the size of
-    the GEMM that rows do not tell: k where its results are exchanged, n where its input is. Then more columns may
-    begin another wave of tiles, which is charged whole.
+    the GEMM that rows do not tell: k where its results are exchanged, n where its input is. Of more columns waves of
+    tiles are more, each of which takes as long as one of the measured sizes beside it; a last one counts whole.
 
     None where it was not measured at such a size.
     """
@@ -116,8 +116,10 @@ def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves)
     if plain_us is None:
         return None
     here = waves(message.tokens, message.row, depth)
-    of_a_wave = {each: us / max(waves(message.tokens, message.row, each), 1) for each, us in found.items()}
-    return max(plain_us, between(of_a_wave, depth) * here)
+    waves_at = {each: waves(message.tokens, message.row, each) for each in found}
+    if here == 0 or set(waves_at.values()) == {here}:
+        return plain_us
+    return between({each: us / waves_at[each] for each, us in found.items()}, depth) * here
 
 
 def _at_size_us(curves: tuple[Curve, ...], message: Message, depth: int, waves: Waves) -> float:

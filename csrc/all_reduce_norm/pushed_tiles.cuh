@@ -329,7 +329,10 @@ __device__ __forceinline__ void finish_rows(const PushedTiles& given, uint64_t e
         // one before it only: while the other team's row is still on its way, it would return at once.
         if (use != 0) fabric::await_phase(&ring.empty[slot], (use - 1) & 1);
         fabric::await_phase(&ring.full[slot], use & 1);
-        const int32_t row = *const_cast<volatile int32_t*>(&ring.row[slot]);
+        // The lane reads it that says later that the slot is empty, for all of its warp.
+        int32_t row = kNoRow;
+        if (threadIdx.x % 32 == 0) row = *const_cast<volatile int32_t*>(&ring.row[slot]);
+        row = __shfl_sync(0xffffffffu, row, 0);
         if (row == kNoRow) {
             // Of a single slot the other team's end comes behind this one.
             __syncwarp();

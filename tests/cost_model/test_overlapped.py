@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weaveopt.cost_model.machine import Curve, Point
-from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest
+from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, overlapped_us
 
 KERNEL_US, MEASURED_BYTES, ROW, DEPTH = 50.0, 1 << 24, 8192, 4096
 GEMM_US = 80.0
@@ -40,3 +40,19 @@ def test_longer_rows_than_measured_take_no_less_than_the_librarys_gemm() -> None
 
 def test_curves_that_do_not_tell_their_rows_count_for_all() -> None:
     assert us_of(Message(MEASURED_BYTES // (4 * ROW), 2 * ROW, 2), measured_row=0) == pytest.approx(KERNEL_US)
+
+
+def test_as_many_waves_of_a_larger_gemm_take_no_longer() -> None:
+    """More columns than were measured may still be as many waves of tiles, or begin the next one."""
+    small, large = 4096, 8192
+    points = (Point(MEASURED_BYTES, KERNEL_US), Point(2 * MEASURED_BYTES, 2 * KERNEL_US))
+    curve = Curve("fused", "op", "cut", 2, points, ROW, 1 << 20, 1 << 30)
+    longer = replace(curve, points=tuple(replace(point, us=2 * point.us) for point in points))
+    message = Message(MEASURED_BYTES // (2 * ROW), ROW, 2)
+    waves = {small: 2, 5120: 2, 6144: 3, large: 4}
+
+    def at(columns: int) -> float | None:
+        return overlapped_us({small: (curve,), large: (longer,)}, message, columns, lambda *sizes: waves[sizes[2]])
+
+    assert at(small) == at(5120) == pytest.approx(KERNEL_US)
+    assert at(6144) == pytest.approx(1.5 * KERNEL_US) and at(large) == pytest.approx(2 * KERNEL_US)

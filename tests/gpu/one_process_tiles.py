@@ -1,8 +1,8 @@
-"""The kernel whose tiles leave while it runs, in a group of one rank, for compute-sanitizer.
+"""The GEMM alone, and the kernel whose tiles leave while it runs, in a group of one rank, for compute-sanitizer.
 
-`python -m tests.gpu.one_process_tiles` runs it on small products of every kind and compares with the reference. It
-takes all of a GPU, so ranks of one process would wait for each other; a rank alone pushes its tiles to itself and goes
-through all of the kernel. Device memory comes from the CUDA runtime, as in `one_process`.
+`python -m tests.gpu.one_process_tiles` runs them on small products of every kind and compares with the reference. The
+second one takes all of a GPU, so ranks of one process would wait for each other; a rank alone pushes its tiles to
+itself and goes through all of the kernel. Device memory comes from the CUDA runtime, as in `one_process`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ CASES = (Case(), Case(norm=GEMMA, wide_weights=True, sum_out=SumOut.NONE), Case(
 SHAPES = ((37, 1032, 72), (300, 2048, 136), (150, 8192, 64))
 """Tokens, columns, depth."""
 CUTS = ((256, 1, 4), (128, 2, 2), (256, 4, 0))
+TILE_COLUMNS = (128, 160, 256)
+"""Of the GEMM alone."""
 CALLS = 3
 """Of one site, one behind the other: epochs go on."""
 
@@ -66,8 +68,31 @@ def run_case(gpu: Gpu, case: Case, shape: tuple[int, int, int], dtype: str, cut:
     return CALLS
 
 
+def run_gemm(gpu: Gpu, shape: tuple[int, int, int], dtype: str, tile_columns: int, with_bias: bool) -> int:
+    rows, n, k = shape
+    kind, owned = getattr(torch, dtype), gpu.num_owned
+    random = torch.Generator().manual_seed(rows)
+    a = torch.randn(rows, k, generator=random).to(kind)
+    weight = (torch.randn(n, k, generator=random) / k**0.5).to(kind)
+    bias = torch.randn(n, generator=random).to(kind)
+    want = (a.float() @ weight.float().t() + (bias.float() if with_bias else 0.0)).to(kind)
+    out, stream = gpu.poisoned(rows * n * kind.itemsize), gpu.stream()
+    code = _native.gemm(
+        gpu.copy(a), gpu.copy(weight), out, rows, n, k, k, k, n, getattr(_native.DType, dtype), tile_columns, 2, stream,
+        gpu.copy(bias) if with_bias else 0,
+    )  # fmt: skip
+    assert code == 0, _native.cuda_error_text(code)
+    gpu.finish()
+    what = f"{shape} {dtype}, tiles of {tile_columns} columns, bias {with_bias}"
+    assert_close(gpu.read(out, want), want, KERNEL, what, kind)
+    gpu.free(owned)
+    return 1
+
+
 def main() -> None:
     gpu, count = Gpu(), 0
+    for dtype, shape, columns in itertools.product(("bfloat16", "float16"), SHAPES, TILE_COLUMNS):
+        count += run_gemm(gpu, shape, dtype, columns, with_bias=columns != 128)
     for index, (case, shape) in enumerate(itertools.product(CASES, SHAPES)):
         count += run_case(gpu, case, shape, ("bfloat16", "float16")[index % 2], CUTS[index % len(CUTS)])
     print(f"{count} calls agree with the reference")
