@@ -12,7 +12,7 @@ import weaveopt
 from tests.experts.test_models import gradients, load
 from tests.models import save
 from tests.ranks import run_ranks
-from tests.sharded_models import FAMILY_OF, ids_of, sharded
+from tests.sharded_models import FAMILY_OF, ids_of, one_layer, sharded
 from weaveopt.config import OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError
@@ -32,6 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixtures")
     for name in ("mixtral", "gpt_oss"):
         save(FAMILY_OF[name], str(path / name))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    save(one_layer("mixtral"), str(path / "mixtral"))
     return path
 
 
@@ -121,8 +128,8 @@ def run_training(rank: int, world: int, folder: Path) -> None:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-def test_own_batches_train(folder: Path) -> None:
-    run_ranks(run_training, 2, 2, folder, timeout_s=400)
+def test_own_batches_train(one_mixture: Path) -> None:
+    run_ranks(run_training, 2, 2, one_mixture, timeout_s=400)
 
 
 def run_without_arena(rank: int, world: int, folder: Path) -> None:
