@@ -69,12 +69,10 @@ def test_train_step_has_eagers_gradients() -> None:
 
 
 def test_trainer_has_eagers_losses() -> None:
-    """The same under `torchrun` is tests/test_trainer.py's."""
-    config = str(CONFIGS / "accelerate_one_host.yaml")
-    found = launch(
-        "accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "--main_process_port", "0",
-        "examples/trainer.py", "--hidden", "64", "--layers", "1", "--steps", "2",
-    )  # fmt: skip
+    """On forked ranks too: `accelerate launch` starts generate.py above."""
+    arguments = ("--hidden", "64", "--layers", "1", "--steps", "2")
+    (code, found), (other, _) = run_ranks(_run, 2, "trainer.py", arguments, timeout_s=LIMIT_S, grouped=False)
+    assert code == other == 0, found
     assert "largest relative difference" in found and "forward" in found and "backward" in found
 
 
