@@ -13,12 +13,15 @@ import pytest  # noqa: F401  (every test file)
 import torch
 import torch._inductor.compile_fx as inductor
 import tqdm
-import transformers.modeling_utils  # noqa: F401
+import transformers.generation.utils
+import transformers.modeling_utils
+import transformers.models.llama.modeling_llama  # noqa: F401
 from functorch.compile import make_boxed_func
 from torch import nn
 
 import weaveopt.backend
-import weaveopt.ops  # noqa: F401
+import weaveopt.ops
+import weaveopt.reporting.printed  # noqa: F401
 from tests import untimed_guards
 
 
