@@ -24,6 +24,9 @@ import weaveopt.ops
 import weaveopt.reporting.printed  # noqa: F401
 from tests import untimed_guards
 
+SCALAR = 1
+"""Inductor's word for no vectors: no CPU has one bit of them."""
+
 
 class _Block(nn.Module):
     """A few layers of the kind that models have."""
@@ -50,6 +53,9 @@ def warm_up() -> None:
     """
     untimed_guards.install()
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread
+    # Of one of Inductor's kernels g++ takes twice as long where it has vectors: their header is most of what it reads.
+    # Examples, which are launched, are compiled as users' models are.
+    torch._inductor.config.cpp.simdlen = SCALAR
     torch.set_num_threads(1)
     for dynamic in (False, True):
         # More than one compile thread is a thread here. What AOTAutograd's cache has, it does not trace.
