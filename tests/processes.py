@@ -1,8 +1,8 @@
 """`pytest -p tests.processes --processes 2`: one run of tests by several processes, with one report and one exit code.
 
-Every process collects all tests, then claims one file of tests after the other until none is left: the first process
-from the front, its helpers from the back, so that most folders stay within one process. What a helper reports the
-first process prints and counts as its own, whenever it is through with a file itself.
+Every process collects all tests, all at the same time, then claims one file of tests after the other until none is
+left: the first process from the front, its helpers from the back, so that most folders stay within one process. What a
+helper reports the first process prints and counts as its own, whenever it is through with a file itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,8 @@ POLL_S = 0.1
 INTERRUPT_S = 30.0
 """What a helper gets to end its tests' ranks."""
 OUTPUT_BYTES = 5000
+BEGIN = "begin"
+"""The file that tells helpers to claim."""
 Files = list[list[pytest.Item]]
 
 
@@ -92,6 +94,8 @@ class Helper:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         files = files_of(session.items)
+        while os.getppid() == self._parent and not (self._folder / BEGIN).exists():
+            time.sleep(POLL_S)
         for number in reversed(range(len(files))):
             if os.getppid() == self._parent and claim(self._folder, number):
                 run_file(session, files[number])
@@ -107,6 +111,17 @@ class Processes:
         """Of each helper's events: how many bytes were passed on."""
         self._ended: set[str] = set()
         """Tests that ran to their end, by whichever process."""
+        self._started = ExitStack()
+        """Ends helpers that are still there, and removes the folder."""
+
+    def pytest_sessionstart(self) -> None:
+        if not self._config.option.collectonly:
+            self._folder = Path(self._started.enter_context(tempfile.TemporaryDirectory(prefix="weaveopt-processes-")))
+            self._helpers = self._started.enter_context(self._helping(self._folder))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        self._started.close()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
@@ -115,22 +130,23 @@ class Processes:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         files = files_of(session.items)
         if session.testsfailed or self._config.option.collectonly or len(files) < 2:
+            self._started.close()
             return None  # pytest's own loop does it
-        with tempfile.TemporaryDirectory(prefix="weaveopt-processes-") as name, self._helpers(Path(name)) as helpers:
-            folder = Path(name)
-            for number, file in enumerate(files):
-                if claim(folder, number):
-                    run_file(session, file)
-                self._pass_on(session, folder, helpers)
-            while any(helper.poll() is None for helper in helpers):
-                time.sleep(POLL_S)
-                self._pass_on(session, folder, helpers)
+        folder, helpers = self._folder, self._helpers
+        (folder / BEGIN).touch()
+        for number, file in enumerate(files):
+            if claim(folder, number):
+                run_file(session, file)
             self._pass_on(session, folder, helpers)
-            self._check(session, folder, helpers)
+        while any(helper.poll() is None for helper in helpers):
+            time.sleep(POLL_S)
+            self._pass_on(session, folder, helpers)
+        self._pass_on(session, folder, helpers)
+        self._check(session, folder, helpers)
         return True
 
     @contextmanager
-    def _helpers(self, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    def _helping(self, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         arguments = [sys.executable, "-m", "pytest", *self._config.invocation_params.args]
         helpers = []
         for number in range(self._config.getoption("--processes") - 1):
@@ -145,8 +161,10 @@ class Processes:
             yield helpers
         finally:
             for helper in helpers:
-                if helper.poll() is None:
+                if helper.poll() is None and (folder / BEGIN).exists():
                     helper.send_signal(signal.SIGINT)  # pytest ends what the test has begun
+                elif helper.poll() is None:
+                    helper.kill()
             for helper in helpers:
                 try:
                     helper.wait(INTERRUPT_S)
