@@ -132,6 +132,18 @@ def median_us(
     return dict(zip(times, medians, strict=True))
 
 
+def replayed_us(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], num_rounds: int, num_replays: int, device: torch.device
+) -> dict[str, float]:
+    """The same of graphs, which are given back."""
+    replays = {name: graph.replay for name, graph in graphs.items()}
+    us = median_us(replays, lambda: None, num_rounds, num_replays, torch.zeros(1, device=device))
+    barrier()
+    for graph in graphs.values():
+        graph.reset()
+    return us
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Right-aligned columns of plain text."""
     widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]

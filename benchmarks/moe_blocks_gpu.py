@@ -110,13 +110,7 @@ def row_of(place: Place, name: str, block: Block, tokens: int, profile: str | No
     report = weaveopt.report().graphs[-1]
     if tokens * block.copied_bytes <= MOST_BATCHED_BYTES:
         captured(variants(block, BATCHED, profile, with_weave=False).running(INDUCTOR), BATCHED)
-    replays = {title: graph.replay for title, graph in graphs.items()}
-    settle = torch.zeros(1, device=place.device)
-    us = gpu_ranks.median_us(replays, lambda: None, 8, 2, settle)
-    us = {title: value / number for title, value in us.items()}
-    gpu_ranks.barrier()
-    for graph in graphs.values():
-        graph.reset()
+    us = {title: value / number for title, value in gpu_ranks.replayed_us(graphs, 8, 2, place.device).items()}
     chosen = [" ".join(filter(None, (each.chosen.choice, each.chosen.variant))) for each in report.decisions]
     ours = us.pop(WEAVE)
     row = record.row(

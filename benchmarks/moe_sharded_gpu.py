@@ -257,13 +257,7 @@ def row_of(case: Case, weights: Weights, place: Place) -> record.Row:
 
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: gpu_ranks.capture(chain(step), pool) for name, step in steps.items()}
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    settle = torch.zeros(1, device=place.device)
-    us = gpu_ranks.median_us(replays, lambda: None, 6, 2, settle)
-    us = {name: value / CALLS_IN_GRAPH for name, value in us.items()}
-    gpu_ranks.barrier()
-    for graph in graphs.values():
-        graph.reset()
+    us = {name: value / CALLS_IN_GRAPH for name, value in gpu_ranks.replayed_us(graphs, 6, 2, place.device).items()}
     ours = {name: us.pop(name) for name in ("triton", "hopper")}
     best = min(ours, key=lambda name: ours[name])
     bound_us = layer.bound_us

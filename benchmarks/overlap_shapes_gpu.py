@@ -144,11 +144,7 @@ def _times(place: Place, steps: dict[str, Callable[[], object]]) -> dict[str, fl
 
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: gpu_ranks.capture(chain(step), pool) for name, step in steps.items()}
-    replays = {name: graph.replay for name, graph in graphs.items()}
-    us = gpu_ranks.median_us(replays, lambda: None, ROUNDS, REPLAYS, torch.zeros(1, device=place.device))
-    gpu_ranks.barrier()
-    for graph in graphs.values():
-        graph.reset()
+    us = gpu_ranks.replayed_us(graphs, ROUNDS, REPLAYS, place.device)
     return {name: value / CALLS for name, value in us.items()}
 
 

@@ -159,11 +159,7 @@ class Bench:
             graph = self.attempt(capture) if name == ASYNC_TP else capture()
             if graph is not None:
                 graphs[name] = graph
-        replays = {name: graph.replay for name, graph in graphs.items()}
-        us = gpu_ranks.median_us(replays, lambda: None, 6, 2, torch.zeros(1, device=self.place.device))
-        gpu_ranks.barrier()
-        for graph in graphs.values():
-            graph.reset()
+        us = gpu_ranks.replayed_us(graphs, 6, 2, self.place.device)
         return {name: value / count for name, value in us.items()}
 
     def made(self, case: dict[str, int], us: dict[str, float]) -> record.Row:

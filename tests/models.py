@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -76,6 +76,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt_oss", _MIXTURE, expert_parallel=True),
     Family("mixtral", _MIXTURE, expert_parallel=True),
 )
+
+
+def one_layer(family: Family) -> Family:
+    """For tests in which a second layer would show nothing."""
+    return replace(family, settings={**family.settings, "num_hidden_layers": 1})
 
 
 def config_of(family: Family) -> PretrainedConfig:

@@ -22,12 +22,6 @@ FAMILY_OF = {
 """Heads for four ranks."""
 
 
-def one_layer(name: str) -> Family:
-    """For tests in which a second mixture would show nothing."""
-    family = FAMILY_OF[name]
-    return replace(family, settings={**family.settings, "num_hidden_layers": 1})
-
-
 def ids_of(seed: int, tokens: int) -> Tensor:
     return torch.randint(3, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
 

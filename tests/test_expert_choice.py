@@ -68,7 +68,7 @@ def test_no_choice_is_slower_than_compiled_transformers(machine: str) -> None:
 
 
 def test_no_choice_for_sharded_tokens_is_slower_than_the_library() -> None:
-    """Five models, token counts from 1 to 8192 of each of two ranks, uniform and skewed routing."""
+    """Four models, token counts from 1 to 8192 of each of two ranks, uniform and skewed routing."""
     from benchmarks.moe_sharded_gpu import MODELS as SHARDED
 
     profile, found = cost_model.load("h100x2"), {}

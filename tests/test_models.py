@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import DynamicCache
 
 from tests.executing import FORCED, executing
-from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, save
+from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
 from weaveopt.records.report import Decision, GraphReport
 
@@ -66,9 +66,7 @@ def _cached(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def _tested(family: Family) -> Family:
     """With as many layers as it is tested with."""
-    if family.id not in ONE_LAYER:
-        return family
-    return replace(family, settings={**family.settings, "num_hidden_layers": 1})
+    return one_layer(family) if family.id in ONE_LAYER else family
 
 
 def _check(rank: int, families: tuple[Family, ...], folder: str) -> list[str]:

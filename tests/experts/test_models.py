@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import weaveopt  # noqa: F401  (registers the implementation)
-from tests.models import Family, save
+from tests.models import Family, one_layer, save
 from tests.ranks import run_ranks
-from tests.sharded_models import FAMILY_OF, MIXTURES, ids_of, one_layer, sharded
+from tests.sharded_models import FAMILY_OF, MIXTURES, ids_of, sharded
 from weaveopt.config import OptionValue
 
 EXCHANGE = torch.ops.weave.expert_exchange.default
@@ -87,7 +87,7 @@ def run_data_parallel(rank: int, world: int, folder: Path, backend: str) -> None
 def test_data_parallel(backend: str, folder: Path, tmp_path: Path) -> None:
     """Inductor compiles one layer: its code for a second one would be the same."""
     if backend == "inductor":
-        save(one_layer("gpt_oss"), str(tmp_path / "gpt_oss"))
+        save(one_layer(FAMILY_OF["gpt_oss"]), str(tmp_path / "gpt_oss"))
         folder = tmp_path
     run_ranks(run_data_parallel, 2, 2, folder, backend, timeout_s=300)
 

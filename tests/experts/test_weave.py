@@ -10,9 +10,9 @@ import torch
 
 import weaveopt
 from tests.experts.test_models import gradients, load
-from tests.models import save
+from tests.models import one_layer, save
 from tests.ranks import run_ranks
-from tests.sharded_models import FAMILY_OF, ids_of, one_layer, sharded
+from tests.sharded_models import FAMILY_OF, ids_of, sharded
 from weaveopt.config import OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixture")
-    save(one_layer("mixtral"), str(path / "mixtral"))
+    save(one_layer(FAMILY_OF["mixtral"]), str(path / "mixtral"))
     return path
 
 
