@@ -149,7 +149,7 @@ def main() -> int:
             model = tiny_llama.make(tiny_llama.config(args.hidden, args.layers, here.world), dtype, here)
         torch.manual_seed(1)
         prompt = torch.randint(1, model.config.vocab_size, (args.batch, 16)).to(here.device)
-        here.say(f"{type(model).__name__}, {args.dtype}, {here.world} {here.device.type} rank(s)")
+        here.say(f"{type(model).__name__}, {args.dtype}, {here.device.type} ranks: {here.world}")
 
         eager = generate(model, prompt, args.new_tokens, None)
         begin = time.perf_counter()

@@ -22,6 +22,7 @@ from weaveopt.reductions.eligible import ROW_ALIGNMENT
 from weaveopt.reductions.prices.estimate import gather_us
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.sites.reduced import Reduced
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -73,7 +74,7 @@ def size_rejections(workload: Workload) -> list[Rejection]:
     reasons = [] if workload.is_static else [SYMBOLIC]
     most = _native.product_most_tokens(workload.world)
     if workload.max_tokens > most:
-        message = f"the kernel takes at most {most} tokens"
+        message = f"the kernel takes at most {counted(most, 'token')}"
         reasons.append(Rejection("too_many_tokens", message, (("tokens", workload.max_tokens),)))
     if workload.hidden > _native.PRODUCT_MOST_HIDDEN:
         message = f"the kernel takes rows of at most {_native.PRODUCT_MOST_HIDDEN} elements"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import weaveopt
 from weaveopt import cost_model, presets
 from weaveopt.cli import explain, main
 
@@ -40,7 +41,6 @@ def _error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "COMMAND"),
         ("explane", "invalid choice"),
         ("explain", "MODEL"),
         ("explain llama-3.3-7b --tp 8", "did you mean 'llama-3.3-70b'"),
@@ -213,6 +213,20 @@ def test_a_package_that_is_too_old_is_one_line(
 
     monkeypatch.setattr(explain, "run", too_old)
     assert "'transformers' (/somewhere) (see weaveopt doctor)" in _error(["explain", "llama-3.3-70b"], capsys)
+
+
+def test_the_command_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and all(command in shown.out for command in ("explain", "calibrate", "doctor", "--version"))
+
+
+def test_the_module_runs_as_the_command_and_says_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "weaveopt", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"weaveopt {weaveopt.__version__}\n" and done.stderr == ""
+    wrong = subprocess.run([sys.executable, "-m", "weaveopt", "explane"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+    assert wrong.stderr.startswith("weaveopt: error: ")
 
 
 def test_interrupt_and_closed_pipe_are_quiet(

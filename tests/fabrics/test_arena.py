@@ -248,4 +248,4 @@ def run_missing(rank: int, world: int) -> str:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     message = run_ranks(run_missing, 3, 3)[0]
-    assert "rank(s) 1, 2 of (0, 1, 2) did not come within 0.5 s for the topology" in message
+    assert "ranks 1, 2 of (0, 1, 2) did not come within 0.5 s for the topology" in message

@@ -159,7 +159,7 @@ def test_ranks_agree_on_what_is_not_compiled() -> None:
     assert first[0] == second[0] == ""
     assert "rank 0 is at 'running part 0 uncompiled (no code)' while rank 1 could not compile part 1" in first[1]
     assert "rank 1 is at 'running part 1 uncompiled (no code)' while rank 0 could not compile part 0" in second[1]
-    assert "rank(s) 0 of (0, 1) did not come within 2 s for running the end uncompiled (no code)" in second[2]
+    assert "rank 0 of (0, 1) did not come within 2 s for running the end uncompiled (no code)" in second[2]
 
 
 def _generate(rank: int, folder: str) -> tuple[list[list[int]], StepReport]:

@@ -10,7 +10,7 @@ import pytest
 from tests.house.source import FILES, ROOT, imports_of, room
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "records"),
+    ("errors", "records", "wording"),
     ("config", "cost_model"),
     ("graph", "solver", "mixtures"),
     ("fabrics",),
@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verification",),
     ("backend", "accelerator", "generation", "experts"),
     ("cli",),
+    ("__main__",),
 )
 """Rooms and single files of the package, from the lowest up. A room imports rooms of lower layers only."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

@@ -97,7 +97,7 @@ def report() -> Report:
         machine=MachineSummary("cpu", False, (("memory", "measured 2026-11-20 host"), ("gemm", "datasheet: vendor"))),
         graphs=(graph,),
         fallbacks=(Fallback("graph_1", "recognize", "ValueError: odd"),),
-        notes=("tensor parallel over 2 ranks on 1 host(s); prefill of 1 × 512 tokens",),
+        notes=("tensor parallel over 2 ranks on 1 host; prefill of 1 × 512 tokens",),
     )
 
 

@@ -37,7 +37,7 @@ def _squeezed(left: Path, right: Path) -> list[str]:
 def test_a_report_differs_from_itself_in_nothing(whole: Report, tmp_path: Path) -> None:
     file = _written(whole, tmp_path / "a.json")
     lines = _squeezed(file, file)
-    assert "3 kind(s) of sites: 0 decided otherwise (≠)" in lines
+    assert "3 kinds of sites: 0 decided otherwise (≠)" in lines
     assert "B/A, sites: before 1.00, after 1.00" in lines
     assert "B/A, whole model: before 1.00, after 1.00" in lines
     assert not any(" ≠ " in line for line in lines)
@@ -51,7 +51,7 @@ def test_what_is_decided_otherwise_is_marked_with_both_predictions(whole: Report
     (marked,) = (line for line in lines if " ≠ " in line)
     assert marked.startswith("model.layers.*.self_attn.o_proj ≠ 8 8 all_reduce_rms_norm two_shot (shm)")
     assert marked.endswith("leave (library) 160.0 450.5 2.82")
-    assert "3 kind(s) of sites: 1 decided otherwise (≠)" in lines
+    assert "3 kinds of sites: 1 decided otherwise (≠)" in lines
     assert "A sites: 7,208.0 -> 2,560.0 us" in lines
     assert "B sites: 7,208.0 -> 4,884.0 us" in lines
     assert any(line.startswith("A whole model: 8,751.0 -> 4,103.0 us, 2.13 times as fast") for line in lines)

@@ -102,11 +102,11 @@ def test_a_table_is_told_once_with_its_forms_and_ctas(report: Report) -> None:
     assert "two_shot bulk 64" in squeezed
     assert "unmeasured: multimem two_shot direct (predicted from a paper or a model)" in squeezed
     owners = "model.layers.*.self_attn.o_proj ×8, model.layers.*.mlp.down_proj ×8"
-    assert "arena of group 0 on peer: 7,475,200 bytes in 3 buffer(s)" in squeezed
+    assert "arena of group 0 on peer: 7,475,200 bytes in 3 buffers" in squeezed
     assert f"mailboxes at 0 2,097,152 bytes {owners}" in squeezed
     assert f"output at 2,097,152 3,145,728 bytes {owners}" in squeezed
     assert f"staging at 5,242,880 2,097,152 bytes {owners}" in squeezed
-    assert "gather: the whole sum: 1 place(s): model.layers.*.self_attn.o_proj" in squeezed
+    assert "gather: the whole sum: 1 place: model.layers.*.self_attn.o_proj" in squeezed
 
 
 def test_a_reason_names_the_kernels_that_it_holds_for(report: Report) -> None:
@@ -129,8 +129,8 @@ def test_what_a_rule_says_is_told_once_with_its_places(report: Report) -> None:
         replace(d, chosen=replace(d.chosen, notes=noted.get(index, ()))) for index, d in enumerate(graph.decisions)
     )
     assert list(memory.note_lines(replace(graph, decisions=decisions))) == [
-        "no copy: a: 9 place(s): model.layers.*.self_attn.o_proj, model.layers.*.mlp.down_proj",
-        "gather: b: 1 place(s): model.layers.*.mlp.down_proj",
+        "no copy: a: 9 places: model.layers.*.self_attn.o_proj, model.layers.*.mlp.down_proj",
+        "gather: b: 1 place: model.layers.*.mlp.down_proj",
     ]
     silent = tuple(replace(d, chosen=replace(d.chosen, notes=())) for d in decisions)
     assert list(memory.note_lines(replace(graph, decisions=silent))) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weaveopt.errors import OptionError, ProfileError
+from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +183,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
     rank, world = dist.get_rank(), dist.get_world_size()
     where = topology.discover(str(dist.distributed_c10d._get_default_group().group_name), GROUP_TIMEOUT_S)
     if where.num_hosts > 1 and asked.only:
-        raise OptionError(f"--only: between {where.num_hosts} hosts all is measured that there is")
+        raise OptionError(f"--only: between {counted(where.num_hosts, 'host')} all is measured that there is")
     if where.num_hosts > 1:
         _refuse_hosts(base, where.num_hosts)
     started = time.monotonic()
@@ -197,7 +198,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
     said = ""
     if where.num_hosts > 1:
         what = "the link between" if device.type == "cpu" else "the kernel and the library between"
-        said = f"; {what} {where.num_hosts} hosts, all else kept from {asked.base}"
+        said = f"; {what} {counted(where.num_hosts, 'host')}, all else kept from {asked.base}"
     elif base is not None:
         renewed = renew(machine, base)
         machine, said = renewed.machine, f"; kept from {asked.base}: {', '.join(renewed.kept) or 'nothing'}"
@@ -211,7 +212,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
             unfinished.replace(asked.output)
         finally:
             unfinished.unlink(missing_ok=True)
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        ranks = counted(world, "rank")
         sys.stdout.write(f"{asked.output}: {ranks} measured in {time.monotonic() - started:.0f} s{said}\n")
 
 
@@ -219,8 +220,8 @@ def _refuse_hosts(base: Machine | None, num_hosts: int) -> None:
     """What cannot be measured on ranks of several hosts."""
     if base is None:
         raise OptionError(
-            f"these ranks are on {num_hosts} hosts: what is measured is what joins them, for a profile of one host: "
-            "calibrate on one host first, then here with --base FILE"
+            f"these ranks are on {counted(num_hosts, 'host')}: what is measured is what joins them, for a profile of "
+            "one host: calibrate on one host first, then here with --base FILE"
         )
 
 
@@ -233,7 +234,9 @@ def _device(asked: str) -> torch.device:
         return torch.device("cpu")
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= count:
-        raise OptionError(f"{count} GPU(s) found for local rank {index}: start at most {count} ranks on this host")
+        raise OptionError(
+            f"{counted(count, 'GPU')} found for local rank {index}: start at most {counted(count, 'rank')} on this host"
+        )
     return torch.device("cuda", index)
 
 

@@ -16,6 +16,8 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from weaveopt.wording import counted
+
 MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.23"}
 """Oldest versions that are supported."""
 SHM = Path("/dev/shm")
@@ -192,15 +194,18 @@ def _mib(num_bytes: int) -> int:
 
 def _cores() -> Check:
     cores = len(os.sched_getaffinity(0))
-    found = f"{cores} usable core(s)"
+    found = counted(cores, "usable core")
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdecimal() and int(local) > cores:
         return Check(
-            "cores", Status.NOTE, f"{found}, {local} ranks on this host", f"launch at most {cores} CPU ranks here"
+            "cores",
+            Status.NOTE,
+            f"{found}, {counted(local, 'rank')} on this host",
+            f"launch at most {counted(cores, 'CPU rank')} here",
         )
     if cores < 2:
         return Check("cores", Status.NOTE, found, "CPU ranks will take turns on one core")
-    return Check("cores", Status.OK, f"{found}: launch at most {cores} CPU ranks here")
+    return Check("cores", Status.OK, f"{found}: launch at most {counted(cores, 'CPU rank')} here")
 
 
 def _cuda() -> Check:
@@ -212,7 +217,7 @@ def _cuda() -> Check:
         advice = "only CPU ranks can run here; GPUs need a driver and a CUDA build of torch"
         return Check("cuda", Status.NOTE, "no usable GPU", advice)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Check("cuda", Status.OK, f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}")
+    return Check("cuda", Status.OK, f"{counted(len(names), 'GPU')}: {', '.join(sorted(set(names)))}")
 
 
 def _cuda_part() -> Check:

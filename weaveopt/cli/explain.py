@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from weaveopt.cli.question import DEFAULT_MACHINE, PICTURES, Question
 from weaveopt.errors import CaptureError, OptionError
 from weaveopt.records.report import GraphReport, Report
+from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     from weaveopt.cli.model_source import Request, Source
@@ -80,7 +81,7 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     if not graphs:
         raise CaptureError(f"{source.name}: no graph was captured")
     graphs = [replace(layers.scale(g, plan), phase=request.phase, tokens=request.tokens) for g in graphs]
-    notes = (f"{sharding} on {request.nodes} host(s); {_batch(request)}", plan.describe())
+    notes = (f"{sharding} on {counted(request.nodes, 'host')}; {_batch(request)}", plan.describe())
     fallbacks = tuple(fallback for graph in graphs for fallback in graph.fallbacks)
     used = machine.summary((request.dtype,), request.nodes)
     return Report(source.name, request.world, used, tuple(graphs), fallbacks, notes)
@@ -97,7 +98,8 @@ def request_of(asked: Question, source: Source, machine: Machine) -> Request:
     nodes = asked.nodes or (math.ceil(world / per_host) if machine.device == "cuda" else 1)
     if machine.device == "cuda" and world > nodes * per_host:
         raise OptionError(
-            f"{world} ranks on {nodes} host(s) of {machine.name}, which has {per_host} a host: raise --nodes"
+            f"{counted(world, 'rank')} on {counted(nodes, 'host')} of {machine.name}, which has {per_host} a host: "
+            "raise --nodes"
         )
     phase = asked.phase or "prefill"
     tokens_batch, tokens_seq = (1, asked.tokens) if phase == "prefill" else (asked.tokens, None)
@@ -120,7 +122,7 @@ def _batch(request: Request) -> str:
     return (
         f"prefill of {shape} tokens"
         if request.phase == "prefill"
-        else f"decode of {request.batch} sequence(s), cache of {request.seq}"
+        else f"decode of {counted(request.batch, 'sequence')}, cache of {request.seq}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from weaveopt.records.report import GraphReport, Work
 from weaveopt.reporting.timeline import Block, blocks, homes, module_of
+from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,10 +36,11 @@ class LayerPlan:
 
     def describe(self) -> str:
         if self.whole:
-            return f"all {self.total} layers captured"
+            return "its only layer captured" if self.total == 1 else f"all {self.total} layers captured"
         if sum(self.counts) == self.total:
-            return f"{self.captured} of {self.total} layers captured, standing for {', '.join(map(str, self.counts))}"
-        return f"only the first {self.captured} of {self.total} layers captured and counted"
+            stands_for = ", ".join(map(str, self.counts))
+            return f"{self.captured} of {counted(self.total, 'layer')} captured, standing for {stands_for}"
+        return f"only the first {self.captured} of {counted(self.total, 'layer')} captured and counted"
 
 
 def every_layer(total: int, first: int | None = None) -> LayerPlan:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import NoReturn
 
+import weaveopt
 from weaveopt.cli import calibrate, doctor, explain, question
 from weaveopt.errors import WeaveError
 
@@ -29,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(
         prog="weaveopt", description="Says what torch.compile(model, backend='weave') does to a model, and why."
     )
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    root.add_argument("--version", action="version", version=f"weaveopt {weaveopt.__version__}")
+    commands = root.add_subparsers(dest="command", metavar="COMMAND")
     question.add_arguments(
         commands.add_parser("explain", help="what would be rewritten in a model, without weights, GPUs or peers")
     )
@@ -41,12 +43,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    root = parser()
     try:
-        args = parser().parse_args(argv)
+        args = root.parse_args(argv)
     except SystemExit as stop:  # --help and errors
         return stop.code if isinstance(stop.code, int) else MISUSE
     command = args.command
     del args.command
+    if command is None:
+        root.print_help()
+        return 0
     if command == "explain":
         return explain.run(question.question(args))
     if command == "calibrate":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from weaveopt import presets
 from weaveopt.errors import CaptureError, closest
+from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -142,7 +143,7 @@ def quiet() -> Iterator[None]:
 
 def _near(word: str, known: tuple[str, ...]) -> str:
     hint = closest(word, known)
-    return hint if hint.startswith("did you mean") else f"{len(known)} types are known, none of them similar"
+    return hint if hint.startswith("did you mean") else f"{counted(len(known), 'type')} are known, none of them similar"
 
 
 def first_line(error: BaseException) -> str:
@@ -162,7 +163,7 @@ def check(source: Source, request: Request) -> None:
             "give the same number twice, or only one of them"
         )
     if world % request.nodes:
-        raise CaptureError(f"{world} ranks cannot be spread evenly over --nodes {request.nodes}")
+        raise CaptureError(f"{counted(world, 'rank')} cannot be spread evenly over --nodes {request.nodes}")
     for size in SIZES:
         value = getattr(source.config, size, None)
         if isinstance(value, int) and value < 1:
@@ -189,7 +190,9 @@ def _check_plan(source: Source, request: Request) -> None:
         experts = next((n for key in EXPERT_COUNTS if isinstance(n := getattr(config, key, None), int)), None)
         if experts and experts % world:
             divisors = _divisors(experts)
-            raise CaptureError(f"{option} does not divide the {experts} experts of {source.name}; {divisors}")
+            raise CaptureError(
+                f"{option} does not divide the {counted(experts, 'expert')} of {source.name}; {divisors}"
+            )
     elif not tp_plan:
         hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
         raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")

@@ -16,6 +16,7 @@ from unittest import mock
 from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
 from weaveopt.cli.model_source import Request, Source, first_line, quiet
 from weaveopt.errors import CaptureError, WeaveError
+from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +146,7 @@ def capture(
         # The compiled frames of this capture must not count against the recompile limit of the next.
         stack.callback(torch._dynamo.reset)
         try:
-            on_step(f"building {plan.captured} of {plan.total} layers")
+            on_step(f"building {plan.captured} of {counted(plan.total, 'layer')}")
             distributed, _ = _parallelism(request)
             mesh = None
             if distributed is not None:

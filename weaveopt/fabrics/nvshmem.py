@@ -32,6 +32,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -109,10 +110,10 @@ def _obstacle(topology: Topology) -> str:
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     if topology.num_hosts < 2:
-        return f"{topology.world} ranks on one host, expected several hosts"
+        return f"{counted(topology.world, 'rank')} on one host, expected several hosts"
     most = max(len(ranks) for ranks in Hosts.of(topology).ranks)
     if most > _native.MAX_WORLD:
-        return f"a host has {most} ranks of the group, expected at most {_native.MAX_WORLD}"
+        return f"a host has {counted(most, 'rank')} of the group, expected at most {_native.MAX_WORLD}"
     if torch.cuda.is_current_stream_capturing():
         return "an arena cannot be made while a CUDA graph is captured: call the compiled model once before"
     if _started not in ((), topology.group.ranks):

@@ -32,6 +32,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.fabrics.watchdog import Process
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -178,10 +179,10 @@ def _obstacle(topology: Topology) -> str:
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     if topology.num_hosts > 1:
-        return f"its ranks run on {topology.num_hosts} hosts"
+        return f"its ranks run on {counted(topology.num_hosts, 'host')}"
     most = _TRAITS.max_world
     if topology.world < 2 or (most is not None and topology.world > most):
-        return f"{topology.world} ranks, expected 2 to {most}"
+        return f"{counted(topology.world, 'rank')}, expected 2 to {most}"
     if torch.cuda.is_current_stream_capturing():
         return (
             "an arena cannot be made while a CUDA graph is captured: call the compiled model once, or "

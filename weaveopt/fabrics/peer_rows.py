@@ -17,6 +17,7 @@ from weaveopt.fabrics.rows_call import RowsCall
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -46,9 +47,13 @@ class PeerRows:
         self.arena: PeerArena = peer.of(call.group)
         group = self.arena.group
         if len(group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.world, 'rank')}, group has {len(group.ranks)}"
+            )
         if call.max_tokens > watchdog.MAX_TOKENS:
-            raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
+            raise ArenaError(
+                f"site {call.site}: {counted(call.max_tokens, 'token')}, the kernels count to {watchdog.MAX_TOKENS}"
+            )
         buffer = self.arena.buffer(need.name)
         if buffer.num_bytes < need.num_bytes:
             raise ArenaError(

@@ -8,6 +8,7 @@ from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Fabric, Rejection
+from weaveopt.wording import counted
 
 
 def reaching(
@@ -32,7 +33,7 @@ def world_refused(fabric: Fabric, world: int) -> tuple[Rejection, ...]:
     most = TRAITS[fabric].max_world
     if most is None or world <= most:
         return ()
-    return (Rejection("world_not_supported", f"the kernels join at most {most} ranks", (("world", world),)),)
+    return (Rejection("world_not_supported", f"the kernels join at most {counted(most, 'rank')}", (("world", world),)),)
 
 
 def not_measured(machine: Machine, fabric: Fabric, op: str) -> Rejection:

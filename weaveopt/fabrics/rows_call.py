@@ -12,6 +12,7 @@ from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, MemoryPlan
 from weaveopt.solver.placement import Request, arena_bytes, place
+from weaveopt.wording import counted
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class RowsCall:
         parts = outer * self.world
         if outer < 1 or tokens % parts:
             raise WeaveError(
-                f"site {self.site}: {tokens} rows are not {outer} blocks for each of {self.world} ranks: pad them to "
+                f"site {self.site}: {counted(tokens, 'row')} are not {counted(outer, 'block')} for each of "
+                f"{counted(self.world, 'rank')}: pad them to "
                 f"a multiple of {parts}"
             )
         return tokens // parts

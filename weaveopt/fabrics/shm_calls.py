@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics.topology import Group
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -70,4 +71,4 @@ def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
 
 def _describe(tag: int) -> str:
     site, tokens = tag >> 32, tag & 0xFFFFFFFF
-    return f"site {_names.get(site, f'unknown here (tag {site:08x})')} with {tokens} tokens"
+    return f"site {_names.get(site, f'unknown here (tag {site:08x})')} with {counted(tokens, 'token')}"

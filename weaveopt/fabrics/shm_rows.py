@@ -14,6 +14,7 @@ from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -42,7 +43,9 @@ class SharedRows:
         self.arena: ShmArena = shm.of(call.group)
         group = self.arena.group
         if len(group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.world, 'rank')}, group has {len(group.ranks)}"
+            )
         [need] = buffers_for(num_bytes)
         buffer = self.arena.buffer(need.name)
         if buffer.num_bytes < need.num_bytes:

@@ -29,6 +29,7 @@ from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import gpus
 from weaveopt.fabrics.traits import TRAITS, rejection
 from weaveopt.records.candidate import Fabric, Rejection
+from weaveopt.wording import counted, listed
 
 Payload = Mapping[str, str | int]
 """What a rank publishes: plain values that go to JSON."""
@@ -91,7 +92,7 @@ class Topology:
 def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
     """The topology of `world` ranks spread evenly over `hosts`, seen by rank 0, without any rank there."""
     if world < 1 or hosts < 1 or world % hosts:
-        raise WeaveError(f"cannot spread {world} ranks evenly over {hosts} hosts")
+        raise WeaveError(f"cannot spread {counted(world, 'rank')} evenly over {counted(hosts, 'host')}")
     names = tuple(f"host{rank * hosts // world}" for rank in range(world))
     return Topology(Group("0", tuple(range(world)), 0), names, device, fake=True)
 
@@ -157,7 +158,7 @@ class Exchange:
             )
         if isinstance(answer, list):
             raise AgreementError(
-                f"{where}: rank(s) {', '.join(map(str, answer))} of {self.group.ranks} did not come within "
+                f"{where}: {listed('rank', answer)} of {self.group.ranks} did not come within "
                 f"{timeout_s:g} s for {what}"
             )
         for rank, other in zip(self.group.ranks, answer, strict=True):

@@ -20,6 +20,7 @@ from typing import NoReturn, Protocol
 
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics.topology import Group
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -166,7 +167,7 @@ def describe(arena: Watched, status: _native.Status) -> WeaveError:
     group = arena.group
     tokens, named = _named(status.own_tag)
     peer = group.ranks[status.peer] if 0 <= status.peer < len(group.ranks) else -1
-    where = f"weave::{named.op} at site {named.site} with {tokens} tokens, group {group.name!r}"
+    where = f"weave::{named.op} at site {named.site} with {counted(tokens, 'token')}, group {group.name!r}"
     where = f"{where}, rank {group.ranks[group.rank]}"
     expected = f"slot {status.slot}, expected {status.expected:#x}, seen {status.seen:#x}"
     if status.code == codes.SITE_MISMATCH:
@@ -196,7 +197,7 @@ def _named(tag: int) -> tuple[int, NamedSite]:
 
 def _runs(tag: int) -> str:
     tokens, named = _named(tag)
-    return f"site {named.site} with {tokens} tokens"
+    return f"site {named.site} with {counted(tokens, 'token')}"
 
 
 def _run() -> None:

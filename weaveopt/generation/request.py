@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from weaveopt.generation.processors import TensorProcessor, as_tensors
 from weaveopt.records.candidate import Rejection
+from weaveopt.wording import counted
 
 KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 OWN_INPUTS_ONLY_FOR_LONG_ROPE = {"Phi3ForCausalLM"}
@@ -163,7 +164,7 @@ def _input_reasons(
     for name in ("attention_mask", "position_ids"):
         value = inputs.get(name)
         if isinstance(value, Tensor) and value.dim() != 2:
-            no.append(Rejection("model_input", f"{name} has {value.dim()} dimensions", (("input", name),)))
+            no.append(Rejection("model_input", f"{name} has {counted(value.dim(), 'dimension')}", (("input", name),)))
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         no.append(Rejection("outputs", "attentions or hidden states of every step are asked for"))
     if config.prefill_chunk_size is not None:

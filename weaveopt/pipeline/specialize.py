@@ -27,6 +27,7 @@ from weaveopt.records.report import Regime
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context, FoundSite
 from weaveopt.solver.regimes import Served, Stretch, regimes
+from weaveopt.wording import counted
 
 
 def specialize(
@@ -68,7 +69,7 @@ def guard(captured: CapturedGraph, regime: Regime | None, numbers: Sequence[torc
         return
     above = bool(count >= regime.min_tokens)
     below = regime.max_tokens is None or bool(count <= regime.max_tokens)
-    assert above and below, f"{count.node.hint} tokens are not in {regime}"
+    assert above and below, f"{counted(count.node.hint, 'token')} are not in {regime}"
 
 
 @dataclass(frozen=True)

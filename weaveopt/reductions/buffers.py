@@ -31,6 +31,7 @@ from weaveopt.reductions.call import FEATURES, ReductionCall
 from weaveopt.reductions.native import host_transfer, layout_name, out_kind
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.solver.placement import Request, arena_bytes, place
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -161,4 +162,4 @@ def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
 def expect_world(call: ReductionCall, group: Group) -> None:
     """Raises `ArenaError` if `call` was planned for another number of ranks."""
     if len(group.ranks) != call.world:
-        raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
+        raise ArenaError(f"site {call.site}: planned for {counted(call.world, 'rank')}, group has {len(group.ranks)}")

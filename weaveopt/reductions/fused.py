@@ -26,6 +26,7 @@ from weaveopt.reductions.variant import Algorithm
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.quantization import stored_scale
 from weaveopt.sites.reduction import Reduction, ReductionFacts
+from weaveopt.wording import counted
 
 
 def propose(
@@ -120,7 +121,7 @@ def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
     if lowered.prefetch is not None:
         megabytes = lowered.prefetch.num_bytes / 2**20
         words = f"{megabytes:.1f} MiB of the weights that are read next go to L2 while the exchange waits"
-        notes.append(f"prefetch: {words}, up to {lowered.prefetch.max_tokens} tokens")
+        notes.append(f"prefetch: {words}, up to {counted(lowered.prefetch.max_tokens, 'token')}")
     if lowered.aliases_arena:
         notes.append("no copy: normalized rows that come in bulk are read in the arena, where peers write them")
     return tuple(notes)

@@ -18,6 +18,7 @@ from weaveopt.reductions.launches import Launch
 from weaveopt.reductions.native import host_transfer, native_norm, out_kind
 from weaveopt.reductions.peer import PeerSite
 from weaveopt.reductions.variant import KernelRow
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -42,9 +43,13 @@ class NvshmemSite(PeerSite):
         memory = arena.of(call.group)
         expect_world(call, memory.group)
         if call.hosts != len(memory.hosts.ranks):
-            raise ArenaError(f"site {call.site}: planned for {call.hosts} hosts, group has {len(memory.hosts.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.hosts, 'host')}, group has {len(memory.hosts.ranks)}"
+            )
         if call.max_tokens > watchdog.MAX_TOKENS:
-            raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
+            raise ArenaError(
+                f"site {call.site}: {counted(call.max_tokens, 'token')}, the kernels count to {watchdog.MAX_TOKENS}"
+            )
         tag = watchdog.tag_of(zlib.crc32(text.encode()))
         site = native_site(call, tag, memory.layout, memory.hosts.ranks)
         try:

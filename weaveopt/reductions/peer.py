@@ -29,6 +29,7 @@ from weaveopt.reductions.prefetch_ranges import PrefetchRange, ranges_of
 from weaveopt.reductions.reference import row_scale_shape
 from weaveopt.reductions.replication import may_share_rows
 from weaveopt.reductions.variant import KernelRow, Transfer
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -99,7 +100,9 @@ class PeerSite:
         memory = arena.of(call.group)
         expect_world(call, memory.group)
         if call.max_tokens > watchdog.MAX_TOKENS:
-            raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
+            raise ArenaError(
+                f"site {call.site}: {counted(call.max_tokens, 'token')}, the kernels count to {watchdog.MAX_TOKENS}"
+            )
         # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
         site = native_site(call, watchdog.tag_of(zlib.crc32(text.encode())), memory.layout)
         try:
@@ -310,7 +313,7 @@ class PeerSite:
     def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
         if x.dtype is not self._dtype or x.numel() != tokens * self._hidden or x.shape[-1] != self._hidden:
             raise WeaveError(
-                f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {tokens} rows of "
+                f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {counted(tokens, 'row')} of "
                 f"{self._hidden} {self._dtype}"
             )
         if x.device.index != self._index:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm
+from weaveopt.wording import counted
 
 
 @runtime_checkable
@@ -41,6 +42,8 @@ def two_shot_division(group: str, fabric: Fabric, workload: Workload) -> tuple[H
 
     Which kernel makes it, and with how many CTAs, changes nothing about that.
     """
-    assert workload.is_static, f"a graph of {workload.min_tokens} to {workload.max_tokens} tokens goes by its table"
+    assert workload.is_static, (
+        f"a graph of {workload.min_tokens} to {counted(workload.max_tokens, 'token')} goes by its table"
+    )
     shape = (workload.world, workload.hidden, workload.dtype, workload.tokens)
     return (group, fabric, Algorithm.TWO_SHOT, *shape)

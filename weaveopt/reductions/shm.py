@@ -16,6 +16,7 @@ from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.native import native_norm
 from weaveopt.reductions.operands import Gemm, Operands, Results
 from weaveopt.reductions.replication import may_share_rows
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -189,7 +190,7 @@ class ShmSite:
     def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
         if x.dtype is not self._dtype or x.numel() != tokens * self._hidden or x.shape[-1] != self._hidden:
             raise WeaveError(
-                f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {tokens} rows of "
+                f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {counted(tokens, 'row')} of "
                 f"{self._hidden} {self._dtype}"
             )
         if not x.is_cpu:

@@ -11,6 +11,7 @@ from weaveopt.fabrics import tcp as arena
 from weaveopt.reductions.buffers import PARTIAL, expect_world, locate
 from weaveopt.reductions.call import ReductionCall
 from weaveopt.reductions.shm import ShmSite, native_site
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -33,7 +34,9 @@ class TcpSite(ShmSite):
         expect_world(call, memory.group)
         hosts = memory.hosts
         if len(hosts.ranks) != call.hosts:
-            raise ArenaError(f"site {call.site}: planned for {call.hosts} hosts, group has {len(hosts.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.hosts, 'host')}, group has {len(hosts.ranks)}"
+            )
         buffers = locate(call, memory.layout)
         site = native_site(call, text, buffers)
         ranks = [list(each) for each in hosts.ranks]

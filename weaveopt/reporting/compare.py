@@ -16,7 +16,8 @@ from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.sections import whole_line, work_failure_line
 from weaveopt.reporting.text import DEFAULT_WIDTH, MINIMUM_WIDTH, Row, choice_words, rows_of, to_text
-from weaveopt.reporting.timeline import Times, total
+from weaveopt.reporting.timeline import Times, title, total
+from weaveopt.wording import counted
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,22 @@ def _read(path: Path) -> Report:
 
 def _title(letter: str, path: Path, report: Report) -> str:
     machine = "no machine" if report.machine is None else report.machine.name
-    return f"{letter}: {path}: {report.model} on {report.world} ranks, {machine}"
+    return f"{letter}: {path}: {report.model} on {counted(report.world, 'rank')}, {machine}"
 
 
 def _graphs(left: GraphReport | None, right: GraphReport | None, width: int) -> Iterator[RenderableType]:
     if left is None or right is None:
         only = left or right
         assert only is not None
-        yield Text(f"only in {'B' if left is None else 'A'}: {_name(only)}", style="bold")
+        yield Text(f"only in {'B' if left is None else 'A'}: {title(only)}", style="bold")
         return
-    title = _name(left) if _name(left) == _name(right) else f"A: {_name(left)}; B: {_name(right)}"
-    yield Text(title, style="bold")
+    same = title(left) == title(right)
+    yield Text(title(left) if same else f"A: {title(left)}; B: {title(right)}", style="bold")
     found = pairs(left, right)
     if found:
         yield _table(found, width)
     num_different = sum(pair.differs for pair in found)
-    yield Text(f"{len(found)} kind(s) of sites: {num_different} decided otherwise (≠)")
+    yield Text(f"{counted(len(found), 'kind')} of sites: {num_different} decided otherwise (≠)")
     for letter, graph in (("A", left), ("B", right)):
         yield Text(f"{letter} sites: {graph.unfused_us:,.1f} -> {graph.predicted_us:,.1f} us")
     before, after = _ratio(left.unfused_us, right.unfused_us), _ratio(left.predicted_us, right.predicted_us)
@@ -110,10 +111,6 @@ def _whole_lines(left: tuple[Times, Times], right: tuple[Times, Times]) -> Itera
     yield f"A {whole_line(*left)}"
     yield f"B {whole_line(*right)}"
     yield f"B/A, whole model: before {_ratio(left[0].us, right[0].us)}, after {_ratio(left[1].us, right[1].us)}"
-
-
-def _name(graph: GraphReport) -> str:
-    return f"{graph.phase}, {graph.tokens} tokens"
 
 
 def _table(found: tuple[Pair, ...], width: int) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.reporting.json_reader import Json, Reader
+from weaveopt.wording import counted
 
 
 def lines(report: GenerationReport) -> Iterator[str]:
@@ -20,11 +21,11 @@ def lines(report: GenerationReport) -> Iterator[str]:
         share = "" if step.host_share is None else f", {step.host_share:.0%} of the loop's time outside of steps"
         yield (
             f"generate: batch {step.batch}, cache of {step.cache_length}, {step.choice}, {with_what}: "
-            f"{how}; {step.calls} calls, {step.steps} steps, {step.replays} replays, {step.beyond_stop} beyond the "
-            f"stop{share}"
+            f"{how}; {counted(step.calls, 'call')}, {counted(step.steps, 'step')}, {counted(step.replays, 'replay')}, "
+            f"{step.beyond_stop} beyond the stop{share}"
         )
     for left in report.left:
-        yield f"generate: {left.count} calls in transformers' own loop ({left.loop}):"
+        yield f"generate: {counted(left.count, 'call')} in transformers' own loop ({left.loop}):"
         for reason in left.reasons:
             yield f"  {reason.code}: {reason.message}"
 

@@ -8,6 +8,7 @@ from weaveopt.records.candidate import TableRow
 from weaveopt.records.memory import Lifetime, MemoryPlan
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.reporting.reasons import collapse, kernel_of
+from weaveopt.wording import counted
 
 
 def table_lines(graph: GraphReport) -> Iterator[str]:
@@ -43,8 +44,8 @@ def table_text(table: Sequence[TableRow], max_tokens: int) -> str:
     rows: list[str] = []
     for row in table:
         ctas = dict(row.values).get("num_ctas")
-        on = f" on {ctas} CTAs" if ctas else ""
-        rows.append(f"up to {row.max_tokens}{'' if rows else ' tokens'} {row.variant}{on}")
+        on = f" on {counted(int(ctas), 'CTA')}" if ctas else ""
+        rows.append(f"up to {row.max_tokens if rows else counted(row.max_tokens, 'token')} {row.variant}{on}")
     if table and table[-1].max_tokens < max_tokens:
         rows.append("more through the library")
     return ", ".join(rows)
@@ -62,7 +63,7 @@ def unmeasured_line(graph: GraphReport) -> Iterator[str]:
 
 
 def arena_line(plan: MemoryPlan) -> str:
-    buffers = f"{len(plan.buffers)} buffer(s)"
+    buffers = counted(len(plan.buffers), "buffer")
     return f"arena of group {plan.group} on {plan.fabric.value}: {plan.num_bytes:,} bytes in {buffers}"
 
 
@@ -92,4 +93,4 @@ def note_lines(graph: GraphReport) -> Iterator[str]:
             found.setdefault(note, []).append(decision)
     for note, decisions in found.items():
         names = ", ".join(dict.fromkeys(collapse(each.site.module or each.site.id) for each in decisions))
-        yield f"{note}: {sum(each.site.count for each in decisions)} place(s): {names}"
+        yield f"{note}: {counted(sum(each.site.count for each in decisions), 'place')}: {names}"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from weaveopt.errors import OptionError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting.parts import Part, typical
-from weaveopt.reporting.timeline import STREAMS, Block, Span, Times, laid_out, total
+from weaveopt.reporting.timeline import STREAMS, Block, Span, Times, laid_out, title, total
+from weaveopt.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def draw(report: Report, form: str) -> bytes:
     height = INCHES_HIGH * len(report.graphs)
     figure = pyplot.figure(figsize=(INCHES_WIDE, height), layout="constrained")
     machine = "" if report.machine is None else f" on {report.machine.name}"
-    figure.suptitle(f"{report.model}, {report.world} ranks{machine}: predicted")
+    figure.suptitle(f"{report.model}, {counted(report.world, 'rank')}{machine}: predicted")
     for row, graph in zip(figure.subfigures(len(report.graphs), 1, squeeze=False)[:, 0], report.graphs, strict=True):
         panels = row.subplot_mosaic([["before", "whole"], ["after", "whole"]], width_ratios=(4, 1))
         _layer(graph, typical(graph), panels["before"], panels["after"])
@@ -68,7 +69,7 @@ def _layer(graph: GraphReport, part: Part | None, above: Axes, below: Axes) -> N
     colors: dict[str, str] = {}
     longest_us = max((span.end_us for fused in (False, True) for *_, span in _spans(members, fused)), default=1.0)
     named = "no part" if part is None else f"{part.name} (×{part.count})"
-    where = f"{graph.phase}, {graph.tokens} tokens: {named}{'' if graph.work else ', sites alone'}"
+    where = f"{title(graph)}: {named}{'' if graph.work else ', sites alone'}"
     for axes, fused, times in ((above, False, part and part.before), (below, True, part and part.after)):
         for _, _, span in _spans(members, fused):
             palette = COLORS[span.stream]

@@ -16,6 +16,7 @@ from weaveopt.reporting.memory import arena_line, arena_rows
 from weaveopt.reporting.parts import parts
 from weaveopt.reporting.reasons import collapse
 from weaveopt.reporting.timeline import Times, total
+from weaveopt.wording import counted
 
 SHOWN_AROUND = 2
 """Stretches shown on each side of the one decided for; the JSON report has them all."""
@@ -25,14 +26,14 @@ def broken(report: Report) -> Iterator[str]:
     """Of a model that is several graphs: how many, why, and what communicated outside of them."""
     if report.num_graphs > 1:
         ended = "Dynamo broke the model, and no rewrite reaches across a break" if report.breaks else "no graph break"
-        yield f"{report.num_graphs} graphs: {ended}"
+        yield f"{counted(report.num_graphs, 'graph')}: {ended}"
     for found in report.breaks:
         hint = f" ({found.hint})" if found.hint else ""
         yield f"graph break ×{found.count} at {found.where or 'an unknown place'}: {found.reason}{hint}"
     for each in report.outside:
         yield (
-            f"communication outside the graphs: at least {each.collectives} collectives of group {each.group} "
-            f"after the break at {each.after}"
+            f"communication outside the graphs: at least {counted(each.collectives, 'collective')} of group "
+            f"{each.group} after the break at {each.after}"
         )
 
 
@@ -147,9 +148,9 @@ def _constants(found: Sensitivity) -> str:
             turned.setdefault(str(choice), []).append(change)
     tried, num_turned = len(found.constants), sum(map(len, turned.values()))
     if not turned:
-        return f"none of {tried} changes turns it (the JSON report lists them)"
+        return f"none of {counted(tried, 'change')} turns it (the JSON report lists them)"
     words = (f"{choice} with {', '.join(changes)}" for choice, changes in turned.items())
-    return f"{'; '.join(words)} ({num_turned} of {tried} changes turn it)"
+    return f"{'; '.join(words)} ({num_turned} of {counted(tried, 'change')} turn it)"
 
 
 def _line(line: str, indent: int) -> RenderableType:

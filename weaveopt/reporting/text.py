@@ -16,6 +16,8 @@ from weaveopt.records.report import Decision, GraphReport, MachineSummary, Repor
 from weaveopt.reporting import generation, sections
 from weaveopt.reporting.memory import note_lines, routing_lines, table_lines, unmeasured_line
 from weaveopt.reporting.reasons import collapse, collect, tried
+from weaveopt.reporting.timeline import title
+from weaveopt.wording import counted
 
 DEFAULT_WIDTH = 120
 MINIMUM_WIDTH = 100
@@ -57,7 +59,7 @@ def to_text(renderable: RenderableType, width: int | None = None, color: bool = 
 
 
 def _report(report: Report, width: int) -> list[RenderableType]:
-    parts: list[RenderableType] = [Text(f"{report.model} on {report.world} ranks", style="bold")]
+    parts: list[RenderableType] = [Text(f"{report.model} on {counted(report.world, 'rank')}", style="bold")]
     parts.append(Text(_machine_line(report.machine)))
     parts.extend(Text(note) for note in report.notes)
     parts.extend(Text(line) for line in sections.broken(report))
@@ -96,7 +98,7 @@ def _machine_line(machine: MachineSummary | None) -> str:
 
 def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
     rows = rows_of(graph)
-    parts: list[RenderableType] = [Text(f"{graph.phase}, {graph.tokens} tokens ({graph.name})", style="bold")]
+    parts: list[RenderableType] = [Text(f"{title(graph)} ({graph.name})", style="bold")]
     parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
     parts.append(Text(_total_line(graph)))
     parts.extend(Text(line) for line in _variant_lines(graph))
@@ -209,7 +211,7 @@ def _total_line(graph: GraphReport) -> str:
         before = sum(d.baseline.decided_us * d.site.count for d in timed if d.baseline is not None)
         saving = sum(d.saving_us * d.site.count for d in timed)
         times += f"; those that were timed {_us(before)} -> {_us(before - saving)} us ({saving / before:.0%} saved)"
-    return f"{total} collectives: {rewritten} rewritten, {total - rewritten} left; {times}"
+    return f"{counted(total, 'collective')}: {rewritten} rewritten, {total - rewritten} left; {times}"
 
 
 def _reasons(graph: GraphReport) -> list[RenderableType]:

@@ -13,6 +13,7 @@ from itertools import groupby
 
 from weaveopt.records.candidate import Estimate, Term
 from weaveopt.records.report import Decision, GraphReport, Work
+from weaveopt.wording import counted
 
 STREAMS = ("compute", "communication")
 COMPUTE_WORDS = frozenset(
@@ -55,6 +56,11 @@ class Span:
     @property
     def end_us(self) -> float:
         return self.start_us + self.duration_us
+
+
+def title(graph: GraphReport) -> str:
+    """`prefill, 512 tokens`; the phase alone where no token count is known."""
+    return f"{graph.phase}, {counted(graph.tokens, 'token')}" if graph.tokens else graph.phase
 
 
 def blocks(graph: GraphReport) -> tuple[Block, ...]:

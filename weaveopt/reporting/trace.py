@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from weaveopt.records.report import GraphReport, Report, Work
 from weaveopt.reporting.json_reader import Json
-from weaveopt.reporting.timeline import STREAMS, Block, laid_out, module_of, total, unrolled
+from weaveopt.reporting.timeline import STREAMS, Block, laid_out, module_of, title, total, unrolled
 
 
 def to_trace(report: Report) -> str:
@@ -21,9 +21,9 @@ def to_trace(report: Report) -> str:
         for fused in (False, True):
             process = 2 * number + int(fused)
             times = total(graph, fused)
-            title = f"{graph.phase}, {graph.tokens} tokens: {'weaveopt' if fused else 'unfused'}"
+            named = f"{title(graph)}: {'weaveopt' if fused else 'unfused'}"
             exposed = f"{times.exposed_us:,.1f} us of communication exposed ({times.exposed_share:.0%})"
-            events.append(_metadata("process_name", process, 0, "name", title))
+            events.append(_metadata("process_name", process, 0, "name", named))
             events.append(_metadata("process_labels", process, 0, "labels", exposed))
             events.extend(_metadata("thread_name", process, i, "name", stream) for i, stream in enumerate(STREAMS))
             events.extend(_events(process, graph, fused))

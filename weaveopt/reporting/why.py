@@ -14,7 +14,8 @@ from weaveopt.reporting.memory import table_text
 from weaveopt.reporting.reasons import collapse
 from weaveopt.reporting.sections import sensitivity_lines
 from weaveopt.reporting.text import to_text
-from weaveopt.reporting.timeline import exposed_us
+from weaveopt.reporting.timeline import exposed_us, title
+from weaveopt.wording import counted
 
 
 def find(report: Report, wanted: str) -> tuple[tuple[GraphReport, Decision], ...]:
@@ -47,12 +48,10 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
     site = decision.site
     parts: list[RenderableType] = [
         Text(f"site {site.id}: {site.module}", style="bold"),
-        _line(
-            f"graph {graph.name}: {graph.phase}, {graph.tokens} tokens; stands for {site.count} place(s) of the model"
-        ),
+        _line(f"graph {graph.name}: {title(graph)}; stands for {counted(site.count, 'place')} of the model"),
         _line(f"kind {site.kind}, {_where(site)}, collectives {', '.join(site.collectives) or 'none'}"),
         _line(f"form: {site.description or 'not recognized'}"),
-        _line(f"{site.tokens.hint} tokens (at most {site.tokens.most})"),
+        _line(f"{counted(site.tokens.hint, 'token')} (at most {site.tokens.most})"),
     ]
     if site.facts:
         parts.append(_line("; ".join(f"{name} {value}" for name, value in site.facts if value != "")))

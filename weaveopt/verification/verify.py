@@ -23,6 +23,7 @@ from weaveopt.rule import Context, RuleSet
 from weaveopt.verification.contest import Contest, Label, Outcome, contests_of, recall, remember, settled
 from weaveopt.verification.meeting import Alone, Council, GroupMeeting
 from weaveopt.verification.trial import Make, Trial, running, trial_of
+from weaveopt.wording import counted
 
 _RAISED = (AgreementError, PeerTimeoutError)
 """What ends a run everywhere else ends it here."""
@@ -87,8 +88,8 @@ class _Referee:
         # Ranks may remember differently, those of another group's earlier graphs say.
         most, least = self._council.most([float(tokens), -float(tokens)])
         if found is not None and most == -least:
-            times = "timed before" if tokens == contest.tokens else f"timed before, at {tokens} tokens"
-            self.said = f"{len(found[1])} candidates, {times}"
+            times = "timed before" if tokens == contest.tokens else f"timed before, at {counted(tokens, 'token')}"
+            self.said = f"{counted(len(found[1]), 'candidate')}, {times}"
             return found[1]
         if self._is_over or self._has_ended(0.0):
             self.said = self._ended
@@ -113,7 +114,7 @@ class _Referee:
             return None
         outcomes: dict[Label, Outcome] = {**failures, **self._times(contest, trials, expected_us, clock)}
         remember(contest, outcomes)
-        self.said = f"{len(expected_us)} candidates timed at {contest.tokens} tokens"
+        self.said = f"{counted(len(expected_us), 'candidate')} timed at {counted(contest.tokens, 'token')}"
         if failures:
             self.said += f", {len(failures)} could not be run"
         return outcomes

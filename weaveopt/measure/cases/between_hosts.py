@@ -32,6 +32,7 @@ from weaveopt.measure.clock import Launch, Sample, barrier, sample_of
 from weaveopt.measure.ranks import subgroup
 from weaveopt.measure.session import Rows, Session
 from weaveopt.records.candidate import Fabric
+from weaveopt.wording import counted
 
 TIMEOUT_S = 60.0
 LITTLE_BYTES = 64
@@ -171,7 +172,9 @@ class HostLink:
         today = datetime.date.today().isoformat()
         said = f"torch {torch.__version__}, median, slowest rank"
         samples = [sample for rows in (self.pings, self.bursts, self.exchanges) for _, sample in rows]
-        what = f"TCP of {self.ranks_per_host} rank(s) a host: ping-pong, bursts, exchanges of all at once; {said}"
+        what = (
+            f"TCP of {counted(self.ranks_per_host, 'rank')} a host: ping-pong, bursts, exchanges of all at once; {said}"
+        )
         library = f"Gloo's all-reduce among all ranks as the price of a ring or a tree; {said}"
         origins = {
             ORIGIN: Origin(MEASURED, today, where, what, _spread(samples)),

@@ -28,6 +28,7 @@ from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
 from weaveopt.ops.all_gather_gemm.cut import TILE_DTYPES, Cut, parse_cut, widest_of
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -78,7 +79,7 @@ class PeerSite:
         if tokens > call.max_tokens:
             return None
         if outer < 1 or own % outer:
-            raise WeaveError(f"site {call.site}: {own} rows of a rank are not {outer} blocks")
+            raise WeaveError(f"site {call.site}: {counted(own, 'row')} of a rank are not {counted(outer, 'block')}")
         whole = shard.new_empty((tokens, call.hidden) if call.hands_out_rows else (0,))
         if own == 0:
             return whole, weights.multiply(shard.view(0, call.hidden))

@@ -11,6 +11,7 @@ from weaveopt.fabrics.shm_rows import SharedRows, buffers_for
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -53,7 +54,7 @@ class ShmSite:
         if tokens > call.max_tokens:
             return None
         if outer < 1 or own % outer:
-            raise WeaveError(f"site {call.site}: {own} rows of a rank are not {outer} blocks")
+            raise WeaveError(f"site {call.site}: {counted(own, 'row')} of a rank are not {counted(outer, 'block')}")
         whole = shard.new_empty(tokens, call.hidden)
         block_bytes = own // outer * call.hidden * shard.itemsize
         code = self._native.run(tokens, outer, block_bytes, shard.data_ptr(), whole.data_ptr(), torch.get_num_threads())

@@ -15,6 +15,7 @@ from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
 from weaveopt.ops.gemm_all_reduce.operands import rows_of
 from weaveopt.reductions.operands import Gemm, Operands, Results
 from weaveopt.reductions.shm import ShmSite
+from weaveopt.wording import counted
 
 Tensor = torch.Tensor
 
@@ -51,7 +52,7 @@ class ShmGemm:
             own = operands if rows is None else operands._replace(residual=rows[first : first + count])
             out = (_rows(normalized, first, count, hidden), _rows(total, first, count, hidden))
             done = site.run(rows_of(gemm, first, count), own, out)
-            assert done is not None, f"a chunk of {count} rows does not fit one of {most}"
+            assert done is not None, f"a chunk of {counted(count, 'row')} does not fit one of {most}"
         return results
 
 

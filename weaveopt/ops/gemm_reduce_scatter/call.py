@@ -10,6 +10,7 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import RowsCall
+from weaveopt.wording import counted
 
 Tensor = torch.Tensor
 
@@ -81,7 +82,9 @@ def part_of(call: GemmReduceScatterCall, tokens: int, outer: int) -> Part:
     if not call.columns:
         return Part(outer, call.rows_of_rank(tokens, outer), call.hidden)
     if call.hidden % call.world:
-        raise WeaveError(f"site {call.site}: {call.hidden} columns do not divide by {call.world} ranks")
+        raise WeaveError(
+            f"site {call.site}: {counted(call.hidden, 'column')} do not divide by {counted(call.world, 'rank')}"
+        )
     return Part(tokens, 1, call.hidden // call.world)
 
 

@@ -32,6 +32,7 @@ from weaveopt.ops.gemm_reduce_scatter.call import (
 from weaveopt.ops.gemm_reduce_scatter.cut import TILE_DTYPES, parse_cut
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -126,7 +127,7 @@ class PeerSite:
         """Raises `WeaveError` for a GEMM of another size, dtype or device."""
         call, rows, first = self._call, self._rows, products.a[0]
         if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or first.device.index != rows.device:
-            found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
+            found = f"{counted(products.b[0].shape[1], 'column')} of {first.dtype} on {first.device}"
             raise WeaveError(
                 f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} on "
                 f"cuda:{rows.device}"

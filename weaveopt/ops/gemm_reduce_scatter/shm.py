@@ -11,6 +11,7 @@ from weaveopt.fabrics.shm_rows import SharedRows, buffers_for
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products, part_of
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -51,7 +52,7 @@ class ShmSite:
         if tokens > call.max_tokens:
             return None
         if first.dtype is not rows.dtype or products.b[0].shape[1] != call.hidden or not first.is_cpu:
-            found = f"{products.b[0].shape[1]} columns of {first.dtype} on {first.device}"
+            found = f"{counted(products.b[0].shape[1], 'column')} of {first.dtype} on {first.device}"
             raise WeaveError(
                 f"site {call.site}: the GEMM makes {found}, expected {call.hidden} of {rows.dtype} in the host's memory"
             )

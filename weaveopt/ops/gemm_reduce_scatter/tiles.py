@@ -16,6 +16,7 @@ from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_reduce_scatter.cut import OP, TILE_DTYPES, Cut, parse_variant
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -36,7 +37,9 @@ def size_refused(gemm: Gemm, dtype: str, world: int, tokens: TokenCounts) -> Ite
         yield Rejection("symbolic_tokens", message)
     most = _native.product_most_tokens(world)
     if tokens.most > most:
-        yield Rejection("too_many_tokens", f"the kernel takes at most {most} tokens", (("tokens", tokens.most),))
+        yield Rejection(
+            "too_many_tokens", f"the kernel takes at most {counted(most, 'token')}", (("tokens", tokens.most),)
+        )
     if gemm.n % ROW_ALIGNMENT or gemm.n > _native.PRODUCT_MOST_HIDDEN:
         message = f"the kernel takes rows of a multiple of {ROW_ALIGNMENT}, at most {_native.PRODUCT_MOST_HIDDEN}"
         yield Rejection("row_not_supported", message, (("hidden", gemm.n),))

@@ -20,6 +20,7 @@ from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -54,7 +55,9 @@ class TokenCounts:
         arena = shm.of(call.group)
         group = arena.group
         if len(group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.world, 'rank')}, group has {len(group.ranks)}"
+            )
         offset = arena.buffer(buffer().name).offset
         self._caller = Caller(op, call.site, group, call.timeout_s)
         self._native = _native.TokenCounts(arena.native, offset, tag_of(call.site, text), call.timeout_s)

@@ -35,6 +35,7 @@ from weaveopt.ops.moe_sharded.counts import TokenCounts
 from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -90,9 +91,13 @@ class PeerSite:
         """Raises `ArenaError` if no arena was reserved or the call does not fit it."""
         memory = arena.of(call.group)
         if len(memory.group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(memory.group.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.world, 'rank')}, group has {len(memory.group.ranks)}"
+            )
         if call.max_tokens > watchdog.MAX_TOKENS:
-            raise ArenaError(f"site {call.site}: {call.max_tokens} tokens, the kernels count to {watchdog.MAX_TOKENS}")
+            raise ArenaError(
+                f"site {call.site}: {counted(call.max_tokens, 'token')}, the kernels count to {watchdog.MAX_TOKENS}"
+            )
         # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
         tag = watchdog.tag_of(zlib.crc32(text.encode()))
         rank = memory.group.ranks[memory.group.rank]

@@ -16,6 +16,7 @@ from weaveopt.ops.moe_sharded.experts import expert_rows
 from weaveopt.ops.moe_sharded.traffic import Traffic
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
+from weaveopt.wording import counted
 
 try:
     from weaveopt import _native
@@ -34,7 +35,9 @@ class ShmSite:
         arena = shm.of(call.group)
         group = arena.group
         if len(group.ranks) != call.world:
-            raise ArenaError(f"site {call.site}: planned for {call.world} ranks, group has {len(group.ranks)}")
+            raise ArenaError(
+                f"site {call.site}: planned for {counted(call.world, 'rank')}, group has {len(group.ranks)}"
+            )
         site = _native.ShardedMixtureSite()
         site.dispatch_offset, site.combine_offset = placed(call, self.buffers(call), arena)
         site.tag, site.timeout_s = tag_of(call.site, text), call.timeout_s

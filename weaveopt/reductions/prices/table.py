@@ -22,6 +22,7 @@ from weaveopt.reductions.prices.kernels import (
 )
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.wording import counted
 
 
 @cache
@@ -104,7 +105,7 @@ class _Race:
 
     def best(self, tokens: int) -> KernelVariant:
         variant = self._at(tokens)[0]
-        assert variant is not None, f"no kernel for {tokens} tokens inside a table"
+        assert variant is not None, f"no kernel for {counted(tokens, 'token')} inside a table"
         return variant
 
     def won(self, tokens: int) -> bool:
