@@ -50,7 +50,8 @@ run: $(BUILT)
 	    --main_process_port 0 examples/generate.py $(GENERATE_ARGS)
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -p tests.processes --processes $(PROCESSES) -m "not gpu and not multigpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p tests.processes --processes $(PROCESSES) --durations 25 \
+	    --durations-min 1 -m "not gpu and not multigpu" $(PYTEST_ARGS)
 
 # Of what runs on GPUs alone, only that what it names is there.
 NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item no-any-return unused-ignore)

@@ -1,13 +1,12 @@
 """`pytest -p tests.processes --processes 2`: one run of tests by several processes, with one report and one exit code.
 
-Every process collects all tests, all at the same time, then claims one file of tests after the other until none is
-left: the first process from the front, its helpers from the back, so that most folders stay within one process. What a
-helper reports the first process prints and counts as its own, whenever it is through with a file itself.
+Every process collects all tests, all at the same time, then claims one unit of tests after the other, the longest
+first, until none is left (`tests/units.py`). What a helper reports the first process prints and counts as its own,
+whenever it is through with a test itself.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -15,26 +14,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-FIRST = Path("faults/test_faults.py")
-"""The longest file, which mostly waits: something else computes meanwhile."""
+from tests.units import Unit, durations, record, units_of
+
 POLL_S = 0.1
 INTERRUPT_S = 30.0
 """What a helper gets to end its tests' ranks."""
 OUTPUT_BYTES = 5000
 BEGIN = "begin"
 """The file that tells helpers to claim."""
-Files = list[list[pytest.Item]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("processes")
     group.addoption("--processes", type=int, default=1, help="how many processes run the tests")
+    group.addoption("--record-durations", action="store_true", help="write what tests took to tests/durations.json")
     group.addoption("--helper", default="", help="FOLDER:NUMBER of a helper; given by the process that starts it")
 
 
@@ -48,13 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Processes(config))
 
 
-def files_of(items: list[pytest.Item]) -> Files:
-    files = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
-    return sorted(files, key=lambda file: not file[0].path.match(str(FIRST)))  # stable: all others keep their order
-
-
 def claim(folder: Path, number: int) -> bool:
-    """Whether this process is the one that runs a file."""
+    """Whether this process is the one that runs a unit."""
     try:
         os.close(os.open(folder / f"claimed-{number}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -62,9 +56,10 @@ def claim(folder: Path, number: int) -> bool:
     return True
 
 
-def run_file(session: pytest.Session, file: list[pytest.Item]) -> None:
-    for item, following in zip(file, [*file[1:], None], strict=True):
+def run_unit(session: pytest.Session, unit: Unit, after_test: Callable[[], None] = lambda: None) -> None:
+    for item, following in zip(unit, [*unit[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        after_test()
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
@@ -72,7 +67,7 @@ def run_file(session: pytest.Session, file: list[pytest.Item]) -> None:
 
 
 class Helper:
-    """Runs files that it claims from the back. Each event goes to a file, as a line of JSON."""
+    """Runs units that it claims. Each event goes to a file, as a line of JSON."""
 
     def __init__(self, config: pytest.Config, folder: Path, number: int) -> None:
         self._config, self._folder, self._parent = config, folder, os.getppid()
@@ -93,17 +88,17 @@ class Helper:
         self._tell("finish", nodeid, location)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        files = files_of(session.items)
+        units = units_of(session.items, durations())
         while os.getppid() == self._parent and not (self._folder / BEGIN).exists():
             time.sleep(POLL_S)
-        for number in reversed(range(len(files))):
+        for number, unit in enumerate(units):
             if os.getppid() == self._parent and claim(self._folder, number):
-                run_file(session, files[number])
+                run_unit(session, unit)
         return True
 
 
 class Processes:
-    """The first process: runs files that it claims from the front, and reports for all."""
+    """The first process: runs units that it claims, and reports for all."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -111,6 +106,8 @@ class Processes:
         """Of each helper's events: how many bytes were passed on."""
         self._ended: set[str] = set()
         """Tests that ran to their end, by whichever process."""
+        self._seconds: dict[str, float] = {}
+        """What they took, fixtures included."""
         self._started = ExitStack()
         """Ends helpers that are still there, and removes the folder."""
 
@@ -124,25 +121,31 @@ class Processes:
         self._started.close()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.when == "teardown":
             self._ended.add(report.nodeid)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        files = files_of(session.items)
-        if session.testsfailed or self._config.option.collectonly or len(files) < 2:
+        units = units_of(session.items, durations())
+        if session.testsfailed or self._config.option.collectonly or len(units) < 2:
             self._started.close()
             return None  # pytest's own loop does it
         folder, helpers = self._folder, self._helpers
         (folder / BEGIN).touch()
-        for number, file in enumerate(files):
-            if claim(folder, number):
-                run_file(session, file)
+
+        def pass_on() -> None:
             self._pass_on(session, folder, helpers)
+
+        for number, unit in enumerate(units):
+            if claim(folder, number):
+                run_unit(session, unit, pass_on)
         while any(helper.poll() is None for helper in helpers):
             time.sleep(POLL_S)
-            self._pass_on(session, folder, helpers)
-        self._pass_on(session, folder, helpers)
+            pass_on()
+        pass_on()
         self._check(session, folder, helpers)
+        if self._config.getoption("--record-durations"):
+            record(self._seconds)
         return True
 
     @contextmanager

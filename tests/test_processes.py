@@ -55,6 +55,8 @@ def test_two_processes_make_one_report(folder: Path) -> None:
 
 
 def test_a_process_that_dies_fails_the_run(folder: Path) -> None:
+    with open(folder / "test_a.py", "a") as file:  # the longest is the first process's
+        file.write("".join(f"\ndef test_more_{number}(): ...\n" for number in range(4)))
     with open(folder / "test_z.py", "a") as file:
         file.write("\ndef test_dies():\n    os.write(2, b'my last words')\n    os._exit(0)\n\ndef test_after(): ...\n")
     done = run(folder, "-s")
