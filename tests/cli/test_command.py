@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import weaveopt
-from weaveopt import cost_model, presets
-from weaveopt.cli import explain, main
+from weaveopt import cost_model, presets, rewrites
+from weaveopt.cli import explain, main, model_file, model_source, question
 
 
 def _config(tmp_path: Path, text: str) -> str:
@@ -147,8 +147,9 @@ TINY = {
         ({"num_hidden_layers": -2}, "no num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000; expected at most 10000"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers 1000000000; expected at most 10000"),
-        ({"num_attention_heads": 0}, "not a valid llama configuration"),
-        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0; expected at least 1"),
+        ({"num_attention_heads": 3}, "3 query, 2 key-value"),
+        ({"num_attention_heads": 6, "hidden_size": 64}, "not a multiple of the number of attention heads"),
         ({"num_attention_heads": None}, "not a valid llama configuration"),
         ({"num_key_value_heads": 3}, "4 query, 3 key-value"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "Missing required keys"),
@@ -203,6 +204,82 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.rstrip().endswith("False")
     assert all(name in done.stdout for name in ("llama-3.3-70b", "--why", "--machine", "--compare", "svg"))
+
+
+NAMES_AND_NUMBERS = (
+    "no-such-model",
+    "./nowhere/config.json",
+    "llama-3.3-70b --machine nosuch",
+    "llama-3.3-70b --disable nosuch",
+    "llama-3.3-70b --skew much",
+    "llama-3.3-70b --tp 0",
+    "llama-3.3-70b --tp 3",
+    "llama-3.3-70b --tp 8 --nodes 3",
+    "llama-3.3-70b --tp 8 --machine h200x4 --nodes 1",
+    "llama-3.3-70b --tp 2 --ep 4",
+    "llama-3.3-70b --layers 81",
+    "llama-3.3-70b --ep 8",
+    "mixtral-8x22b --ep 3",
+    "qwen3-235b-a22b --tp 8",
+    "gpt-oss-120b --tp 8",
+    "--compare a.json b.json",
+)
+
+
+def test_names_and_numbers_are_refused_before_torch_is_imported() -> None:
+    """Half a second is what people take for at once; importing torch and transformers alone takes ten times as much."""
+    code = f"""if True:
+        import sys, time
+        from weaveopt.cli.main import main
+        for words in {NAMES_AND_NUMBERS}:
+            start = time.process_time()
+            assert main(["explain", *words.split()]) == 2, words
+            loaded = {{"torch", "transformers"}} & sys.modules.keys()
+            assert not loaded and time.process_time() - start < 0.5, (words, loaded, time.process_time() - start)
+        print(time.process_time())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(NAMES_AND_NUMBERS)
+    assert float(done.stdout) < 2
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_plans_are_known_without_transformers(name: str) -> None:
+    """The sketch that refuses a number early says what the configuration that transformers builds says."""
+    sketch, built = model_source.sketch(name), model_source.load(name).config
+    assert sketch is not None and not sketch.built
+    for plan in model_file.PLANS:
+        assert getattr(sketch.config, plan) == getattr(built, plan)
+    for field, value in vars(sketch.config).items():
+        assert getattr(built, field) == value, field
+
+
+def test_rules_are_known_without_torch() -> None:
+    assert set(explain.rule_names()) == set(rewrites.names())
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("gpt-oss-120b", (0, 8)),
+        ("gpt-oss-120b --nodes 2", (0, 16)),
+        ("gpt-oss-120b --machine h200x4", (0, 4)),
+        ("mixtral-8x22b", (8, 0)),
+        ("qwen3-235b-a22b", (4, 0)),
+        ("gpt-oss-120b --ep 2", (0, 2)),
+    ],
+)
+def test_a_model_without_options_gets_the_plan_that_it_has(words: str, ranks: tuple[int, int]) -> None:
+    args = main.parser().parse_args(["explain", *words.split()])
+    del args.command
+    asked = question.question(args)
+    machine = cost_model.load(asked.machine or question.DEFAULT_MACHINE)
+    for source in (model_source.sketch(asked.model or ""), model_source.load(asked.model or "")):
+        assert source is not None
+        request = explain.request_of(asked, source, machine)
+        assert (request.tp, request.ep) == ranks
+        model_source.check(source, request)
 
 
 def test_a_package_that_is_too_old_is_one_line(

@@ -200,7 +200,7 @@ def _cores() -> Check:
         return Check(
             "cores",
             Status.NOTE,
-            f"{found}, {counted(local, 'rank')} on this host",
+            f"{found}, {counted(int(local), 'rank')} on this host",
             f"launch at most {counted(cores, 'CPU rank')} here",
         )
     if cores < 2:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +53,7 @@ def _console(asked: Question) -> tuple[int | None, bool]:
 def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) -> Report:
     """The report of one captured forward pass. Raises a `WeaveError` for everything that is wrong with the question."""
     on_step("reading the configuration")
-    from weaveopt import cost_model, rewrites
+    from weaveopt import cost_model
     from weaveopt.cli import layers, model_source, preview
     from weaveopt.config import resolve
 
@@ -62,9 +64,12 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
         options["disable"] = asked.disable
     if asked.skew:
         options["skew"] = asked.skew
-    config = resolve(options, rules=rewrites.names())
+    config = resolve(options, rules=rule_names())
     machine = cost_model.load(config.machine or DEFAULT_MACHINE)
     assert asked.model is not None, "a question without MODEL is a comparison"
+    # First what JSON says: a number that cannot be is refused before torch is imported, which takes seconds.
+    if (sketch := model_source.sketch(asked.model)) is not None:
+        model_source.check(sketch, request_of(asked, sketch, machine))
     source = model_source.load(asked.model)
     request = request_of(asked, source, machine)
     model_source.check(source, request)
@@ -87,14 +92,22 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     return Report(source.name, request.world, used, tuple(graphs), fallbacks, notes)
 
 
+def rule_names() -> tuple[str, ...]:
+    """Every rule, by the files and folders that are the rules: importing them would import torch."""
+    found = importlib.util.find_spec("weaveopt.rewrites")
+    assert found is not None and found.submodule_search_locations is not None
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations)))
+
+
 def request_of(asked: Question, source: Source, machine: Machine) -> Request:
     """The question with its defaults filled in from the model and the machine."""
-    from weaveopt.cli.model_source import Request, largest_world
+    from weaveopt.cli.model_source import Request, default_ranks
 
     per_host = machine.ranks_per_host
-    world = max(asked.tp or 0, asked.ep or 0)
-    if not world:
-        world = largest_world(source, per_host * (asked.nodes or 1), asked.nodes or 1)
+    tp, ep = asked.tp or 0, asked.ep or 0
+    if not (tp or ep):
+        tp, ep = default_ranks(source, per_host * (asked.nodes or 1), asked.nodes or 1)
+    world = max(tp, ep)
     nodes = asked.nodes or (math.ceil(world / per_host) if machine.device == "cuda" else 1)
     if machine.device == "cuda" and world > nodes * per_host:
         raise OptionError(
@@ -105,8 +118,8 @@ def request_of(asked: Question, source: Source, machine: Machine) -> Request:
     tokens_batch, tokens_seq = (1, asked.tokens) if phase == "prefill" else (asked.tokens, None)
     return Request(
         model=asked.model or source.name,
-        tp=asked.tp or (0 if asked.ep else world),
-        ep=asked.ep or 0,
+        tp=tp,
+        ep=ep,
         nodes=nodes,
         batch=asked.batch or (tokens_batch if asked.tokens else None) or 1,
         seq=asked.seq or (tokens_seq if asked.tokens else None) or 2048,

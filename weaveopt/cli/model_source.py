@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from weaveopt import presets
+from weaveopt.cli import model_file
+from weaveopt.cli.model_file import PLANS, ModelFile, first_line
 from weaveopt.errors import CaptureError, closest
 from weaveopt.wording import counted
 
@@ -53,7 +53,21 @@ class Source:
     """A model by name and its text configuration. Holds no weights."""
 
     name: str
-    config: PreTrainedConfig
+    config: PreTrainedConfig | SimpleNamespace
+    """A namespace of what JSON says where transformers has not been imported; fields may be missing there."""
+
+    @property
+    def built(self) -> bool:
+        return not isinstance(self.config, SimpleNamespace)
+
+
+def sketch(model: str) -> Source | None:
+    """The configuration as its JSON says it, without torch or transformers; None for a hub id.
+
+    Raises `CaptureError` for what is no preset, file or directory, or cannot be read.
+    """
+    file = model_file.find(model)
+    return None if file is None else Source(file.name, file.sketch())
 
 
 def load(model: str) -> Source:
@@ -62,55 +76,31 @@ def load(model: str) -> Source:
     Raises `CaptureError` for what is neither, cannot be read, or is no text model that transformers knows.
     Code that comes with a configuration is never run.
     """
-    if model in presets.names():
-        return Source(model, _from_text(presets.text(model), f"preset {model}"))
-    path = Path(model)
-    # `os.path` says no, where `Path` raises, to names that are too long and places that one may not look at.
-    if os.path.exists(path) or model.endswith(".json") or model.startswith((".", os.sep, "~")):
-        file = path / "config.json" if os.path.isdir(path) else path
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise CaptureError(
-                f"cannot read {file}: {reason}; give a config.json or a directory that holds one"
-            ) from error
-        return Source(path.parent.name if path.name == "config.json" else path.stem, _from_text(text, str(file)))
-    if "/" not in model:
-        hint = closest(model, presets.names())
-        raise CaptureError(f"{model!r} is no preset, file or directory: {hint} (a hub id has the form owner/name)")
-    return Source(model, _from_hub(model))
+    file = model_file.find(model)
+    return Source(model, _from_hub(model)) if file is None else Source(file.name, _built(file))
 
 
-def _from_text(text: str, where: str) -> PreTrainedConfig:
+def _built(file: ModelFile) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CaptureError(f"{where}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise CaptureError(f"{where}: not JSON that can be read: {first_line(error)}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise CaptureError(f"{where}: no 'model_type'; expected the config.json of a transformers model")
+    data, where, model_type = file.fields, file.where, file.model_type
     known = tuple(CONFIG_MAPPING.keys())
-    if data["model_type"] not in known and "auto_map" in data:
+    if model_type not in known and "auto_map" in data:
         raise CaptureError(
-            f"{where}: model_type {data['model_type']!r} comes with its own code (auto_map), which is never run: "
+            f"{where}: model_type {model_type!r} comes with its own code (auto_map), which is never run: "
             "expected a model that transformers itself has"
         )
-    if data["model_type"] not in known:
-        hint = _near(data["model_type"], known)
-        raise CaptureError(f"{where}: model_type {data['model_type']!r} is unknown to transformers: {hint}")
+    if model_type not in known:
+        raise CaptureError(f"{where}: model_type {model_type!r} is unknown to transformers: {_near(model_type, known)}")
     for part in (data, data.get("text_config")):
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         if isinstance(layers, int) and layers > MOST_LAYERS:
             raise CaptureError(f"{where}: num_hidden_layers {layers}; expected at most {MOST_LAYERS}")
     try:
         with quiet():
-            return CONFIG_MAPPING[data["model_type"]].from_dict(data).get_text_config()
+            return CONFIG_MAPPING[model_type].from_dict(data).get_text_config()
     except Exception as error:  # transformers validates fields with errors of many types
-        raise CaptureError(f"{where}: not a valid {data['model_type']} configuration: {first_line(error)}") from error
+        raise CaptureError(f"{where}: not a valid {model_type} configuration: {first_line(error)}") from error
 
 
 def _from_hub(model: str) -> PreTrainedConfig:
@@ -146,13 +136,11 @@ def _near(word: str, known: tuple[str, ...]) -> str:
     return hint if hint.startswith("did you mean") else f"{counted(len(known), 'type')} are known, none of them similar"
 
 
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)[:240]}" if lines else type(error).__name__
-
-
 def check(source: Source, request: Request) -> None:
-    """Everything that can be said to be impossible before any time is spent. Raises `CaptureError`."""
+    """Everything that can be said to be impossible before any time is spent. Raises `CaptureError`.
+
+    Of a sketch what JSON says is checked, and what it leaves to transformers is not.
+    """
     world, name = request.world, source.name
     for option in ("batch", "seq", "nodes"):
         if getattr(request, option) < 1:
@@ -169,11 +157,13 @@ def check(source: Source, request: Request) -> None:
         if isinstance(value, int) and value < 1:
             raise CaptureError(f"{name}: its configuration has {size} {value}; expected at least 1")
     total = getattr(source.config, "num_hidden_layers", None)
+    if total is None and not source.built:
+        return
     if not isinstance(total, int) or total < 1:
         raise CaptureError(f"{name}: its configuration has no num_hidden_layers; expected a decoder-only text model")
     if request.layers is not None and not 1 <= request.layers <= total:
         raise CaptureError(f"--layers {request.layers}: {name} has {total}")
-    if world > 1:
+    if world > 1 and (source.built or hasattr(source.config, PLANS[0])):
         _check_plan(source, request)
 
 
@@ -187,7 +177,7 @@ def _check_plan(source: Source, request: Request) -> None:
             raise CaptureError(
                 f"{source.name}: transformers has no expert-parallel plan for {config.model_type}: use --tp"
             )
-        experts = next((n for key in EXPERT_COUNTS if isinstance(n := getattr(config, key, None), int)), None)
+        experts = _num_experts(source)
         if experts and experts % world:
             divisors = _divisors(experts)
             raise CaptureError(
@@ -197,7 +187,7 @@ def _check_plan(source: Source, request: Request) -> None:
         hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
         raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")
     if any("_attn.q_proj" in key or "_attn.qkv" in key for key in tp_plan):
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if heads % world or kv_heads % world:
             raise CaptureError(
@@ -206,12 +196,27 @@ def _check_plan(source: Source, request: Request) -> None:
             )
 
 
-def largest_world(source: Source, limit: int, nodes: int) -> int:
-    """The largest number of tensor-parallel ranks up to `limit` that the heads and `nodes` allow; else `limit`."""
+def default_ranks(source: Source, limit: int, nodes: int) -> tuple[int, int]:
+    """Tensor- and expert-parallel ranks where neither was asked for: as many as the model's plan takes, up to `limit`.
+
+    (n, 0), or (0, n) of a model that has an expert-parallel plan only.
+    """
+    experts = _num_experts(source)
+    if experts and not getattr(source.config, PLANS[0], None) and getattr(source.config, PLANS[1], None):
+        return 0, _largest(experts, limit, nodes)
     heads = getattr(source.config, "num_attention_heads", 0)
-    shared = math.gcd(heads, getattr(source.config, "num_key_value_heads", None) or heads)
-    fitting = (n for n in range(limit, 1, -1) if n % nodes == 0 and shared % n == 0)
-    return next(fitting, limit)
+    return _largest(math.gcd(heads, getattr(source.config, "num_key_value_heads", None) or heads), limit, nodes), 0
+
+
+def _largest(shared: int, limit: int, nodes: int) -> int:
+    """The largest number of ranks up to `limit` that divides `shared` and that `nodes` divides; else `limit`."""
+    return next((n for n in range(limit, 1, -1) if n % nodes == 0 and shared % n == 0), limit)
+
+
+def _num_experts(source: Source) -> int | None:
+    """Routed experts; None where the configuration names none."""
+    found = (getattr(source.config, name, None) for name in EXPERT_COUNTS)
+    return next((number for number in found if isinstance(number, int)), None)
 
 
 SIZES = (

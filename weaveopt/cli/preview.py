@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
-from weaveopt.cli.model_source import Request, Source, first_line, quiet
+from weaveopt.cli.model_file import first_line
+from weaveopt.cli.model_source import Request, Source, quiet
 from weaveopt.errors import CaptureError, WeaveError
 from weaveopt.wording import counted
 
