@@ -86,3 +86,12 @@ def test_inference_mode_and_no_grad_share_a_session(llama: PreTrainedModel) -> N
         first = ours(llama, inputs)
     assert_same(ours(llama, inputs), first)
     assert steps_of(llama) == (1, 2)
+
+
+def test_processors_read_in_inference_mode_serve_later_calls(llama: PreTrainedModel) -> None:
+    """Their numbers are kept with the session, and later calls write their own there."""
+    inputs = ragged()
+    with torch.inference_mode():
+        first = ours(llama, inputs, repetition_penalty=1.3)
+    again = ours(llama, inputs, repetition_penalty=1.3)
+    assert_same(again, first)

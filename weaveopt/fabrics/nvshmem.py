@@ -25,6 +25,7 @@ from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.hosts import Hosts
+from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.peer import PeerArena, missing_code, one_line, raise_if_any
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
@@ -170,7 +171,8 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
             module().start(group.rank, topology.world, base64.b64decode(str(told[0]["id"])), device)
             _started = group.ranks
         made: _nvshmem.NvshmemGroup = module().NvshmemGroup(device, num_bytes, [_host(name) for name in topology.hosts])
-        memory = torch.as_tensor(_Memory(made.address, num_bytes), device=torch.device("cuda", device))
+        with lasting_tensors():
+            memory = torch.as_tensor(_Memory(made.address, num_bytes), device=torch.device("cuda", device))
         apart = [topology.group.ranks[rank] for rank in hosts.ranks[hosts.own] if not made.is_direct(rank)]
         if apart:
             raise ArenaError(f"the memory of ranks {apart} of the same host is not mapped here")

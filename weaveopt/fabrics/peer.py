@@ -26,6 +26,7 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
+from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.fabrics.traits import TRAITS
@@ -101,7 +102,8 @@ class PeerArena:
         end = begin + prod(shape) * dtype.itemsize
         if self._memory is None or offset < 0 or end > self.num_bytes:
             raise ArenaError(f"bytes [{begin}, {end}) are outside the arena of {self.num_bytes} bytes")
-        return self._memory[begin:end].view(dtype).view(shape)
+        with lasting_tensors():
+            return self._memory[begin:end].view(dtype).view(shape)
 
     def unbind(self) -> None:
         """Sites let go of it; the memory stays, for graphs that were captured before."""
@@ -293,7 +295,8 @@ def _allocate(num_bytes: int, device: int) -> torch.Tensor:
             "TORCH_SYMMMEM alone, or disable the rules that need a GPU fabric"
         )
     # Not symm_mem.empty(): that takes a piece of a pool, and all ranks' arenas must begin at the same place of theirs.
-    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
+    with lasting_tensors():
+        return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
 
 
 def _exchange(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:

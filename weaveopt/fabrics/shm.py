@@ -17,6 +17,7 @@ import torch.distributed as dist
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
+from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.layout import Layout, expect_equal_layouts, with_room
 from weaveopt.fabrics.topology import Exchange, Group, Payload, Topology
 from weaveopt.records.memory import MemoryPlan, PlacedBuffer
@@ -43,7 +44,8 @@ class ShmArena:
         """Replaced by a larger one, or released: calls that were bound to it must bind again."""
         self._native: _native.Group | None = _native.Group(segments, group.rank, num_processes, FIRST_EPOCH)
         self._own: _native.Segment | None = segments[group.rank]
-        self._bytes: torch.Tensor | None = torch.frombuffer(self._own, dtype=torch.uint8)
+        with lasting_tensors():
+            self._bytes: torch.Tensor | None = torch.frombuffer(self._own, dtype=torch.uint8)
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self._at_close: list[Callable[[], None]] = []
 
@@ -75,7 +77,8 @@ class ShmArena:
             end = offset + prod(shape) * dtype.itemsize
             if self._bytes is None or offset < 0 or end > self.num_bytes:
                 raise ArenaError(f"bytes [{offset}, {end}) are outside the arena of {self.num_bytes} bytes")
-            view = self._views[key] = self._bytes[offset:end].view(dtype).view(shape)
+            with lasting_tensors():
+                view = self._views[key] = self._bytes[offset:end].view(dtype).view(shape)
         return view
 
     def close(self) -> None:

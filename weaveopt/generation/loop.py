@@ -51,7 +51,9 @@ class Told:
     @staticmethod
     def make(told: Tensor) -> Told:
         on_gpu = told.is_cuda
-        places = [torch.zeros(told.shape, dtype=told.dtype, pin_memory=on_gpu) for _ in range(MAX_AHEAD + 1)]
+        places = [
+            torch.zeros(told.shape, dtype=told.dtype, device="cpu", pin_memory=on_gpu) for _ in range(MAX_AHEAD + 1)
+        ]
         return Told(places, [torch.cuda.Event() for _ in places] if on_gpu else [])
 
 

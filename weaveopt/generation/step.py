@@ -86,7 +86,8 @@ class Kept:
         def room(wanted: bool) -> Tensor:
             return torch.empty_like(logits) if wanted else logits.new_empty(0)
 
-        numbers = [number.to(logits.device) for each in form.processors for number in each.numbers]
+        # Copies: a request may have been read under inference mode, and later calls write to these.
+        numbers = [number.to(logits.device, copy=True) for each in form.processors for number in each.numbers]
         return Kept(room(form.sampled), room(form.keeps_scores), room(form.keeps_logits), numbers)
 
 

@@ -25,6 +25,7 @@ from weaveopt.expert_kernels.plan import plan
 from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
+from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.peer_rows import VECTOR_BYTES
 from weaveopt.fabrics.traits import TRAITS
@@ -75,8 +76,9 @@ class PeerSite:
         slots, dtype = call.world * call.max_tokens, getattr(torch, call.dtype)
         self._rows = memory.tensor(self._native.rows_offset - header, (slots, call.hidden), dtype)
         self._ids = memory.tensor(self._native.ids_offset - header, (slots, call.choices), torch.int64)
-        self._homes = torch.tensor(self._native.homes, dtype=torch.int64, device=self._rows.device)
-        self._counted = torch.zeros(2, dtype=torch.int64, device=self._rows.device)
+        with lasting_tensors():
+            self._homes = torch.tensor(self._native.homes, dtype=torch.int64, device=self._rows.device)
+            self._counted = torch.zeros(2, dtype=torch.int64, device=self._rows.device)
 
     @staticmethod
     def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
