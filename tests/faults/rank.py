@@ -24,7 +24,7 @@ from tests.faults.programs import Rank, run_program
 from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm
-from weaveopt.reductions import shm as op
+from weaveopt.reductions import replication
 
 NUM_LATER = 2
 """Calls after the one that failed, where errors are caught."""
@@ -160,4 +160,4 @@ def _place_hooks(this: Rank) -> None:
     before(shm, "reserve", Moment.AGREED)
     before(_native.Segment, "open", Moment.MAPPING)
     before(weaveopt.backend, "await_peers", Moment.COMPILED)
-    before(op, "may_share_rows", Moment.FIRST_CALL)
+    before(replication, "compare", Moment.FIRST_CALL)

@@ -110,7 +110,7 @@ class MadeUpArena:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     made = Launches()
     monkeypatch.setattr(peer, "_native", made.module())
-    monkeypatch.setattr(peer, "may_share_rows", lambda *of: True)
+    monkeypatch.setattr(peer.Replication, "holds", lambda *of: True)
     monkeypatch.setattr(peer, "_on_gpu", lambda value, device: torch.tensor(value))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: -1)

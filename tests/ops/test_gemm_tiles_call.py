@@ -174,7 +174,7 @@ class TileLaunches(Launches):
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileLaunches]:
     made = TileLaunches()
     monkeypatch.setattr(peer, "_native", made.module())
-    monkeypatch.setattr(peer, "may_share_rows", lambda *of: True)
+    monkeypatch.setattr(peer.Replication, "holds", lambda *of: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda index: -1)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda index: -1)

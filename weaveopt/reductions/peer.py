@@ -27,7 +27,7 @@ from weaveopt.reductions.native import kernel_name, native_norm, out_kind
 from weaveopt.reductions.operands import Gemm, Operands
 from weaveopt.reductions.prefetch_ranges import PrefetchRange, ranges_of
 from weaveopt.reductions.reference import row_scale_shape
-from weaveopt.reductions.replication import may_share_rows
+from weaveopt.reductions.replication import Replication
 from weaveopt.reductions.variant import KernelRow, Transfer
 from weaveopt.wording import counted
 
@@ -52,11 +52,11 @@ class PeerSite:
         "_hidden",
         "_index",
         "_launches",
-        "_may_share",
         "_native",
         "_normalized_dtype",
         "_partial",
         "_partial_offset",
+        "_replication",
         "_static",
         "_sum",
         "_where",
@@ -66,8 +66,7 @@ class PeerSite:
         buffers = locate(call, memory.layout)
         self._hidden = call.hidden
         self._launches = tuple(self.launch_of(call, row, memory) for row in call.table)
-        self._may_share: bool | None = None
-        """Whether ranks hold the same residual and parameters; None: not compared yet."""
+        self._replication = Replication(call)
         self._arena = memory
         self._call = call
         self._native = native
@@ -180,9 +179,9 @@ class PeerSite:
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
             return Prepared(rows, residual, results, (0, 0, 0, 0, 0), (0, 0), 0, ())
-        if self._may_share is None and not torch.cuda.is_current_stream_capturing():
-            self._may_share = may_share_rows(self._call, operands)
-        if self._may_share is False:
+        # Nothing can be compared during a capture: what no call has proven by then is taken for granted.
+        granted = self._replication.known is None and torch.cuda.is_current_stream_capturing()
+        if not granted and not self._replication.holds(operands):
             return None
         dtype, hidden = self._dtype, self._hidden
         pointers = [0] * 5

@@ -15,7 +15,7 @@ from weaveopt.reductions.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, ex
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.native import native_norm
 from weaveopt.reductions.operands import Gemm, Operands, Results
-from weaveopt.reductions.replication import may_share_rows
+from weaveopt.reductions.replication import Replication
 from weaveopt.wording import counted
 
 try:
@@ -56,13 +56,13 @@ class ShmSite:
         "_dtype",
         "_hidden",
         "_max_tokens",
-        "_may_share",
         "_native",
         "_normalized_dtype",
         "_op",
         "_partials",
         "_scale",
         "_sum",
+        "replication",
     )  # fmt: skip
 
     def __init__(
@@ -71,8 +71,7 @@ class ShmSite:
         self._op = op
         self._hidden = call.hidden
         self._max_tokens = call.max_tokens
-        self._may_share: bool | None = None
-        """Whether ranks hold the same residual and parameters; None: not compared yet."""
+        self.replication = Replication(call)
         self._call = call
         self._native = native
         self._arena = memory
@@ -102,17 +101,12 @@ class ShmSite:
         memory.at_close(forget)
         return ShmSite(call, op, native, memory, buffers[PARTIAL])
 
-    def may_share(self, operands: Operands) -> bool:
-        """Whether ranks hold the same residual and parameters; compared in the first call, on all ranks."""
-        if self._may_share is None:
-            self._may_share = may_share_rows(self._call, operands)
-        return self._may_share
-
     def run(
         self, partial: Tensor | Gemm, operands: Operands, out: Results | None = None
     ) -> tuple[Tensor, Tensor, None] | None:
-        """The op on the rows of `partial`, which as a GEMM is computed into the arena; results go to `out`, if given.
+        """The op on the rows of `partial`, which as a GEMM is computed into the arena.
 
+        Results go to `out`, if given; the caller has asked `replication` of all rows then.
         None: the library does it, as there are more tokens than were planned for, or ranks may not share rows.
         """
         dtype, hidden = self._dtype, self._hidden
@@ -124,7 +118,7 @@ class ShmSite:
         residual = operands.residual
         if residual is not None:
             residual = self._activation(residual, tokens, "residual")
-        if not self.may_share(operands):
+        if out is None and not self.replication.holds(operands):
             return None
         pointers = [0] * 5
         fp32 = 0

@@ -42,7 +42,7 @@ class ShmGemm:
         """normalized and sum; None where the library has to run."""
         site, hidden, tokens = self._site, self._call.reduction.hidden, gemm.num_tokens
         most, residual = self._call.chunk_tokens(tokens), operands.residual
-        if not site.may_share(operands):
+        if not site.replication.holds(operands):
             return None
         like = gemm.a.new_empty(tokens, hidden) if residual is None else residual
         normalized, total = results = site.results(like.contiguous())

@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 
 from weaveopt.errors import AgreementError
-from weaveopt.fabrics.replicated import first_difference
+from weaveopt.fabrics import replicated as comparing
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_reduce_scatter import fake
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall, Products
@@ -72,7 +72,7 @@ SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite,
 
 
 _agreed: set[str] = set()
-"""Calls whose replicated values were compared."""
+"""Calls whose replicated values were compared, in a call whose values prove something of later ones."""
 
 
 def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
@@ -87,17 +87,21 @@ def _bind(call: GemmReduceScatterCall, text: str, forget: Callable[[], None]) ->
 def compare(
     op: str, call: GemmReduceScatterCall | GemmReduceScatterNormCall, text: str, values: Sequence[Tensor]
 ) -> None:
-    """Raises `AgreementError` where a value differs that every rank takes for the others' too, once for a call."""
+    """Raises `AgreementError` where a value differs that every rank takes for the others' too.
+
+    Calls are compared until one proves something of later ones.
+    """
     if text in _agreed or not values:
         return
     named = list(zip(call.replicated.split(), values, strict=True))
-    difference = first_difference(call.group, f"weave::{op} at site {call.site}", named, call.timeout_s)
-    if difference is not None:
+    found = comparing.compare(call.group, f"weave::{op} at site {call.site}", named, call.timeout_s)
+    if found.difference is not None:
         raise AgreementError(
-            f"{difference}; if it is meant to differ, switch the rule of this site off with "
+            f"{found.difference}; if it is meant to differ, switch the rule of this site off with "
             'options={"disable": [...]} (the report names it)'
         )
-    _agreed.add(text)
+    if found.proven:
+        _agreed.add(text)
 
 
 def compare_again(text: str) -> None:
