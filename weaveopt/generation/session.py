@@ -21,6 +21,7 @@ from weaveopt.generation.loop import Told
 from weaveopt.generation.masks import MaskForm
 from weaveopt.generation.ranks import group_name
 from weaveopt.generation.step import Buffers, Form, Kept, chooser, run_model
+from weaveopt.inductor.dynamo import forced_eager
 from weaveopt.records.generation import StepReport
 
 P = ParamSpec("P")
@@ -109,7 +110,7 @@ class Session:
 
         Only the model knows their shapes on this rank. Inside of a compiled prefill they would be made while tracing.
         """
-        with torch.compiler.set_stance("force_eager"):
+        with forced_eager():
             run_model(model, self.cache, self._masks, self.buffers, self._with_positions)
 
     def chosen(self, form: Form, logits: Tensor) -> Chosen:

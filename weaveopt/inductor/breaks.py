@@ -57,10 +57,10 @@ def place(stack: Sequence[FrameSummary]) -> str:
         return ""
     frame = own[-1]
     resumed = _RESUMED.fullmatch(frame.name)
-    return f"{_short(frame.filename)}:{frame.lineno} in {resumed[1] if resumed else frame.name}"
+    return f"{short(frame.filename)}:{frame.lineno} in {resumed[1] if resumed else frame.name}"
 
 
-def _short(filename: str) -> str:
+def short(filename: str) -> str:
     folders = [f"{folder.rstrip('/')}/" for folder in sys.path if folder]
     above = max((folder for folder in folders if filename.startswith(folder)), key=len, default="")
     return filename.removeprefix(above)

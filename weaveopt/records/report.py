@@ -198,6 +198,19 @@ class OutsideCommunication:
 
 
 @dataclass(frozen=True)
+class Uncompiled:
+    """Calls that torch ran without any compiled code, so that nothing was rewritten in them."""
+
+    what: str
+    """`function (file:line)`; empty where it is the model itself."""
+    reason: str
+    hint: str = ""
+    """What can be done about it."""
+    calls: int | None = None
+    """How many there were; None where torch does not count them."""
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that was decided for one model: the only thing that `explain` and `weaveopt.report` print."""
 
@@ -210,6 +223,8 @@ class Report:
     breaks: tuple[GraphBreak, ...] = ()
     """Why the model is several graphs; empty where Dynamo captured it whole."""
     outside: tuple[OutsideCommunication, ...] = ()
+    uncompiled: tuple[Uncompiled, ...] = ()
+    """Calls that ran uncompiled: Dynamo's recompile limit, a stance."""
     generation: GenerationReport = field(default=GenerationReport())
     """What `weaveopt.generate` did for the model."""
 

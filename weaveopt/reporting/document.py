@@ -39,6 +39,7 @@ def to_json(report: Report) -> str:
         "graphs_count": report.num_graphs,
         "breaks": [asdict(found) for found in report.breaks],
         "communication_outside": [asdict(found) for found in report.outside],
+        "uncompiled": [asdict(found) for found in report.uncompiled],
         "generate": generation.document(report.generation),
     }
     return json.dumps(document, indent=2, allow_nan=False) + "\n"

@@ -18,6 +18,7 @@ from weaveopt.records.report import (
     Report,
     Sensitivity,
     Stretch,
+    Uncompiled,
     Variant,
     Work,
     WorkFailure,
@@ -53,6 +54,7 @@ def from_json(text: str) -> Report:
         notes=root["notes"].texts(),
         breaks=tuple(map(_read_break, root.optional_list("breaks"))),
         outside=tuple(map(_read_outside, root.optional_list("communication_outside"))),
+        uncompiled=tuple(map(_read_uncompiled, root.optional_list("uncompiled"))),
         generation=generation.read(root.optional("generate")),
     )
 
@@ -64,6 +66,12 @@ def _read_break(found: Reader) -> GraphBreak:
 
 def _read_outside(found: Reader) -> OutsideCommunication:
     return OutsideCommunication(found["group"].text(), found["collectives"].integer(), found["after"].text())
+
+
+def _read_uncompiled(found: Reader) -> Uncompiled:
+    calls = found["calls"]
+    what, reason, hint = (found[name].text() for name in ("what", "reason", "hint"))
+    return Uncompiled(what, reason, hint, None if calls.missing else calls.integer())
 
 
 def _read_graph(graph: Reader) -> GraphReport:

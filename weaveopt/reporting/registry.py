@@ -1,31 +1,46 @@
-"""Which graphs were compiled for which model: what `weaveopt.report` reads."""
+"""Which graphs were compiled for which model: what `weaveopt.report` reads.
+
+No reference to a parameter is kept, not even a weak one: `torch.utils.swap_tensors`, which `.to()` goes through where
+parameters are DTensors, refuses tensors that have any.
+"""
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx as fx
 from torch._dynamo.output_graph import GraphCompileReason
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weaveopt.cost_model import Machine
+from weaveopt.errors import WeaveError
 from weaveopt.fabrics.topology import Topology
-from weaveopt.inductor import breaks, outside
+from weaveopt.inductor import breaks, dynamo, outside
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
-from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report
+from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report, Uncompiled
 
 
 @dataclass
 class Entry:
     """The graphs of one call of the backend: forward, and backward if there is one."""
 
-    parameters: tuple[weakref.ref[torch.Tensor], ...]
-    callers: tuple[weakref.ref[torch.nn.Module], ...] = ()
-    """Modules that were being called, from the innermost out: a part of a broken model may have no parameters."""
+    has_parameters: bool
+    modules: tuple[weakref.ref[torch.nn.Module], ...] = ()
+    """Modules that own its parameters, that were being called, or that the compiled function was called with."""
+    classes: frozenset[type[torch.nn.Module]] = frozenset()
+    """Of the modules that were being called, or that the function was called with."""
+    loose: tuple[tuple[int, StorageWeakRef], ...] = ()
+    """Identities of parameters whose owner is not known, valid as long as their first storage lives."""
+    caller: int | None = None
+    """Identity of what is being called: the outermost module."""
+    frame: dynamo.Frame | None = None
+    """The function that Dynamo compiled; None where something else called the backend."""
+    dropped: bool = False
+    """True once Dynamo compiled the function anew after a reset."""
     breaks: tuple[GraphBreak, ...] = ()
     """Those met on the way to this graph since the one before, and the one that ended it."""
     reason: GraphCompileReason | None = None
@@ -36,36 +51,53 @@ class Entry:
     world: int = 1
 
     def belongs_to(self, owned: frozenset[int]) -> bool:
-        tensors = [id(tensor) for reference in self.parameters if (tensor := reference()) is not None]
-        modules = [id(module) for reference in self.callers if (module := reference()) is not None]
-        return any(found in owned for found in (*tensors, *modules))
+        modules = (id(module) for reference in self.modules if (module := reference()) is not None)
+        tensors = (tensor for tensor, storage in self.loose if not storage.expired())
+        return any(found in owned for found in (*modules, *tensors))
+
+    @property
+    def runs(self) -> bool:
+        """True if Dynamo still has the code."""
+        return not self.dropped and (self.frame is None or dynamo.is_kept(self.frame))
 
     def watch(self, inner_compile: Callable[..., object]) -> Callable[..., object]:
         """`inner_compile` that also notes what this model communicated between its graphs."""
         ended_at = self.breaks[-1].where if self.reason is not None else ""
         return outside.watched(inner_compile, self.caller, ended_at, self.outside)
 
-    @property
-    def caller(self) -> int | None:
-        """Tells apart what is being called: the outermost module."""
-        return id(self.callers[-1]()) if self.callers else None
-
 
 _entries: list[Entry] = []
 _generation: weakref.WeakKeyDictionary[torch.nn.Module, GenerationReport] = weakref.WeakKeyDictionary()
+dynamo.watch_stances()
 
 
 def open_entry(example_inputs: Sequence[object], graph_module: fx.GraphModule | None = None) -> Entry:
     """A place for the reports of one graph that Dynamo captured.
 
-    Its model is known by the parameters that the graph takes, and by the modules whose call is under way.
+    Its model is known by the modules whose call is under way, and by those that own the parameters that it takes.
     """
-    tensors = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
+    parameters = {id(value): value for value in example_inputs if isinstance(value, torch.nn.Parameter)}
+    called = tuple(dynamo.called_modules())
+    variables, global_modules = dynamo.current_modules()
+    owners = {
+        id(module): module
+        for root in (*called, *variables, *global_modules)
+        for module in root.modules()
+        if any(id(tensor) in parameters for tensor in module._parameters.values())
+    }
+    owned = {id(tensor) for module in owners.values() for tensor in module._parameters.values()}
     entry = Entry(
-        parameters=tuple(weakref.ref(tensor) for tensor in tensors),
-        callers=tuple(weakref.ref(module) for module in _called_modules()),
+        has_parameters=bool(parameters),
+        modules=tuple(weakref.ref(module) for module in dict.fromkeys((*called, *variables, *owners.values()))),
+        classes=frozenset(map(_class_of, (*called, *variables))),
+        loose=tuple(
+            (key, StorageWeakRef(tensor.untyped_storage())) for key, tensor in parameters.items() if key not in owned
+        ),
+        caller=id(called[-1]) if called else None,
+        frame=dynamo.current_frame(),
         reason=breaks.noted(graph_module),
     )
+    _drop_earlier(entry)
     before = _entries[-1] if _entries else None
     # After a break the rest of the same call comes next.
     if before is not None and before.reason is not None and before.caller == entry.caller:
@@ -76,16 +108,22 @@ def open_entry(example_inputs: Sequence[object], graph_module: fx.GraphModule | 
     return entry
 
 
-def _called_modules() -> Iterator[torch.nn.Module]:
-    """Modules whose `__call__` is on the stack, from the innermost out."""
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        # Only of these frames: to read a frame's locals keeps them alive until it ends.
-        if frame.f_code.co_name == "_wrapped_call_impl":
-            module = frame.f_locals.get("self")
-            if isinstance(module, torch.nn.Module):
-                yield module
+def _class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class of the user's module, of what `torch.compile` returned too."""
+    inner = getattr(module, "_orig_mod", module)
+    assert isinstance(inner, torch.nn.Module), inner
+    return type(inner)
+
+
+def _drop_earlier(entry: Entry) -> None:
+    """Marks what Dynamo no longer has before a new compile gets its number: they begin anew after a reset."""
+    if entry.frame is None:
+        return
+    code, translator = entry.frame.code(), entry.frame.translator()
+    for other in _entries:
+        frame = other.frame
+        if frame is not None and frame.code() is code and frame.translator() is not translator and not other.runs:
+            other.dropped = True
 
 
 def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping[str, Topology]) -> None:
@@ -113,31 +151,94 @@ def note_left(model: torch.nn.Module, loop: str, reasons: tuple[Rejection, ...])
     _generation[model] = replace(before, left=tuple(known.values()))
 
 
-def report(model: torch.nn.Module | object | None = None) -> Report:
+def report(model: object | None = None) -> Report:
     """What weaveopt decided for `model`, or for everything compiled in this process if it is None.
 
-    The graphs are told apart by the parameters that they take; a function without parameters of its own has the
-    graphs that belong to no module.
+    Graphs are told apart by the modules that own their parameters, and by the function that was compiled. Raises
+    `WeaveError` for what nothing can be compiled of.
     """
     entries = [entry for entry in _entries if entry.graphs]
-    name = "all compiled graphs"
-    generation = GenerationReport(
-        tuple(step for found in _generation.values() for step in found.steps),
-        tuple(left for found in _generation.values() for left in found.left),
-    )
-    if isinstance(model, torch.nn.Module):
-        module = getattr(model, "_orig_mod", model)
-        name = type(module).__name__
-        owned = frozenset(map(id, (*module.parameters(), *module.modules(), model)))
-        entries = [entry for entry in entries if entry.belongs_to(owned)]
-        generation = _generation.get(module, GenerationReport())
-    elif model is not None:
-        name = getattr(model, "__name__", type(model).__name__)
-        entries = [entry for entry in entries if not entry.parameters]
-        generation = GenerationReport()
-    notes = () if entries or generation != GenerationReport() else (_NOTHING,)
+    if model is None:
+        generation = GenerationReport(
+            tuple(step for found in _generation.values() for step in found.steps),
+            tuple(left for found in _generation.values() for left in found.left),
+        )
+        found = _Found("all compiled graphs", entries, tuple(dynamo.under_stances(None)), generation)
+    elif isinstance(model, torch.nn.Module):
+        found = _of_module(model, entries)
+    else:
+        found = _of_function(model, entries)
+    return _assembled(found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What belongs to a model."""
+
+    name: str
+    entries: Sequence[Entry]
+    under_stances: tuple[Uncompiled, ...]
+    generation: GenerationReport = field(default=GenerationReport())
+    notes: tuple[str, ...] = ()
+
+
+def _of_module(model: torch.nn.Module, entries: Sequence[Entry]) -> _Found:
+    module = getattr(model, "_orig_mod", model)
+    name, modules = type(module).__name__, tuple(module.modules())
+    owned = frozenset(map(id, (*module.parameters(), *modules, model)))
+    own = [entry for entry in entries if entry.belongs_to(owned)]
+    notes: tuple[str, ...] = ()
+    if not own:
+        # Parameters are arguments of compiled code, so that it serves every module for which its guards hold.
+        compiled = [each for each in (model, *modules) if dynamo.compiles_with_weave(each)]
+        classes = {*map(_class_of, compiled)}
+        classes |= {type(module)} if module in _generation else set()
+        own = [entry for entry in entries if entry.runs and not classes.isdisjoint(entry.classes)]
+        notes = (_SHARED.format(name=name),) if own else ()
+    stances = tuple(dynamo.under_stances(modules))
+    return _Found(name, own, stances, _generation.get(module, GenerationReport()), notes)
+
+
+def _of_function(function: object, entries: Sequence[Entry]) -> _Found:
+    """The graphs that were compiled of a function, else those that belong to no module."""
+    if not callable(function) or isinstance(function, type):
+        raise WeaveError(_misuse(function))
+    receiver = getattr(function, "__self__", None)
+    if isinstance(receiver, torch.nn.Module):
+        raise WeaveError(
+            f"weaveopt.report: found the method {function.__name__!r} of a {type(receiver).__name__}, "  # type: ignore[attr-defined]
+            "expected the module itself: weaveopt.report(model)"
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+    compiled = getattr(function, "_torchdynamo_orig_callable", function)
+    code = getattr(compiled, "__code__", None)
+    own = [entry for entry in entries if code is not None and entry.frame is not None and entry.frame.is_of(code)]
+    own = own or [entry for entry in entries if not entry.has_parameters]
+    return _Found(name, own, tuple(dynamo.under_stances(None, compiled)))
+
+
+def _misuse(found: object) -> str:
+    what = f"the class {found.__name__}" if isinstance(found, type) else f"{type(found).__name__} {str(found)[:40]!r}"
+    expected = "expected what torch.compile returned, a module that was compiled, or nothing for all of this process"
+    model = getattr(found, "model", None)
+    hint = ": weaveopt.report(x.model)" if isinstance(model, torch.nn.Module) else ""
+    return f"weaveopt.report: found {' '.join(what.split())}, {expected}{hint}"
+
+
+def _assembled(found: _Found) -> Report:
+    """The report of what runs; of what no longer does where nothing else is there."""
+    running = [entry for entry in found.entries if entry.runs]
+    entries, notes = running or found.entries, found.notes
+    num_gone = len(found.entries) - len(running)
+    if num_gone and running:
+        notes += (f"{num_gone} earlier graphs are not shown: a torch._dynamo.reset(), or freed objects, dropped them",)
+    elif num_gone:
+        notes += ("this code was dropped by torch._dynamo.reset(), or with objects that were freed: no call runs it",)
+    uncompiled = (*dynamo.limits_reached(_frames(running)), *found.under_stances)
+    if not entries and found.generation == GenerationReport():
+        notes += (_nothing(uncompiled),)
     return Report(
-        model=name,
+        model=found.name,
         world=max((entry.world for entry in entries), default=1),
         machine=next((entry.machine for entry in reversed(entries) if entry.machine is not None), None),
         graphs=tuple(graph for entry in entries for graph in entry.graphs),
@@ -145,11 +246,28 @@ def report(model: torch.nn.Module | object | None = None) -> Report:
         notes=notes,
         breaks=breaks.counted(found for entry in entries for found in entry.breaks),
         outside=outside.summed([found for entry in entries for found in entry.outside]),
-        generation=generation,
+        uncompiled=uncompiled,
+        generation=found.generation,
     )
+
+
+def _frames(entries: Iterable[Entry]) -> Iterable[dynamo.Frame]:
+    return (entry.frame for entry in entries if entry.frame is not None)
 
 
 _NOTHING = (
     "nothing was compiled yet: call the model once. torch.compile(model).generate() compiles nothing; use "
     'model.compile(backend="weave") or generate(compile_config=CompileConfig(backend="weave"))'
 )
+_SHARED = (
+    "no graph was compiled for this {name}: its calls run what was compiled for another {name}, shown here, where "
+    "Dynamo's guards hold"
+)
+
+
+def _nothing(uncompiled: tuple[Uncompiled, ...]) -> str:
+    if uncompiled:
+        return "nothing was compiled: its calls ran uncompiled"
+    if torch._dynamo.config.disable:
+        return "nothing was compiled: TORCH_COMPILE_DISABLE, or torch._dynamo.config.disable, is set"
+    return _NOTHING

@@ -23,7 +23,7 @@ SHOWN_AROUND = 2
 
 
 def broken(report: Report) -> Iterator[str]:
-    """Of a model that is several graphs: how many, why, and what communicated outside of them."""
+    """Of a model that is several graphs: how many, why, what communicated outside of them; and calls without any."""
     if report.num_graphs > 1:
         ended = "Dynamo broke the model, and no rewrite reaches across a break" if report.breaks else "no graph break"
         yield f"{counted(report.num_graphs, 'graph')}: {ended}"
@@ -35,6 +35,10 @@ def broken(report: Report) -> Iterator[str]:
             f"communication outside the graphs: at least {counted(each.collectives, 'collective')} of group "
             f"{each.group} after the break at {each.after}"
         )
+    for calls in report.uncompiled:
+        number = "" if calls.calls is None else f"{calls.calls} of "
+        hint = f" ({calls.hint})" if calls.hint else ""
+        yield f"uncompiled: {number}the calls of {calls.what or report.model}: {calls.reason}{hint}"
 
 
 def whole(graph: GraphReport) -> list[RenderableType]:
