@@ -54,14 +54,16 @@ class Generated:
 
 def generate(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, backend: str | None) -> Generated:
     """Greedy tokens, as `backend` makes them: None is eager, `weave` is `weaveopt.generate`."""
-    loop: dict[str, object] = {"cache_implementation": "static", "disable_compile": True}
+    # Of models that have no static cache transformers compiles nothing.
+    static = {"cache_implementation": "static"} if model._can_compile_fullgraph else {}
+    loop: dict[str, object] = {**static, "disable_compile": True}
     if backend == "weave":
         loop = {"custom_generate": weaveopt.generate}
     elif backend is not None:
         config = CompileConfig(backend=backend, mode="default")
         # transformers compiles `generate` on accelerators only, unless it is told that CPU ranks are meant.
         config._compile_all_devices = True
-        loop = {"cache_implementation": "static", "compile_config": config}
+        loop = {**static, "compile_config": config}
     clock = TokenClock()
     with torch.no_grad():
         output = model.generate(
@@ -113,8 +115,12 @@ def host_share(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, step_
     """What share of weave's step is not its kernels', in words.
 
     On GPUs: the step's time beyond that of its captured graph back to back. On CPU ranks: the time outside of steps.
+    A model whose step was left to transformers has no session.
     """
-    session = sessions_of(model)[-1]
+    sessions = sessions_of(model)
+    if not sessions or not sessions[-1].forms:
+        return "the step ran in transformers' own loop: the report above says why"
+    session = sessions[-1]
     chosen = session.forms[-1]
     if chosen.graph is not None:
         replay_us = session.replay_us(chosen, prompt.shape[1], num_new - 1)

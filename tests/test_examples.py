@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import weaveopt
 from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,3 +130,20 @@ def test_two_hosts_meet(tmp_path: Path) -> None:
 def test_examples_have_a_main(name: str) -> None:
     text = (ROOT / "examples" / name).read_text()
     assert "def main() -> int:" in text and "sys.exit(main())" in text
+
+
+def test_generate_says_so_where_the_step_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotary embedding that looks at the length, and a model without a static cache."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = runpy.run_path(str(ROOT / "examples" / "generate.py"))
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=64, eos_token_id=None, rope_parameters=rope)
+    prompt = torch.ones(1, 4, dtype=torch.long)
+    for has_static_cache in (True, False):
+        model = LlamaForCausalLM(config).eval()
+        monkeypatch.setattr(LlamaForCausalLM, "_can_compile_fullgraph", has_static_cache)
+        eager, woven = (example["generate"](model, prompt, 5, backend) for backend in (None, "weave"))
+        assert example["difference"](eager, woven, 1e-3) is None
+        assert "transformers' own loop" in example["host_share"](model, prompt, 5, 1.0)
+        assert "rope: rotary embedding dynamic" in str(weaveopt.report(model))

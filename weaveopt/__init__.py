@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from weaveopt.errors import WeaveError
 from weaveopt.experts.registration import register_when_imported
+from weaveopt.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from weaveopt.generation.entry import generate as generate
@@ -45,6 +46,7 @@ def __getattr__(name: str) -> object:
         try:
             from weaveopt.generation.entry import generate
         except ImportError as error:
-            raise WeaveError(f"weaveopt.generate needs transformers 5.23 or newer: {error}") from error
+            needed = f"transformers {TRANSFORMERS.least} or newer"
+            raise WeaveError(f"weaveopt.generate needs {needed}: {error}") from error
         return generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

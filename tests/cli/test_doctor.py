@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import weaveopt
+from weaveopt import versions
 from weaveopt.cli import doctor
 from weaveopt.cli.doctor import Check, Status
 from weaveopt.cli.main import main
+from weaveopt.versions import Supported
 
 
 def test_a_host_with_everything_is_usable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +23,7 @@ def test_a_host_with_everything_is_usable(capsys: pytest.CaptureFixture[str]) ->
     found = {check["name"]: check for check in document["checks"]}
     assert document["usable"] is True
     assert set(doctor.NEEDED) <= set(found)
-    assert found["torch"]["found"] == metadata.version("torch")
+    assert found["torch"]["found"].startswith(metadata.version("torch"))
     assert {"fabric shm", "fabric library", "fabric peer", "fabric multimem", "fabric nvshmem"} <= set(found)
     assert found["fabric tcp"]["status"] == "ok" and "several hosts" in found["fabric tcp"]["found"]
     assert all(check["status"] != "missing" or check["advice"] for check in document["checks"])
@@ -43,7 +45,8 @@ def test_an_old_version_is_named_with_what_to_install(
     code = main(["doctor", "--format", "json"])
     check = next(c for c in json.loads(capsys.readouterr().out)["checks"] if c["name"] == package)
     assert (check["status"], check["found"]) == ("missing", "2.9.1")
-    assert f">={doctor.MINIMUM[package]}" in check["advice"]
+    least = {supported.name: supported.least for supported in versions.SUPPORTED}
+    assert f">={least[package]}" in check["advice"]
     assert code == 1
 
 
@@ -100,7 +103,35 @@ def test_more_ranks_than_cores_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
     [("2.11.0+cu130", "2.11", True), ("2.9.1", "2.11", False), ("5.17.0.dev0", "5.17", True), ("5.9", "5.17", False)],
 )
 def test_versions_compare_by_number(found: str, minimum: str, enough: bool) -> None:
-    assert doctor.at_least(found, minimum) is enough
+    assert versions.at_least(found, minimum) is enough
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "note"),
+    [
+        ("torch", "99.1.0+cu999", "newer than any that was tested"),
+        ("transformers", "99.0.0", "newer than any that was tested"),
+        ("accelerate", "1.10.1", "never tested"),
+        ("python", "3.99.0", "newer than any that was tested"),
+    ],
+)
+def test_a_version_that_was_never_tested_is_noted(
+    package: str, found: str, note: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: found if name == package else real(name))
+    if package == "python":
+        monkeypatch.setattr(doctor.platform, "python_version", lambda: found)
+    code = main(["doctor", "--format", "json"])
+    check = next(c for c in json.loads(capsys.readouterr().out)["checks"] if c["name"] == package)
+    assert check["status"] == "note" and check["found"].startswith(f"{found}: {note}")
+    assert "make test" in check["advice"]
+    assert code == 0, "what was never tested may be used"
+
+
+@pytest.mark.parametrize("package", versions.SUPPORTED, ids=lambda package: package.name)
+def test_a_tested_version_is_no_note(package: Supported) -> None:
+    assert all(versions.untested(package, f"{release}.7") is None for release in package.tested)
 
 
 def test_long_text_is_folded_not_cut() -> None:

@@ -16,10 +16,10 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from weaveopt import versions
+from weaveopt.versions import Supported
 from weaveopt.wording import counted
 
-MINIMUM = {"python": "3.11", "torch": "2.11", "transformers": "5.23"}
-"""Oldest versions that are supported."""
 SHM = Path("/dev/shm")
 SHM_COMFORT_BYTES = 512 << 20
 """A group of two ranks with 8192 tokens of hidden size 8192 in bf16 keeps about this much there."""
@@ -72,10 +72,7 @@ NEEDED = (
 def examine() -> tuple[Check, ...]:
     return (
         _version("weaveopt"),
-        _python(),
-        _version("torch"),
-        _version("transformers"),
-        _version("accelerate"),
+        *map(_supported, versions.SUPPORTED),
         _compiler(),
         _entry_point(),
         _native(),
@@ -89,34 +86,32 @@ def examine() -> tuple[Check, ...]:
     )
 
 
-def _python() -> Check:
-    found = platform.python_version()
-    if at_least(found, MINIMUM["python"]):
-        return Check("python", Status.OK, found)
-    return Check("python", Status.MISSING, found, f"weaveopt needs Python {MINIMUM['python']} or later")
-
-
 def _version(package: str) -> Check:
     try:
-        found = metadata.version(package)
+        return Check(package, Status.OK, metadata.version(package))
     except metadata.PackageNotFoundError:
-        advice = "pip install ." if package == "weaveopt" else f"pip install '{package}{_bound(package)}'"
-        status = Status.NOTE if package == "accelerate" else Status.MISSING
-        return Check(package, status, "not installed", advice)
-    if package in MINIMUM and not at_least(found, MINIMUM[package]):
-        return Check(package, Status.MISSING, found, f"pip install '{package}{_bound(package)}'")
-    return Check(package, Status.OK, found)
+        return Check(package, Status.MISSING, "not installed", "pip install .")
 
 
-def _bound(package: str) -> str:
-    return f">={MINIMUM[package]}" if package in MINIMUM else ""
-
-
-def at_least(found: str, minimum: str) -> bool:
-    """Whether a version such as `2.13.0+cu130` is `minimum` or later; a pre-release counts as its release."""
-    from packaging.version import Version
-
-    return Version(found).release >= Version(minimum).release
+def _supported(package: Supported) -> Check:
+    """The installed version against the table: too old is missing, never tested a note."""
+    is_python = package is versions.PYTHON
+    wanted = (
+        f"weaveopt needs Python {package.least} or later"
+        if is_python
+        else f"pip install '{package.name}>={package.least}'"
+    )
+    absent = Status.NOTE if package is versions.ACCELERATE else Status.MISSING
+    try:
+        found = platform.python_version() if is_python else metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return Check(package.name, absent, "not installed", wanted)
+    if not versions.at_least(found, package.least):
+        return Check(package.name, absent, found, wanted)
+    note = versions.untested(package, found)
+    if note is None:
+        return Check(package.name, Status.OK, found)
+    return Check(package.name, Status.NOTE, f"{found}: {note}", "before relying on it run make test with this version")
 
 
 def _compiler() -> Check:

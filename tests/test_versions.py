@@ -1,0 +1,75 @@
+"""`weaveopt/versions.py` is the one table of versions: metadata, docs, Makefile and pins agree with it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import weaveopt
+from weaveopt import versions
+from weaveopt.versions import PYTHON, SUPPORTED, TORCH, TRANSFORMERS, Supported
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = " ".join((ROOT / "README.md").read_text().split())
+PACKAGES = [package for package in SUPPORTED if package is not PYTHON]
+PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+(INSTALLED_TORCH,) = re.findall(r"^TORCH \?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_python_is_the_projects() -> None:
+    project = PYPROJECT["project"]
+    assert project["requires-python"] == f">={PYTHON.least}"
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert tuple(named) == PYTHON.tested
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{PYTHON.least.replace('.', '')}"
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == PYTHON.least
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_the_projects_bounds_are_the_oldest_supported(package: Supported) -> None:
+    assert f"{package.name}>={package.least}" in PYPROJECT["project"]["dependencies"]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_ci_installs_what_is_called_tested(package: Supported) -> None:
+    pinned = INSTALLED_TORCH if package is TORCH else PINNED[package.name]
+    assert versions.release(pinned) in package.tested
+
+
+@pytest.mark.parametrize("package", SUPPORTED, ids=lambda package: package.name)
+def test_docs_have_the_row(package: Supported) -> None:
+    row = f"| {package.name} | {package.least} | {', '.join(package.tested)} |"
+    assert row in (ROOT / "docs" / "versions.md").read_text().splitlines()
+
+
+def test_the_readme_and_options_name_the_same() -> None:
+    bounds = f"Python {PYTHON.least} or newer, torch {TORCH.least} or newer, transformers {TRANSFORMERS.least} or newer"
+    assert bounds in README
+    assert f"CI runs torch {INSTALLED_TORCH}" in README and f"pip install torch=={INSTALLED_TORCH}" in README
+    assert f"(default `torch=={INSTALLED_TORCH}`)" in (ROOT / "docs" / "options.md").read_text()
+
+
+def test_the_makefile_asks_for_the_oldest_python() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"sys.version_info < ({PYTHON.least.replace('.', ', ')})" in makefile
+    assert f"no Python of at least {PYTHON.least} found" in makefile
+
+
+@pytest.mark.parametrize("package", SUPPORTED, ids=lambda package: package.name)
+def test_tested_releases_ascend_from_the_oldest_supported(package: Supported) -> None:
+    keys = [tuple(map(int, each.split("."))) for each in (package.least, *package.tested)]
+    assert keys == sorted(keys) and len(set(package.tested)) == len(package.tested)
+
+
+def test_the_changelog_has_this_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == PYPROJECT["project"]["version"] == weaveopt.__version__
+
+
+def test_security_says_which_versions_get_fixes() -> None:
+    major, minor, _ = PYPROJECT["project"]["version"].split(".")
+    assert f"| {major}.{minor}.x |" in (ROOT / "SECURITY.md").read_text()
