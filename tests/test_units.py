@@ -55,7 +55,11 @@ def _names(folder: Path, seconds: dict[str, float]) -> list[list[str]]:
 def test_units_of_files(tmp_path: Path) -> None:
     (tmp_path / "test_units_a.py").write_text(FILE)
     (tmp_path / "test_units_b.py").write_text(CACHED)
-    seconds = {"test_units_a.py::test_long": 5.0, "test_units_b.py::test_other": 9.0, "test_units_a.py::test_short": 2.0}
+    seconds = {
+        "test_units_a.py::test_long": 5.0,
+        "test_units_b.py::test_other": 9.0,
+        "test_units_a.py::test_short": 2.0,
+    }
     many = [f"test_many[{number}]" for number in range(3)]
     assert _names(tmp_path, seconds) == [
         ["test_one", "test_other"], ["test_long"], ["test_short", *many], ["test_shares", "test_shares_too"]
