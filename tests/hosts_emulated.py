@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tests import emulated_build
-from tests.emulated_build import CSRC, EMULATED
+from tests.emulated_build import CSRC, EMULATED, making, without
 
 Tensor = torch.Tensor
 
@@ -80,19 +79,28 @@ class Made:
     weight: Tensor
 
 
-def library(csrc: Path = CSRC) -> ctypes.CDLL:
-    """From other sources than the package's only what cases of one vector of bf16 run."""
-    sources = [csrc / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
-    flags = ("-O1", "-DONE_VECTOR_OF_BF16") if csrc != CSRC else ("-O1",)
-    return emulated_build.library((EMULATED / "between_hosts.cpp", *sources), (EMULATED / "hosts",), csrc, flags)
+ROWS = "hierarchical_all_reduce/doubling_rows.cuh"
+FENCE = "if (threadIdx.x == 0) fabric::fence();"
+MISSING = {
+    "mapped: the fence before a flag": without(ROWS, FENCE, "\n    }"),
+    "mapped: the barrier before it": without(ROWS, "__syncthreads();", f"\n        {FENCE}"),
+    "the barrier behind the wait": without(ROWS, "__syncthreads();", "\n        const char* from"),
+    "puts: the barrier before one": without(ROWS, "__syncthreads();", "\n            if (row == 0) this->put_header"),
+}
+"""What orders a flagged row."""
+
+
+def library() -> ctypes.CDLL:
+    sources = [CSRC / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
+    return emulated_build.library((EMULATED / "between_hosts.cpp", *sources), (EMULATED / "hosts",), MISSING)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
 
 
-def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
-    """What the calls made of random rows, and why they did not end; empty if they did."""
+def run(case: Case, missing: str = "") -> tuple[Made, str]:
+    """What the calls made of random rows, and why they did not end; empty if they did. `missing`: one of `MISSING`."""
     torch.manual_seed(case.seed)
     shapes = [(case.world, tokens, case.hidden) for tokens in case.tokens]
     partial = tuple(torch.randn(shape).to(case.dtype) for shape in shapes)
@@ -110,5 +118,6 @@ def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
         (ctypes.c_int32 * len(shapes))(*(bool(flagged and flagged[at % len(flagged)]) for at in range(len(shapes)))),
         _pointers(partial), _pointers(residual), _pointers(normalized), _pointers(total), weight.data_ptr(), EPS,
     )  # fmt: skip
-    wrong = (library() if csrc is None else library(csrc)).run(ctypes.byref(asked)).decode()
+    with making(missing, MISSING, library()):
+        wrong = library().run(ctypes.byref(asked)).decode()
     return Made(partial, residual, normalized, total, weight), wrong

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tests import emulated_build
-from tests.emulated_build import CSRC, EMULATED
+from tests.emulated_build import EMULATED, Mistake, making, without
 
 Tensor = torch.Tensor
 
@@ -72,9 +71,26 @@ class Made:
     moved: tuple[tuple[int, int], ...]
 
 
-def library(csrc: Path = CSRC) -> ctypes.CDLL:
+EXCHANGE = "moe_sharded/exchange.cuh"
+MISTAKES = {
+    "no barrier before the signal": without(
+        EXCHANGE,
+        "__syncthreads();\n",
+        "    if (peer < group.world && peer != group.rank) {\n        const uint64_t word",
+    ),
+    "no wait for rows": without(EXCHANGE, "fabric::wait(&group.channel(group.rank)->rows"),
+    "no wait for what was pushed": without(EXCHANGE, "fabric::wait(&group.channel(group.rank)->partial"),
+    "rows of another slot": Mistake(
+        EXCHANGE,
+        "const int64_t to = exchange.rows_offset + place * exchange.row_vecs * kVecBytes;",
+        "const int64_t to = exchange.rows_offset + (WRONG ? token : place) * exchange.row_vecs * kVecBytes;",
+    ),
+}
+
+
+def library() -> ctypes.CDLL:
     """Its function `run` says what failed, or nothing."""
-    return emulated_build.library((EMULATED / "sharded_rows.cpp",), (EMULATED / "hosts",), csrc)
+    return emulated_build.library((EMULATED / "sharded_rows.cpp",), (EMULATED / "hosts",), MISTAKES)
 
 
 def chosen(case: Case, tokens: int, random: torch.Generator) -> Tensor:
@@ -112,8 +128,8 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
 
 
-def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
-    """What the calls made, and why they did not end; empty if they did."""
+def run(case: Case, mistake: str = "") -> tuple[Made, str]:
+    """What the calls made, and why they did not end; empty if they did. `mistake`: one of `MISTAKES`."""
     random = torch.Generator().manual_seed(case.seed)
     counts = [tokens for call in case.tokens for tokens in call]
     x = [torch.randint(-3, 4, (tokens, case.hidden), generator=random).bfloat16() for tokens in counts]
@@ -127,7 +143,8 @@ def run(case: Case, csrc: Path | None = None) -> tuple[Made, str]:
         (ctypes.c_int32 * len(case.tokens))(*case.slots), (ctypes.c_int32 * len(counts))(*counts),
         _pointers(x), _pointers(experts), _pointers(weights), _pointers(out), counters.data_ptr(),
     )  # fmt: skip
-    wrong = (library() if csrc is None else library(csrc)).run(ctypes.byref(asked)).decode()
+    with making(mistake, MISTAKES, library()):
+        wrong = library().run(ctypes.byref(asked)).decode()
     wanted = tuple(wanted_of(case, *each) for each in zip(x, experts, weights, strict=True))
     moved = []
     for rank in range(case.world):

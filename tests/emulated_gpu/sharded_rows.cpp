@@ -42,6 +42,9 @@ void stand_in_for_experts(const Exchange& exchange) {
 
 extern "C" {
 
+// Which of the mistakes that tests put into the code is switched on; 0: none.
+int weave_mistake = 0;
+
 // Calls one after the other on every rank. Arrays are by call and rank, tensors as the kernels take them, in bf16, with
 // weights in fp32.
 struct Asked {

@@ -11,6 +11,9 @@
 
 extern "C" {
 
+// Which of the mistakes that tests put into the code is switched on; 0: none.
+int weave_mistake = 0;
+
 // How many results of all ranks' calls are not the largest count, and how many calls failed. Ranks come at any time, and
 // one that has its result dawdles as well.
 int64_t run(int32_t world, int64_t num_calls, uint32_t seed, double timeout_s) {

@@ -5,14 +5,12 @@ What ranks write to each other arrives late and in any order, in pieces of 8 byt
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.hosts_emulated import CSRC, EPS, POISON, Case, Made, run
+from tests.hosts_emulated import EPS, MISSING, POISON, Case, Made, run
 from tests.tcp_ranks import make_call
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.records.candidate import Fabric
@@ -117,28 +115,13 @@ def test_bits_depend_neither_on_what_comes_first_nor_on_how_rows_travel() -> Non
         assert all(torch.equal(*pair) for pair in zip(first.normalized, other.normalized, strict=True))
 
 
-MISSING = {
-    "mapped: the fence before a flag": (1, "        if (threadIdx.x == 0) fabric::fence();\n    }"),
-    "mapped: the barrier before it": (1, "        __syncthreads();\n        if (threadIdx.x == 0) fabric::fence();"),
-    "the barrier behind the wait": (1, "        __syncthreads();\n        const char* from"),
-    "puts: the barrier before one": (0, "            __syncthreads();\n            if (row == 0) this->put_header"),
-}
-"""What orders a flagged row: whether peers are mapped, and the text that begins with it."""
-
-
 @pytest.mark.parametrize("what", MISSING)
-def test_a_flag_that_overtakes_its_row_is_seen(what: str, tmp_path: Path) -> None:
+def test_a_flag_that_overtakes_its_row_is_seen(what: str) -> None:
     """The kernel without it goes wrong here, so that it goes right says something."""
-    direct, text = MISSING[what]
-    csrc = tmp_path / "csrc"
-    shutil.copytree(CSRC, csrc)
-    source = csrc / "hierarchical_all_reduce" / "doubling_rows.cuh"
-    before = source.read_text()
-    assert before.count(text) == 1
-    source.write_text(before.replace(text, text[text.index("\n") + 1 :]))
+    direct = int(what.startswith("mapped") or what == "the barrier behind the wait")
     for seed in range(20):
         case = Case(2, (3, 5, 4), (True,), hidden=1032, direct=direct, seed=seed)
-        made, wrong = run(case, csrc)
+        made, wrong = run(case, what)
         assert not wrong, wrong
         try:
             expect_reference(case, made)
