@@ -23,6 +23,10 @@ EMBEDDING = 1
 """All-reduces behind the embedding, which is shared by vocabulary."""
 
 
+SCREEN = 30
+"""Lines of a terminal's window."""
+
+
 def _explain(words: str, tmp_path: Path) -> Report:
     file = tmp_path / "report.json"
     assert main(["explain", *words.split(), "--format", "json", "--output", str(file)]) == 0
@@ -109,10 +113,16 @@ def test_defaults_disable_why_and_trace(
     assert main(["explain", str(tmp_path), "--seq", "16"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert f"machine: {DEFAULT_MACHINE}" in captured.out
+    assert f"machine: {DEFAULT_MACHINE} (nothing measured on it)" in captured.out
     assert f"{tmp_path.name} on 4 ranks" in captured.out  # as many as the heads allow
-    assert "16 tokens" in captured.out
-    assert "what would change the choice" in captured.out
+    assert "16 tokens, logits of the last" in captured.out
+    assert "what would make it faster" in captured.out
+    assert all(words not in captured.out for words in ("why not", "arena", "all else held"))
+    assert len(captured.out.splitlines()) <= SCREEN
+    assert main(["explain", str(tmp_path), "--seq", "16", "--full"]) == 0
+    full = capsys.readouterr().out
+    assert all(words in full for words in ("why not", "arena", "all else held"))
+    assert full.count("nvshmem") == full.count("tcp") == 1, "a fabric that cannot be there is one line for all sites"
 
     cpu = ["explain", str(tmp_path), "--tp", "2", "--seq", "16", "--machine", "cpu"]
     assert main([*cpu, "--why", "self_attn.o_proj", "--disable", "all_reduce_rms_norm,gemm_all_reduce,shard_norm"]) == 0

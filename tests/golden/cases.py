@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tests.models import FAMILIES, config_of
 
+AS_GENERATE = "as generate: "
+"""Begins a case whose prefill computes the logits of the last position alone; the others compute those of all."""
 FAMILY = "family:"
 """Begins the model word of a tiny random model of `tests.models`; the rest is the family's id."""
 LLAMA = "llama-3.3-70b"
@@ -26,6 +28,8 @@ QUICK = (
     f"{FAMILY}gemma3_text --tp 2 --tokens 512 --machine h200x4",
     f"{FAMILY}deepseek_v3 --tp 2 --tokens 512 --machine h200x4",
     f"{FAMILY}gpt_oss-ep --ep 2 --tokens 512 --machine cpu",
+    f"{AS_GENERATE}{LLAMA} --tp 4 --tokens 64 --machine h200x4",
+    f"{AS_GENERATE}{FAMILY}llama --tp 2 --tokens 512 --machine cpu",
 )
 """Few of `command_lines`, for the test suite."""
 
@@ -87,7 +91,9 @@ def _options() -> Iterator[str]:
     yield f"{LLAMA} --tp 8 --tokens 512 --machine h100x8 --nodes 2"
     yield f"{LLAMA} --tp 3 --machine h200x4"
     yield f"{LLAMA} --tp 8 --tokens 512 --machine h200x4 --nodes 1"
-    yield f"{FAMILY}gemma2 --tp 2 --tokens 512 --machine h200x4 --full"
+    yield f"{FAMILY}gemma2 --tp 2 --tokens 512 --machine h200x4 --layers all"
+    yield f"{AS_GENERATE}{LLAMA} --tp 4 --tokens 64 --machine h200x4"
+    yield f"{AS_GENERATE}{FAMILY}llama --tp 2 --tokens 512 --machine cpu"
 
 
 def write_configs(folder: Path) -> None:
@@ -98,7 +104,9 @@ def write_configs(folder: Path) -> None:
 
 def words_of(command_line: str, folder: Path) -> list[str]:
     """The arguments of `weaveopt`, with families as the files that `write_configs` made."""
-    model, *rest = command_line.split()
+    model, *rest = command_line.removeprefix(AS_GENERATE).split()
     if model.startswith(FAMILY):
         model = str(folder / model.removeprefix(FAMILY) / "config.json")
+    if "decode" not in rest and not command_line.startswith(AS_GENERATE):
+        rest.append("--all-logits")
     return ["explain", model, *rest]

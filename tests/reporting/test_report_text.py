@@ -37,7 +37,7 @@ def test_why_is_the_golden_one(report: Report) -> None:
     assert why.text(report, "model.layers.1.mlp.down_proj") == (GOLDEN / "why.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("width", [100, 120, 160, 240])
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 240])
 def test_no_column_and_no_reason_is_lost(report: Report, width: int) -> None:
     text = render.text(report, width)
     squeezed = "".join(text.split())
@@ -46,7 +46,8 @@ def test_no_column_and_no_reason_is_lost(report: Report, width: int) -> None:
     for decision in report.graphs[0].decisions:
         rejected = [r for c in (decision.chosen, *decision.alternatives) for r in c.rejections]
         for rejection in (*decision.site.rejections, *rejected):
-            assert rejection.code in squeezed
+            assert rejection.code in squeezed or rejection.code in ("fabric_needs_cuda", "no_kernel")
+    assert squeezed.count("nofabrichere:peerjoinsGPUs(device=cpu)") == 1, "one line, in place of what it makes moot"
     assert "64%" in text
     assert all(len(line) <= width for line in text.splitlines())
 
@@ -216,7 +217,7 @@ def test_work_that_could_not_be_estimated_is_told_with_and_without_sites(report:
         assert not any("graph_0 runs unrewritten" in line for line in lines)
 
 
-@pytest.mark.parametrize("width", [100, 120])
+@pytest.mark.parametrize("width", [80, 100, 120])
 def test_no_figure_of_the_whole_is_cut(whole: Report, width: int) -> None:
     graph = whole.graphs[0]
     large = replace(whole, graphs=(replace(graph, work=tuple(replace(w, us=w.us * 7000.3) for w in graph.work)),))

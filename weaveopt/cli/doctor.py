@@ -327,7 +327,7 @@ def text(checks: tuple[Check, ...], usable: bool) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    from weaveopt.reporting.text import to_text
+    from weaveopt.reporting.terminal import to_text, width_of
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
@@ -340,4 +340,4 @@ def text(checks: tuple[Check, ...], usable: bool) -> str:
         if usable
         else "not usable yet: see what is missing above"
     )
-    return to_text(table) + verdict + "\n"
+    return to_text(table, width_of(sys.stdout)) + verdict + "\n"

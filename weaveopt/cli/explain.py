@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import math
-import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weaveopt.cli.question import DEFAULT_MACHINE, PICTURES, Question
+from weaveopt.cli.question import ALL_LAYERS, DEFAULT_MACHINE, PICTURES, Question
 from weaveopt.errors import CaptureError, OptionError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.wording import counted
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from weaveopt.cost_model import Machine
 
 NUM_STEPS = 5
+MORE = "more: --full for every reason and what would change the choice, --why SITE for one site, --format json for all"
 
 
 def run(asked: Question) -> int:
@@ -31,8 +31,7 @@ def run(asked: Question) -> int:
     if asked.compare is not None:
         from weaveopt.reporting import compare
 
-        width, color = _console(asked)
-        _write(compare.text(*asked.compare, width, color), asked.output)
+        _write(compare.text(*asked.compare, *_console(asked)), asked.output)
         return 0
     if asked.form in PICTURES:
         from weaveopt.reporting import picture
@@ -44,10 +43,13 @@ def run(asked: Question) -> int:
     return 0
 
 
-def _console(asked: Question) -> tuple[int | None, bool]:
-    """Width and whether there are colors: those of a terminal, or neither."""
-    color = asked.output is None and sys.stdout.isatty()
-    return max(os.get_terminal_size(sys.stdout.fileno()).columns, 100) if color else None, color
+def _console(asked: Question) -> tuple[int, bool]:
+    """Width of the text, and whether it has colors."""
+    from weaveopt.reporting import terminal
+
+    if asked.output is not None:
+        return terminal.width_of(), False
+    return terminal.width_of(sys.stdout), terminal.colored(sys.stdout)
 
 
 def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) -> Report:
@@ -81,7 +83,7 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     plan = preview.plan_layers(source, request)
     graphs: list[GraphReport] = []
     group = topology.fake(request.world, hosts=request.nodes, device=machine.device)
-    seen = weaveopt.backend.preview(config, group, machine, graphs.append, ask_sensitivity=True)
+    seen = weaveopt.backend.preview(config, group, machine, graphs.append, ask_sensitivity=asked.tells_all)
     preview.capture(source, request, plan, seen, on_step)
     if not graphs:
         raise CaptureError(f"{source.name}: no graph was captured")
@@ -124,19 +126,18 @@ def request_of(asked: Question, source: Source, machine: Machine) -> Request:
         batch=asked.batch or (tokens_batch if asked.tokens else None) or 1,
         seq=asked.seq or (tokens_seq if asked.tokens else None) or 2048,
         phase=phase,
-        layers=asked.layers,
-        full=asked.full,
+        layers=asked.layers if isinstance(asked.layers, int) else None,
+        full=asked.layers == ALL_LAYERS,
+        all_logits=asked.all_logits,
         dtype=asked.dtype or "bfloat16",
     )
 
 
 def _batch(request: Request) -> str:
-    shape = f"{request.batch} × {request.seq}"
-    return (
-        f"prefill of {shape} tokens"
-        if request.phase == "prefill"
-        else f"decode of {counted(request.batch, 'sequence')}, cache of {request.seq}"
-    )
+    if request.phase == "decode":
+        return f"decode of {counted(request.batch, 'sequence')}, cache of {request.seq}"
+    logits = "all" if request.all_logits else "the last"
+    return f"prefill of {request.batch} × {counted(request.seq, 'token')}, logits of {logits}"
 
 
 def _rendered(report: Report, asked: Question) -> str | bytes:
@@ -152,11 +153,11 @@ def _rendered(report: Report, asked: Question) -> str | bytes:
         from weaveopt.reporting import picture
 
         return picture.draw(report, asked.form)
-    from weaveopt.reporting import text as render
-    from weaveopt.reporting import why
+    from weaveopt.reporting import screen, text, why
 
-    width, color = _console(asked)
-    return why.text(report, asked.why, width, color) if asked.why else render.text(report, width, color)
+    if asked.why:
+        return why.text(report, asked.why, *_console(asked))
+    return text.text(report, *_console(asked)) if asked.full else screen.text(report, *_console(asked), more=MORE)
 
 
 def _write(content: str | bytes, output: Path | None) -> None:

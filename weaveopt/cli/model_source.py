@@ -36,6 +36,9 @@ class Request:
     phase: str = "prefill"
     layers: int | None = None
     full: bool = False
+    """Every layer is captured."""
+    all_logits: bool = False
+    """Prefill computes the logits of every position, not of the last alone, as `generate` asks for."""
     dtype: str = "bfloat16"
 
     @property

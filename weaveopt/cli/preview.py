@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -63,7 +64,7 @@ def fake_group(world: int) -> Iterator[None]:
 
 
 def plan_layers(source: Source, request: Request) -> LayerPlan:
-    """Which layers `capture` takes: a prefix with every kind, or what `--full` and `--layers` ask for."""
+    """Which layers `capture` takes: a prefix with every kind, or what `--layers` asks for."""
     total: int = source.config.num_hidden_layers
     if request.layers is not None:
         return every_layer(total, request.layers)
@@ -130,8 +131,9 @@ def capture(
 ) -> None:
     """Hand rank 0's graph of one forward pass to `backend`, a TorchDynamo backend.
 
-    Prefill is `model(ids[batch, seq], use_cache=False)`; decode is one token a sequence against a static cache of
-    `seq` positions. `on_step` hears what is done next. Raises `CaptureError`; a `WeaveError` of the backend passes.
+    Prefill is `model(ids[batch, seq], use_cache=False, logits_to_keep=1)`, with the logits that `generate` asks for;
+    decode is one token a sequence against a static cache of `seq` positions. `on_step` hears what is done next.
+    Raises `CaptureError`; a `WeaveError` of the backend passes.
     """
     import torch
     from torch._subclasses import FakeTensorMode
@@ -168,7 +170,9 @@ def capture(
 
             compiled = torch.compile(model, backend=lowered, fullgraph=True, dynamic=False)
             if cache is None:
-                compiled(torch.zeros(request.batch, request.seq, dtype=torch.long), use_cache=False)
+                last = not request.all_logits and "logits_to_keep" in signature(model.forward).parameters
+                logits = {"logits_to_keep": 1} if last else {}
+                compiled(torch.zeros(request.batch, request.seq, dtype=torch.long), use_cache=False, **logits)
             else:
                 compiled(torch.zeros(request.batch, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
         except Exception as error:

@@ -11,6 +11,7 @@ from weaveopt.errors import OptionError
 
 DEFAULT_MACHINE = "h100x8"
 PICTURES = ("png", "svg")
+ALL_LAYERS = "all"
 FORMATS = ("table", "json", "trace", *PICTURES)
 
 
@@ -27,8 +28,10 @@ class Question:
     seq: int | None
     tokens: int | None
     phase: str | None
-    layers: int | None
+    layers: int | str | None
+    """A number, or `all`."""
     full: bool
+    all_logits: bool
     dtype: str | None
     disable: tuple[str, ...]
     skew: str | None
@@ -36,6 +39,11 @@ class Question:
     compare: tuple[Path, Path] | None
     format: str | None
     output: Path | None
+
+    @property
+    def tells_all(self) -> bool:
+        """True if what would change a choice is shown; asking takes as long as all the rest."""
+        return self.full or self.why is not None or self.form == "json"
 
     @property
     def form(self) -> str:
@@ -67,8 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, metavar="T", help="tokens in one forward pass, in place of --batch and --seq"
     )
     parser.add_argument("--phase", choices=("prefill", "decode"), help="default: prefill")
-    parser.add_argument("--layers", type=int, metavar="L", help="capture the first L layers and count only those")
-    parser.add_argument("--full", action="store_true", help="capture every layer instead of one of each kind")
+    parser.add_argument(
+        "--all-logits", action="store_true", help="prefill computes logits of all positions, not of the last alone"
+    )
+    parser.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="L|all",
+        help="capture the first L layers and count only those; all: capture every layer, not one of each kind",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
     parser.add_argument(
         "--disable", action="append", default=[], metavar="RULE", help="rule that may not be used (may be repeated)"
@@ -77,6 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skew",
         metavar="ROWS:EXPERTS",
         help="share of the rows of mixtures that a share of their experts gets, such as 0.5:0.125 (default: uniform)",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="the whole report: every reason, what would change a choice, the arena"
     )
     parser.add_argument("--why", metavar="SITE", help="everything on one site, by id or module")
     parser.add_argument(
@@ -98,6 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write there, not to standard output; .png and .svg: a picture",
     )
+
+
+def _layers(text: str) -> int | str:
+    if text != ALL_LAYERS and not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or {ALL_LAYERS}")
+    return text if text == ALL_LAYERS else int(text)
 
 
 def question(args: argparse.Namespace) -> Question:
@@ -139,13 +163,16 @@ def _check_model(asked: Question) -> None:
         raise OptionError("--tokens stands for --batch in decode: give one or the other")
     if asked.why is not None and asked.form != "table":
         raise OptionError(f"--why prints text: it cannot go with {_form_words(asked)}")
-    if asked.full and asked.layers is not None:
-        raise OptionError("--full captures every layer and --layers only some: give one or the other")
+    if asked.full and (asked.why is not None or asked.form != "table"):
+        words = "--why SITE" if asked.why is not None else _form_words(asked)
+        raise OptionError(f"--full prints the whole report: it cannot go with {words} (--layers all: every layer)")
+    if asked.all_logits and asked.phase == "decode":
+        raise OptionError("--all-logits is of prefill: decode has one position a sequence")
     if asked.form in PICTURES:
         _check_picture(asked)
     for name in ("tp", "ep", "nodes", "batch", "seq", "tokens", "layers"):
         value = getattr(asked, name)
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             raise OptionError(f"--{name} {value}: expected at least 1")
 
 

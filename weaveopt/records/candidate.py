@@ -38,6 +38,10 @@ class Fabric(StrEnum):
     LIBRARY = "library"
 
 
+NEVER_RAN = frozenset((Fabric.MULTIMEM,))
+"""Fabrics whose kernels are compiled and checked, and have never run on any machine."""
+
+
 @dataclass(frozen=True)
 class Term:
     """One named part of an estimate; negative where work is hidden under other work."""

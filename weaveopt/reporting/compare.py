@@ -15,7 +15,8 @@ from weaveopt.errors import OptionError, WeaveError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.sections import whole_line, work_failure_line
-from weaveopt.reporting.text import DEFAULT_WIDTH, MINIMUM_WIDTH, Row, choice_words, rows_of, to_text
+from weaveopt.reporting.terminal import to_text, width_of
+from weaveopt.reporting.text import Row, choice_words, rows_of
 from weaveopt.reporting.timeline import Times, title, total
 from weaveopt.wording import counted
 
@@ -36,7 +37,7 @@ class Pair:
 def text(left: Path, right: Path, width: int | None = None, color: bool = False) -> str:
     """The comparison. Raises `OptionError`, one line, for a file that is no report of a schema known here."""
     first, second = _read(left), _read(right)
-    width = max(width or DEFAULT_WIDTH, MINIMUM_WIDTH)
+    width = width or width_of()
     parts: list[RenderableType] = [Text(_title("A", left, first)), Text(_title("B", right, second))]
     if not (first.graphs or second.graphs):
         parts.append(Text("neither has a graph"))

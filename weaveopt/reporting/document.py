@@ -11,6 +11,7 @@ from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
 from weaveopt.reporting import generation
 from weaveopt.reporting.document_reader import SCHEMA, from_json
+from weaveopt.reporting.headline import headline
 from weaveopt.reporting.json_reader import Json
 from weaveopt.reporting.parts import Part, parts
 from weaveopt.reporting.timeline import Times, exposed_us, total
@@ -88,9 +89,21 @@ def _graph(graph: GraphReport) -> Json:
         "work": [asdict(work) for work in graph.work],
         "work_failure": None if graph.work_failure is None else asdict(graph.work_failure),
         "layers": [_part(part) for part in parts(graph)] if graph.work else [],
+        "headline": _headline(graph),
         "whole": _before_and_after(before, after) if graph.work else None,
         "timed": list(graph.timed),
         "sensitivity": [_sensitivity(found) for found in graph.sensitivity],
+    }
+
+
+def _headline(graph: GraphReport) -> Json:
+    found = headline(graph)
+    return {
+        "before_us": found.before.us,
+        "after_us": found.counting.us,
+        "chosen_us": found.chosen.us,
+        "never_ran": list(found.never_ran),
+        "within_error": found.num_within_error,
     }
 
 

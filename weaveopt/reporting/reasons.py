@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weaveopt.records.candidate import LEAVE, Candidate, Rejection, Scalar, Values
@@ -44,11 +44,36 @@ class Reason:
         return f"{self.message} ({', '.join(parts)})" if parts else self.message
 
 
-def collect(decisions: Sequence[Decision]) -> list[Reason]:
-    """All reasons of all candidates, in the order in which they are first met."""
+ABSENT = frozenset(
+    ("fabric_needs_cpu", "fabric_needs_cuda", "fabric_needs_hosts", "fabric_needs_one_host", "fabric_not_on_machine")
+)
+"""Codes of what a machine lacks, or a group: no option and no measurement brings the fabric."""
+
+
+def absent_fabrics(decisions: Iterable[Decision]) -> dict[str, str]:
+    """Fabrics that cannot be there, each with why in one line: none of their candidates could ever be used."""
+    why: dict[str, str] = {}
+    usable: set[str] = set()
+    for decision in decisions:
+        for candidate in (decision.chosen, *decision.alternatives):
+            fabric = candidate.fabric.value
+            reason = next((each for each in candidate.rejections if each.code in ABSENT), None)
+            if reason is None:
+                usable.add(fabric)
+                continue
+            values = ", ".join(f"{name}={value}" for name, value in reason.values if value != fabric)
+            named = reason.message if reason.message.startswith(fabric) else f"{fabric}: {reason.message}"
+            why.setdefault(fabric, f"{named} ({values})" if values else named)
+    return {fabric: words for fabric, words in why.items() if fabric not in usable}
+
+
+def collect(decisions: Sequence[Decision], without: Collection[str] = ()) -> list[Reason]:
+    """All reasons of all candidates but those on the fabrics `without`, in the order in which they are first met."""
     found: dict[tuple[str, str, str], Reason] = {}
     for decision in decisions:
         for choice, candidate, rejection in _rejections(decision):
+            if candidate is not None and candidate.fabric.value in without:
+                continue
             key = (choice, rejection.code, rejection.message)
             reason = found.setdefault(key, Reason(*key))
             reason.sites[decision.site.id] = decision.site.count

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weaveopt.records.candidate import LEAVE
-from weaveopt.records.report import GraphReport, Report, Sensitivity, Stretch
+from weaveopt.records.report import GraphReport, MachineSummary, Report, Sensitivity, Stretch
+from weaveopt.reporting.headline import headline_line
 from weaveopt.reporting.memory import arena_line, arena_rows
 from weaveopt.reporting.parts import parts
 from weaveopt.reporting.reasons import collapse
@@ -24,12 +25,22 @@ SHOWN_AROUND = 2
 
 def broken(report: Report) -> Iterator[str]:
     """Of a model that is several graphs: how many, why, what communicated outside of them; and calls without any."""
-    if report.num_graphs > 1:
-        ended = "Dynamo broke the model, and no rewrite reaches across a break" if report.breaks else "no graph break"
-        yield f"{counted(report.num_graphs, 'graph')}: {ended}"
+    yield from graph_count_lines(report)
     for found in report.breaks:
         hint = f" ({found.hint})" if found.hint else ""
         yield f"graph break ×{found.count} at {found.where or 'an unknown place'}: {found.reason}{hint}"
+    yield from outside_lines(report)
+
+
+def graph_count_lines(report: Report) -> Iterator[str]:
+    """How many graphs Dynamo made, where it is more than one."""
+    if report.num_graphs > 1:
+        ended = "Dynamo broke the model, and no rewrite reaches across a break" if report.breaks else "no graph break"
+        yield f"{counted(report.num_graphs, 'graph')}: {ended}"
+
+
+def outside_lines(report: Report) -> Iterator[str]:
+    """What ran outside of the graphs: communication, and calls without compiled code."""
     for each in report.outside:
         yield (
             f"communication outside the graphs: at least {counted(each.collectives, 'collective')} of group "
@@ -41,19 +52,18 @@ def broken(report: Report) -> Iterator[str]:
         yield f"uncompiled: {number}the calls of {calls.what or report.model}: {calls.reason}{hint}"
 
 
-def whole(graph: GraphReport) -> list[RenderableType]:
+def whole(graph: GraphReport, machine: MachineSummary | None) -> list[RenderableType]:
     """Before and after by part of the model, with the communication that nothing hides; or that sites are all."""
     before, after = total(graph, fused=False), total(graph, fused=True)
     if not graph.work:
         failed = [Text(line, style="red") for line in work_failure_line(graph)]
         if not graph.decisions:
             return [*failed]
-        exposed = f"communication exposed {_us(before.exposed_us)} -> {_us(after.exposed_us)} us"
-        return [Text(f"sites only ({exposed}): kernels outside them were not predicted"), *failed]
+        return [Text(headline_line(graph, machine)), *failed]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("part, each", overflow="fold")
     for name in ("×", "before us", "after us", "saved", "exposed before us", "exposed after us"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for part in parts(graph):
         table.add_row(part.name, str(part.count), *_cells(part.before, part.after))
     table.add_row("whole model", "", *_cells(before, after), style="bold")
@@ -61,7 +71,12 @@ def whole(graph: GraphReport) -> list[RenderableType]:
     for work in graph.work:
         kinds[work.kind] = kinds.get(work.kind, 0.0) + work.us * work.count
     outside = ", ".join(f"{kind} {_us(us)}" for kind, us in kinds.items())
-    return [Text(""), table, Text(f"{whole_line(before, after)}; outside the sites: {outside} us"), Text("")]
+    return [Text(""), table, Text(headline_line(graph, machine)), Text(f"outside the sites: {outside} us"), Text("")]
+
+
+def failure_lines(report: Report) -> Iterator[str]:
+    for graph in report.graphs:
+        yield from work_failure_line(graph)
 
 
 def work_failure_line(graph: GraphReport) -> tuple[str, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,14 +13,12 @@ from rich.text import Text
 from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Fabric
 from weaveopt.records.report import Decision, GraphReport, MachineSummary, Report
 from weaveopt.reporting import generation, sections
+from weaveopt.reporting.headline import machine_line
 from weaveopt.reporting.memory import note_lines, routing_lines, table_lines, unmeasured_line
-from weaveopt.reporting.reasons import collapse, collect, tried
+from weaveopt.reporting.reasons import absent_fabrics, collapse, collect, tried
+from weaveopt.reporting.terminal import to_text, width_of
 from weaveopt.reporting.timeline import title
 from weaveopt.wording import counted
-
-DEFAULT_WIDTH = 120
-MINIMUM_WIDTH = 100
-"""Below this the words of the table do not fit side by side; a narrower terminal folds the lines."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +34,14 @@ class Row:
 
 
 def text(report: Report, width: int | None = None, color: bool = False) -> str:
-    """The whole report as text of `width` columns (at least 100); nothing is cut, long lines are folded."""
-    width = max(width or DEFAULT_WIDTH, MINIMUM_WIDTH)
+    """The whole report as text of `width` columns; nothing is cut, long lines are folded."""
+    width = width or width_of()
     return to_text(Group(*_report(report, width)), width, color)
-
-
-def to_text(renderable: RenderableType, width: int | None = None, color: bool = False) -> str:
-    console = Console(
-        file=io.StringIO(),
-        width=width or DEFAULT_WIDTH,
-        force_terminal=color,
-        color_system="standard" if color else None,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        legacy_windows=False,
-    )
-    console.print(renderable)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
 def _report(report: Report, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(f"{report.model} on {counted(report.world, 'rank')}", style="bold")]
-    parts.append(Text(_machine_line(report.machine)))
+    parts.append(Text(machine_line(report.machine)))
     parts.extend(Text(note) for note in report.notes)
     parts.extend(Text(line) for line in sections.broken(report))
     parts.extend(Text(line) for line in generation.lines(report.generation))
@@ -68,42 +49,25 @@ def _report(report: Report, width: int) -> list[RenderableType]:
         parts.append(Text("no graph was compiled yet"))
     for graph in report.graphs:
         parts.append(Text(""))
-        parts.extend(_graph(graph, width))
-    for fallback in dict.fromkeys((*report.fallbacks, *(f for graph in report.graphs for f in graph.fallbacks))):
-        parts.append(
-            Text(
-                f"fallback: graph {fallback.graph} runs unrewritten, step {fallback.step}: {fallback.error}",
-                style="red",
-            )
-        )
+        parts.extend(_graph(graph, report.machine, width))
+    parts.extend(Text(line, style="red") for line in fallback_lines(report))
     return parts
 
 
-def _machine_line(machine: MachineSummary | None) -> str:
-    if machine is None:
-        return "machine: none (nothing was estimated)"
-    if machine.stands_in_for:
-        gpus = ", ".join(machine.stands_in_for)
-        return f"machine: {machine.name} stands in for {gpus}, which has no profile: run `weaveopt calibrate`"
-    if machine.measured:
-        return f"machine: {machine.name} (every constant measured)"
-    kinds: dict[str, dict[str, None]] = {}
-    for constant, origin in machine.origins:
-        words = str(origin).split()
-        block = ".".join(constant.split(".")[:2])  # the JSON report has each constant
-        kinds.setdefault(words[0].rstrip(":,;") if words else "unknown", {})[block] = None
-    found = "; ".join(f"{kind}: {', '.join(constants)}" for kind, constants in sorted(kinds.items()))
-    return f"machine: {machine.name} (not all measured) {found}".rstrip()
+def fallback_lines(report: Report) -> Iterator[str]:
+    """Each step that failed, with the graph that therefore runs as it was."""
+    for fallback in dict.fromkeys((*report.fallbacks, *(f for graph in report.graphs for f in graph.fallbacks))):
+        yield f"fallback: graph {fallback.graph} runs unrewritten, step {fallback.step}: {fallback.error}"
 
 
-def _graph(graph: GraphReport, width: int) -> list[RenderableType]:
+def _graph(graph: GraphReport, machine: MachineSummary | None, width: int) -> list[RenderableType]:
     rows = rows_of(graph)
     parts: list[RenderableType] = [Text(f"{title(graph)} ({graph.name})", style="bold")]
     parts.append(_table(rows, width) if rows else Text("no site: nothing in this graph waits for another rank"))
     parts.append(Text(_total_line(graph)))
     parts.extend(Text(line) for line in _variant_lines(graph))
     parts.extend(Text(f"verify: {line}") for line in graph.timed)
-    parts.extend(sections.whole(graph))
+    parts.extend(sections.whole(graph, machine))
     parts.extend(Text(line) for line in (*table_lines(graph), *routing_lines(graph), *unmeasured_line(graph)))
     parts.extend(_reasons(graph))
     parts.extend(sections.sensitivity(graph))
@@ -216,8 +180,9 @@ def _total_line(graph: GraphReport) -> str:
 
 def _reasons(graph: GraphReport) -> list[RenderableType]:
     """Each reason once, with the number of places of the model that it holds for."""
-    found = collect(graph.decisions)
-    if not found:
+    absent = absent_fabrics(graph.decisions)
+    found = collect(graph.decisions, without=absent)
+    if not found and not absent:
         return []
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", no_wrap=True)
@@ -227,4 +192,5 @@ def _reasons(graph: GraphReport) -> list[RenderableType]:
     tried_here = tried(graph.decisions)
     for reason in found:
         table.add_row(f"×{reason.num_places}", reason.where(tried_here), reason.code, reason.sentence())
-    return [Text("why not (more with --why SITE):"), Padding(table, (0, 0, 0, 2))]
+    nowhere = [Text(f"no fabric here: {'; '.join(absent.values())}")] if absent else []
+    return [Text("why not (more with --why SITE):"), *nowhere, Padding(table, (0, 0, 0, 2))]

@@ -11,9 +11,9 @@ from weaveopt.records.candidate import Candidate, Estimate, Rejection
 from weaveopt.records.report import Decision, GraphReport, Report
 from weaveopt.records.site import Site
 from weaveopt.reporting.memory import table_text
-from weaveopt.reporting.reasons import collapse
+from weaveopt.reporting.reasons import absent_fabrics, collapse
 from weaveopt.reporting.sections import sensitivity_lines
-from weaveopt.reporting.text import to_text
+from weaveopt.reporting.terminal import to_text
 from weaveopt.reporting.timeline import exposed_us, title
 from weaveopt.wording import counted
 
@@ -61,8 +61,13 @@ def _site(graph: GraphReport, decision: Decision) -> list[RenderableType]:
     if decision.chosen.table:
         parts.append(_line(f"run-time table: {table_text(decision.chosen.table, site.tokens.most)}"))
     parts.extend(_line(note) for note in decision.chosen.notes)
+    absent = absent_fabrics(graph.decisions)
     for candidate in decision.alternatives:
+        if candidate.fabric.value in absent:
+            continue
         parts.extend(_candidate("allowed" if candidate.allowed else "rejected", candidate))
+    if absent:
+        parts.append(_line(f"no fabric here: {'; '.join(absent.values())}"))
     parts.append(_line(f"saved: {decision.saving_us:,.2f} us each"))
     for found in graph.sensitivity:
         if site.id in found.sites:
