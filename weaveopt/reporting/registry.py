@@ -22,6 +22,7 @@ from weaveopt.inductor import breaks, dynamo, outside
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report, Uncompiled
+from weaveopt.wording import counted
 
 
 @dataclass
@@ -231,7 +232,8 @@ def _assembled(found: _Found) -> Report:
     entries, notes = running or found.entries, found.notes
     num_gone = len(found.entries) - len(running)
     if num_gone and running:
-        notes += (f"{num_gone} earlier graphs are not shown: a torch._dynamo.reset(), or freed objects, dropped them",)
+        gone = counted(num_gone, "earlier graph")
+        notes += (f"{gone} not shown: dropped by a torch._dynamo.reset(), or with freed objects",)
     elif num_gone:
         notes += ("this code was dropped by torch._dynamo.reset(), or with objects that were freed: no call runs it",)
     uncompiled = (*dynamo.limits_reached(_frames(running)), *found.under_stances)
