@@ -62,7 +62,7 @@ def packages(folder: str, name: str) -> list[str]:
 
 def find_nvcc() -> str | None:
     """nvcc where the CUDA part is to be built, else None."""
-    asked = os.environ.get("WEAVE_CUDA", "auto")
+    asked = os.environ.get("WEAVE_CUDA") or "auto"
     if asked not in {"0", "1", "auto"}:
         raise SystemExit(f"WEAVE_CUDA={asked!r}: expected 0, 1 or auto")
     if asked == "0":
@@ -148,7 +148,7 @@ def choose_archs(known: tuple[str, ...]) -> tuple[str, ...]:
 
 def find_nvshmem() -> Path | None:
     """The folder of NVSHMEM's headers and libraries; None where there is none, or it is to be left out."""
-    asked = os.environ.get("WEAVE_NVSHMEM", "auto")
+    asked = os.environ.get("WEAVE_NVSHMEM") or "auto"
     if asked not in {"0", "1", "auto"}:
         raise SystemExit(f"WEAVE_NVSHMEM={asked!r}: expected 0, 1 or auto")
     if asked == "0":

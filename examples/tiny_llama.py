@@ -37,8 +37,9 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     """This process's place among the ranks: NCCL where there are GPUs, else Gloo on CPU ranks."""
     for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, alone)
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+        os.environ[name] = os.environ.get(name) or alone  # some launchers leave empty ones
+    port = os.environ.get("MASTER_PORT") or ("0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    os.environ["MASTER_PORT"] = port
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -24,7 +24,27 @@ class Option:
     env: str
     default: OptionValue
     help: str
+    least: float = 0
+    most: float = 0
+    """Of an option that is a number. No infinity: it ends in a timer, a native count or the size of a buffer."""
 
+    @property
+    def expected(self) -> str:
+        """The values that it takes, in words."""
+        if isinstance(self.default, bool):
+            return "True or False"
+        if isinstance(self.default, tuple):
+            return "a list of names"
+        if isinstance(self.default, int):
+            return f"a whole number from {int(self.least)} to {int(self.most)}"
+        if isinstance(self.default, float):
+            return f"seconds from {self.least:g} to {self.most:.0f}"
+        return "a name or a file"
+
+
+SHORTEST_S, LONGEST_S = 1e-3, 1e6
+"""Of a wait. Eleven days in milliseconds still fit 31 bits, and in nanoseconds 63."""
+MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 48
 
 OPTIONS: tuple[Option, ...] = (
     Option("strict", "WEAVE_STRICT", False, "raise where a step fails instead of running the unrewritten graph"),
@@ -32,15 +52,44 @@ OPTIONS: tuple[Option, ...] = (
     Option("force", "WEAVE_FORCE", (), "rules used wherever they are allowed, whatever the cost model predicts"),
     Option("machine", "WEAVE_MACHINE", None, "machine profile: a shipped name or a JSON file (default: what is found)"),
     Option("verify", "WEAVE_VERIFY", False, "time the best candidates on the ranks, and choose by that"),
-    Option("verify_budget_s", "WEAVE_VERIFY_BUDGET_S", 60.0, "longest time that this takes for one graph"),
+    Option(
+        "verify_budget_s", "WEAVE_VERIFY_BUDGET_S", 60.0, "longest time that this takes for one graph", most=LONGEST_S
+    ),
     Option("cuda_graphs", "WEAVE_CUDA_GRAPHS", False, "let Inductor replay the compiled graph as a CUDA graph"),
-    Option("max_tokens", "WEAVE_MAX_TOKENS", 8192, "largest token count planned for where a shape is dynamic"),
-    Option("arena_bytes", "WEAVE_ARENA_BYTES", 0, "least symmetric memory of a group (0: what the plan needs)"),
-    Option("timeout_s", "WEAVE_TIMEOUT_S", 120.0, "longest wait for a peer inside an operation"),
+    Option(
+        "max_tokens",
+        "WEAVE_MAX_TOKENS",
+        8192,
+        "largest token count planned for where a shape is dynamic",
+        least=1,
+        most=MOST_TOKENS,
+    ),
+    Option(
+        "arena_bytes",
+        "WEAVE_ARENA_BYTES",
+        0,
+        "least symmetric memory of a group (0: what the plan needs)",
+        most=MOST_BYTES,
+    ),
+    Option(
+        "timeout_s",
+        "WEAVE_TIMEOUT_S",
+        120.0,
+        "longest wait for a peer inside an operation",
+        least=SHORTEST_S,
+        most=LONGEST_S,
+    ),
     Option(
         "skew", "WEAVE_SKEW", None, "share of a mixture's rows on a share of its experts: 0.5:0.125 (default: uniform)"
     ),
-    Option("compile_timeout_s", "WEAVE_COMPILE_TIMEOUT_S", 1800.0, "longest wait for a peer that is still compiling"),
+    Option(
+        "compile_timeout_s",
+        "WEAVE_COMPILE_TIMEOUT_S",
+        1800.0,
+        "longest wait for a peer that is still compiling",
+        least=SHORTEST_S,
+        most=LONGEST_S,
+    ),
 )
 
 BUILD_VARIABLES: tuple[tuple[str, str], ...] = (
@@ -77,52 +126,81 @@ def known_options() -> tuple[str, ...]:
     return tuple(option.name for option in OPTIONS)
 
 
+def variable(name: str) -> str:
+    """The environment variable without blanks around it; empty where it is not set. Launchers set empty ones."""
+    return os.environ.get(name, "").strip()
+
+
 def _parse(option: Option, text: str) -> OptionValue:
+    """The value of the option's variable. Raises `ValueError` for what is of another type."""
     default = option.default
     if isinstance(default, bool):
-        lowered = text.strip().lower()
+        lowered = text.lower()
         if lowered in {"1", "true", "yes", "on"}:
             return True
-        if lowered in {"0", "false", "no", "off", ""}:
+        if lowered in {"0", "false", "no", "off"}:
             return False
-        raise OptionError(f"{option.env}={text!r}: expected 0 or 1")
+        raise ValueError("expected 0 or 1")
     if isinstance(default, tuple):
-        return tuple(word for word in text.replace(",", " ").split() if word)
+        return tuple(text.replace(",", " ").split())
     if isinstance(default, int | float):
         try:
-            return type(default)(text)
+            return int(text)
         except ValueError:
-            raise OptionError(f"{option.env}={text!r}: expected {type(default).__name__}") from None
-    return text or None
-
-
-def _checked(option: Option, value: OptionValue | list[str]) -> OptionValue:
-    """`value` in the option's type, or an OptionError that names option, value and what is expected."""
-    default = option.default
-    where = f"option {option.name!r}: got {value!r}"
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise OptionError(f"{where}, expected True or False")
-        return value
-    if isinstance(default, tuple):
-        words = (value,) if isinstance(value, str) else value
-        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-            raise OptionError(f"{where}, expected a list of names")
-        return tuple(words)
-    if isinstance(default, int | float):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value < 0:
-            raise OptionError(f"{where}, expected a number of at least 0")
-        if option.name.endswith("timeout_s") and value == 0:
-            raise OptionError(f"{where}, expected more than 0 seconds")
-        return type(default)(value)
-    if option.name == "skew" and isinstance(value, str):
+            pass
         try:
-            return str(Skew.parse(value))
-        except ValueError as error:
-            raise OptionError(f"{where}: {error}") from None
-    if value is not None and not isinstance(value, str):
-        raise OptionError(f"{where}, expected a name or a file")
-    return value
+            return float(text)
+        except ValueError:
+            raise ValueError(f"expected {option.expected}") from None
+    return text
+
+
+def _checked(option: Option, value: object) -> OptionValue:
+    """`value` in the option's type. Raises `ValueError` that says what is expected."""
+    default = option.default
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+    elif isinstance(default, tuple):
+        words = (value,) if isinstance(value, str) else value
+        if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
+            return tuple(words)
+    elif isinstance(default, int | float):
+        # Compared before it is converted: an integer of thousands of digits has no float, and NaN is in no range.
+        if isinstance(value, int | float) and not isinstance(value, bool) and option.least <= value <= option.most:
+            kept = int(value) if isinstance(default, int) else float(value)
+            if kept == value:
+                return kept
+    elif option.name == "skew" and isinstance(value, str):
+        return str(Skew.parse(value))
+    elif value is None or (isinstance(value, str | os.PathLike) and os.fspath(value)):
+        return value if value is None else str(os.fspath(value))
+    raise ValueError(f"expected {option.expected}")
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        text = "an integer of thousands of digits"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+_LONGEST_SHOWN = 60
+
+
+def _value(option: Option, given: dict[str, OptionValue]) -> OptionValue:
+    """The option's value, taken out of `given` where it is there."""
+    text = variable(option.env)
+    try:
+        if option.name in given:
+            value = given.pop(option.name)
+            where = f"option {option.name!r}: got {_shown(value)}"
+            return _checked(option, value)
+        where = f"{option.env}={_shown(text)}"
+        return _checked(option, _parse(option, text)) if text else option.default
+    except ValueError as error:
+        raise OptionError(f"{where}, {error}") from None
 
 
 def resolve(
@@ -133,17 +211,13 @@ def resolve(
     """Options over environment over defaults.
 
     `inductor_options` are the names that Inductor accepts, `rules` the names that `disable` and `force`
-    may hold. Raises `OptionError` for anything unknown, naming the nearest known word.
+    may hold. Raises `OptionError` for anything unknown, naming the nearest known word, and for values out
+    of range. An empty variable counts as not set.
     """
     given = dict(options or {})
     values: dict[str, OptionValue] = {}
     for option in OPTIONS:
-        if option.name in given:
-            values[option.name] = _checked(option, given.pop(option.name))
-        elif option.env in os.environ:
-            values[option.name] = _checked(option, _parse(option, os.environ[option.env]))
-        else:
-            values[option.name] = option.default
+        values[option.name] = _value(option, given)
     inductor = []
     for name in sorted(given):
         if name not in inductor_options:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weaveopt.config import variable
 from weaveopt.errors import OptionError, ProfileError
 from weaveopt.wording import counted
 
@@ -87,15 +88,15 @@ def question(args: argparse.Namespace) -> Question:
 
 def _check_ranks(asked: Question) -> None:
     """Raises `OptionError` unless a launcher started several ranks, or this host has one GPU to measure alone."""
-    missing = [name for name in LAUNCHED if name not in os.environ]
-    wrong = [name for name in LAUNCHED if name not in missing and not os.environ[name].isdecimal()]
-    alone = len(missing) == len(LAUNCHED) or (not missing and not wrong and int(os.environ["WORLD_SIZE"]) < 2)
+    missing = [name for name in LAUNCHED if not variable(name)]
+    wrong = [name for name in LAUNCHED if name not in missing and not variable(name).isdecimal()]
+    alone = len(missing) == len(LAUNCHED) or (not missing and not wrong and int(variable("WORLD_SIZE")) < 2)
     if not (missing or wrong or alone) or (alone and asked.device != "cpu" and _num_gpus() == 1):
         return
     if missing:
         found = f"{missing[0]} is not set"
     else:
-        found = f"{wrong[0]} is {os.environ[wrong[0]]!r}, expected a number" if wrong else "WORLD_SIZE is 1"
+        found = f"{wrong[0]} is {variable(wrong[0])!r}, expected a number" if wrong else "WORLD_SIZE is 1"
     raise OptionError(
         "calibrate measures at least 2 ranks together, or the GPU of a host that has one, and found one process "
         f"({found}): start it with torchrun --nproc-per-node N -m weaveopt.cli.main calibrate, or with accelerate "
@@ -129,7 +130,7 @@ def run(asked: Question) -> int:
         torch.set_num_threads(1)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     try:
-        if "RANK" in os.environ:
+        if variable("RANK"):
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
@@ -232,7 +233,7 @@ def _device(asked: str) -> torch.device:
         raise OptionError("--device cuda: torch finds no GPU")
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    index, count = int(variable("LOCAL_RANK") or 0), torch.cuda.device_count()
     if index >= count:
         raise OptionError(
             f"{counted(count, 'GPU')} found for local rank {index}: start at most {counted(count, 'rank')} on this host"

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from weaveopt import versions
+from weaveopt.config import variable
 from weaveopt.versions import Supported
 from weaveopt.wording import counted
 
@@ -115,7 +116,7 @@ def _supported(package: Supported) -> Check:
 
 
 def _compiler() -> Check:
-    name = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), "")
+    name = variable("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), "")
     path = shutil.which(name) if name else None
     if path is None:
         return Check(
@@ -190,7 +191,7 @@ def _mib(num_bytes: int) -> int:
 def _cores() -> Check:
     cores = len(os.sched_getaffinity(0))
     found = counted(cores, "usable core")
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = variable("LOCAL_WORLD_SIZE")
     if local.isdecimal() and int(local) > cores:
         return Check(
             "cores",
@@ -260,7 +261,7 @@ def _profile() -> Check:
         from weaveopt.fabrics import gpus
     except ImportError as error:
         return Check(name, Status.NOTE, f"cannot be examined: {error}", "repair what is missing above")
-    named = os.environ.get("WEAVE_MACHINE")
+    named = variable("WEAVE_MACHINE")
     if named:
         return Check(name, Status.OK, f"{named} (WEAVE_MACHINE)")
     if not torch.cuda.is_available():

@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import hmac
 import ipaddress
-import os
 import secrets
 import socket
 import struct
@@ -25,6 +24,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from weaveopt.config import variable
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics.topology import Exchange
 
@@ -49,13 +49,13 @@ def own_address() -> str:
     `WEAVE_ADDRESS` says it; else it is that of the interface which `GLOO_SOCKET_IFNAME` names, else the one that leads
     to the store. Raises `ArenaError` where none is known.
     """
-    asked = os.environ.get("WEAVE_ADDRESS")
+    asked = variable("WEAVE_ADDRESS")
     if asked:
         return asked
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    named = variable("GLOO_SOCKET_IFNAME").partition(",")[0]
     if named:
         return _address_of(named)
-    store = os.environ.get("MASTER_ADDR")
+    store = variable("MASTER_ADDR")
     if not store:
         raise ArenaError("which address leads to the other hosts is not known: set WEAVE_ADDRESS (or MASTER_ADDR)")
     try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from weaveopt.config import variable
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics import watchdog
@@ -76,7 +77,8 @@ of, release, kept = _arenas.of, _arenas.release, _arenas.kept
 
 def module() -> ModuleType:
     """`weaveopt._nvshmem`. Raises `ImportError` where it was not built or NVSHMEM's library is not found."""
-    os.environ.setdefault(_MULTICAST_OFF, "1")  # a multicast object can put the GPUs of a shared host out of service
+    if not variable(_MULTICAST_OFF):
+        os.environ[_MULTICAST_OFF] = "1"  # a multicast object can put the GPUs of a shared host out of service
     return importlib.import_module("weaveopt._nvshmem")
 
 

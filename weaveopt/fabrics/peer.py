@@ -22,6 +22,7 @@ from math import prod
 
 import torch
 
+from weaveopt.config import variable
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
@@ -268,7 +269,7 @@ def _announcement(device: int, layout: Layout) -> Payload:
         "start": own.start,
         "met": symmetric.num_met(),
         # Where torch's ranks look for each other's sockets.
-        "tmp": next((os.environ[name] for name in _TEMPORARY if name in os.environ), "/tmp"),
+        "tmp": next(filter(None, map(variable, _TEMPORARY)), "/tmp"),
         "layout": layout.text(),
         "error": error,
     }

@@ -14,6 +14,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from weaveopt.config import variable
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
@@ -200,5 +201,6 @@ def _page_aligned(num_bytes: int) -> int:
 
 
 def num_local_processes() -> int:
-    """Ranks on this host, of all groups: they share its cores."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    """Ranks on this host, of all groups: they share its cores. All ranks where the launcher does not tell."""
+    told = variable("LOCAL_WORLD_SIZE")
+    return int(told) if told.isdecimal() and int(told) > 0 else dist.get_world_size()
