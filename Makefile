@@ -42,6 +42,10 @@ OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A multicast object can put the GPUs of a shared host out of service: no target makes one.
+export NCCL_NVLS_ENABLE := 0
+export TORCH_SYMM_MEM_DISABLE_MULTICAST := 1
+export NVSHMEM_DISABLE_NVLS := 1
 # Nothing is compiled when it is installed: without caches every process would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -84,7 +88,7 @@ gpu-test:
 SANITIZERS ?= racecheck synccheck
 gpu-sanitize:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
-	export WEAVE_TIMEOUT_S=300 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1; \
+	export WEAVE_TIMEOUT_S=300; \
 	for tool in $(SANITIZERS); do \
 	    compute-sanitizer --tool $$tool --error-exitcode 9 python3 -m tests.gpu.one_process; \
 	    compute-sanitizer --tool $$tool --error-exitcode 9 python3 -m tests.gpu.one_process_tiles; \

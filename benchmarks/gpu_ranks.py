@@ -16,17 +16,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.measure import clock
 from weaveopt.measure.clock import barrier as barrier
 
 Step = Callable[[], object]
 
-# NVLink multicast can put the GPUs of a shared host out of service, so nothing here may ask for it.
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 GROUP_TIMEOUT_S = 180
 
 

@@ -288,6 +288,8 @@ class GpuSite:
     scale: float
     timeout_s: float
     channel: int
+    multicast: bool
+    """The kernels use the multicast mapping of the arenas, which has to be there."""
     mailbox_offset: int
     mailbox_bytes: int
     """Of one: of the buffer that all sites of the channel share, divided by `NUM_MAILBOXES`."""

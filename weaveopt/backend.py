@@ -27,7 +27,7 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in, groups_met_in_calls, runs_on_gpu
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.pipeline.bind import await_peers, bind, compared_groups, unrewritten
+from weaveopt.pipeline.bind import await_peers, bind, compared_groups, lost_multicast, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
@@ -124,15 +124,20 @@ def optimize(
     steps = _steps(captured, context, rules, clock, failure, time_candidates=time_candidates)
     report = steps.report
     groups = compared_groups(captured.groups, report)
+    lost = False
     try:
         # Ranks agree even where a step failed on this one: the others must not go on without it.
         error = bind(groups, report, context)
+        lost = lost_multicast(error)
         if error:
             report = unrewritten(report, steps.captured, error)
     finally:
-        registry.add(entry, report, context.machine, topologies)
+        if not lost:
+            registry.add(entry, report, context.machine, topologies)
         if entry.machine is not None:
             entry.machine = replace(entry.machine, stands_in_for=choice.stands_in_for)
+    if lost:  # again without it; every time one group fewer has it
+        return optimize(module, inputs, config, entry, rules, make, is_backward=is_backward, is_inference=is_inference)
     if report.fallbacks and config.strict:
         failed = report.fallbacks[0]
         raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")

@@ -31,6 +31,10 @@ class ArenaError(WeaveError):
     """Symmetric memory could not be reserved or exchanged."""
 
 
+class MulticastError(WeaveError):
+    """NVLink multicast is missing or was wrong where a plan relies on it: the group never uses it again."""
+
+
 class PeerTimeoutError(WeaveError):
     """A wait for a peer ended without its signal; the result of the call must not be used.
 

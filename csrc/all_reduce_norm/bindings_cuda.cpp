@@ -41,6 +41,7 @@ struct GpuSite {
     float scale = 1;
     double timeout_s = 120;
     int32_t channel = 0;
+    bool multicast = false;  // else its kernels reach peers one by one, also where the arenas are mapped by multicast
     // The buffers of the channel, in every arena. One of -1 bytes goes to the arena's end, as far as launches check it.
     int64_t mailbox_offset = 0;
     int64_t mailbox_bytes = 0;  // of one
@@ -59,6 +60,10 @@ class GpuAllReduceNorm {
             throw std::invalid_argument("rows of " + std::to_string(site.hidden) +
                                         " elements: expected a multiple of 8");
         call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
+        if (!site.multicast)
+            call_.group.multicast = nullptr;
+        else if (call_.group.multicast == nullptr)
+            throw std::invalid_argument("the arenas of the group are not mapped by multicast");
         call_.buffers = {site.mailbox_offset, site.mailbox_bytes, site.staging_offset,
                          site.staging_bytes,  site.output_offset, site.output_bytes};
         fit("mailboxes", site.mailbox_offset, fabric::kNumMailboxes * site.mailbox_bytes);
@@ -210,6 +215,7 @@ void bind_all_reduce_norm_cuda(py::module_& m) {
         .def_readwrite("scale", &GpuSite::scale)
         .def_readwrite("timeout_s", &GpuSite::timeout_s)
         .def_readwrite("channel", &GpuSite::channel)
+        .def_readwrite("multicast", &GpuSite::multicast)
         .def_readwrite("mailbox_offset", &GpuSite::mailbox_offset)
         .def_readwrite("mailbox_bytes", &GpuSite::mailbox_bytes)
         .def_readwrite("staging_offset", &GpuSite::staging_offset)

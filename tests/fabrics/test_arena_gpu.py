@@ -74,7 +74,7 @@ def make_up_gpus(
     for name, value in {
         "_native": native,
         "_allocate": lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8),
-        "_exchange": lambda memory, group, timeout_s: (object(), [memory.data_ptr()] * len(group.ranks)),
+        "_exchange": lambda memory, group, timeout_s, by_multicast: (object(), [memory.data_ptr()] * len(group.ranks)),
     }.items():
         setattr(module, name, value)
 
@@ -207,7 +207,9 @@ def run_refusals(rank: int) -> None:
         reserve()
     setattr(module, "_allocate", working)  # noqa: B010
 
-    def unreachable(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:
+    def unreachable(
+        memory: torch.Tensor, group: Group, timeout_s: float, by_multicast: bool
+    ) -> tuple[object, list[int]]:
         raise RuntimeError("no peer access")
 
     before, peer._exchange = peer._exchange, unreachable if rank == 0 else peer._exchange
@@ -232,7 +234,7 @@ def run_late(rank: int) -> str:
     if rank == 1:
         return "never comes"
     make_up_gpus(rank)
-    with pytest.raises(AgreementError, match=r"rank\(s\) 1 of \(0, 1\) did not come within 1 s for a GPU arena"):
+    with pytest.raises(AgreementError, match=r"rank 1 of \(0, 1\) did not come within 1 s for a GPU arena"):
         reserve(timeout_s=1.0)
     return "told"
 

@@ -33,7 +33,7 @@ def run_unequal_groups(rank: int) -> None:
     setattr(symmetric, "_little_memory", lambda: torch.zeros(1))  # noqa: B010
     module: object = peer
 
-    def exchange(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:
+    def exchange(memory: torch.Tensor, group: Group, timeout_s: float, by_multicast: bool) -> tuple[object, list[int]]:
         handle = symmetric.rendezvous(memory, topology.process_group(group.name))
         return handle, [memory.data_ptr()] * len(group.ranks)
 

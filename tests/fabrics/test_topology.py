@@ -97,6 +97,8 @@ def run_peer_access(rank: int) -> list[tuple[int, int] | None]:
         assert [gpu.name for gpu in known.gpus] == ["Made Up 0", "Made Up 1", "Made Up 2"]
         assert [gpu.processors for gpu in known.gpus] == [100, 101, 102]
         found.append(known.no_peer_access)
+        assert known.no_multicast is not None, "the tests switch it off"
+        assert (known.no_multicast.code, known.no_multicast.values[0]) == ("no_multicast", ("rank", 0))
 
     def forked() -> int:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
@@ -105,6 +107,7 @@ def run_peer_access(rank: int) -> list[tuple[int, int] | None]:
     setattr(cuda, "current_device", forked if rank == 2 else lambda: 0)  # noqa: B010
     known = topology.discover(dist.new_group([0, 1, 2]).group_name, 30.0)
     assert known.gpus == () and known.no_peer_access is None, "CPU ranks of a host with GPUs need none"
+    assert known.no_multicast is not None, "nor is anything known of a GPU that cannot be asked"
     return found
 
 
@@ -170,11 +173,9 @@ def test_one_arena_serves_all_kernels_of_a_group() -> None:
 
 def test_fabrics_without_a_transport_say_so() -> None:
     assert transport(Fabric.SHM) is shm
-    for fabric in (Fabric.MULTIMEM, Fabric.LIBRARY):
-        with pytest.raises(
-            ArenaError, match=rf"fabric {fabric.value} has no arena in this version .*: nvshmem, peer, shm, tcp\)"
-        ):
-            transport(fabric)
+    assert transport(Fabric.MULTIMEM) is transport(Fabric.PEER), "an arena of one serves the other"
+    with pytest.raises(ArenaError, match=r"library has no arena .*: multimem, nvshmem, peer, shm, tcp\)"):
+        transport(Fabric.LIBRARY)
 
 
 def test_hosts_of_unequal_numbers_of_ranks_are_refused_for_tcp() -> None:

@@ -12,15 +12,13 @@ import torch
 
 from tests.gpu.shared_gpu import SHARED
 from tests.ranks import free_port
+from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.fabrics.traits import NativePart, is_built
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     **os.environ,
-    # Multicast objects can put the GPUs of a shared host out of service; nothing here uses them.
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
+    **NO_MULTICAST,
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "OMP_NUM_THREADS": "1",
 }

@@ -259,13 +259,32 @@ def test_an_arena_that_is_too_small_or_broken_is_refused(launches: Launches, mon
         bind(make_call(hidden=2 * HIDDEN), monkeypatch, layout=small.union(Layout.of(memory_plan("tp", [make_call()]))))
     with pytest.raises(ArenaError, match="planned for 2 ranks, group has 3"):
         bind(make_call(), monkeypatch, group=Group("tp", (0, 1, 2), 0))
-    with pytest.raises(ArenaError, match="fabric multimem has no arena in this version"):
-        bind(make_call(fabric=Fabric.MULTIMEM), monkeypatch)
     with pytest.raises(PeerTimeoutError, match=r"^the arena is unusable since an earlier call failed\. peer rank 1"):
         run(bind(make_call(), monkeypatch, error=PeerTimeoutError("peer rank 1 exited")), 5)
     launches.code = 719
     with pytest.raises(WeaveError, match=r"layers.0, group 'tp', rank 1: the kernel could not be launched: error 719"):
         run(bind(make_call(), monkeypatch), 5)
+
+
+@pytest.mark.parametrize("fabric", [Fabric.PEER, Fabric.MULTIMEM])
+def test_only_sites_by_multicast_use_its_mapping(
+    fabric: Fabric, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arena that has one serves both fabrics, and the direct kernel of each is another one."""
+    direct = (KernelRow(256, Algorithm.TWO_SHOT, Transfer.DIRECT),)
+    bind(make_call(fabric=fabric, table=direct), monkeypatch)
+    assert launches.sites[-1].multicast is (fabric is Fabric.MULTIMEM)
+
+
+def test_an_arena_without_the_mapping_serves_no_site_by_multicast(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(group: object, site: object) -> None:
+        raise ValueError("the arenas of the group are not mapped by multicast")
+
+    monkeypatch.setattr(peer._native, "GpuAllReduceNorm", refused)
+    with pytest.raises(ArenaError, match=r"site layers\.0: the arenas of the group are not mapped by multicast"):
+        bind(make_call(fabric=Fabric.MULTIMEM), monkeypatch)
 
 
 def test_only_kernels_that_exist_are_asked_for() -> None:

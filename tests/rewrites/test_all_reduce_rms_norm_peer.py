@@ -17,7 +17,7 @@ from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology, traits
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, TableRow, Term
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.buffers import RowFormat
@@ -28,6 +28,7 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer, variant_
 from weaveopt.sites.reduction import ReductionFacts
 
 H200 = cost_model.load("h200x4")
+MULTIMEM = (Fabric.MULTIMEM, "two_shot direct")
 
 
 def on_gpus(
@@ -286,5 +287,8 @@ def test_multimem_is_kept_where_the_profile_has_it_and_called_unmeasured(
     assert sizes(plan)["partial"] > 0
     monkeypatch.setattr(traits, "is_built", lambda part: True)
     real = replace(topology.fake(8, device="cuda"), fake=False)
-    found = offered(64, cost_model.load("h100x8"), world=8, known=real)
-    assert "multicast_not_known" in codes(found[Fabric.MULTIMEM, "two_shot direct"])
+    assert codes(offered(64, cost_model.load("h100x8"), world=8, known=real)[MULTIMEM]) == codes(
+        offered(64, cost_model.load("h100x8"), world=8)[MULTIMEM]
+    ), "a candidate under the profile's prices, where torch makes mappings"
+    off = replace(real, no_multicast=Rejection("no_multicast", "torch makes none"))
+    assert "no_multicast" in codes(offered(64, cost_model.load("h100x8"), world=8, known=off)[MULTIMEM])

@@ -311,7 +311,9 @@ def _fabrics() -> tuple[Check, ...]:
             continue
         apart = gpus.pair_apart() if on_gpus else None
         hosts = ("here", "here") if TRAITS[fabric].within_host else ("here", "there")
-        here = Topology(Group("0", (0, 1), 0), hosts, device, no_peer_access=apart)
+        told = [gpus.describe(index) for index in range(torch.cuda.device_count())] if on_gpus else []
+        refused = gpus.no_multicast(told, range(len(told)))
+        here = Topology(Group("0", (0, 1), 0), hosts, device, no_peer_access=apart, no_multicast=refused)
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
             reached = "reaches every rank of this host" if here.num_hosts == 1 else "joins ranks of several hosts"

@@ -75,7 +75,7 @@ class Transport(Protocol):
 
 
 _TRANSPORTS: Mapping[Fabric, Transport] = MappingProxyType({
-    Fabric.SHM: shm, Fabric.TCP: tcp, Fabric.PEER: peer, Fabric.NVSHMEM: nvshmem
+    Fabric.SHM: shm, Fabric.TCP: tcp, Fabric.PEER: peer, Fabric.MULTIMEM: peer, Fabric.NVSHMEM: nvshmem
 })  # fmt: skip
 """The modules that have an arena."""
 

@@ -8,6 +8,8 @@ from itertools import combinations
 import torch
 
 from weaveopt.cost_model import Gpu
+from weaveopt.fabrics import symmetric
+from weaveopt.records.candidate import Rejection
 
 Described = Mapping[str, str | int]
 _BITS_PER_BYTE = 8
@@ -20,7 +22,8 @@ def describe(index: int | None = None) -> dict[str, str | int]:
     Nothing where CUDA cannot be used in this process: a forked child of CPU ranks, on a host that has GPUs.
     """
     try:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+        device = torch.cuda.current_device() if index is None else index
+        properties = torch.cuda.get_device_properties(device)
     except (RuntimeError, AssertionError):
         return {}
     kilohertz = int(getattr(properties, "memory_clock_rate", 0))
@@ -29,6 +32,7 @@ def describe(index: int | None = None) -> dict[str, str | int]:
         "gpu": str(getattr(properties, "name", "")),
         "gpu_id": _id(properties),
         "processors": int(properties.multi_processor_count),
+        "no_multicast": symmetric.why_no_multicast(device),
         "bytes_per_s": kilohertz * 1000 * _TRANSFERS_PER_CLOCK * bus_bytes,
     }
 
@@ -56,6 +60,16 @@ def without_access(told: Sequence[Described], rank: int) -> tuple[int, ...]:
         if not torch.cuda.can_device_access_peer(own, index):
             found.append(other)
     return tuple(found)
+
+
+def no_multicast(told: Sequence[Described], ranks: Sequence[int]) -> Rejection | None:
+    """Why torch makes no multicast mapping of the memory of these ranks, of the first that says so; None: it does."""
+    for rank, each in zip(ranks, told, strict=True):
+        why = str(each.get("no_multicast", "its GPU could not be asked"))
+        if why:
+            values = (("rank", rank), ("why", why))
+            return Rejection("no_multicast", "torch makes no NVLink multicast mapping of a rank's memory", values)
+    return None
 
 
 def pair_apart() -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""The transport of fabric `peer`: GPUs of one host, one arena per rank of a process group, mapped by all peers.
+"""The transport of fabrics `peer` and `multimem`: GPUs of one host, one arena per rank of a group, mapped by all peers.
 
 See `weaveopt.fabrics.arena`. An arena that is replaced by a larger one is given back, unless a CUDA graph was captured
 with it: the graph holds its addresses, and nobody knows who holds the graph, so such an arena stays as long as the
@@ -8,8 +8,10 @@ A rank gives its part back while peers may still store into it: their signals fo
 Those stores hit memory that is still there. A rank's part is one allocation (cuMemCreate) that every peer has imported
 and mapped, and it lives until the last of them has unmapped it, which each does after waiting for its own kernels
 (torch's AllocationRef synchronizes the device first). That wait ends: ranks met to make the larger arena, so all of
-them have launched every call of the old one. The memory itself comes from torch's symmetric memory (backend CUDA),
-without NVLink multicast: nothing here ever makes a multicast object.
+them have launched every call of the old one. The memory itself comes from torch's symmetric memory (backend CUDA).
+For plans on `multimem` torch maps it by NVLink multicast too, and the arena's first calls are checked
+(`weaveopt.fabrics.multicast`); for others, and where `TORCH_SYMM_MEM_DISABLE_MULTICAST` is set, nothing here makes a
+multicast object. Once an arena of a group has the mapping, larger ones have it as well: calls are bound again to them.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from math import prod
 import torch
 
 from weaveopt.config import variable
-from weaveopt.errors import ArenaError, WeaveError
-from weaveopt.fabrics import symmetric, watchdog
+from weaveopt.errors import ArenaError, MulticastError, WeaveError
+from weaveopt.fabrics import multicast, symmetric, watchdog
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
 from weaveopt.fabrics.lasting import lasting_tensors
@@ -42,7 +44,6 @@ except ImportError:  # built without it: reserve() says so
     _native = None  # type: ignore[assignment]
 
 _TRAITS = TRAITS[Fabric.PEER]
-_NO_MULTICAST = 0
 _TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 
 
@@ -51,7 +52,7 @@ class PeerArena:
 
     def __init__(
         self, group: Group, device: int, layout: Layout, native: _native.PeerGroup, memory: torch.Tensor,
-        handle: object, peers: Sequence[Process],
+        handle: object, peers: Sequence[Process], multicast: bool = False,
     ) -> None:  # fmt: skip
         self.group = group
         self.device = device
@@ -59,6 +60,8 @@ class PeerArena:
         self.native = native
         self.peers = tuple(peers)
         """The process of every rank."""
+        self.multicast = multicast
+        """All ranks' parts are mapped by NVLink multicast too."""
         self.error: WeaveError | None = None
         """Why nothing can run here any more; every later call raises it."""
         self.closed = False
@@ -156,14 +159,26 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
     All ranks of the group call it at the same point with the same arguments. A larger arena holds what the old one held
     and more (see `Layout.grown`); the old one stays alive only for graphs that were captured with it. None is below
     `floor_bytes`, its header included. Raises `ArenaError` on all ranks if one cannot share its memory or asks for
-    other buffers, or during a CUDA-graph capture, and `AgreementError` if a rank does not come within `timeout_s`.
+    other buffers, or during a CUDA-graph capture, `MulticastError` on all where a plan on `multimem` cannot be served,
+    and `AgreementError` if a rank does not come within `timeout_s`.
     """
     name = topology.group.name
     if topology.fake:
         raise ArenaError(f"group {name!r}: no memory shared by GPUs without peers")
     current = _arenas.current(name)
     asked, channel = Layout.of(plan, floor_bytes - _TRAITS.header_bytes), topologies.exchange(name, timeout_s)
-    arena = with_room(current, asked, lambda each: _make(topology, each, channel, timeout_s))
+    by_multicast = plan.fabric is Fabric.MULTIMEM or (current is not None and current.multicast)
+    fitting = current
+    if by_multicast:
+        asked = multicast.with_first_calls(asked, topology.group)
+        if current is not None and not current.multicast:
+            asked, fitting = current.layout.union(asked), None
+    try:
+        arena = with_room(fitting, asked, lambda each: _make(topology, each, channel, timeout_s, by_multicast))
+    except MulticastError as error:
+        if plan.fabric is Fabric.MULTIMEM:
+            raise
+        raise ArenaError(f"earlier graphs of the group use it, so a larger arena needs it: {error}") from error
     if arena is not current:
         _arenas.put(name, arena, _retire)
     return arena
@@ -194,8 +209,12 @@ def _obstacle(topology: Topology) -> str:
     return symmetric.failed()
 
 
-def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> PeerArena:
+def _make(
+    topology: Topology, layout: Layout, channel: Exchange, timeout_s: float, by_multicast: bool = False
+) -> PeerArena:
     group = topology.group
+    if by_multicast:
+        multicast.expect_allowed(group, timeout_s)
     num_bytes = total_bytes(layout)
     device = -1
     try:  # told to all: what one rank cannot do, no rank may wait for
@@ -228,6 +247,7 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     memory: torch.Tensor | None = None
     native: _native.PeerGroup | None = None
     handle = None
+    pointer = 0
     error = ""
     try:
         symmetric.catch_up(max(int(record["met"]) for record in told))
@@ -239,16 +259,27 @@ def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: floa
     assert memory is not None
     try:
         # The others wait `timeout_s` for what came of it, so it must end before.
-        handle, bases = _exchange(memory, group, min(symmetric.MEETING_S, timeout_s / 2))
+        handle, bases = _exchange(memory, group, min(symmetric.MEETING_S, timeout_s / 2), by_multicast)
+        pointer = symmetric.multicast_pointer(handle) if by_multicast else 0
         fills = [(_TRAITS.header_bytes + offset, length, word) for offset, length, word in layout.fills()]
-        native = _native.PeerGroup(bases, _NO_MULTICAST, group.rank, device, num_bytes, fills)
+        native = _native.PeerGroup(bases, pointer, group.rank, device, num_bytes, fills)
         torch.cuda.synchronize(device)
     except Exception as failure:
         error = one_line(failure)
     # Only now may anyone write to a peer: all have cleared their own.
     raise_if_any(group, channel.gather({"error": error}, "the peers' memory", timeout_s), num_bytes)
     assert native is not None
-    return PeerArena(group, device, layout, native, memory, handle, peers)
+    if by_multicast:
+        why = "" if pointer else "torch made no multicast mapping"
+        multicast.expect(group, channel, why, "its multicast mapping", timeout_s)
+    arena = PeerArena(group, device, layout, native, memory, handle, peers, by_multicast)
+    if by_multicast:
+        try:
+            multicast.check(arena, channel, timeout_s)
+        except WeaveError:
+            arena.close()
+            raise
+    return arena
 
 
 def _announcement(device: int, layout: Layout) -> Payload:
@@ -300,9 +331,11 @@ def _allocate(num_bytes: int, device: int) -> torch.Tensor:
         return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, torch.device("cuda", device))
 
 
-def _exchange(memory: torch.Tensor, group: Group, timeout_s: float) -> tuple[object, list[int]]:
+def _exchange(
+    memory: torch.Tensor, group: Group, timeout_s: float, by_multicast: bool
+) -> tuple[symmetric.Handle, list[int]]:
     """Torch's handle, which keeps the peers' memory mapped, and where each rank's is."""
-    handle = symmetric.rendezvous(memory, topologies.process_group(group.name), timeout_s)
+    handle = symmetric.rendezvous(memory, topologies.process_group(group.name), timeout_s, by_multicast)
     bases = [int(pointer) for pointer in handle.buffer_ptrs]
     if bases[group.rank] != memory.data_ptr() or handle.rank != group.rank:
         raise ArenaError(

@@ -11,6 +11,10 @@ Torch waits in two ways while ranks meet, and holds Python's lock all the time, 
 - for file descriptors on a socket, without end: a timer's signal interrupts it. Only the main thread may ask for
   signals; on another one a rank that dies between two steps of torch's own exchange is waited for without end.
 
+Torch decides by itself whether a rendezvous makes an NVLink multicast mapping too: where all GPUs can, unless
+`TORCH_SYMM_MEM_DISABLE_MULTICAST` is set. Here only a rendezvous that asks for one makes it, and none where the
+variable is set: on some hosts a multicast object puts the GPUs out of service.
+
 A rendezvous that failed on a rank leaves that rank's count unknown, so it never meets anybody again.
 """
 
@@ -21,7 +25,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -42,6 +46,36 @@ class Handle(Protocol):
     @property
     def buffer_ptrs(self) -> list[int]: ...
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+
+
+def why_no_multicast(index: int) -> str:
+    """Why torch makes no multicast mapping of the memory of GPU `index`; empty where it does.
+
+    Nothing is made to find out: torch asks the driver.
+    """
+    if _multicast_is_off():
+        return f"{_MULTICAST_OFF}={os.environ[_MULTICAST_OFF]} is set"
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    asked = getattr(_SymmetricMemory, "has_multicast_support", None)
+    if asked is None:
+        return f"the symmetric memory of torch {torch.__version__} has no multicast"
+    try:
+        return (
+            "" if asked(DeviceType.CUDA, index) else f"torch finds no multicast support of cuda:{index} and its driver"
+        )
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+def multicast_pointer(handle: Handle) -> int:
+    """Where all ranks' memory is mapped by multicast; 0: torch made no such mapping."""
+    return int(getattr(handle, "multicast_ptr", 0) or 0)
+
+
+def _multicast_is_off() -> bool:
+    return os.environ.get(_MULTICAST_OFF, "0") != "0"
 
 
 MEETING_S = 60.0
@@ -80,19 +114,27 @@ def _little_memory() -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((16,), (1,), torch.uint8, device)
 
 
-def rendezvous(memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = MEETING_S) -> Handle:
+def rendezvous(
+    memory: torch.Tensor, process_group: dist.ProcessGroup, timeout_s: float = MEETING_S, multicast: bool = False
+) -> Handle:
     """Torch's handle of `memory`, which keeps the peers' parts mapped. All of the group call it, after catching up.
 
-    Raises what torch raises, and `ArenaError` where a rank does not come within `timeout_s`.
+    With `multicast` it may have a `multicast_pointer`, never where `TORCH_SYMM_MEM_DISABLE_MULTICAST` is set. Raises
+    what torch raises, and `ArenaError` where a rank does not come within `timeout_s`.
     """
     global _num_met, _failed
     _num_met += 1
     begin = time.monotonic()
     try:
-        with _without_multicast(), _bounded(process_group, timeout_s):
+        with (
+            nullcontext() if multicast and not _multicast_is_off() else _without_multicast(),
+            _bounded(process_group, timeout_s),
+        ):
             return _meet(memory, process_group)
     except Exception as error:
         _failed = f"an earlier rendezvous of torch's symmetric memory failed: {error}".splitlines()[0]
+        if multicast and not _multicast_is_off():
+            _failed += f" (it asked for an NVLink multicast mapping: start with {_MULTICAST_OFF}=1 to do without)"
         if time.monotonic() - begin < timeout_s:
             raise
         raise ArenaError(f"torch's symmetric memory did not meet all ranks within {timeout_s:g} s") from error
@@ -137,7 +179,7 @@ def _interrupted_after(timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Torch makes a multicast object for every rendezvous where the GPUs can, which our kernels do not use."""
+    """Torch makes no multicast object, which it does for every other rendezvous where the GPUs can."""
     before = os.environ.get(_MULTICAST_OFF)
     os.environ[_MULTICAST_OFF] = "1"
     try:

@@ -61,6 +61,8 @@ class Topology:
     """Of each rank; none where the ranks use CPUs, or where the group is fake."""
     no_peer_access: tuple[int, int] | None = None
     """Two ranks of one host whose GPUs cannot map each other's memory, the first such pair."""
+    no_multicast: Rejection | None = None
+    """Why the ranks have no NVLink multicast mapping of their memory; None where torch makes one."""
 
     @property
     def world(self) -> int:
@@ -80,7 +82,7 @@ class Topology:
         return tuple((fabric, self._against(fabric)) for fabric in Fabric)
 
     def _against(self, fabric: Fabric) -> Rejection | None:
-        found = rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access)
+        found = rejection(fabric, self.device, self.num_hosts, self.fake, self.no_peer_access, self.no_multicast)
         if found is None and not TRAITS[fabric].within_host:
             counts = sorted(Counter(self.hosts).values())
             if counts[0] != counts[-1]:
@@ -233,6 +235,14 @@ def exchange(group_name: str, timeout_s: float) -> Exchange:
     return known.exchange
 
 
+def leave_multicast(group_name: str, why: str, timeout_s: float) -> None:
+    """Has the group use no multicast any more, for `why`. All its ranks call it."""
+    known = _look_up(group_name, timeout_s)
+    message = "a first call by NVLink multicast was not right on all ranks, so the group uses none"
+    refused = Rejection("multicast_failed", message, (("why", why),))
+    _known[group_name] = replace(known, topology=replace(known.topology, no_multicast=refused))
+
+
 def process_group(group_name: str) -> dist.ProcessGroup:
     """The process group of that name, or `WeaveError`."""
     try:
@@ -265,6 +275,8 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
         channel.settle()
         raise AgreementError(f"group {group_name!r}: ranks {ranks} use different devices: {devices}")
     found = Topology(group, tuple(str(p["host"]) for p in payloads), device)
+    if device == "cuda":
+        found = replace(found, no_multicast=gpus.no_multicast(payloads, ranks))
     described = gpus.gpus_of(payloads)
     if described:
         apart = gpus.without_access(payloads, group.rank)

@@ -59,14 +59,11 @@ class Traits:
     """Its kernels go to peers' memory themselves, which the GPUs have to be able to map."""
     serves: frozenset[Fabric] = frozenset()
     """Other fabrics whose kernels find what they need in an arena of this one."""
-    cannot_probe: Rejection | None = None
-    """Why nobody finds out on a running machine whether it reaches all ranks; None: the other traits say so."""
+    needs_multicast: bool = False
+    """Its kernels use an NVLink multicast mapping of all ranks' memory, which torch has to make."""
 
 
 _PAGE_BYTES = 4096
-# Creating a multicast object to find out can put the GPUs of a shared host out of service.
-_NO_MULTICAST_PROBE = Rejection("multicast_not_known", "NVLink multicast is only taken from a machine's profile so far")
-
 _PEER = Traits("cuda", crosses_hosts=False, native_part=NativePart.CUDA, needs_peer_access=True)
 _NVSHMEM = Traits("cuda", crosses_hosts=True, within_host=False, native_part=NativePart.NVSHMEM, needs_peer_access=True)
 if _native is not None:
@@ -80,7 +77,7 @@ if _native is not None:
 
 TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
     # What multicast maps, peers reach too.
-    Fabric.MULTIMEM: replace(_PEER, cannot_probe=_NO_MULTICAST_PROBE, serves=frozenset({Fabric.PEER})),
+    Fabric.MULTIMEM: replace(_PEER, needs_multicast=True, serves=frozenset({Fabric.PEER})),
     Fabric.PEER: _PEER,
     # On pages, no two buffers on one: the first touch decides where a page lives.
     Fabric.SHM: Traits("cpu", crosses_hosts=False, native_part=NativePart.HOST, buffer_alignment=_PAGE_BYTES),
@@ -112,22 +109,25 @@ _RANKS = {"cpu": "CPU ranks", "cuda": "GPUs"}
 
 
 def rejection(
-    fabric: Fabric, device: str, num_hosts: int, fake: bool, no_peer_access: tuple[int, int] | None = None
+    fabric: Fabric,
+    device: str,
+    num_hosts: int,
+    fake: bool,
+    no_peer_access: tuple[int, int] | None = None,
+    no_multicast: Rejection | None = None,
 ) -> Rejection | None:
     """Why `fabric` does not reach ranks on `num_hosts` hosts that use `device`; None: it does.
 
     `fake`: there are no ranks; what is built here, and what could be probed, says nothing of the machine meant.
     `no_peer_access`: two ranks of one host whose GPUs cannot map each other's memory.
+    `no_multicast`: why the ranks have no multicast mapping of their memory; None: torch makes one.
     """
     traits = TRAITS[fabric]
     if traits.device not in (None, device):
         values = (("device", device),)
         return Rejection(f"fabric_needs_{traits.device}", f"{fabric.value} joins {_RANKS[str(traits.device)]}", values)
-    if not fake:
-        if traits.native_part is not None and not is_built(traits.native_part):
-            return Rejection(traits.native_part.code, f"weaveopt was installed without its {traits.native_part.value}")
-        if traits.cannot_probe is not None:
-            return traits.cannot_probe
+    if not fake and traits.native_part is not None and not is_built(traits.native_part):
+        return Rejection(traits.native_part.code, f"weaveopt was installed without its {traits.native_part.value}")
     if num_hosts == 1 and not traits.within_host:
         return Rejection("fabric_needs_hosts", f"{fabric.value} joins ranks of several hosts", (("hosts", 1),))
     if num_hosts > 1 and not traits.crosses_hosts:
@@ -135,4 +135,6 @@ def rejection(
     if no_peer_access is not None and traits.needs_peer_access:
         ranks = (("rank", no_peer_access[0]), ("peer", no_peer_access[1]))
         return Rejection("no_peer_access", "the GPUs of two ranks cannot map each other's memory", ranks)
+    if no_multicast is not None and traits.needs_multicast:
+        return no_multicast
     return None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from weaveopt.errors import AgreementError, ArenaError
+from weaveopt.errors import AgreementError, ArenaError, MulticastError, WeaveError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.pipeline.decide import DecidedGraph
@@ -91,12 +91,24 @@ def reserve(plan: MemoryPlan, context: Context) -> str:
     try:
         with unset_fake_temporarily():  # the arena is real memory, though the graph is traced with fake tensors
             transport(plan.fabric).reserve(known, plan, config.arena_bytes, config.compile_timeout_s)
+    except MulticastError as error:  # nothing against an arena without it
+        return _named(error)
     except ArenaError as error:
-        lines = str(error).splitlines()
-        why = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        why = _named(error)
         _refused[plan.group] = _Refused(weakref.ref(topology.process_group(plan.group)), plan.num_bytes, why)
         return why
     return ""
+
+
+def lost_multicast(why: str) -> bool:
+    """True if `bind` said so because a group left NVLink multicast: deciding again finds what is next best. The same
+    on all ranks that bound together."""
+    return why.startswith(MulticastError.__name__)
+
+
+def _named(error: WeaveError) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 _SPREADS = 2

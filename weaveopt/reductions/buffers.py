@@ -28,7 +28,7 @@ from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.reductions.call import FEATURES, ReductionCall
-from weaveopt.reductions.native import host_transfer, layout_name, out_kind
+from weaveopt.reductions.native import host_transfer, kernel_name, out_kind
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.solver.placement import Request, arena_bytes, place
 from weaveopt.wording import counted
@@ -105,7 +105,7 @@ def _needs_of_row(rows: RowFormat, row: KernelRow) -> Sequence[_native.BufferNee
     dtype = getattr(_native.DType, rows.dtype)
     if row.transfer is Transfer.TILES:
         return _native.product_buffers(row.max_tokens, rows.hidden, dtype, rows.world)
-    kernel, kind = getattr(_native.GpuKernel, layout_name(row)), out_kind(rows.dtype, rows.out_dtype)
+    kernel, kind = getattr(_native.GpuKernel, kernel_name(row)), out_kind(rows.dtype, rows.out_dtype)
     return _native.gpu_buffers(kernel, row.max_tokens, rows.hidden, dtype, kind, rows.world)
 
 

@@ -18,8 +18,6 @@ _KERNELS = {
     (Transfer.DIRECT, Algorithm.TWO_SHOT): "direct",
 }
 """The GPU kernels by their names in `_native.GpuKernel`."""
-_LAYOUTS = {**_KERNELS, (Transfer.DIRECT, Algorithm.ONE_SHOT): "direct"}
-"""What says where their rows lie. Profiles know a one-shot by multicast too, which has no kernel yet."""
 
 
 def host_transfer(row: KernelRow) -> _native.HostTransfer:
@@ -47,11 +45,6 @@ def kernel_name(row: KernelRow) -> str:
     if name is None:
         raise WeaveError(f"no GPU kernel for {row.algorithm.value} with transfer {row.transfer.value}")
     return name
-
-
-def layout_name(row: KernelRow) -> str:
-    """The GPU kernel with whose buffers a row of the table is planned. Raises `WeaveError` where there is none."""
-    return _LAYOUTS.get((row.transfer, row.algorithm)) or kernel_name(row)
 
 
 def out_kind(dtype: str, out_dtype: str) -> _native.OutKind:

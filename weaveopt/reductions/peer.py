@@ -15,10 +15,9 @@ import torch
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
-from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
-from weaveopt.fabrics.traits import header_bytes
+from weaveopt.fabrics.traits import TRAITS, header_bytes
 from weaveopt.records.norm import Quant
 from weaveopt.reductions.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
 from weaveopt.reductions.call import ReductionCall, SumOut
@@ -95,8 +94,11 @@ class PeerSite:
 
         Raises `ArenaError` if the fabric has no arena, none was reserved or the call does not fit it.
         """
-        transport(call.fabric)
-        memory = arena.of(call.group)
+        return PeerSite.bound_to(arena.of(call.group), call, text, op, forget)
+
+    @staticmethod
+    def bound_to(memory: PeerArena, call: ReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerSite:
+        """`call` in an arena that is no group's yet, or in the one that is. Raises as `bind` does."""
         expect_world(call, memory.group)
         if call.max_tokens > watchdog.MAX_TOKENS:
             raise ArenaError(
@@ -111,8 +113,7 @@ class PeerSite:
         watchdog.name_site(site.tag, watchdog.NamedSite(op, call.site, call.timeout_s))
         memory.at_close(forget)
         rank = memory.group.ranks[memory.group.rank]
-        where = f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}"
-        return PeerSite(call, native, memory, where)
+        return PeerSite(call, native, memory, f"weave::{op} at site {call.site}, group {call.group!r}, rank {rank}")
 
     @staticmethod
     def launch_of(call: ReductionCall, row: KernelRow, memory: PeerArena) -> Launch:
@@ -381,6 +382,7 @@ def native_site(call: ReductionCall, tag: int, layout: Layout) -> _native.GpuSit
     site = _native.GpuSite()
     site.tag = tag
     site.channel = call.channel
+    site.multicast = TRAITS[call.fabric].needs_multicast
     site.hidden = call.hidden
     site.dtype = getattr(_native.DType, call.dtype)
     site.out_kind = out_kind(call.dtype, call.out_dtype)

@@ -74,7 +74,7 @@ ALGORITHMS: dict[Transfer, tuple[Algorithm, ...]] = {
     Transfer.MESSAGE: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, Algorithm.DOUBLING, Algorithm.HALVING),
     Transfer.PACKET: (Algorithm.DOUBLING,),
     Transfer.FLAGGED_ROW: (Algorithm.DOUBLING,),
-    Transfer.DIRECT: (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT),
+    Transfer.DIRECT: (Algorithm.TWO_SHOT,),
 }
 """Algorithms that there are kernels of, by transfer."""
 BETWEEN_GPUS = (Transfer.PACKET, Transfer.FLAGGED_ROW)

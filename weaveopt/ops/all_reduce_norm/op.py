@@ -43,10 +43,12 @@ from typing import Protocol
 
 import torch
 
+from weaveopt.fabrics import multicast
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.all_reduce_norm import fake
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.call import ReductionCall, decode
+from weaveopt.reductions.first_call import MulticastCalls
 from weaveopt.reductions.nvshmem import NvshmemSite
 from weaveopt.reductions.operands import Argument, Gemm, Operands, QuantResults, Results, split
 from weaveopt.reductions.peer import PeerSite
@@ -137,6 +139,7 @@ def _all_reduce_norm_quant(device: str, partial: Tensor, *rest: Argument) -> Qua
     return normalized, total, total.new_empty(0, dtype=torch.float32) if row_scale is None else row_scale
 
 
+multicast.register(MulticastCalls())
 _library = torch.library.Library("weave", "FRAGMENT")
 
 
