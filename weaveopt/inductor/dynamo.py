@@ -6,6 +6,7 @@ All of it is torch's own state, private to a degree: each look at it gives nothi
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import time
 import weakref
@@ -21,10 +22,12 @@ from torch._dynamo import decorators, eval_frame, symbolic_convert
 from torch._dynamo.types import DynamoCallback
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+from torch._logging import _internal
 
 from weaveopt.inductor.breaks import short
 from weaveopt.records.report import Uncompiled
 
+_log = logging.getLogger("weaveopt")
 BACKEND = "weave"
 """The name under which torch knows this backend."""
 _LIMIT_REACHED = "recompile limit exceeded"
@@ -182,6 +185,21 @@ def _is_ours(callback: object) -> bool:
     wrapped = eval_frame.innermost_backend(callback)
     backend = getattr(wrapped, "compiler_fn", wrapped)
     return getattr(wrapped, "compiler_name", "") == BACKEND or getattr(backend, "__module__", "") == "weaveopt.backend"
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """A JSON file of this name among those of the compile that is under way, in torch's structured trace (`tlparse`).
+
+    `payload` is called only where somebody traces (`TORCH_TRACE`).
+    """
+    trace_structured = getattr(_internal, "trace_structured", None)
+    if trace_structured is None:
+        return
+    try:
+        metadata = {"name": name, "encoding": "json"}
+        trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload, expect_trace_id=False)
+    except TypeError:  # a torch whose signature is another one
+        _log.debug("no artifact in torch's structured trace", exc_info=True)
 
 
 def watch_stances() -> None:

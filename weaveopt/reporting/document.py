@@ -16,13 +16,27 @@ from weaveopt.reporting.json_reader import Json
 from weaveopt.reporting.parts import Part, parts
 from weaveopt.reporting.timeline import Times, exposed_us, total
 
-__all__ = ["SCHEMA", "from_json", "to_json"]
+__all__ = ["SCHEMA", "from_json", "graph_to_json", "to_dict", "to_json"]
 
 
 def to_json(report: Report) -> str:
-    """The report as indented JSON text. `predicted_us` and `unfused_us` are null where nothing was estimated."""
+    """The report as indented JSON text."""
+    return _text(to_dict(report))
+
+
+def graph_to_json(graph: GraphReport) -> str:
+    """One of `graphs` by itself."""
+    return _text(_graph(graph))
+
+
+def _text(document: Json) -> str:
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def to_dict(report: Report) -> dict[str, Json]:
+    """What `to_json` writes, as plain values. `predicted_us` and `unfused_us` are None where nothing was estimated."""
     machine = report.machine
-    document: Json = {
+    return {
         "schema": SCHEMA,
         "model": report.model,
         "group": {"world": report.world},
@@ -43,7 +57,6 @@ def to_json(report: Report) -> str:
         "uncompiled": [asdict(found) for found in report.uncompiled],
         "generate": generation.document(report.generation),
     }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def _graph(graph: GraphReport) -> Json:

@@ -1,11 +1,14 @@
-"""A report that prints as tables: in one screen, whole, or one site; the record knows nothing of terminals."""
+"""A report that prints as tables: in one screen, whole, or one site, in a notebook and as JSON; the record knows none
+of these."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from weaveopt.records.report import Report
-from weaveopt.reporting import screen, text, why
+from weaveopt.reporting import document, screen, text, why
+from weaveopt.reporting.json_reader import Json
+from weaveopt.reporting.terminal import to_html
 
 
 class PrintedReport(Report):
@@ -13,6 +16,19 @@ class PrintedReport(Report):
 
     def __str__(self) -> str:
         return screen.text(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the report in one screen, and all of it behind a fold."""
+        short, everything = screen.text(self, color=True), text.text(self, color=True)
+        return f"{to_html(short)}<details><summary>everything</summary>{to_html(everything)}</details>"
+
+    def to_dict(self) -> dict[str, Json]:
+        """Every field as plain values: what `weaveopt explain --format json` writes (docs/explain.md)."""
+        return document.to_dict(self)
+
+    def to_json(self) -> str:
+        """The same as indented JSON text, which `weaveopt explain --compare` reads."""
+        return document.to_json(self)
 
     def full(self) -> str:
         """Everything but the terms of single candidates, as `weaveopt explain --full` prints it."""

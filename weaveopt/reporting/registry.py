@@ -22,6 +22,8 @@ from weaveopt.inductor import breaks, dynamo, outside
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report, Uncompiled
+from weaveopt.reporting import events
+from weaveopt.reporting.document import graph_to_json
 from weaveopt.wording import counted
 
 
@@ -128,7 +130,10 @@ def _drop_earlier(entry: Entry) -> None:
 
 
 def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping[str, Topology]) -> None:
+    """Keeps a graph's report with its model, and announces it: in the log, and in torch's structured trace."""
     entry.graphs.append(report)
+    events.log(report)
+    dynamo.trace_artifact(f"weaveopt_{report.name}", lambda: graph_to_json(report))
     dtypes = {str(value) for d in report.decisions for name, value in d.site.facts if name == "dtype"}
     hosts = max((known.num_hosts for known in topologies.values()), default=1)
     entry.machine = machine.summary(tuple(sorted(dtypes)), hosts)

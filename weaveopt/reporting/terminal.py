@@ -7,6 +7,7 @@ import os
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 DEFAULT_WIDTH = 120
 """Where there is neither a terminal nor COLUMNS."""
@@ -44,3 +45,11 @@ def to_text(renderable: RenderableType, width: int | None = None, color: bool = 
     console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def to_html(text: str) -> str:
+    """Text with a terminal's colors as preformatted HTML, escaped."""
+    console = Console(file=io.StringIO(), record=True, width=max(map(len, text.splitlines()), default=0) + 1)
+    console.print(Text.from_ansi(text), soft_wrap=True)
+    pre = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
+    return console.export_html(inline_styles=True, code_format=pre)
