@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from tests.gpu.programs import Ended, Ranks, start
 from tests.gpu.shared_gpu import SHARED
-from tests.ranks import free_port
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.fabrics.traits import NativePart, is_built
 
-ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     **os.environ,
     **NO_MULTICAST,
@@ -28,15 +25,23 @@ needs_cuda_part = pytest.mark.skipif(not is_built(NativePart.CUDA), reason="weav
 
 def run_ranks(world: int, program: str, *arguments: str, timeout_s: float = 300.0) -> str:
     """What `world` ranks of `program` print, on a GPU each; skips where there are fewer and they may not share."""
-    shared: tuple[str, ...] = ()
+    name, given = program, arguments
     if torch.cuda.device_count() < world:
         if not torch.cuda.is_available() or os.environ.get(SHARED) != "1":
             pytest.skip(f"needs {world} CUDA GPUs, found {torch.cuda.device_count()}")
-        shared = ("tests.gpu.shared_gpu",)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(free_port()), "-m", *shared, program, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s, check=False
+        name, given = "tests.gpu.shared_gpu", (program, *arguments)
+    return _printed(Ranks([given] * world, name, ENVIRONMENT).end(timeout_s))
+
+
+def run_program(name: str, *arguments: str, timeout_s: float = 300.0) -> str:
+    """What a program prints that uses one GPU, or none."""
+    return _printed([start(name, arguments, ENVIRONMENT).end(timeout_s)])
+
+
+def _printed(ended: Sequence[Ended]) -> str:
+    told = "\n".join(
+        f"--- rank {rank}, exit code {each.code}\n{each.out[-2000:]}{each.err[-4000:]}"
+        for rank, each in enumerate(ended)
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return done.stdout
+    assert all(each.code == 0 for each in ended), told
+    return "".join(each.out for each in ended)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.launch import run_ranks
+from tests.gpu.launch import run_program, run_ranks
 from weaveopt.fabrics.traits import NativePart, is_built
 
 pytestmark = [
@@ -24,10 +22,8 @@ def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
 
 
 def test_hosts_of_several_ranks_of_one_process_agree_with_the_reference() -> None:
-    command = [sys.executable, "-m", "tests.gpu.one_process_hosts"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "agree with the reference and on all ranks" in done.stdout
+    said = run_program("tests.gpu.one_process_hosts", timeout_s=600)
+    assert "agree with the reference and on all ranks" in said
 
 
 @pytest.mark.parametrize("transfer", ["packets", "flagged rows"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part, run_ranks
+from tests.gpu.launch import needs_cuda_part, run_program, run_ranks
 
 
 @needs_cuda_part
@@ -16,10 +13,7 @@ from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part, run_ranks
 def test_ranks_of_one_process_get_the_same_bits() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    command = [sys.executable, "-m", "tests.gpu.one_process_prefetch"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert "calls give the bits" in done.stdout
+    assert "calls give the bits" in run_program("tests.gpu.one_process_prefetch")
 
 
 @needs_cuda_part

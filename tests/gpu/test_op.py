@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.gpu.launch import ENVIRONMENT, ROOT, needs_cuda_part, run_ranks
+from tests.gpu.launch import ENVIRONMENT, needs_cuda_part, run_program, run_ranks
+from tests.gpu.programs import Ranks
 
 FAULT_TIMEOUT_S = 90.0
 
@@ -30,10 +28,7 @@ def test_equals_the_reference_bitwise_alike_and_from_graphs(world: int) -> None:
 @pytest.mark.gpu
 def test_ranks_of_one_process_agree_with_the_reference() -> None:
     """Groups of up to 8 ranks, on one GPU."""
-    command = [sys.executable, "-m", "tests.gpu.one_process"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert "calls agree with the reference and on all ranks" in done.stdout
+    assert "calls agree with the reference and on all ranks" in run_program("tests.gpu.one_process")
 
 
 @dataclass(frozen=True)
@@ -51,32 +46,17 @@ class Told:
 
 
 def run_scenario(scenario: str, devices: tuple[int, ...]) -> Told:
-    """Every rank is our own child: torchrun would end the others as soon as one fails."""
-    # The store is ours, as an agent's would be: it outlives the ranks, and no port is free for another to take.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = []
-    for rank, device in enumerate(devices):
-        environment = {
-            **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": str(rank),
-            "WORLD_SIZE": str(len(devices)), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(devices)),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.gpu.fault_ranks", scenario, str(device)]
-        pipe = subprocess.PIPE
-        children.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+    """Ranks that fail do not end the others, as they would under torchrun."""
+    ranks = Ranks([(scenario, str(device)) for device in devices], "tests.gpu.fault_ranks", ENVIRONMENT)
     deadline = time.monotonic() + FAULT_TIMEOUT_S
     results: dict[int, dict[str, object]] = {}
     errors = ""
     # The last rank may be stopped for good: it is ended once the others are through.
-    for rank, child in enumerate(children):
-        gone = rank == len(children) - 1 and scenario.startswith(("killed", "stalled"))
-        try:
-            out, error = child.communicate(timeout=0.1 if gone else max(deadline - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, error = child.communicate()
-        errors += error
-        for line in out.splitlines():
+    for rank, program in enumerate(ranks.programs):
+        gone = rank == len(devices) - 1 and scenario.startswith(("killed", "stalled"))
+        ended = program.end(0.1 if gone else max(deadline - time.monotonic(), 1.0))
+        errors += ended.err
+        for line in ended.out.splitlines():
             if line.startswith("{"):
                 results[rank] = json.loads(line)
     return Told(results, errors)
