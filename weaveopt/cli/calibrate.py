@@ -46,7 +46,7 @@ class Question:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures GEMMs, kernels, collectives and fused exchanges on the ranks that a launcher started, and writes "
-        "a profile: torchrun --nproc-per-node 4 -m weaveopt.cli.main calibrate, or accelerate launch -m ... On ranks "
+        "a profile: torchrun --nproc-per-node 4 -m weaveopt calibrate, or accelerate launch -m ... On ranks "
         "of several hosts: the link between them, between GPUs the kernel over NVSHMEM and NCCL, for the profile of "
         "one host that --base names. On a host of one GPU: what one rank can measure, without a launcher."
     )
@@ -99,7 +99,7 @@ def _check_ranks(asked: Question) -> None:
         found = f"{wrong[0]} is {variable(wrong[0])!r}, expected a number" if wrong else "WORLD_SIZE is 1"
     raise OptionError(
         "calibrate measures at least 2 ranks together, or the GPU of a host that has one, and found one process "
-        f"({found}): start it with torchrun --nproc-per-node N -m weaveopt.cli.main calibrate, or with accelerate "
+        f"({found}): start it with torchrun --nproc-per-node N -m weaveopt calibrate, or with accelerate "
         "launch"
     )
 

@@ -276,7 +276,7 @@ def _profile() -> Check:
         name,
         Status.NOTE,
         f"none of {', '.join(choice.stands_in_for)} ({choice.machine.name} stands in): nothing is rewritten there",
-        "measure it: torchrun --nproc-per-node N -m weaveopt.cli.main calibrate --output here.json, then WEAVE_MACHINE",
+        "measure it: torchrun --nproc-per-node N -m weaveopt calibrate --output here.json, then WEAVE_MACHINE",
     )
 
 

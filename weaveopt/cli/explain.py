@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weaveopt.cost_model import Machine
 
 NUM_STEPS = 5
-MORE = "more: --full for every reason and what would change the choice, --why SITE for one site, --format json for all"
+MORE = "more: --full, --why SITE, --format json"
 
 
 def run(asked: Question) -> int:
@@ -39,7 +39,7 @@ def run(asked: Question) -> int:
         picture.require()
     with _few_collections(), _progress() as on_step:
         report = explain(asked, on_step)
-    _write(_rendered(report, asked), asked.output)
+    _write(rendered(report, asked), asked.output)
     return 0
 
 
@@ -140,7 +140,7 @@ def _batch(request: Request) -> str:
     return f"prefill of {request.batch} × {counted(request.seq, 'token')}, logits of {logits}"
 
 
-def _rendered(report: Report, asked: Question) -> str | bytes:
+def rendered(report: Report, asked: Question) -> str | bytes:
     if asked.form == "json":
         from weaveopt.reporting.document import to_json
 

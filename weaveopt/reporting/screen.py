@@ -57,7 +57,8 @@ def _report(report: Report, width: int) -> Iterator[RenderableType]:
 
 
 def _graph(graph: GraphReport, report: Report, width: int) -> Iterator[RenderableType]:
-    yield Text(f"{title(graph)} ({graph.name})", style="bold")
+    name = f" ({graph.name})" if len(report.graphs) > 1 else ""
+    yield Text(f"{title(graph)}{name}", style="bold")
     rows = rows_of(graph)
     yield _table(_cells(rows), width)
     weights = [(d.rewritten, d.site.count * len(d.site.collectives)) for d in graph.decisions]

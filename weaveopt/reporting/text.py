@@ -169,7 +169,7 @@ def _total_line(graph: GraphReport) -> str:
     rewritten = sum(n for d, n in weights if d.rewritten)
     unfused, predicted = graph.unfused_us, graph.predicted_us
     saved = f" ({1 - predicted / unfused:.0%} saved)" if unfused else ""
-    times = f"all sites {_us(unfused)} -> {_us(predicted)} us{saved}"
+    times = f"all sites as chosen {_us(unfused)} -> {_us(predicted)} us{saved}"
     timed = [d for d in graph.decisions if d.baseline is not None and d.baseline.measured is not None]
     if timed:
         before = sum(d.baseline.decided_us * d.site.count for d in timed if d.baseline is not None)
