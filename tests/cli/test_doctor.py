@@ -158,3 +158,27 @@ def test_gpus_without_a_profile_are_told_to_calibrate(monkeypatch: pytest.Monkey
     assert doctor._profile().status is Status.NOTE
     monkeypatch.setenv("WEAVE_MACHINE", "here.json")
     assert "here.json" in doctor._profile().found
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("", "reaches every rank of this host; its kernels never ran on hardware: their first calls are checked"),
+        (
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is set",
+            "no_multicast: torch makes no NVLink multicast mapping of a rank's memory "
+            "(rank 0, why TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is set)",
+        ),
+    ],
+)
+def test_multicast_is_what_torch_makes_of_it(why: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weaveopt.fabrics import gpus, traits
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "pair_apart", lambda: None)
+    monkeypatch.setattr(gpus, "describe", lambda index: {"no_multicast": why})
+    monkeypatch.setattr(traits, "is_built", lambda part: True)
+    found = {check.name: check.found for check in doctor._fabrics()}
+    assert found["fabric multimem"] == said
+    assert found["fabric peer"] == "reaches every rank of this host"

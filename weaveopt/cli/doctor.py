@@ -317,11 +317,15 @@ def _fabrics() -> tuple[Check, ...]:
         rejection = dict(here.fabrics())[fabric]
         if rejection is None:
             reached = "reaches every rank of this host" if here.num_hosts == 1 else "joins ranks of several hosts"
+            if TRAITS[fabric].needs_multicast:
+                reached += "; its kernels never ran on hardware: their first calls are checked"
             checks.append(Check(name, Status.OK, reached))
         else:
             status = Status.NOTE if on_gpus else Status.MISSING
             advice = "see the native part above" if rejection.code == NativePart.HOST.code else ""
-            checks.append(Check(name, status, f"{rejection.code}: {rejection.message}", advice))
+            values = ", ".join(f"{word} {value}" for word, value in rejection.values)
+            found = f"{rejection.code}: {rejection.message}" + (f" ({values})" if values else "")
+            checks.append(Check(name, status, found, advice))
     return tuple(checks)
 
 
