@@ -138,7 +138,10 @@ def test_what_was_not_measured_says_what_to_run(whole: Report) -> None:
     assert lever.sentence() == f"not measured: gemm_all_reduce on shm: run `{command}` on such a machine"
     blocked = _changed(whole, lambda decision: _with(decision, "not_measured", "dtype_not_supported"))
     absent = _changed(whole, lambda decision: _with(decision, "not_measured", "fabric_needs_hosts", fabric=Fabric.TCP))
-    for other in (blocked, absent):
+    unpriced = _changed(
+        whole, lambda decision: _with(replace(decision, chosen=decision.alternatives[0], alternatives=()))
+    )
+    for other in (blocked, absent, unpriced):
         assert levers.levers(replace(whole, graphs=(other,))) == ()
 
 

@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(presets.names())
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"directory, config.json, hub id, or preset: {known}")
     parser.add_argument(
-        "--tp", type=int, metavar="N", help="tensor-parallel ranks (default: what the machine and the heads allow)"
+        "--tp",
+        type=int,
+        metavar="N",
+        help="tensor-parallel ranks (default: what the machine and the model's plan allow)",
     )
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
     parser.add_argument(

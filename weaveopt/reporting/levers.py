@@ -92,8 +92,8 @@ def _levers_of(decision: Decision, here: list[Candidate], report: Report) -> Ite
         best = min(priced, key=lambda each: each.estimate.decided_us if each.estimate is not None else 0.0)
         words = _slower(decision, best)
         yield words, Lever(words)
-    elif here:
-        nearest = min(here, key=lambda each: len(each.rejections))
+    elif rejected := [each for each in here if each.rejections]:
+        nearest = min(rejected, key=lambda each: len(each.rejections))
         reason = nearest.rejections[0]
         yield (nearest.choice, reason.code, reason.message), Lever(f"{nearest.choice}: {reason.code}: {reason.message}")
 
