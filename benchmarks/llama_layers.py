@@ -30,7 +30,7 @@ from transformers import LlamaConfig, PreTrainedModel, StaticCache
 
 from benchmarks import record
 from examples import tiny_llama
-from weaveopt.wording import counted
+from weaveopt.integrations.cache_argument import with_cache
 
 CACHE_POSITIONS = 256
 FILLED_POSITIONS = 128
@@ -97,7 +97,7 @@ class Workload:
         if case.phase == "decode":
             self.cache = StaticCache(model.config, max_cache_len=CACHE_POSITIONS)
             prompt = torch.randint(1, model.config.vocab_size, (case.batch, FILLED_POSITIONS)).to(device)
-            model(input_ids=prompt, past_key_values=self.cache, use_cache=True)
+            model(input_ids=prompt, use_cache=True, **with_cache(self.cache))
             self.positions = self.positions + FILLED_POSITIONS
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class Workload:
 
     def __call__(self, forward: Callable[..., object]) -> torch.Tensor:
         caching = self.cache is not None
-        output = forward(input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=caching)
+        output = forward(input_ids=self.ids, position_ids=self.positions, use_cache=caching, **with_cache(self.cache))
         return output.last_hidden_state  # type: ignore[attr-defined]
 
     def time_us(self, forward: Callable[..., object], num_iterations: int) -> list[float]:
@@ -190,7 +190,7 @@ def main_gpu(args: argparse.Namespace) -> int:
     if not dist.is_torchelastic_launched():
         num_ranks = args.ranks or torch.cuda.device_count()
         if num_ranks < 2:
-            raise SystemExit(f"found {counted(num_ranks, 'CUDA device')}, the benchmark needs at least 2")
+            raise SystemExit(f"found {num_ranks} CUDA device(s), the benchmark needs at least 2")
         return gpu_ranks.start("benchmarks.llama_layers", num_ranks, sys.argv[1:])
     from benchmarks import llama_layers_gpu as gpu
 

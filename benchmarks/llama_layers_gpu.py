@@ -24,6 +24,7 @@ import weaveopt
 from benchmarks import gpu_clocks, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from benchmarks.llama_layers import Case, largest_error, without_all_reduce
+from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.reporting.timeline import total
 
 SHAPE = LlamaConfig(
@@ -153,7 +154,7 @@ class Workload:
         self.positions = own_positions if gives_positions or case.phase == "decode" else None
         if case.phase == "decode":
             self.cache = StaticCache(config=model.config, max_cache_len=positions)
-            model(input_ids=random_ids(filled), past_key_values=self.cache, use_cache=True)
+            model(input_ids=random_ids(filled), use_cache=True, **with_cache(self.cache))
             self.positions = own_positions + filled
 
     def reset(self) -> None:
@@ -163,7 +164,7 @@ class Workload:
 
     def __call__(self, forward: Forward) -> torch.Tensor:
         caching = self.cache is not None
-        output = forward(input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=caching)
+        output = forward(input_ids=self.ids, position_ids=self.positions, use_cache=caching, **with_cache(self.cache))
         return output.last_hidden_state  # type: ignore[attr-defined, no-any-return]
 
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from tests.executing import FORCED, executing
 from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
+from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 
 WORLD = 2
@@ -61,7 +62,7 @@ def _greedy(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> _G
 def _cached(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a prompt with a cache that grows, whose masks are made in the graph and hang on no input."""
     cache = DynamicCache(config=model.config)
-    return model(input_ids=ids, past_key_values=cache, use_cache=True).logits  # type: ignore[no-any-return]
+    return model(input_ids=ids, use_cache=True, **with_cache(cache)).logits  # type: ignore[no-any-return]
 
 
 def _tested(family: Family) -> Family:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 from tests.executing import FORCED, executing
 from tests.models import FAMILIES, VOCABULARY, WINDOW, config_of
 from weaveopt.config import Config
+from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.rewrites.causal_attention.candidates import RULE
 
@@ -53,10 +54,10 @@ def _calls(model: PreTrainedModel) -> list[torch.Tensor]:
     padding[0, :NUM_PADDED] = 0
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
     plain = model(input_ids=ids, use_cache=False).logits
-    padded = model(input_ids=ids, attention_mask=padding, past_key_values=cache, use_cache=True).logits
+    padded = model(input_ids=ids, attention_mask=padding, use_cache=True, **with_cache(cache)).logits
     padded[0, :NUM_PADDED] = 0.0  # of what is padding itself
     padding = torch.cat([padding, padding[:, -1:]], 1)
-    decoded = model(input_ids=ids[:, :1], attention_mask=padding, past_key_values=cache, use_cache=True).logits
+    decoded = model(input_ids=ids[:, :1], attention_mask=padding, use_cache=True, **with_cache(cache)).logits
     return [plain, padded, decoded]
 
 

@@ -7,6 +7,7 @@ model.generate(..., custom_generate=weaveopt.generate)    # a decode loop withou
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from weaveopt.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from weaveopt.generation.entry import generate as generate
+    from weaveopt.integrations.key_heads import replicated_key_heads as replicated_key_heads
     from weaveopt.records.report import Report
 
 try:
@@ -25,7 +27,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 register_when_imported()
 
-__all__ = ["WeaveError", "__version__", "generate", "report"]
+__all__ = ["WeaveError", "__version__", "generate", "replicated_key_heads", "report"]
 
 
 def report(model: object | None = None) -> Report:
@@ -40,13 +42,18 @@ def report(model: object | None = None) -> Report:
     return printed(registry.report(model))
 
 
+_LAZY = {
+    "generate": "weaveopt.generation.entry",
+    "replicated_key_heads": "weaveopt.integrations.key_heads",
+}
+"""Imported on first use: they import transformers."""
+
+
 def __getattr__(name: str) -> object:
-    """`generate` on its first use: it imports transformers."""
-    if name == "generate":
-        try:
-            from weaveopt.generation.entry import generate
-        except ImportError as error:
-            needed = f"transformers {TRANSFORMERS.least} or newer"
-            raise WeaveError(f"weaveopt.generate needs {needed}: {error}") from error
-        return generate
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ImportError as error:
+        needed = f"transformers {TRANSFORMERS.least} or newer"
+        raise WeaveError(f"weaveopt.{name} needs {needed}: {error}") from error

@@ -71,6 +71,16 @@ def test_two_all_reduces_a_layer(phase: str, tmp_path: Path) -> None:
     assert {shape[:2] for shape in shapes} == {(3, 8 if phase == "prefill" else 1)}
 
 
+def test_more_ranks_than_key_heads_is_captured_and_said(tmp_path: Path) -> None:
+    few, many = (Request(model=_tiny(tmp_path, "qwen3"), tp=ranks, seq=16, layers=1) for ranks in (2, 4))
+    source = model_source.load(many.model)
+    assert preview.sharding(source, few) == "tensor parallel over 2 ranks"
+    said = "tensor parallel over 4 ranks, each key head on 2 of them (assumes weaveopt.replicated_key_heads)"
+    assert preview.sharding(source, many) == said
+    for phase in ("prefill", "decode"):
+        assert _all_reduces(replace(many, phase=phase)) == _all_reduces(replace(few, phase=phase))
+
+
 def test_reduced_and_full_capture_agree(tmp_path: Path) -> None:
     request = Request(_tiny(tmp_path, "deepseek_v3", **DEEPSEEK, num_hidden_layers=4), tp=2, seq=8)
     reduced, shapes = _all_reduces(request)

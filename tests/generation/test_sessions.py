@@ -8,11 +8,16 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import weaveopt
 from tests.generating import assert_same, build, ours, ragged, steps_of, theirs
 from weaveopt.generation import sessions
+from weaveopt.integrations.cache_argument import cache_argument, with_cache
+
+
+def cache_of(output: object) -> Cache:
+    return getattr(output, cache_argument())  # type: ignore[no-any-return]
 
 
 def test_calls_of_about_one_shape_share_a_step(llama: PreTrainedModel) -> None:
@@ -36,12 +41,12 @@ def test_only_so_many_shapes_are_kept(llama: PreTrainedModel) -> None:
 
 def test_returned_caches_and_scores_stay_as_they_are(llama: PreTrainedModel) -> None:
     first = ours(llama, ragged())
-    keys = [layer.keys.clone() for layer in first.past_key_values.layers]  # type: ignore[attr-defined]
+    keys = [layer.keys.clone() for layer in cache_of(first).layers]
     scores = [each.clone() for each in first.scores]  # type: ignore[attr-defined]
     other = {name: each.flip(1) if name == "input_ids" else each for name, each in ragged().items()}
     second = ours(llama, other)
     assert not torch.equal(first.sequences, second.sequences)  # type: ignore[attr-defined]
-    for layer, before in zip(first.past_key_values.layers, keys, strict=True):  # type: ignore[attr-defined]
+    for layer, before in zip(cache_of(first).layers, keys, strict=True):
         assert torch.equal(layer.keys, before)
     assert all(map(torch.equal, first.scores, scores))  # type: ignore[attr-defined]
 
@@ -53,8 +58,8 @@ def test_a_returned_cache_is_transformers_own(name: str, implementation: str | N
     model = build(name, **({"sliding_window": 24} if name == "mistral" else {}))
     settings = {"cache_implementation": implementation, "max_new_tokens": new}
     inputs = ragged(2)
-    found = ours(model, inputs, **settings).past_key_values  # type: ignore[attr-defined]
-    wanted = theirs(model, inputs, **settings).past_key_values  # type: ignore[attr-defined]
+    found = cache_of(ours(model, inputs, **settings))
+    wanted = cache_of(theirs(model, inputs, **settings))
     assert type(found) is type(wanted) and len(found) == len(wanted)
     assert int(found.get_seq_length()) == int(wanted.get_seq_length())
     for one, other in zip(found.layers, wanted.layers, strict=True):
@@ -69,14 +74,14 @@ def test_a_conversation_goes_on_in_the_users_cache(llama: PreTrainedModel, kind:
         return StaticCache(llama.config, max_cache_len=64) if kind is StaticCache else DynamicCache()
 
     inputs, caches = ragged(2), (cache(), cache())
-    first = ours(llama, inputs, past_key_values=caches[0]), theirs(llama, inputs, past_key_values=caches[1])
+    first = ours(llama, inputs, **with_cache(caches[0])), theirs(llama, inputs, **with_cache(caches[1]))
     assert_same(*first)
     more = torch.full((2, 4), 9)
     following = []
     for call, found, held in zip((ours, theirs), first, caches, strict=True):
         ids = torch.cat([found.sequences, more], dim=1)  # type: ignore[attr-defined]
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 20, dtype=torch.int64)], dim=1)
-        following.append(call(llama, {"input_ids": ids, "attention_mask": mask}, past_key_values=held))
+        following.append(call(llama, {"input_ids": ids, "attention_mask": mask}, **with_cache(held)))
     assert_same(*following)
     assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length())
     assert steps_of(llama)[1] == 2

@@ -11,7 +11,7 @@ from tests.house.source import FILES, ROOT, imports_of, room
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "records", "versions", "wording"),
-    ("config", "cost_model"),
+    ("config", "cost_model", "integrations"),
     ("graph", "solver", "mixtures"),
     ("fabrics",),
     ("rule",),

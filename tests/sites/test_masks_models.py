@@ -19,6 +19,7 @@ from transformers import (
     StaticCache,
 )
 
+from weaveopt.integrations.cache_argument import cache_argument, with_cache
 from weaveopt.sites.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -66,7 +67,7 @@ def gemma3() -> Gemma3TextModel:
 
 def filled(model: torch.nn.Module) -> DynamicCache:
     with torch.no_grad():
-        cache = model(input_ids=TOKENS, use_cache=True).past_key_values
+        cache = getattr(model(input_ids=TOKENS, use_cache=True), cache_argument())
     assert isinstance(cache, DynamicCache)
     return cache
 
@@ -96,7 +97,7 @@ def test_chunks_beside_causal_layers() -> None:
 def test_a_second_chunk_over_a_cache() -> None:
     """Sliding layers keep 15 keys of the first chunk, the others all 40."""
     model = gemma3()
-    window, causal = readings(model, TOKENS[:, :8], past_key_values=filled(model), use_cache=True)
+    window, causal = readings(model, TOKENS[:, :8], use_cache=True, **with_cache(filled(model)))
     assert window.mask == Mask(MaskKind.WINDOW, 15, window=16)
     assert causal.mask == Mask(MaskKind.CAUSAL, 40)
 
@@ -119,10 +120,10 @@ def test_a_static_cache() -> None:
     """The first chunk writes into the cache and reads what it wrote; a later one reads the cache to its end."""
     model = llama()
     cache = StaticCache(model.config, max_cache_len=64)
-    for reading in readings(model, past_key_values=cache, use_cache=True):
+    for reading in readings(model, use_cache=True, **with_cache(cache)):
         assert reading.mask is not None and reading.mask.kind is MaskKind.CAUSAL and reading.mask.offset == 0
     with torch.no_grad():
-        model(input_ids=TOKENS, past_key_values=cache, use_cache=True)
-    for reading in readings(model, TOKENS[:, :1], past_key_values=cache, use_cache=True):
+        model(input_ids=TOKENS, use_cache=True, **with_cache(cache))
+    for reading in readings(model, TOKENS[:, :1], use_cache=True, **with_cache(cache)):
         assert reading.mask is None and reading.admitted is not None
         assert reading.hangs_on_lengths_only

@@ -75,7 +75,7 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     source = model_source.load(asked.model)
     request = request_of(asked, source, machine)
     model_source.check(source, request)
-    sharding = preview.sharding(request)
+    sharding = preview.sharding(source, request)
 
     import weaveopt.backend
     from weaveopt.fabrics import topology

@@ -189,14 +189,38 @@ def _check_plan(source: Source, request: Request) -> None:
     elif not tp_plan:
         hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
         raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")
-    if any("_attn.q_proj" in key or "_attn.qkv" in key for key in tp_plan):
-        heads = getattr(config, "num_attention_heads", 0)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        if heads % world or kv_heads % world:
-            raise CaptureError(
-                f"{option} does not divide the attention heads of {source.name} ({heads} query, {kv_heads} key-value); "
-                f"{_divisors(math.gcd(heads, kv_heads))}"
-            )
+    heads, kv_heads = _heads(source)
+    if not _heads_fit(source, world):
+        fitting = [n for n in range(2, min(heads, MOST_RANKS) + 1) if _heads_fit(source, n)]
+        raise CaptureError(
+            f"{option} does not divide the attention heads of {source.name} ({heads} query, {kv_heads} key-value); "
+            f"{_which_do(fitting)}"
+        )
+
+
+def _heads(source: Source) -> tuple[int, int]:
+    """Query heads and key heads; zeros where the configuration names none."""
+    heads = getattr(source.config, "num_attention_heads", None) or 0
+    return heads, getattr(source.config, "num_key_value_heads", None) or heads
+
+
+def _shards_heads(source: Source, projection: str) -> bool:
+    plan = getattr(source.config, PLANS[0], None) or {}
+    return any(style == "colwise" and f"_attn.{projection}" in key for key, style in plan.items())
+
+
+def _heads_fit(source: Source, world: int) -> bool:
+    heads, kv_heads = _heads(source)
+    if _shards_heads(source, "qkv"):
+        return not (heads % world or kv_heads % world)
+    return not _shards_heads(source, "q_proj") or not (heads % world or (kv_heads % world and world % kv_heads))
+
+
+def ranks_per_key_head(source: Source, world: int) -> int:
+    """Tensor-parallel ranks that hold the same key head: more than one where there are fewer key heads than ranks."""
+    kv_heads = _heads(source)[1]
+    replicated = world > 1 and _shards_heads(source, "k_proj") and kv_heads % world
+    return world // kv_heads if replicated else 1
 
 
 def default_ranks(source: Source, limit: int, nodes: int) -> tuple[int, int]:
@@ -230,6 +254,8 @@ SIZES = (
     "head_dim",
     "vocab_size",
 )
+MOST_RANKS = 1024
+"""Numbers of ranks beyond this one are not listed."""
 MOST_LAYERS = 10_000
 """Configurations list their layers, and all are built, without weights, to see which are alike: 10⁹ fill any memory."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -237,8 +263,11 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _divisors(number: int) -> str:
+    return _which_do([n for n in range(2, number + 1) if number % n == 0])
+
+
+def _which_do(found: list[int]) -> str:
     """`2, 4, 8 do`, or that none does."""
-    found = [str(n) for n in range(2, number + 1) if number % n == 0]
-    return (
-        f"{', '.join(found)} do" if len(found) > 1 else f"only {found[0]} does" if found else "no number of ranks does"
-    )
+    if len(found) > 1:
+        return f"{', '.join(map(str, found))} do"
+    return f"only {found[0]} does" if found else "no number of ranks does"

@@ -16,8 +16,9 @@ from unittest import mock
 
 from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of, reduce, shortened
 from weaveopt.cli.model_file import first_line
-from weaveopt.cli.model_source import Request, Source, quiet
+from weaveopt.cli.model_source import Request, Source, quiet, ranks_per_key_head
 from weaveopt.errors import CaptureError, WeaveError
+from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -109,21 +110,30 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def sharding(request: Request) -> str:
+def sharding(source: Source, request: Request) -> str:
     """How transformers shards for this request, in words."""
-    return _parallelism(request)[1]
+    if request.world == 1:
+        return "one rank, nothing sharded"
+    what = "experts, and all else that has a plan, sharded" if request.ep else "tensor parallel"
+    copies = ranks_per_key_head(source, request.world)
+    assumed = f", each key head on {copies} of them (assumes weaveopt.replicated_key_heads)" if copies > 1 else ""
+    return f"{what} over {request.world} ranks{assumed}"
 
 
-def _parallelism(request: Request) -> tuple[DistributedConfig | None, str]:
-    """What transformers is asked for, and a sentence on it."""
+def _parallelism(source: Source, config: PreTrainedConfig, request: Request) -> DistributedConfig | None:
+    """What transformers is asked for. `config` is what is built of `source`."""
     from transformers.distributed import DistributedConfig
 
     if request.world == 1:
-        return None, "one rank, nothing sharded"
-    if not request.ep:
-        return DistributedConfig(tp_size=request.world, tp_plan="auto"), f"tensor parallel over {request.world} ranks"
-    shard = DistributedConfig(tp_size=request.world, ep_size=request.world)
-    return shard, f"experts, and all else that has a plan, sharded over {request.world} ranks"
+        return None
+    parallel = DistributedConfig(tp_size=request.world, tp_plan="auto")
+    if request.ep:
+        parallel = DistributedConfig(tp_size=request.world, ep_size=request.world)
+    if ranks_per_key_head(source, request.world) > 1:
+        from weaveopt.integrations.key_heads import replicated_key_heads
+
+        return replicated_key_heads(config, parallel)
+    return parallel
 
 
 def capture(
@@ -150,7 +160,7 @@ def capture(
         stack.callback(torch._dynamo.reset)
         try:
             on_step(f"building {plan.captured} of {counted(plan.total, 'layer')}")
-            distributed, _ = _parallelism(request)
+            distributed = _parallelism(source, config, request)
             mesh = None
             if distributed is not None:
                 distributed, _, mesh = model_class.prepare_distribute_model(distributed)
@@ -174,7 +184,7 @@ def capture(
                 logits = {"logits_to_keep": 1} if last else {}
                 compiled(torch.zeros(request.batch, request.seq, dtype=torch.long), use_cache=False, **logits)
             else:
-                compiled(torch.zeros(request.batch, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+                compiled(torch.zeros(request.batch, 1, dtype=torch.long), use_cache=True, **with_cache(cache))
         except Exception as error:
             raise _as_weave_error(error, source) from error
 
@@ -185,7 +195,7 @@ def _filled_cache(model: PreTrainedModel, config: PreTrainedConfig, request: Req
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=request.seq)
-    model(torch.zeros(request.batch, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    model(torch.zeros(request.batch, 1, dtype=torch.long), use_cache=True, **with_cache(cache))
     return cache
 
 

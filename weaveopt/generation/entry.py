@@ -27,6 +27,7 @@ from weaveopt.generation.request import Request, read
 from weaveopt.generation.session import Chosen, Session
 from weaveopt.generation.sessions import session_for
 from weaveopt.generation.step import Form
+from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.candidate import Rejection
 from weaveopt.reporting import registry
 
@@ -115,7 +116,7 @@ def _generate(
     session.begin(input_ids, mask if isinstance(mask, Tensor) else None, next_positions)
     if request.past:
         handing.take(session.cache, request.cache, request.past)
-    logits = model._prefill(input_ids, config, {**inputs, "past_key_values": session.cache}).logits
+    logits = model._prefill(input_ids, config, {**inputs, **with_cache(session.cache)}).logits
     logits = logits[:, -1].to(copy=True, dtype=torch.float32)
     prompt = mask.shape[1] if isinstance(mask, Tensor) else request.past + input_ids.shape[1]
     session.buffers.length.fill_(prompt)
@@ -137,7 +138,7 @@ def _generate(
         streamer.end()
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=raw, past_key_values=request.cache)
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=raw, **with_cache(request.cache))
 
 
 def _decode(

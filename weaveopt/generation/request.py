@@ -14,10 +14,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerationMixin
 
 from weaveopt.generation.processors import TensorProcessor, as_tensors
+from weaveopt.integrations.cache_argument import cache_argument
 from weaveopt.records.candidate import Rejection
 from weaveopt.wording import counted
 
-KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 OWN_INPUTS_ONLY_FOR_LONG_ROPE = {"Phi3ForCausalLM"}
 """Their `prepare_inputs_for_generation` only drops the cache where a `longrope` changes over, and that is refused."""
 ATTENTIONS = ("sdpa", "eager")
@@ -60,7 +61,7 @@ def read(
     inputs: Mapping[str, object],
 ) -> Request | tuple[Rejection, ...]:
     """The request, or every reason against it."""
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(cache_argument())
     no = [*_model_reasons(model), *_input_reasons(model, input_ids, config, inputs), *_cache_reasons(cache)]
     no += _criteria_reasons(criteria)
     tensor_processors = as_tensors(processors, input_ids.shape[0])
@@ -154,8 +155,9 @@ def _input_reasons(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, inputs: Mapping[str, object]
 ) -> list[Rejection]:
     no: list[Rejection] = []
+    known = {*KNOWN_INPUTS, cache_argument()}
     for name, value in inputs.items():
-        if value is not None and value is not False and name not in KNOWN_INPUTS:
+        if value is not None and value is not False and name not in known:
             no.append(Rejection("model_input", f"the model is given {name}", (("input", name),)))
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         no.append(Rejection("model_input", "input ids are not a batch of tokens", (("input", "input_ids"),)))

@@ -13,6 +13,10 @@ from transformers.cache_utils import StaticCache
 from weaveopt.generation.masks import MaskForm, masks
 from weaveopt.generation.nucleus import in_parts
 from weaveopt.generation.processors import History, TensorProcessor, apply_all
+from weaveopt.integrations.cache_argument import cache_argument
+
+_CACHE = cache_argument()
+"""Read here, as Dynamo would trace the look-up inside of a step."""
 
 
 @dataclass
@@ -95,11 +99,10 @@ def run_model(
     model: PreTrainedModel, cache: StaticCache, form: MaskForm, buffers: Buffers, with_positions: bool
 ) -> Tensor:
     """`model(ids).logits[:, -1].float()` over the cache: `[batch, vocabulary]`; the position moves on by one."""
-    arguments = {"position_ids": buffers.positions} if with_positions else {}
+    arguments = {_CACHE: cache} | ({"position_ids": buffers.positions} if with_positions else {})
     outputs = model.forward(
         input_ids=buffers.ids,
         attention_mask=masks(form, cache.layers, buffers.length, buffers.padding),
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
         **arguments,

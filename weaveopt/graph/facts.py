@@ -15,7 +15,11 @@ from weaveopt.graph.splice import call_after
 
 aten = torch.ops.aten
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_NOT_PATH = re.compile(r"^L\['[a-z_]+'\]\.?|\.__closure__.*$|_modules\['|'\]")
+_ROOT = re.compile(r"^[LG]\['(?:(?:args|kwargs)'\]\[[^\]]*\]|\w+'\])(?:\.__self__)?\.?")
+"""Where Dynamo found the outermost module: a local or a global of the compiled function, an argument of a wrapper
+`def wrapped(*args, **kwargs)` around its `forward`, or the object of a bound method that such a wrapper calls."""
+_NOT_PATH = re.compile(r"(?:\.forward)?\.__closure__\[\d+\]\.cell_contents\.__self__|\.__closure__.*$|_modules\['|'\]")
+"""First the method that a wrapper in the place of a module's `forward` calls: the module goes on behind it."""
 
 
 def group_of(collective: fx.Node) -> str:
@@ -78,7 +82,7 @@ def module_of(node: fx.Node) -> str:
         stack = candidate.meta.get("nn_module_stack")
         if stack:
             path = str(list(stack.values())[-1][0])
-            return _NOT_PATH.sub("", path.replace(".__class__", "")).lstrip(".")
+            return _NOT_PATH.sub("", _ROOT.sub("", path.replace(".__class__", ""), count=1)).lstrip(".")
     return ""
 
 

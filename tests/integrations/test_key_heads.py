@@ -1,0 +1,180 @@
+"""`weaveopt.replicated_key_heads`: four ranks and two key heads, against the whole model in one process."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import weaveopt
+from tests.executing import FORCED, executing
+from tests.models import FAMILIES, VOCABULARY, Family, config_of, save
+from tests.ranks import run_ranks
+from weaveopt.errors import WeaveError
+from weaveopt.integrations.cache_argument import cache_argument, with_cache
+from weaveopt.integrations.key_heads import ATTENTION_STYLE
+from weaveopt.records.report import GraphReport
+
+WORLD = 4
+NUM_KEY_HEADS = 2
+UNSHARDED = {"phi3", "olmo2", "deepseek_v3", "gpt_oss", "gpt_oss-ep"}
+"""By id: every rank attends with all heads under transformers' own plan, so none needs replicas."""
+CAPTURED = ("llama", "gemma2", "qwen3_moe", "mixtral-ep")
+GENERATED = ("llama", "qwen3", "mixtral")
+TRAINED = ("llama", "qwen2", "qwen3")
+
+
+def _family(known: Family) -> Family:
+    """One layer, and two query heads for each rank; key heads of DeepSeek are its query heads."""
+    heads = {"num_attention_heads": 8, "num_hidden_layers": 2 if "first_k_dense_replace" in known.settings else 1}
+    heads |= {"num_key_value_heads": 8} if known.name == "deepseek_v3" else {}
+    return replace(known, settings={**known.settings, **heads})
+
+
+TESTED = tuple(map(_family, FAMILIES))
+
+
+def _parallel(family: Family, path: str) -> DistributedConfig:
+    asked = DistributedConfig(tp_size=WORLD, ep_size=WORLD if family.expert_parallel else None)
+    return weaveopt.replicated_key_heads(path, asked)
+
+
+def _load(path: str, parallel: DistributedConfig | None) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=parallel).eval()
+
+
+def _prompt() -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(5))
+
+
+def _logits(model: nn.Module) -> Tensor:
+    """Of a prompt, and of two steps over its cache."""
+    ids, found = _prompt(), []
+    cache = DynamicCache(config=model.config)
+    for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+        output = model(input_ids=part, use_cache=True, **with_cache(cache))
+        cache = getattr(output, cache_argument())
+        found.append(output.logits)
+    return torch.cat(found, dim=1)
+
+
+def _differ(what: str, got: Tensor, want: Tensor) -> list[str]:
+    if got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max())):
+        return []
+    return [f"{what}: {tuple(got.shape)}, {(got - want).abs().max():.2e} of {want.abs().max():.2e}"]
+
+
+def _check(rank: int, families: tuple[Family, ...], folder: str) -> list[str]:
+    problems: list[str] = []
+    for family in families:
+        path = f"{folder}/{family.id}"
+        if rank == 0:
+            save(family, path)
+        dist.barrier()
+        problems.extend(f"{family.id}: {problem}" for problem in _problems(family, path))
+    return problems
+
+
+def _problems(family: Family, path: str) -> list[str]:
+    parallel = _parallel(family, path)
+    styles = parallel.tp_plan.values() if isinstance(parallel.tp_plan, dict) else ()
+    problems = [] if (ATTENTION_STYLE in styles) is (family.id not in UNSHARDED) else [f"plan {parallel.tp_plan}"]
+    whole, model = _load(path, None), _load(path, parallel)
+    with torch.no_grad():
+        want = _logits(whole)
+        problems += _differ("eager", _logits(model), want)
+        if family.id in GENERATED:
+            problems += _generated(whole, model)
+        if family.id in CAPTURED:
+            problems += _captured(model, want)
+    if family.id in TRAINED:
+        problems += _trained(whole, model)
+        # What is saved is the checkpoint that was loaded.
+        held = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in _weights(model)}
+        problems += [name for name, each in whole.named_parameters() if not torch.equal(held[name], each)]
+    return problems
+
+
+def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, each.detach()) for name, each in model.named_parameters()]
+
+
+def _captured(model: PreTrainedModel, want: Tensor) -> list[str]:
+    reports: list[GraphReport] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=executing(FORCED, reports), dynamic=False)
+    problems = _differ("captured", _logits(compiled), want)
+    left = [d.site.module for each in reports for d in each.decisions if d.site.kind == "reduction" and not d.rewritten]
+    num_reductions = sum(d.site.kind == "reduction" for each in reports for d in each.decisions)
+    if left or not num_reductions:
+        problems.append(f"{num_reductions} sites, left as they are: {left}")
+    return problems
+
+
+def _generated(whole: PreTrainedModel, model: PreTrainedModel) -> list[str]:
+    asked = {"input_ids": _prompt(), "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    want = whole.generate(**asked)
+    found = {
+        "generate": model.generate(**asked),
+        "a static cache": model.generate(cache_implementation="static", prefill_chunk_size=4, **asked),
+        "weaveopt.generate": model.generate(custom_generate=weaveopt.generate, **asked),
+    }
+    problems = [f"{how}: {tokens.tolist()}" for how, tokens in found.items() if not torch.equal(tokens, want)]
+    steps = weaveopt.report(model).generation.steps
+    return problems + ([] if sum(step.calls for step in steps) == 1 else ["weaveopt.generate ran in transformers"])
+
+
+def _trained(whole: PreTrainedModel, model: PreTrainedModel) -> list[str]:
+    """Gradients of every weight, each rank's part of it put together."""
+    called = torch.compile(model, backend="aot_eager") if model.config.model_type == "llama" else model
+    for each in (whole, called):
+        each(input_ids=_prompt(), labels=_prompt(), use_cache=False).loss.backward()
+    problems, want = [], {name: each.grad for name, each in whole.named_parameters()}
+    for name, each in model.named_parameters():
+        found = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        problems += _differ(f"gradient of {name}", found, want[name])
+    return problems
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_family_computes_what_one_process_computes(part: int, tmp_path: object) -> None:
+    for problems in run_ranks(_check, WORLD, TESTED[part::2], str(tmp_path), timeout_s=600):
+        assert problems == []
+
+
+def _asked(tp_size: int, **settings: int) -> DistributedConfig:
+    config = config_of(Family("llama", {"num_attention_heads": 12, "hidden_size": 96, **settings}))
+    return weaveopt.replicated_key_heads(config, DistributedConfig(tp_size=tp_size))
+
+
+@dataclass(frozen=True)
+class _Refused:
+    ranks: int
+    settings: dict[str, int]
+    words: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _Refused(3, {}, "12 query heads and 2 key heads, asked for 3 ranks: give a multiple of the key heads"),
+        _Refused(8, {}, "give a multiple of the key heads that divides the query heads"),
+    ],
+    ids=lambda case: case.words[:20],
+)
+def test_what_cannot_be_laid_out_is_refused(case: _Refused) -> None:
+    with pytest.raises(WeaveError, match=re.escape(case.words)):
+        _asked(case.ranks, **case.settings)
+
+
+def test_ranks_that_divide_the_key_heads_need_nothing() -> None:
+    assert _asked(2).tp_plan is None
+    assert _asked(1).tp_plan is None
+    assert isinstance(_asked(4).tp_plan, dict)
