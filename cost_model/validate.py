@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from weaveopt.errors import ProfileError
+from weaveopt.plain_json import JsonError, read, shown
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).parent
 _SCHEMAS = {1: _FOLDER / "profile.schema.1.json", 2: _FOLDER / "profile.schema.json"}
 NEWEST_SCHEMA = max(_SCHEMAS)
-_LONGEST_SHOWN = 60
+_NEEDED = "only shipped profiles can be read without the package {0}: pip install {0}"
 
 
 @cache
@@ -34,10 +35,12 @@ def schema_of(document: object) -> int:
 
 def refuse(file: str, field: str, found: object, expected: str) -> NoReturn:
     """One line that names file, field, what was found and what is expected."""
-    shown = found if isinstance(found, str) and found.startswith("nothing") else json.dumps(found, default=str)
-    if len(str(shown)) > _LONGEST_SHOWN:
-        shown = f"{str(shown)[:_LONGEST_SHOWN]}..."
-    raise ProfileError(f"profile {file}: field {field or '(whole file)'}: found {shown}, expected {expected}")
+    raise _misfit(file, field, found, expected)
+
+
+def _misfit(file: str, field: str, found: object, expected: str) -> ProfileError:
+    words = found if isinstance(found, str) and found.startswith("nothing") else shown(found)
+    return ProfileError(f"profile {file}: field {field or '(whole file)'}: found {words}, expected {expected}")
 
 
 def _kind(name: str) -> str:
@@ -77,8 +80,7 @@ def _check_schema(file: str, document: object) -> None:
     try:
         from jsonschema.exceptions import best_match
     except ImportError:
-        needed = "only shipped profiles can be read without the package jsonschema: pip install jsonschema"
-        raise ProfileError(f"profile {file}: {needed}") from None
+        raise ProfileError(f"profile {file}: {_NEEDED.format('jsonschema')}") from None
     error = best_match(_validator(schema_of(document)).iter_errors(document))
     if error is None:
         return
@@ -97,31 +99,22 @@ def _check_schema(file: str, document: object) -> None:
     refuse(file, field, error.instance, _expected(error))
 
 
-def _check_finite(file: str, value: object, field: str = "") -> None:
-    """A number too large for a float reads as infinity: refused like the words NaN and Infinity."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_finite(file, inner, f"{field}.{key}".removeprefix("."))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            _check_finite(file, inner, f"{field}[{index}]")
-    elif isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        refuse(file, field, value, "a finite number")
-
-
 def checked(file: str, text: str, shipped: bool = False) -> dict[str, object]:
     """The document in `text`, or a one-line `ProfileError` that names `file`, field, found and expected.
 
-    A shipped file keeps to the schema (the tests see to it), so that it can be read without jsonschema.
+    A shipped file keeps to the schema (the tests see to it), so that it can be read without msgspec
+    and jsonschema.
     """
+    if shipped:
+        return cast(dict[str, object], json.loads(text))
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ProfileError(f"profile {file}: {where}: not JSON: {error.msg}") from None
+        document = read(text, partial(_misfit, file))
+    except JsonError as error:
+        raise ProfileError(f"profile {file}: {error}") from None
+    except ImportError:
+        raise ProfileError(f"profile {file}: {_NEEDED.format('msgspec')}") from None
+    try:
+        _check_schema(file, document)
     except RecursionError:
         raise ProfileError(f"profile {file}: not a profile: nested too deeply") from None
-    _check_finite(file, document)
-    if not shipped:
-        _check_schema(file, document)
     return cast(dict[str, object], document)

@@ -15,7 +15,7 @@ from weaveopt.fabrics.traits import header_bytes
 from weaveopt.pipeline.sensitivity import words
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision, Report
-from weaveopt.reporting import document as report_json
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.memory import routing_lines
 from weaveopt.reporting.timeline import total
 
@@ -30,7 +30,7 @@ SCREEN = 30
 def _explain(words: str, tmp_path: Path) -> Report:
     file = tmp_path / "report.json"
     assert main(["explain", *words.split(), "--format", "json", "--output", str(file)]) == 0
-    return report_json.from_json(file.read_text(encoding="utf-8"))
+    return from_json(file.read_text(encoding="utf-8"))
 
 
 def _num_all_reduces(report: Report) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from weaveopt import cost_model
+from weaveopt.cli.main import main
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.kernel_curve import kernel_curve_us
 from weaveopt.cost_model.validate import checked
@@ -99,13 +100,15 @@ def test_shipped_profile_keeps_to_the_schema(name: str) -> None:
     checked(name, (FOLDER / "profiles" / f"{name}.json").read_text())
 
 
-def test_only_shipped_profiles_load_without_jsonschema(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["jsonschema", "msgspec"])
+def test_only_shipped_profiles_load_without_what_checks_files(package: str, tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text(json.dumps(_document()))
     code = f"""
 import sys
-sys.modules["jsonschema"] = sys.modules["jsonschema.exceptions"] = None
+sys.modules[{package!r}] = sys.modules[{package + ".exceptions"!r}] = None
 from weaveopt import cost_model
+from weaveopt.cli.main import main
 from weaveopt.errors import ProfileError
 for name in cost_model.names():
     cost_model.load(name)
@@ -116,7 +119,7 @@ except ProfileError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.count("\n") == 1
-    assert done.stdout.startswith(f"profile {path}: ") and "pip install jsonschema" in done.stdout
+    assert done.stdout.startswith(f"profile {path}: ") and f"pip install {package}" in done.stdout
 
 
 def _place(op: str, words: str = "", fabric: str = "peer") -> str:
@@ -201,8 +204,11 @@ CASES = [
     (f"{OF_LIBRARY}.points", [], "found [], expected at least one entry"),
     ("origins.nccl.spread", -0.1, "field origins.nccl.spread: found -0.1, expected a number >= 0"),
     ("memory.bytes_per_s", ..., "field memory.bytes_per_s: found nothing, expected a number > 0"),
-    ("memory.floor_us", float("nan"), "field memory.floor_us: found NaN, expected a finite number"),
-    ("memory.floor_us", float("inf"), "field memory.floor_us: found Infinity, expected a finite number"),
+    ("memory.floor_us", float("nan"), "line 1, column 4183: not JSON: invalid character"),
+    ("memory.floor_us", float("inf"), "line 1, column 4183: not JSON: invalid character"),
+    ("ranks_per_host", 10**400, "field ranks_per_host: found 1000000000"),
+    ("ranks_per_host", 1 << 63, "field ranks_per_host: found 9223372036854775808, expected an integer of 64 bits"),
+    ("colour", [-(10**4000)], "field colour[0]: found -1000000000"),
     ("compiled.grouped_rows[1].rows", 1, "grouped_rows[1].rows: found 1, expected more than the row before (1)"),
     ("compiled.grouped_rows[0].times", 0, "compiled.grouped_rows[0].times: found 0, expected a number > 0"),
     ("ranks_per_host", 0, "field ranks_per_host: found 0, expected a number >= 1"),
@@ -252,6 +258,40 @@ def test_not_json(tmp_path: Path) -> None:
     assert _refusal(tmp_path, '{"schema": 1,').startswith("line 1, column 14: not JSON: ")
 
 
+FLOOR = '{"schema": 2,\n "memory": {"floor_us": VALUE}}'
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("9" * 5000, "line 2, column 25: found a number of 5000 digits, expected an integer of 64 bits"),
+        ("-" + "9" * 4301, "line 2, column 25: found a number of 4302 digits, expected an integer of 64 bits"),
+        ("9" * 4300, "field memory.floor_us: found 9999999999"),
+        ("1e999", "field memory.floor_us: found Infinity, expected a finite number"),
+        ("-1e999", "field memory.floor_us: found -Infinity, expected a finite number"),
+        ("0." + "9" * 5000, "found nothing, expected "),
+        ("[" * 990 + "]" * 990, "found "),
+        ('{"a": ' * 990 + "1" + "}" * 990, "found "),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_numbers_and_nesting_beyond_any_use(value: str, words: str, tmp_path: Path) -> None:
+    """One line. What still can be read is refused by the schema."""
+    error = _refusal(tmp_path, FLOOR.replace("VALUE", value))
+    assert words in error or (value[0] in "[{" and "nested too deeply" in error)
+    assert len(error) < 300
+
+
+def test_explain_refuses_such_a_file_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(FLOOR.replace("VALUE", "9" * 5000))
+    assert main(["explain", "llama-3.3-70b", "--tp", "8", "--machine", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert f"profile {path}: line 2, column 25: found a number of 5000 digits" in captured.err
+
+
 def test_not_an_object(tmp_path: Path) -> None:
     assert _refusal(tmp_path, "[1, 2]") == "field (whole file): found [1, 2], expected an object"
 
@@ -292,6 +332,7 @@ def test_imports_nothing_but_records_and_errors() -> None:
         "weaveopt.records.site",
         "weaveopt.records.skew",
         "weaveopt.errors",
+        "weaveopt.plain_json",
     }
     for path in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -15,7 +15,8 @@ import weaveopt
 from tests.generating import Heard, build, ours, ragged, theirs
 from weaveopt.records.generation import GenerationReport, LeftCall
 from weaveopt.records.report import Report
-from weaveopt.reporting.document import from_json, to_json
+from weaveopt.reporting.document import to_json
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.text import text
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.gpu.profiles import read_without_jsonschema
+from tests.gpu.profiles import read_unchecked
 from weaveopt.cli.main import main
 
 if __name__ == "__main__":
-    read_without_jsonschema()
+    read_unchecked()
     os.environ["WEAVE_HOST"] = f"host{os.environ['RANK']}"
     sys.exit(main(["calibrate", "--device", "cuda", *sys.argv[1:]]))

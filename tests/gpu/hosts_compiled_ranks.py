@@ -17,7 +17,7 @@ from torch import Tensor
 
 import weaveopt
 from tests import forms
-from tests.gpu.profiles import read_without_jsonschema
+from tests.gpu.profiles import read_unchecked
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision
@@ -33,7 +33,7 @@ def main() -> None:
     profile = parser.parse_args().profile
     rank = int(os.environ["RANK"])
     os.environ["WEAVE_HOST"] = f"host{rank}"
-    read_without_jsonschema()
+    read_unchecked()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     shared = torch.Generator("cuda").manual_seed(3)

@@ -10,7 +10,7 @@ import pytest
 from tests.house.source import FILES, ROOT, imports_of, room
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "records", "versions", "wording"),
+    ("errors", "plain_json", "records", "versions", "wording"),
     ("config", "cost_model", "integrations"),
     ("graph", "solver", "mixtures"),
     ("fabrics",),

@@ -13,7 +13,8 @@ from torch.distributed import _functional_collectives as collectives
 import weaveopt
 from tests.ranks import run_ranks
 from weaveopt.records.report import GraphBreak, OutsideCommunication, Report
-from weaveopt.reporting.document import from_json, to_json
+from weaveopt.reporting.document import to_json
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.printed import PrintedReport
 from weaveopt.reporting.text import text
 

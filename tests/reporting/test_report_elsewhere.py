@@ -15,6 +15,7 @@ import torch
 import weaveopt
 from weaveopt.records.report import Fallback, Report
 from weaveopt.reporting import document, events
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.printed import printed
 
 
@@ -22,7 +23,7 @@ def test_dict_and_json_are_what_explain_writes(report: Report) -> None:
     shown = printed(report)
     assert shown.to_json() == document.to_json(report)
     assert json.loads(shown.to_json()) == shown.to_dict()
-    assert document.from_json(shown.to_json()) == report
+    assert from_json(shown.to_json()) == report
 
 
 class _Page(HTMLParser):
@@ -110,6 +111,22 @@ def test_each_compile_has_an_artifact_in_the_structured_trace() -> None:
     record = found[f"weaveopt_{graph['name']}"]
     assert record.metadata["artifact"]["encoding"] == "json" and json.loads(record.payload) == graph
     assert {"frame_id", "frame_compile_id"} <= record.metadata.keys(), "tlparse files it with its compile"
+
+
+def test_a_model_compiles_and_reports_without_what_reads_files() -> None:
+    """msgspec and jsonschema read files of users; GPU hosts without a network may lack them."""
+    code = """
+import sys
+sys.modules["msgspec"] = sys.modules["jsonschema"] = None
+import torch, weaveopt
+model = torch.compile(torch.nn.Linear(4, 4), backend="weave")
+with torch.no_grad():
+    model(torch.ones(2, 4))
+print(len(weaveopt.report(model).to_dict()["graphs"]), weaveopt.report(model))
+"""
+    command, environment = [sys.executable, "-c", code], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=True)
+    assert done.stdout.startswith("1 Linear on 1 rank"), done.stdout
 
 
 def test_torch_logs_names_the_logger() -> None:

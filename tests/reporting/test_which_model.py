@@ -17,7 +17,8 @@ import weaveopt
 from tests.preview import fake_group
 from weaveopt.errors import WeaveError
 from weaveopt.records.report import Report
-from weaveopt.reporting.document import from_json, to_json
+from weaveopt.reporting.document import to_json
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.text import text
 from weaveopt.rewrites import RULES
 

@@ -20,6 +20,7 @@ from weaveopt.pipeline.problem import Choices, Frame, Problem
 from weaveopt.records.report import GraphReport, Regime, Report
 from weaveopt.records.site import TokenCounts
 from weaveopt.reporting import document as report_json
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.rewrites import RULES
 from weaveopt.rule import Context, FoundSite, Proposal, RuleSet
 from weaveopt.solver.regimes import MAX_REGIMES, Served, Stretch, regimes, stretches, structure_of
@@ -138,7 +139,7 @@ def test_no_other_cut_loses_less(seed: int) -> None:
 @pytest.mark.parametrize("regime", [None, Regime(2, 48), Regime(49, None)])
 def test_the_regime_is_told_in_json(regime: Regime | None) -> None:
     report = Report("m", 2, None, (GraphReport("graph0", "prefill", 64, regime=regime),))
-    assert report_json.from_json(report_json.to_json(report)) == report
+    assert from_json(report_json.to_json(report)) == report
 
 
 def tangled(rng: random.Random, machine: Machine, world: int) -> tuple[Reductions, list[int]]:

@@ -26,7 +26,8 @@ from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
-from weaveopt.reporting.document import from_json, to_json
+from weaveopt.reporting.document import to_json
+from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.registry import report as live_report
 from weaveopt.reporting.text import text
 from weaveopt.rewrites import RULES

@@ -208,7 +208,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
         unfinished = asked.output.with_name(f".{asked.output.name}.{os.getpid()}.json")
         try:
             unfinished.write_text(text, encoding="utf-8")
-            if importlib.util.find_spec("jsonschema") is not None:
+            if all(importlib.util.find_spec(name) for name in ("jsonschema", "msgspec")):
                 cost_model.load(str(unfinished))
             unfinished.replace(asked.output)
         finally:

@@ -1,4 +1,7 @@
-"""The report as JSON, and back. Every field of the records is there; sums are added for readers without our code."""
+"""The report as JSON. Every field of the records is there; sums are added for readers without our code.
+
+`document_reader` reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from weaveopt.plain_json import Json
 from weaveopt.records.candidate import Candidate, Estimate, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
 from weaveopt.reporting import generation
-from weaveopt.reporting.document_reader import SCHEMA, from_json
 from weaveopt.reporting.headline import headline
-from weaveopt.reporting.json_reader import Json
 from weaveopt.reporting.parts import Part, parts
 from weaveopt.reporting.timeline import Times, exposed_us, total
 
-__all__ = ["SCHEMA", "from_json", "graph_to_json", "to_dict", "to_json"]
+SCHEMA = 2
+"""Raised when a field changes its meaning or goes away; a new field does not raise it."""
 
 
 def to_json(report: Report) -> str:

@@ -1,11 +1,28 @@
-"""The report from its JSON, with the first field that is not as expected named."""
+"""The report from its JSON: what each object holds is said by a type, which msgspec reads by.
+
+Fields that are not named here are sums for other readers. A field with a default is newer than the first reports.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
 
+from msgspec import Struct
+
+from weaveopt import plain_json
 from weaveopt.errors import WeaveError
-from weaveopt.records.candidate import Candidate, Estimate, Fabric, Measured, Rejection, TableRow, Term
+from weaveopt.records.candidate import (
+    Candidate,
+    Estimate,
+    Fabric,
+    Measured,
+    Rejection,
+    Scalar,
+    TableRow,
+    Term,
+    Values,
+)
+from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.memory import Channel, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.records.report import (
     Decision,
@@ -24,223 +41,280 @@ from weaveopt.records.report import (
     WorkFailure,
 )
 from weaveopt.records.site import Site, TokenCounts
-from weaveopt.reporting import generation
-from weaveopt.reporting.json_reader import Reader
+from weaveopt.reporting.document import SCHEMA
 
-SCHEMA = 2
-"""Raised when a field changes its meaning or goes away; a new field does not raise it."""
+Table = dict[str, Scalar]
+Texts = tuple[str, ...]
 
 
 def from_json(text: str) -> Report:
     """The report that `to_json` wrote. Raises `WeaveError` naming the first field that is not as expected."""
-    root = Reader.of(text)
-    schema = root["schema"].integer()
-    if schema != SCHEMA:
-        raise WeaveError(f"report has schema {schema}; this weaveopt reads schema {SCHEMA}")
-    machine = root["machine"]
-    return Report(
-        model=root["model"].text(),
-        world=root["group"]["world"].integer(),
-        machine=None
-        if machine.missing
-        else MachineSummary(
-            machine["name"].text(),
-            machine["measured"].flag(),
-            machine["origins"].values(),
-            tuple(name.text() for name in machine.optional_list("stands_in_for")),
-        ),
-        graphs=tuple(_read_graph(graph) for graph in root["graphs"]),
-        fallbacks=_read_fallbacks(root["fallbacks"]),
-        notes=root["notes"].texts(),
-        breaks=tuple(map(_read_break, root.optional_list("breaks"))),
-        outside=tuple(map(_read_outside, root.optional_list("communication_outside"))),
-        uncompiled=tuple(map(_read_uncompiled, root.optional_list("uncompiled"))),
-        generation=generation.read(root.optional("generate")),
-    )
-
-
-def _read_break(found: Reader) -> GraphBreak:
-    reason, where, hint = (found[name].text() for name in ("reason", "where", "hint"))
-    return GraphBreak(reason, where, hint, found["count"].integer())
-
-
-def _read_outside(found: Reader) -> OutsideCommunication:
-    return OutsideCommunication(found["group"].text(), found["collectives"].integer(), found["after"].text())
-
-
-def _read_uncompiled(found: Reader) -> Uncompiled:
-    calls = found["calls"]
-    what, reason, hint = (found[name].text() for name in ("what", "reason", "hint"))
-    return Uncompiled(what, reason, hint, None if calls.missing else calls.integer())
-
-
-def _read_graph(graph: Reader) -> GraphReport:
-    arena = graph["arena"]
-    return GraphReport(
-        name=graph["name"].text(),
-        phase=graph["phase"].text(),
-        tokens=graph["tokens"].integer(),
-        decisions=tuple(_read_decision(site) for site in graph["sites"]),
-        plans=tuple(
-            MemoryPlan(
-                group=group["group"].text(),
-                fabric=_member(Fabric, group["fabric"]),
-                num_bytes=group["bytes"].integer(),
-                buffers=tuple(
-                    _read_buffer(slot) for slot in arena["slots"] if slot["group"].text() == group["group"].text()
-                ),
-                channels=tuple(Channel(each["name"].text(), each["index"].integer()) for each in group["channels"]),
-                wiring=group["wiring"].texts(),
-            )
-            for group in arena["groups"]
-        ),
-        rounding=graph["rounding"].texts(),
-        fallbacks=_read_fallbacks(graph["fallbacks"]),
-        steps_us=graph["steps_us"].values(),
-        work=tuple(map(_read_work, graph.optional_list("work"))),
-        work_failure=_read_work_failure(graph.optional("work_failure")),
-        sensitivity=tuple(map(_read_sensitivity, graph.optional_list("sensitivity"))),
-        regime=_read_regime(graph.optional("regime")),
-        variants=tuple(map(_read_variant, graph["variants"])),
-        variant=graph["variant"].text(),
-        timed=tuple(line.text() for line in graph.optional_list("timed")),
-    )
-
-
-def _read_regime(regime: Reader) -> Regime | None:
-    if regime.missing:
-        return None
-    end = regime["max_tokens"]
-    return Regime(regime["min_tokens"].integer(), None if end.missing else end.integer())
-
-
-def _read_work(work: Reader) -> Work:
-    return Work(
-        module=work["module"].text(),
-        kind=work["kind"].text(),
-        us=work["us"].number(),
-        after=work["after"].integer(),
-        count=work["count"].integer(),
-    )
-
-
-def _read_work_failure(failure: Reader) -> WorkFailure | None:
-    return None if failure.missing else WorkFailure(failure["exception"].text(), failure["message"].text())
-
-
-def _read_sensitivity(found: Reader) -> Sensitivity:
-    return Sensitivity(
-        sites=found["sites"].texts(),
-        tokens=found["tokens"].integer(),
-        choice=found["choice"].text(),
-        stretches=tuple(Stretch(row["tokens"].integer(), row["choice"].text()) for row in found["stretches"]),
-        constants=found["constants"].values(),
-    )
-
-
-def _read_fallbacks(fallbacks: Reader) -> tuple[Fallback, ...]:
-    return tuple(Fallback(f["graph"].text(), f["step"].text(), f["error"].text()) for f in fallbacks)
-
-
-def _read_buffer(slot: Reader) -> PlacedBuffer:
-    return PlacedBuffer(
-        name=slot["name"].text(),
-        offset=slot["offset"].integer(),
-        num_bytes=slot["bytes"].integer(),
-        lifetime=_member(Lifetime, slot["lifetime"]),
-        owners=slot["owners"].texts(),
-        first=slot["first"].integer(),
-        last=slot["last"].integer(),
-        fill=None if slot["fill"].missing else slot["fill"].integer(),
-        alignment=slot["alignment"].integer(),
-        zone_begin=slot["zone_begin"].integer(),
-    )
-
-
-def _read_variant(variant: Reader) -> Variant:
-    before, after = variant["unfused_us"], variant["predicted_us"]
-    return Variant(
-        name=variant["name"].text(),
-        rule=variant["rule"].text(),
-        baseline_us=None if before.missing else before.number(),
-        predicted_us=None if after.missing else after.number(),
-        rejections=_read_rejections(variant["rejected"]),
-    )
-
-
-def _read_table_row(row: Reader) -> TableRow:
-    return TableRow(row["max_tokens"].integer(), row["variant"].text(), row["values"].values())
-
-
-def _read_decision(site: Reader) -> Decision:
-    return Decision(
-        site=Site(
-            id=site["id"].text(),
-            kind=site["kind"].text(),
-            groups=site["groups"].texts(),
-            module=site["module"].text(),
-            collectives=site["collectives"].texts(),
-            description=site["form"].text(),
-            tokens=TokenCounts(
-                site["tokens"]["hint"].integer(), site["tokens"]["least"].integer(), site["tokens"]["most"].integer()
-            ),
-            facts=site["facts"].values(),
-            rejections=_read_rejections(site["rejected"]),
-            count=site["count"].integer(),
-        ),
-        chosen=_read_candidate(site, rejected_key="choice_rejected"),
-        alternatives=tuple(_read_candidate(candidate) for candidate in site["alternatives"]),
-        baseline=None
-        if site["unfused_terms"].missing
-        else Estimate(
-            _read_terms(site["unfused_terms"]),
-            site["unfused_relative_error"].number(),
-            _read_measured(site.optional("unfused_measured")),
-        ),
-    )
-
-
-def _read_candidate(candidate: Reader, rejected_key: str = "rejected") -> Candidate:
-    estimate = (
-        None
-        if candidate["terms"].missing
-        else Estimate(
-            _read_terms(candidate["terms"]),
-            candidate["relative_error"].number(),
-            _read_measured(candidate.optional("measured")),
-        )
-    )
-    return Candidate(
-        choice=candidate["choice"].text(),
-        fabric=_member(Fabric, candidate["fabric"]),
-        variant=candidate["variant"].text(),
-        parameters=candidate["parameters"].values(),
-        estimate=estimate,
-        rejections=_read_rejections(candidate[rejected_key]),
-        table=tuple(map(_read_table_row, candidate["table"])),
-        notes=candidate["notes"].texts(),
-    )
-
-
-Member = TypeVar("Member", Fabric, Lifetime)
-
-
-def _member(kind: type[Member], value: Reader) -> Member:
     try:
-        return kind(value.text())
-    except ValueError:
-        raise WeaveError(
-            f"{value.path}: found {value.text()!r}, expected one of {', '.join(m.value for m in kind)}"
-        ) from None
+        document = plain_json.read(text)
+        schema = plain_json.convert(document, _Schema).schema
+        if schema != SCHEMA:
+            raise WeaveError(f"report has schema {schema}; this weaveopt reads schema {SCHEMA}")
+        return plain_json.convert(document, _Report).record()
+    except plain_json.JsonError as error:
+        raise WeaveError(str(error)) from None
 
 
-def _read_terms(terms: Reader) -> tuple[Term, ...]:
-    return tuple(Term(term["name"].text(), term["us"].number()) for term in terms)
+def _values(table: Mapping[str, Scalar]) -> Values:
+    return tuple(table.items())
 
 
-def _read_measured(measured: Reader) -> Measured | None:
-    return None if measured.missing else Measured(measured["us"].number(), measured["relative_error"].number())
+class _Schema(Struct, frozen=True):
+    schema: int
 
 
-def _read_rejections(rejections: Reader) -> tuple[Rejection, ...]:
-    return tuple(Rejection(r["code"].text(), r["message"].text(), r["values"].values()) for r in rejections)
+class _Rejection(Struct, frozen=True):
+    code: str
+    message: str
+    values: Table
+
+
+def _rejections(found: Iterable[_Rejection]) -> tuple[Rejection, ...]:
+    return tuple(Rejection(each.code, each.message, _values(each.values)) for each in found)
+
+
+class _TableRow(Struct, frozen=True):
+    max_tokens: int
+    variant: str
+    values: Table
+
+    def record(self) -> TableRow:
+        return TableRow(self.max_tokens, self.variant, _values(self.values))
+
+
+class _Candidate(Struct, frozen=True):
+    choice: str
+    fabric: Fabric
+    variant: str
+    parameters: Table
+    table: tuple[_TableRow, ...]
+    notes: Texts
+    relative_error: float | None
+    terms: tuple[Term, ...] | None
+    measured: Measured | None = None
+
+    def candidate(self, rejected: Iterable[_Rejection]) -> Candidate:
+        return Candidate(
+            choice=self.choice,
+            fabric=self.fabric,
+            variant=self.variant,
+            parameters=_values(self.parameters),
+            estimate=_estimate(self.terms, self.relative_error, self.measured),
+            rejections=_rejections(rejected),
+            table=tuple(row.record() for row in self.table),
+            notes=self.notes,
+        )
+
+
+def _estimate(
+    terms: tuple[Term, ...] | None, relative_error: float | None, measured: Measured | None
+) -> Estimate | None:
+    return None if terms is None else Estimate(terms, relative_error or 0.0, measured)
+
+
+class _Alternative(_Candidate, frozen=True, kw_only=True):
+    rejected: tuple[_Rejection, ...]
+
+
+class _Site(_Candidate, frozen=True, kw_only=True):
+    """A site, and the candidate that was chosen at it."""
+
+    id: str
+    kind: str
+    groups: Texts
+    module: str
+    collectives: Texts
+    form: str
+    tokens: TokenCounts
+    facts: Table
+    rejected: tuple[_Rejection, ...]
+    count: int
+    choice_rejected: tuple[_Rejection, ...]
+    alternatives: tuple[_Alternative, ...]
+    unfused_terms: tuple[Term, ...] | None
+    unfused_relative_error: float | None
+    unfused_measured: Measured | None = None
+
+    def decision(self) -> Decision:
+        return Decision(
+            site=Site(
+                id=self.id,
+                kind=self.kind,
+                groups=self.groups,
+                module=self.module,
+                collectives=self.collectives,
+                description=self.form,
+                tokens=self.tokens,
+                facts=_values(self.facts),
+                rejections=_rejections(self.rejected),
+                count=self.count,
+            ),
+            chosen=self.candidate(self.choice_rejected),
+            alternatives=tuple(each.candidate(each.rejected) for each in self.alternatives),
+            baseline=_estimate(self.unfused_terms, self.unfused_relative_error, self.unfused_measured),
+        )
+
+
+class _Slot(Struct, frozen=True, rename={"num_bytes": "bytes"}):
+    group: str
+    name: str
+    offset: int
+    num_bytes: int
+    lifetime: Lifetime
+    owners: Texts
+    first: int
+    last: int
+    fill: int | None
+    alignment: int
+    zone_begin: int
+
+    def buffer(self) -> PlacedBuffer:
+        return PlacedBuffer(
+            *(self.name, self.offset, self.num_bytes, self.lifetime, self.owners, self.first, self.last),
+            *(self.fill, self.alignment, self.zone_begin),
+        )
+
+
+class _Group(Struct, frozen=True, rename={"num_bytes": "bytes"}):
+    group: str
+    fabric: Fabric
+    num_bytes: int
+    channels: tuple[Channel, ...]
+    wiring: Texts
+
+
+class _Arena(Struct, frozen=True):
+    slots: tuple[_Slot, ...]
+    groups: tuple[_Group, ...]
+
+    def plans(self) -> tuple[MemoryPlan, ...]:
+        return tuple(
+            MemoryPlan(
+                group=each.group,
+                fabric=each.fabric,
+                num_bytes=each.num_bytes,
+                buffers=tuple(slot.buffer() for slot in self.slots if slot.group == each.group),
+                channels=each.channels,
+                wiring=each.wiring,
+            )
+            for each in self.groups
+        )
+
+
+class _Variant(Struct, frozen=True):
+    name: str
+    rule: str
+    unfused_us: float | None
+    predicted_us: float | None
+    rejected: tuple[_Rejection, ...]
+
+    def record(self) -> Variant:
+        return Variant(self.name, self.rule, self.unfused_us, self.predicted_us, _rejections(self.rejected))
+
+
+class _Sensitivity(Struct, frozen=True):
+    sites: Texts
+    tokens: int
+    choice: str
+    stretches: tuple[Stretch, ...]
+    constants: Table
+
+    def record(self) -> Sensitivity:
+        return Sensitivity(self.sites, self.tokens, self.choice, self.stretches, _values(self.constants))
+
+
+class _Graph(Struct, frozen=True):
+    name: str
+    phase: str
+    tokens: int
+    variant: str
+    variants: tuple[_Variant, ...]
+    sites: tuple[_Site, ...]
+    arena: _Arena
+    rounding: Texts
+    fallbacks: tuple[Fallback, ...]
+    steps_us: Table
+    regime: Regime | None = None
+    work: tuple[Work, ...] = ()
+    work_failure: WorkFailure | None = None
+    sensitivity: tuple[_Sensitivity, ...] = ()
+    timed: Texts = ()
+
+    def record(self) -> GraphReport:
+        return GraphReport(
+            name=self.name,
+            phase=self.phase,
+            tokens=self.tokens,
+            decisions=tuple(site.decision() for site in self.sites),
+            plans=self.arena.plans(),
+            rounding=self.rounding,
+            fallbacks=self.fallbacks,
+            steps_us=_values(self.steps_us),
+            work=self.work,
+            work_failure=self.work_failure,
+            sensitivity=tuple(each.record() for each in self.sensitivity),
+            regime=self.regime,
+            variants=tuple(each.record() for each in self.variants),
+            variant=self.variant,
+            timed=self.timed,
+        )
+
+
+class _Machine(Struct, frozen=True):
+    name: str
+    measured: bool
+    origins: Table
+    stands_in_for: Texts = ()
+
+    def record(self) -> MachineSummary:
+        return MachineSummary(self.name, self.measured, _values(self.origins), self.stands_in_for)
+
+
+class _LeftCall(Struct, frozen=True):
+    loop: str
+    count: int
+    reasons: tuple[_Rejection, ...]
+
+
+class _Generation(Struct, frozen=True):
+    steps: tuple[StepReport, ...] = ()
+    left: tuple[_LeftCall, ...] = ()
+
+    def record(self) -> GenerationReport:
+        left = (LeftCall(each.loop, _rejections(each.reasons), each.count) for each in self.left)
+        return GenerationReport(self.steps, tuple(left))
+
+
+class _World(Struct, frozen=True):
+    world: int
+
+
+class _Report(Struct, frozen=True):
+    model: str
+    group: _World
+    machine: _Machine | None
+    graphs: tuple[_Graph, ...]
+    fallbacks: tuple[Fallback, ...]
+    notes: Texts
+    breaks: tuple[GraphBreak, ...] = ()
+    communication_outside: tuple[OutsideCommunication, ...] = ()
+    uncompiled: tuple[Uncompiled, ...] = ()
+    generate: _Generation = _Generation()
+
+    def record(self) -> Report:
+        return Report(
+            model=self.model,
+            world=self.group.world,
+            machine=None if self.machine is None else self.machine.record(),
+            graphs=tuple(graph.record() for graph in self.graphs),
+            fallbacks=self.fallbacks,
+            notes=self.notes,
+            breaks=self.breaks,
+            outside=self.communication_outside,
+            uncompiled=self.uncompiled,
+            generation=self.generate.record(),
+        )

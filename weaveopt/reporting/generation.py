@@ -1,13 +1,12 @@
-"""The decode loop in the report: as text, as JSON, and back."""
+"""The decode loop in the report: as text, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from weaveopt.records.candidate import Rejection
-from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
-from weaveopt.reporting.json_reader import Json, Reader
+from weaveopt.plain_json import Json
+from weaveopt.records.generation import GenerationReport
 from weaveopt.wording import counted
 
 
@@ -42,39 +41,3 @@ def document(report: GenerationReport) -> Json:
             for left in report.left
         ],
     }
-
-
-def read(found: Reader) -> GenerationReport:
-    """What `document` wrote; nothing of a report from before it."""
-    if found.missing:
-        return GenerationReport()
-    return GenerationReport(tuple(map(_read_step, found["steps"])), tuple(map(_read_left, found["left"])))
-
-
-def _read_step(step: Reader) -> StepReport:
-    return StepReport(
-        batch=step["batch"].integer(),
-        cache_length=step["cache_length"].integer(),
-        choice=step["choice"].text(),
-        backend=step["backend"].text(),
-        captured=step["captured"].flag(),
-        not_captured=step["not_captured"].text(),
-        not_compiled=_since(step.optional("not_compiled")),
-        choosing_not_compiled=_since(step.optional("choosing_not_compiled")),
-        calls=step["calls"].integer(),
-        steps=step["steps"].integer(),
-        replays=step["replays"].integer(),
-        beyond_stop=step["beyond_stop"].integer(),
-        loop_us=step["loop_us"].number(),
-        step_us=step["step_us"].number(),
-    )
-
-
-def _since(found: Reader) -> str:
-    """A text that older reports do not have."""
-    return "" if found.missing else found.text()
-
-
-def _read_left(left: Reader) -> LeftCall:
-    reasons = tuple(Rejection(r["code"].text(), r["message"].text(), r["values"].values()) for r in left["reasons"])
-    return LeftCall(left["loop"].text(), reasons, left["count"].integer())

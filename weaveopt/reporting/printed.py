@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from weaveopt.plain_json import Json
 from weaveopt.records.report import Report
 from weaveopt.reporting import document, screen, text, why
-from weaveopt.reporting.json_reader import Json
 from weaveopt.reporting.terminal import to_html
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from weaveopt.plain_json import Json
 from weaveopt.records.report import GraphReport, Report, Work
-from weaveopt.reporting.json_reader import Json
 from weaveopt.reporting.timeline import STREAMS, Block, laid_out, module_of, title, total, unrolled
 
 
