@@ -18,6 +18,8 @@ from weaveopt.reporting import terminal
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "explain.md")
 BLOCK = re.compile(r"^```\n\$ weaveopt (explain [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ONE_SCREEN = 24
+"""Lines of a terminal as it opens."""
 LEFT_OUT = "[…]"
 SHOWN = [(page.name, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
 
@@ -50,7 +52,9 @@ def printed() -> dict[str, str]:
             asked = _question(command)
             captured = _captured(asked)
             if captured not in reports:
-                reports[captured] = explain.explain(captured)
+                steps: list[str] = []
+                reports[captured] = explain.explain(captured, steps.append)
+                assert len(steps) == explain.NUM_STEPS - 1, f"the bar ends before its end, or after it: {steps}"
             rendered = explain.rendered(reports[captured], asked)
             assert isinstance(rendered, str)
             texts[command] = rendered
@@ -81,4 +85,6 @@ def test_a_page_shows_what_the_command_prints(page: str, command: str, block: st
         )
         assert number or starts[0] == 0, f"{page}: the block does not begin as the output does"
         at = starts[0] + len(piece)
+    short = not {"--full", "--why"} & set(command.split())
+    assert len(lines) <= ONE_SCREEN or not short, f"{len(lines)} lines are more than one screen"
     assert block.endswith(f"{LEFT_OUT}\n") or at == len(lines), f"{page}: the output goes on after the block"
