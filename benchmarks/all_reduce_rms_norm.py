@@ -39,6 +39,7 @@ from weaveopt.reductions.prices.estimate import estimate_fused
 from weaveopt.reductions.prices.table import one_shot_max_tokens
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm
+from weaveopt.wording import counted
 
 HIDDEN = 4096
 DTYPE = torch.bfloat16
@@ -213,7 +214,7 @@ def main_gpu(args: argparse.Namespace) -> int:
         gpu_ranks.run_and_exit(program)
     num_gpus = torch.cuda.device_count()
     if num_gpus < 2:
-        raise SystemExit(f"found {num_gpus} CUDA device(s), the benchmark needs at least 2")
+        raise SystemExit(f"found {counted(num_gpus, 'CUDA device')}, the benchmark needs at least 2")
     worlds = (
         [int(world) for world in args.worlds.split(",")] if args.worlds else [n for n in (8, 4, 2) if n <= num_gpus]
     )

@@ -37,6 +37,7 @@ from weaveopt.reductions.buffers import OUTPUT, locate, memory_plan
 from weaveopt.reductions.call import ReductionCall
 from weaveopt.reductions.peer import native_site
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.wording import counted
 
 TOKENS = (1024, 2048, 4096, 8192, 16384)
 DEPTHS = (2048, 4096, 7168, 14336)
@@ -247,7 +248,7 @@ def main() -> int:
     if not dist.is_torchelastic_launched():
         ranks = args.ranks or torch.cuda.device_count()
         if ranks < 2:
-            raise SystemExit(f"found {ranks} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(f"found {counted(ranks, 'CUDA device')}, the benchmark needs at least 2")
         return gpu_ranks.start("benchmarks.gemm_all_reduce_gpu", ranks, sys.argv[1:])
     gpu_ranks.run_and_exit(lambda place: program(place, args))
     return 0

@@ -30,6 +30,7 @@ import weaveopt
 from benchmarks import gpu_limits, gpu_ranks, record
 from benchmarks.gpu_ranks import Place
 from weaveopt.generation import sessions
+from weaveopt.wording import counted
 
 SUITE = "generate"
 BATCHES = (1, 16, 64)
@@ -250,7 +251,9 @@ def main() -> int:
     asked = parse(sys.argv[1:])
     if not dist.is_torchelastic_launched():
         if torch.cuda.device_count() < 2:
-            raise SystemExit(f"found {torch.cuda.device_count()} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(
+                f"found {counted(torch.cuda.device_count(), 'CUDA device')}, the benchmark needs at least 2"
+            )
         return gpu_ranks.start("benchmarks.generate_gpu", 2, sys.argv[1:])
     gpu_ranks.run_and_exit(lambda place: program(place, asked))
     return 0

@@ -31,6 +31,7 @@ from transformers import LlamaConfig, PreTrainedModel, StaticCache
 from benchmarks import record
 from examples import tiny_llama
 from weaveopt.integrations.cache_argument import with_cache
+from weaveopt.wording import counted
 
 CACHE_POSITIONS = 256
 FILLED_POSITIONS = 128
@@ -190,7 +191,7 @@ def main_gpu(args: argparse.Namespace) -> int:
     if not dist.is_torchelastic_launched():
         num_ranks = args.ranks or torch.cuda.device_count()
         if num_ranks < 2:
-            raise SystemExit(f"found {num_ranks} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(f"found {counted(num_ranks, 'CUDA device')}, the benchmark needs at least 2")
         return gpu_ranks.start("benchmarks.llama_layers", num_ranks, sys.argv[1:])
     from benchmarks import llama_layers_gpu as gpu
 

@@ -38,6 +38,7 @@ from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import SITES
 from weaveopt.records.candidate import Fabric
+from weaveopt.wording import counted
 
 TIMEOUT_S = 30.0
 TOKENS = (1, 8, 64, 333, 512, 2048, 3001, 8192)
@@ -309,7 +310,7 @@ def main() -> int:
     if not dist.is_torchelastic_launched():
         ranks = args.ranks or torch.cuda.device_count()
         if ranks < 2:
-            raise SystemExit(f"found {ranks} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(f"found {counted(ranks, 'CUDA device')}, the benchmark needs at least 2")
         return gpu_ranks.start("benchmarks.moe_sharded_gpu", ranks, sys.argv[1:])
     gpu_ranks.run_and_exit(lambda place: program(place, args))
     return 0

@@ -24,6 +24,7 @@ from benchmarks.prediction_cases import Trial
 from benchmarks.prediction_model import predict_again
 from weaveopt import cost_model
 from weaveopt.errors import ProfileError
+from weaveopt.wording import counted
 
 SUITE = "prediction"
 LAYERS = ("prefill:1024", "decode:8")
@@ -129,7 +130,7 @@ def main() -> int:
         if args.device == "cuda":
             num_ranks = args.ranks or torch.cuda.device_count()
             if num_ranks < 2:
-                raise SystemExit(f"found {num_ranks} CUDA device(s), the benchmark needs at least 2")
+                raise SystemExit(f"found {counted(num_ranks, 'CUDA device')}, the benchmark needs at least 2")
             return gpu_ranks.start("benchmarks.prediction", num_ranks, sys.argv[1:])
         launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks or 2)]
         command = [sys.executable, "-m", *launch, "-m", "benchmarks.prediction", *sys.argv[1:]]

@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import accuracy
 from benchmarks.plots import plot
 from benchmarks.record import Row, Scalar
+from weaveopt.wording import counted
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
@@ -169,11 +170,11 @@ def main() -> int:
         return int(current != text)
     RESULTS.write_text(text)
     if importlib.util.find_spec("matplotlib") is None:
-        print(f"{RESULTS}: {len(suites)} suite(s); no plots without matplotlib (pip install matplotlib)")
+        print(f"{RESULTS}: {counted(len(suites), 'suite')}; no plots without matplotlib (pip install matplotlib)")
         return 0
     for path, suite in zip(paths, suites, strict=True):
         plot(f"{suite.name}, {suite.machine}", suite.rows, path.with_suffix(".png"))
-    print(f"{RESULTS}: {len(suites)} suite(s), {sum(len(suite.rows) for suite in suites)} row(s)")
+    print(f"{RESULTS}: {counted(len(suites), 'suite')}, {counted(sum(len(suite.rows) for suite in suites), 'row')}")
     return 0
 
 

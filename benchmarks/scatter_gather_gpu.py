@@ -53,6 +53,7 @@ from weaveopt.records.memory import MemoryPlan
 from weaveopt.reductions import buffers
 from weaveopt.reductions.call import ReductionCall
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.wording import counted
 
 TIMEOUT_S = 60.0
 WIDTHS = (5120, 14336)
@@ -370,7 +371,7 @@ def main() -> int:
     if not dist.is_torchelastic_launched():
         ranks = args.ranks or torch.cuda.device_count()
         if ranks < 2:
-            raise SystemExit(f"found {ranks} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(f"found {counted(ranks, 'CUDA device')}, the benchmark needs at least 2")
         return gpu_ranks.start("benchmarks.scatter_gather_gpu", ranks, sys.argv[1:])
     gpu_ranks.run_and_exit(lambda place: program(place, args))
     return 0

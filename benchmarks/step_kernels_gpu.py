@@ -29,6 +29,7 @@ from benchmarks.gpu_ranks import Place
 from weaveopt.generation import sessions
 from weaveopt.generation.compiling import Backend
 from weaveopt.generation.session import Chosen, Session
+from weaveopt.wording import counted
 
 SUITE = "step_kernels"
 REPLAYS, PROFILED, ROUNDS = 40, 4, 5
@@ -182,7 +183,9 @@ def main() -> int:
     asked = parse(sys.argv[1:])
     if not dist.is_torchelastic_launched():
         if torch.cuda.device_count() < 2:
-            raise SystemExit(f"found {torch.cuda.device_count()} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(
+                f"found {counted(torch.cuda.device_count(), 'CUDA device')}, the benchmark needs at least 2"
+            )
         return gpu_ranks.start("benchmarks.step_kernels_gpu", 2, sys.argv[1:])
     gpu_ranks.run_and_exit(lambda place: program(place, asked))
     return 0

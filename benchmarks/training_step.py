@@ -24,6 +24,7 @@ from transformers.distributed import DistributedConfig
 import weaveopt
 from benchmarks import gpu_ranks, record
 from benchmarks.gpu_ranks import Place
+from weaveopt.wording import counted
 
 SUITE = "training_step"
 TOKENS = (512, 2048, 4096)
@@ -137,7 +138,9 @@ def main() -> int:
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
         if torch.cuda.device_count() < 2:
-            raise SystemExit(f"found {torch.cuda.device_count()} CUDA device(s), the benchmark needs at least 2")
+            raise SystemExit(
+                f"found {counted(torch.cuda.device_count(), 'CUDA device')}, the benchmark needs at least 2"
+            )
         return gpu_ranks.start("benchmarks.training_step", torch.cuda.device_count(), sys.argv[1:])
     asked = Asked(args.machine, tuple(args.tokens), args.layers, args.quick)
     gpu_ranks.run_and_exit(lambda place: program(place, asked))

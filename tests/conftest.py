@@ -61,4 +61,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = os.environ.get("WEAVE_TEST_SHARED_GPUS") == "1"
         needed = 2 if item.get_closest_marker("multigpu") and not shared else 1
         if found < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
+            item.add_marker(pytest.mark.skip(reason=f"CUDA GPUs: needs {needed}, found {found}"))

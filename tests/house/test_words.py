@@ -13,8 +13,18 @@ NOUNS = (
     "columns|dimensions|candidates|peers|copies|sequences|cores|kinds|changes|replays|errors|files"
 )
 NOUN_AFTER = re.compile(rf" (?:\w+ )?(?:{NOUNS})\b")
-PRINTED = [*FILES.values(), *(ROOT / "examples").glob("*.py")]
-ROOMS_OF_SIZES = ("measure", "ops", "reductions", "expert_kernels", "rewrites", "sites", "graph", "cost_model")
+PRINTED = [*FILES.values(), *(path for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py"))]
+ROOMS_OF_SIZES = (
+    "benchmarks",
+    "measure",
+    "ops",
+    "reductions",
+    "expert_kernels",
+    "rewrites",
+    "sites",
+    "graph",
+    "cost_model",
+)
 """Their numbers are sizes of kernels and of groups that communicate, which are never 1."""
 NO_NUMBERS = {"device.type", "here.device.type", "fabric.value", "count.node.expr", "shape", "letter"}
 LISTS = {"[len(each) for each in ranks]"}

@@ -13,6 +13,7 @@ import pytest
 from weaveopt.cli import explain
 from weaveopt.cli.main import main
 from weaveopt.errors import OptionError
+from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Report
 from weaveopt.reporting import picture
 
@@ -54,6 +55,16 @@ def test_sites_alone_are_called_so(report: Report) -> None:
     words = _words(picture.draw(report, "svg"))
     assert "layers 0…1 (×8), sites alone, before: 901.0 us" in words
     assert "all sites: ×2.82" in words
+
+
+def test_what_a_gain_rests_on_is_in_the_picture(whole: Report) -> None:
+    graph = whole.graphs[0]
+    switch = tuple(
+        replace(d, chosen=replace(d.chosen, fabric=Fabric.MULTIMEM)) if d.rewritten else d for d in graph.decisions
+    )
+    words = _words(picture.draw(replace(whole, graphs=(replace(graph, decisions=switch),)), "svg"))
+    assert "whole model: ×1.00, ×2.13" in words and "with kernels that have never run" in words
+    assert "predicted, partly by constants of datasheets" in words
 
 
 def test_a_graph_without_anything_to_run_is_drawn_empty(report: Report) -> None:

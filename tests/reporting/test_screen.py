@@ -13,7 +13,7 @@ import pytest
 from weaveopt.errors import OptionError
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.report import Decision, GraphBreak, GraphReport, MachineSummary, Report
-from weaveopt.reporting import document, levers, reasons, screen, terminal
+from weaveopt.reporting import compare, document, levers, reasons, screen, terminal
 from weaveopt.reporting import text as render
 from weaveopt.reporting.headline import headline, headline_line, machine_line
 from weaveopt.reporting.printed import printed
@@ -50,7 +50,7 @@ def test_a_printed_report_is_short_and_has_all_behind_methods(whole: Report) -> 
         report.why("nothing")
 
 
-def test_kernels_that_never_ran_are_beside_the_headline_and_not_in_it(whole: Report) -> None:
+def test_kernels_that_never_ran_are_beside_the_headline_and_not_in_it(whole: Report, tmp_path: Path) -> None:
     def on_switch(decision: Decision) -> Decision:
         down = decision.site.module.endswith("down_proj")
         chosen = replace(decision.chosen, fabric=Fabric.MULTIMEM, variant="two_shot direct")
@@ -70,6 +70,10 @@ def test_kernels_that_never_ran_are_beside_the_headline_and_not_in_it(whole: Rep
     assert headline_line(graph, whole.machine) in _one_line(text), "beside it, in one line"
     written = document.to_json(replace(whole, graphs=(graph,)))
     assert '"never_ran": [\n' in written and '"within_error": 0' in written
+    file = tmp_path / "report.json"
+    file.write_text(written, encoding="utf-8")
+    both = _one_line(compare.text(file, file))
+    assert all(f"{letter} {line}" in both for letter in "AB")
 
 
 @pytest.mark.parametrize(("saved_us", "counts"), [(46.0, True), (44.0, False), (-5.0, False)])

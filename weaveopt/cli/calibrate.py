@@ -82,6 +82,8 @@ def question(args: argparse.Namespace) -> Question:
         raise OptionError(f"--output {asked.output}: is a directory, expected a file")
     if asked.only and asked.base is None:
         raise OptionError("--only measures a part of a profile: name the profile to renew with --base NAME|FILE")
+    if asked.base is not None:
+        _loaded(asked.base)
     _check_ranks(asked)
     return asked
 
@@ -159,15 +161,20 @@ def _check_families(only: Sequence[str], device: torch.device) -> None:
             raise OptionError(f"--only {name}: on {device.type} ranks there are {', '.join(known)}")
 
 
-def _base(asked: str, device: torch.device) -> Machine:
-    """The profile to renew, before anything is measured."""
+def _loaded(base: str) -> Machine:
     from weaveopt import cost_model
-    from weaveopt.measure import base, draft
 
     try:
-        found = cost_model.load(asked)
+        return cost_model.load(base)
     except ProfileError as error:
-        raise OptionError(f"--base {asked}: {error}") from None
+        raise OptionError(f"--base {base}: {error}") from None
+
+
+def _base(asked: str, device: torch.device) -> Machine:
+    """The profile to renew, before anything is measured."""
+    from weaveopt.measure import base, draft
+
+    found = _loaded(asked)
     base.accept(asked, found, device.type, draft.wiring(device))
     return found
 

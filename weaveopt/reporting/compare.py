@@ -12,13 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from weaveopt.errors import OptionError, WeaveError
-from weaveopt.records.report import GraphReport, Report
+from weaveopt.records.report import GraphReport, MachineSummary, Report
 from weaveopt.reporting.document_reader import from_json
-from weaveopt.reporting.sections import whole_line, work_failure_line
+from weaveopt.reporting.headline import headline, headline_line
+from weaveopt.reporting.sections import work_failure_line
 from weaveopt.reporting.terminal import to_text, width_of
 from weaveopt.reporting.text import Row, choice_words, rows_of
-from weaveopt.reporting.timeline import Times, title, total
+from weaveopt.reporting.timeline import title
 from weaveopt.wording import counted
+
+Machines = tuple[MachineSummary | None, MachineSummary | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def text(left: Path, right: Path, width: int | None = None, color: bool = False)
     if not (first.graphs or second.graphs):
         parts.append(Text("neither has a graph"))
     for a, b in zip_longest(first.graphs, second.graphs):
-        parts += [Text(""), *_graphs(a, b, width)]
+        parts += [Text(""), *_graphs(a, b, (first.machine, second.machine), width)]
     return to_text(Group(*parts), width, color)
 
 
@@ -78,7 +81,9 @@ def _title(letter: str, path: Path, report: Report) -> str:
     return f"{letter}: {path}: {report.model} on {counted(report.world, 'rank')}, {machine}"
 
 
-def _graphs(left: GraphReport | None, right: GraphReport | None, width: int) -> Iterator[RenderableType]:
+def _graphs(
+    left: GraphReport | None, right: GraphReport | None, machines: Machines, width: int
+) -> Iterator[RenderableType]:
     if left is None or right is None:
         only = left or right
         assert only is not None
@@ -96,22 +101,16 @@ def _graphs(left: GraphReport | None, right: GraphReport | None, width: int) -> 
     before, after = _ratio(left.unfused_us, right.unfused_us), _ratio(left.predicted_us, right.predicted_us)
     yield Text(f"B/A, sites: before {before}, after {after}")
     if left.work and right.work:
-        yield from map(Text, _whole_lines(_totals(left), _totals(right)))
+        yield Text(f"A {headline_line(left, machines[0])}")
+        yield Text(f"B {headline_line(right, machines[1])}")
+        first, second = headline(left), headline(right)
+        before, after = _ratio(first.before.us, second.before.us), _ratio(first.counting.us, second.counting.us)
+        yield Text(f"B/A, whole model: before {before}, after {after}")
     else:
         without = " and ".join(letter for letter, graph in (("A", left), ("B", right)) if not graph.work)
         yield Text(f"whole model: not predicted in {without}")
         for letter, graph in (("A", left), ("B", right)):
             yield from (Text(f"{letter}: {line}") for line in work_failure_line(graph))
-
-
-def _totals(graph: GraphReport) -> tuple[Times, Times]:
-    return total(graph, fused=False), total(graph, fused=True)
-
-
-def _whole_lines(left: tuple[Times, Times], right: tuple[Times, Times]) -> Iterator[str]:
-    yield f"A {whole_line(*left)}"
-    yield f"B {whole_line(*right)}"
-    yield f"B/A, whole model: before {_ratio(left[0].us, right[0].us)}, after {_ratio(left[1].us, right[1].us)}"
 
 
 def _table(found: tuple[Pair, ...], width: int) -> Table:

@@ -70,7 +70,7 @@ def headline_line(graph: GraphReport, machine: MachineSummary | None) -> str:
     found = headline(graph)
     before, after = found.before, found.counting
     what = "whole model" if graph.work else "sites alone, as kernels outside them were not predicted"
-    parts = [f"{what}: {before.us:,.1f} -> {after.us:,.1f} us{_faster(before, after)}{_by(machine)}"]
+    parts = [f"{what}: {before.us:,.1f} -> {after.us:,.1f} us{_faster(before, after)}{prices_from(machine)}"]
     if found.never_ran:
         also = _faster(before, found.chosen).removeprefix(", ") or "the same"
         parts.append(f"{also} with kernels that have never run ({', '.join(found.never_ran)})")
@@ -111,8 +111,8 @@ def _origins(machine: MachineSummary) -> Iterator[tuple[str, str]]:
         yield words[0].rstrip(":,;") if words else "unknown", ".".join(constant.split(".")[:2])
 
 
-def _by(machine: MachineSummary | None) -> str:
-    """What the prices come from, where it is not this machine's own measurements."""
+def prices_from(machine: MachineSummary | None) -> str:
+    """`, by constants of papers`: the sources of prices that were not measured on such a machine; empty if all were."""
     if machine is None or machine.measured:
         return ""
     if machine.stands_in_for:

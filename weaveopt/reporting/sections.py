@@ -86,16 +86,6 @@ def work_failure_line(graph: GraphReport) -> tuple[str, ...]:
     return (f"the work outside the sites of {graph.name} could not be estimated: {graph.work_failure}",)
 
 
-def whole_line(before: Times, after: Times) -> str:
-    faster = f", {before.us / after.us:.2f} times as fast" if after.us else ""
-    exposed = f"{_exposed(before)} -> {_exposed(after)}"
-    return f"whole model: {_us(before.us)} -> {_us(after.us)} us{faster}; communication exposed {exposed}"
-
-
-def _exposed(times: Times) -> str:
-    return f"{_us(times.exposed_us)} us ({times.exposed_share:.0%})"
-
-
 def _cells(before: Times, after: Times) -> tuple[str, ...]:
     saved = f"{1 - after.us / before.us:.0%}" if before.us else ""
     exposed = (f"{_us(times.exposed_us)} {f'({times.exposed_share:.0%})':>6}" for times in (before, after))
