@@ -223,7 +223,7 @@ NAMES_AND_NUMBERS = (
     "llama-3.3-70b --layers 81",
     "llama-3.3-70b --ep 8",
     "mixtral-8x22b --ep 3",
-    "qwen3-235b-a22b --tp 8",
+    "qwen3-235b-a22b --tp 12",
     "gpt-oss-120b --tp 8",
     "--compare a.json b.json",
     "calibrate --base nosuch",
