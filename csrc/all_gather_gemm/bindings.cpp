@@ -22,16 +22,23 @@ struct AllGatherGemmHandle {
     AllGatherGemm op;
 
     AllGatherGemmHandle(std::shared_ptr<GroupHandle> group, const fabric::shm::RowsSite& site, int32_t max_threads)
-        : owner(std::move(group)),
+        : owner(given("group", group)),
           partial_bytes(site.partial_bytes),
-          op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes()), max_threads) {}
+          op(owner->group, site, owner->data_bytes(),
+             static_cast<int32_t>(within("max_threads", max_threads, 1, kMostThreads))) {}
 
     int run(int64_t tokens, int64_t outer, int64_t block_bytes, uintptr_t shard, uintptr_t whole, int32_t num_threads) {
-        if (outer * block_bytes > partial_bytes) throw std::invalid_argument("the shard is larger than its buffer");
-        py::gil_scoped_release release;
-        return static_cast<int>(op.run(tokens, {outer, block_bytes}, reinterpret_cast<const void*>(shard),
-                                       reinterpret_cast<void*>(whole), num_threads)
-                                    .code);
+        const int64_t bytes = product_of("the shard", {outer, block_bytes});
+        if (bytes > partial_bytes) throw std::invalid_argument("the shard is larger than its buffer");
+        expect_address("shard", shard, bytes > 0);
+        expect_address("whole", whole, bytes > 0);
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status = op.run(tokens, {outer, block_bytes}, reinterpret_cast<const void*>(shard),
+                            reinterpret_cast<void*>(whole), num_threads);
+        }
+        return code_of(status);
     }
 };
 

@@ -2,7 +2,6 @@
 #ifdef WEAVE_WITH_CUDA
 #include <pybind11/pybind11.h>
 
-#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -10,6 +9,7 @@
 #include "all_gather_gemm/gpu.h"
 #include "all_gather_gemm/multiply.h"
 #include "base/bindings.h"
+#include "base/timeout.h"
 #include "fabric/peer.h"
 
 namespace py = pybind11;
@@ -27,14 +27,15 @@ class GpuAllGatherGemm {
   public:
     GpuAllGatherGemm(std::shared_ptr<PeerGroup> group, uint32_t tag, DType dtype, int64_t hidden, int32_t channel,
                      double timeout_s, int64_t rows_offset, int64_t rows_bytes)
-        : group_(std::move(group)), dtype_(dtype), row_bytes_(hidden * size_of(dtype)), rows_bytes_(rows_bytes) {
-        const int64_t all = group_->num_bytes();
-        if (rows_offset < static_cast<int64_t>(fabric::kHeaderBytes) || rows_offset % 256 != 0 || rows_bytes < 0 ||
-            rows_offset + rows_bytes > all)
-            throw std::invalid_argument("gathered rows at [" + std::to_string(rows_offset) + ", " +
-                                        std::to_string(rows_offset + rows_bytes) + "): not in an arena of " +
-                                        std::to_string(all) + " bytes");
-        call_.group = group_->view(channel, static_cast<uint64_t>(std::llround(timeout_s * 1e9)));
+        : group_(given("group", group)),
+          dtype_(known("dtype", dtype, DType::kFloat16)),
+          row_bytes_(within("hidden", hidden, 1, kMostRow) * size_of(dtype)),
+          rows_bytes_(rows_bytes) {
+        expect_inside("gathered rows", rows_offset, rows_bytes, group_->num_bytes());
+        if (rows_offset < static_cast<int64_t>(fabric::kHeaderBytes) || rows_offset % 256 != 0)
+            throw std::invalid_argument("gathered rows at " + std::to_string(rows_offset) +
+                                        ": expected a multiple of 256 behind the header");
+        call_.group = group_->view(channel, nanoseconds_of(timeout_s));
         call_.rows_offset = rows_offset;
         call_.site = tag;
     }
@@ -43,13 +44,16 @@ class GpuAllGatherGemm {
     // rank's own gathered rows too. CUDA error codes; the same of what follows.
     int begin(int64_t outer, int64_t inner, int32_t num_pieces, uintptr_t shard, bool keeps_own, uintptr_t main,
               uintptr_t side) {
+        within("num_pieces", num_pieces, 1, kMostCount);
+        within("tokens", product_of("tokens", {outer, inner, call_.group.world}), 0, kMostCount);
+        const int64_t bytes = product_of("the gathered rows", {outer, inner, row_bytes_, call_.group.world});
+        if (bytes > rows_bytes_) throw std::invalid_argument("the gathered rows are larger than their buffer");
+        expect_address("shard", shard, bytes > 0);
         call_.outer = outer;
         call_.block_bytes = inner * row_bytes_;
         call_.piece_bytes = gpu::piece_bytes(inner, row_bytes_, num_pieces);
         call_.shard = reinterpret_cast<const void*>(shard);
         call_.tokens = static_cast<int32_t>(outer * inner * call_.group.world);
-        if (outer * call_.block_bytes * call_.group.world > rows_bytes_)
-            throw std::invalid_argument("the gathered rows are larger than their buffer");
         // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
         // another thread of this interpreter, must get to run then.
         py::gil_scoped_release release;
@@ -65,6 +69,10 @@ class GpuAllGatherGemm {
     }
     int multiply(int32_t tile_columns, int32_t group_pairs, int32_t spare_ctas, uintptr_t weight, int64_t weight_stride,
                  uintptr_t bias, int64_t n, uintptr_t out, uintptr_t main) const {
+        within("n", n, 0, kMostCount);
+        within("tile_columns", tile_columns, 1, kMostCount);
+        expect_address("weight", weight, n > 0);
+        expect_address("out", out, n > 0);
         const gpu::GatheredProduct product{reinterpret_cast<const void*>(weight), reinterpret_cast<const void*>(bias),
                                            reinterpret_cast<void*>(out),          n,
                                            row_bytes_ / size_of(dtype_),          weight_stride};

@@ -15,6 +15,7 @@ AllGatherGemm::AllGatherGemm(fabric::shm::Group& group, const fabric::shm::RowsS
 Status AllGatherGemm::run(int64_t tokens, const Shard& layout, const void* shard, void* whole, int32_t num_threads) {
     Status status = call_.enter(tokens);
     if (!status.ok()) return status;
+    const fabric::shm::Held held(call_.group());
     const int32_t threads = std::min(num_threads, max_threads_), rank = call_.rank(), world = call_.world();
     const int64_t bytes = layout.outer * layout.block_bytes;
     const char* from = static_cast<const char*>(shard);

@@ -60,7 +60,7 @@ void bind_shm(py::module_& m) {
         .def_property_readonly("status", &AllReduceNormHandle::status)
         .def("enter", &AllReduceNormHandle::enter)
         .def("run", &AllReduceNormHandle::run)
-        .def("leave", [](AllReduceNormHandle& handle) { handle.owner->group.leave(); })
+        .def("abandon", [](AllReduceNormHandle& handle) { handle.owner->group.abandon(); })
         .def("enter_and_run", &AllReduceNormHandle::enter_and_run)
         .def_property_readonly("next_parity",
                                [](const AllReduceNormHandle& handle) { return handle.op->next_parity(); });
@@ -73,6 +73,49 @@ void bind_shm(py::module_& m) {
             return names;
         },
         "Instruction sets of the row kernels that this processor runs; the first is used.");
+}
+
+void expect_rows(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
+    within("tokens", tokens, 0, kMostCount);
+    within("hidden", hidden, 1, kMostRow);
+    within("world", world, 1, kMostRanks);
+    known("dtype", dtype, DType::kFloat16);
+    // Of every buffer here this is the most: packets of rows, finished rows and sums, for all ranks.
+    product_of("rows of all ranks", {tokens + world, hidden + 16, 64, world});
+}
+
+std::vector<fabric::BufferNeed> gpu_buffers(gpu::GpuKernel kernel, int64_t tokens, int64_t hidden, DType dtype,
+                                            gpu::OutKind out_kind, int32_t world) {
+    known("kernel", kernel, gpu::GpuKernel::kDirect);
+    known("out_kind", out_kind, gpu::OutKind::kFp8);
+    expect_rows(tokens, hidden, dtype, world);
+    return gpu::buffer_needs(kernel, tokens, hidden, dtype, out_kind, world);
+}
+
+std::vector<fabric::BufferNeed> product_buffers(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
+    expect_rows(tokens, hidden, dtype, world);
+    return gpu::pushed_tiles_needs(tokens, hidden, dtype, world);
+}
+
+int64_t product_staging_bytes(int64_t tokens, int64_t hidden, DType dtype, int32_t world) {
+    expect_rows(tokens, hidden, dtype, world);
+    return gpu::pushed_tiles_staging_bytes(tokens, hidden, dtype, world);
+}
+
+int32_t product_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
+                      int32_t num_sms) {
+    expect_rows(tokens, hidden, DType::kFloat32, world);
+    within("world", world, 1, fabric::kMaxWorld);
+    within("tile_columns", tile_columns, 1, kMostCount);
+    within("num_sms", num_sms, 0, kMostCount);
+    return gpu::pushed_tiles_waves(tokens, hidden, tile_columns, finisher_ctas, world, num_sms);
+}
+
+std::vector<fabric::BufferNeed> shm_buffers(int64_t max_tokens, int64_t hidden, DType dtype, DType out_dtype,
+                                            int32_t world) {
+    known("out_dtype", out_dtype, DType::kFloat16);
+    expect_rows(max_tokens, hidden, dtype, world);
+    return AllReduceNorm::buffer_needs(max_tokens, hidden, dtype, out_dtype, world);
 }
 
 // What plans ask of the GPU kernels, which need no GPU to answer.
@@ -92,19 +135,24 @@ void bind_layout(py::module_& m) {
         .value("none", gpu::QuantKind::kNone)
         .value("static", gpu::QuantKind::kStatic)
         .value("per_token", gpu::QuantKind::kPerToken);
-    m.def("gpu_buffers", &gpu::buffer_needs, py::arg("kernel"), py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
+    m.def("gpu_buffers", &gpu_buffers, py::arg("kernel"), py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
           py::arg("out_kind"), py::arg("world"),
           "What calls of up to `tokens` tokens need of a GPU arena, the sum handed out whole if need be.");
-    m.def("product_buffers", &gpu::pushed_tiles_needs, py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
-          py::arg("world"), "What calls of `run_product` of up to `tokens` tokens need of a GPU arena.");
-    m.def("product_staging_bytes", &gpu::pushed_tiles_staging_bytes, py::arg("tokens"), py::arg("hidden"),
-          py::arg("dtype"), py::arg("world"), "Of the staging buffer of such calls.");
-    m.def("product_most_tokens", &gpu::pushed_tiles_most_tokens, py::arg("world"), "Of a call of `run_product`.");
-    m.def("product_waves", &gpu::pushed_tiles_waves, py::arg("tokens"), py::arg("hidden"), py::arg("tile_columns"),
+    m.def("product_buffers", &product_buffers, py::arg("tokens"), py::arg("hidden"), py::arg("dtype"), py::arg("world"),
+          "What calls of `run_product` of up to `tokens` tokens need of a GPU arena.");
+    m.def("product_staging_bytes", &product_staging_bytes, py::arg("tokens"), py::arg("hidden"), py::arg("dtype"),
+          py::arg("world"), "Of the staging buffer of such calls.");
+    m.def(
+        "product_most_tokens",
+        [](int32_t world) {
+            return gpu::pushed_tiles_most_tokens(static_cast<int32_t>(within("world", world, 1, kMostRanks)));
+        },
+        py::arg("world"), "Of a call of `run_product`.");
+    m.def("product_waves", &product_waves, py::arg("tokens"), py::arg("hidden"), py::arg("tile_columns"),
           py::arg("finisher_ctas"), py::arg("world"), py::arg("num_sms"), "Of the tiles of such a call.");
     m.attr("PRODUCT_MOST_HIDDEN") = gpu::kMostProductHidden;
-    m.def("shm_buffers", &AllReduceNorm::buffer_needs, py::arg("max_tokens"), py::arg("hidden"), py::arg("dtype"),
-          py::arg("out_dtype"), py::arg("world"), "What a site needs of a shared segment.");
+    m.def("shm_buffers", &shm_buffers, py::arg("max_tokens"), py::arg("hidden"), py::arg("dtype"), py::arg("out_dtype"),
+          py::arg("world"), "What a site needs of a shared segment.");
 }
 
 }  // namespace

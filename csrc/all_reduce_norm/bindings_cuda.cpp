@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -14,6 +13,7 @@
 #include "all_reduce_norm/layout.h"
 #include "all_reduce_norm/pushed_tiles.h"
 #include "base/bindings.h"
+#include "base/timeout.h"
 #include "fabric/peer.h"
 
 namespace py = pybind11;
@@ -55,11 +55,16 @@ struct GpuSite {
 class GpuAllReduceNorm {
   public:
     GpuAllReduceNorm(std::shared_ptr<PeerGroup> group, const GpuSite& site)
-        : group_(std::move(group)), dtype_(site.dtype) {
-        if (site.hidden < 8 || site.hidden % 8 != 0)
+        : group_(given("group", group)), dtype_(known("dtype", site.dtype, DType::kFloat16)) {
+        known("out_kind", site.out_kind, gpu::OutKind::kFp8);
+        known("quant", site.quant, gpu::QuantKind::kPerToken);
+        known("the first norm", site.post.kind, NormKind::kLayer);
+        known("the norm", site.norm.kind, NormKind::kLayer);
+        within("mailbox_bytes", site.mailbox_bytes, 0, kMostBytes);
+        if (site.hidden < 8 || site.hidden > kMostRow || site.hidden % 8 != 0)
             throw std::invalid_argument("rows of " + std::to_string(site.hidden) +
                                         " elements: expected a multiple of 8");
-        call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
+        call_.group = group_->view(site.channel, nanoseconds_of(site.timeout_s));
         if (!site.multicast)
             call_.group.multicast = nullptr;
         else if (call_.group.multicast == nullptr)
@@ -118,6 +123,10 @@ class GpuAllReduceNorm {
         const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(matrix), k, a_stride,
                                    matrix_stride};
         const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas};
+        within("tile_columns", tile_columns, 1, kMostCount);
+        within("k", k, 0, kMostRow);
+        expect_address("a", a, tokens > 0 && k > 0);
+        expect_address("matrix", matrix, tokens > 0 && k > 0);
         py::gil_scoped_release release;
         return gpu::run_pushed_tiles(call, product, cut, gpu::NormalizedRows::kReplicated, dtype_,
                                      reinterpret_cast<void*>(stream));
@@ -127,7 +136,10 @@ class GpuAllReduceNorm {
     int launched(const gpu::Call& call, int32_t kernel, int32_t num_ctas, uintptr_t stream,
                  const gpu::Prefetch& prefetch) const {
         gpu::Launch launch{};
-        launch.kernel = static_cast<gpu::GpuKernel>(kernel);
+        launch.kernel = known("kernel", static_cast<gpu::GpuKernel>(kernel), gpu::GpuKernel::kDirect);
+        within("num_ctas", num_ctas, 0, kMostCount);
+        expect_address("partial", reinterpret_cast<uintptr_t>(call.partial),
+                       call.tokens > 0 && launch.kernel != gpu::GpuKernel::kDirect);
         launch.dtype = dtype_;
         launch.num_ctas = num_ctas;
         launch.stream = reinterpret_cast<void*>(stream);
@@ -164,7 +176,7 @@ class GpuAllReduceNorm {
                                   static_cast<int32_t>(fp32_parameters >> bit & 1)};
         };
         gpu::Call call = call_;
-        call.tokens = static_cast<int32_t>(tokens);
+        call.tokens = static_cast<int32_t>(within("tokens", tokens, 0, kMostCount));
         call.partial = reinterpret_cast<const void*>(partial);
         call.partial_offset = partial_offset;
         call.residual = reinterpret_cast<const void*>(residual);
@@ -185,12 +197,12 @@ class GpuAllReduceNorm {
     int64_t fit(const char* name, int64_t offset, int64_t num_bytes) const {
         const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes), all = group_->num_bytes();
         if (offset == 0 && num_bytes <= 0) return 0;
+        within(name, offset, 0, all);
         if (num_bytes < 0) num_bytes = all - offset;
-        if (offset >= header && num_bytes >= 0 && offset + num_bytes <= all && offset % gpu::kBufferAlignment == 0)
-            return num_bytes;
+        if (offset >= header && num_bytes <= all - offset && offset % gpu::kBufferAlignment == 0) return num_bytes;
         throw std::invalid_argument(
-            std::string(name) + " at [" + std::to_string(offset) + ", " + std::to_string(offset + num_bytes) +
-            "): expected a multiple of " + std::to_string(gpu::kBufferAlignment) + " behind the header of " +
+            std::string(name) + " of " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset) +
+            ": expected a multiple of " + std::to_string(gpu::kBufferAlignment) + " behind the header of " +
             std::to_string(header) + " bytes, in an arena of " + std::to_string(all) + " bytes");
     }
 

@@ -20,7 +20,7 @@ struct AllReduceNormHandle {
     AllReduceNormHandle(std::shared_ptr<GroupHandle> group, const AllReduceNormSite& site, int32_t max_threads,
                         const std::string& isa)
         : owner(std::move(group)),
-          op(std::make_unique<AllReduceNorm>(check(*owner, site), site, max_threads, rows(isa))) {}
+          op(std::make_unique<AllReduceNorm>(check(owner, site, max_threads), site, max_threads, rows(isa))) {}
 
     AllReduceNormHandle(std::shared_ptr<GroupHandle> group, std::unique_ptr<AllReduceNorm> made)
         : owner(std::move(group)), op(std::move(made)) {}
@@ -37,30 +37,45 @@ struct AllReduceNormHandle {
     }
 
     // A buffer outside the segment would be a wild store later.
-    static fabric::shm::Group& check(GroupHandle& handle, const AllReduceNormSite& site) {
-        const auto data_bytes = static_cast<int64_t>(handle.segments.at(0)->data_bytes());
+    static fabric::shm::Group& check(const std::shared_ptr<GroupHandle>& handle, const AllReduceNormSite& site,
+                                     int32_t max_threads) {
+        const int64_t all = given("group", handle)->data_bytes();
         const fabric::shm::Layout& at = site.layout;
-        const int64_t partial_end = at.partial_offset + 2 * at.partial_bytes;
-        const int64_t output_end = at.output_offset + AllReduceNorm::output_bytes(site, handle.group.world());
-        if (at.partial_offset < 0 || at.output_offset < 0 || partial_end > data_bytes || output_end > data_bytes ||
-            site.max_tokens * site.hidden * size_of(site.dtype) > at.partial_bytes) {
-            throw std::invalid_argument("buffers [" + std::to_string(at.partial_offset) + ", " +
-                                        std::to_string(partial_end) + ") and [" + std::to_string(at.output_offset) +
-                                        ", " + std::to_string(output_end) + ") for " + std::to_string(site.max_tokens) +
-                                        " tokens do not fit an arena of " + std::to_string(data_bytes) + " bytes");
-        }
-        return handle.group;
+        within("max_threads", max_threads, 1, kMostThreads);
+        known("dtype", site.dtype, DType::kFloat16);
+        known("out_dtype", site.out_dtype, DType::kFloat16);
+        known("the first norm", site.post.kind, NormKind::kLayer);
+        known("the norm", site.norm.kind, NormKind::kLayer);
+        known("sum_out", site.sum_out, SumOut::kSharded);
+        timeout_of(site.timeout_s);
+        within("max_tokens", site.max_tokens, 0, kMostCount);
+        within("hidden", site.hidden, 1, kMostRow);
+        expect_inside("partial", at.partial_offset, product_of("partial", {2, at.partial_bytes}), all);
+        expect_inside("a partial result", 0, product_of("rows", {site.max_tokens, site.hidden, size_of(site.dtype)}),
+                      at.partial_bytes);
+        expect_inside("output", at.output_offset, AllReduceNorm::output_bytes(site, handle->world()), all);
+        return handle->group;
     }
 
     int enter(int64_t tokens) {
-        pybind11::gil_scoped_release release;
-        return static_cast<int>(op->enter(tokens).code);
+        expect_tokens(tokens);
+        Status status;
+        {
+            pybind11::gil_scoped_release release;
+            status = op->enter(tokens);
+        }
+        return code_of(status);
     }
+
+    void expect_tokens(int64_t tokens) const { within("tokens", tokens, 0, op->site().max_tokens); }
 
     // Plain numbers, not a struct: building one from Python would cost more than the call.
     int run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual, uintptr_t reduced_bias,
             uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normalized,
             uintptr_t sum, uint32_t fp32_parameters, float scale) {
+        owner->expect_held();
+        const fabric::shm::Held held(owner->group);
+        expect_tokens(tokens);
         auto in = [](uintptr_t pointer) { return reinterpret_cast<const void*>(pointer); };
         const AllReduceNormArrays arrays = {in(partial),
                                             in(residual),
@@ -73,8 +88,12 @@ struct AllReduceNormHandle {
                                             reinterpret_cast<void*>(sum),
                                             fp32_parameters,
                                             scale};
-        pybind11::gil_scoped_release release;
-        return static_cast<int>(op->run(tokens, arrays, num_threads).code);
+        Status status;
+        {
+            pybind11::gil_scoped_release release;
+            status = op->run(tokens, arrays, num_threads);
+        }
+        return code_of(status);
     }
 
     int enter_and_run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,

@@ -1,8 +1,10 @@
 // The Python face of the native code. Pointers and sizes come in as integers: nothing here knows torch.
 #include "base/bindings.h"
 
+#include <pthread.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/stat.h>
 
 #include <map>
 #include <memory>
@@ -11,8 +13,10 @@
 #include <utility>
 
 #include "base/dtype.h"
+#include "base/interrupts.h"
 #include "base/memory.h"
 #include "base/process.h"
+#include "base/sizes.h"
 #include "fabric/arena.h"
 #include "fabric/buffer_need.h"
 #include "fabric/code_version.h"
@@ -27,7 +31,48 @@ namespace {
 
 using fabric::shm::Segment;
 
+// Python runs handlers on its main thread alone; another one would wait for the lock in vain.
+pthread_t main_thread;
+
+bool run_python_handlers() {
+    if (pthread_equal(pthread_self(), main_thread) == 0) return false;
+    const py::gil_scoped_acquire acquire;
+    return PyErr_CheckSignals() != 0;
+}
+
+void hear_signals() {
+    const auto ident = py::module_::import("threading").attr("main_thread")().attr("ident");
+    main_thread = static_cast<pthread_t>(ident.cast<unsigned long>());
+    pthread_atfork(nullptr, nullptr, [] { main_thread = pthread_self(); });
+    run_handlers.store(&run_python_handlers);
+}
+
+void expect_socket(int socket) {
+    struct stat info{};
+    if (socket >= 0 && fstat(socket, &info) == 0 && S_ISSOCK(info.st_mode)) return;
+    throw std::invalid_argument("descriptor " + std::to_string(socket) + " is no socket");
+}
+
+std::shared_ptr<fabric::tcp::Group> connections(const std::vector<int>& sockets, int32_t rank, int32_t num_processes,
+                                                uint32_t first_epoch) {
+    within("the number of sockets", static_cast<int64_t>(sockets.size()), 1, kMostRanks);
+    within("rank", rank, 0, static_cast<int64_t>(sockets.size()) - 1);
+    for (std::size_t index = 0; index < sockets.size(); ++index) {
+        if (static_cast<int32_t>(index) == rank && sockets[index] >= 0)
+            throw std::invalid_argument("a socket to this rank itself");
+        if (sockets[index] >= 0) expect_socket(sockets[index]);
+    }
+    return std::make_shared<fabric::tcp::Group>(sockets, rank, num_processes, first_epoch);
+}
+
+// A rank that `group` has a connection to.
+void expect_peer(const fabric::tcp::Group& group, int32_t peer) {
+    within("peer", peer, 0, group.world() - 1);
+    if (!group.is_connected(peer)) throw std::invalid_argument("no connection to rank " + std::to_string(peer));
+}
+
 void bind_host(py::module_& m) {
+    hear_signals();
     m.def("process_identity", &process_identity, py::arg("pid"),
           "What tells a process from all others, on other hosts too, beside its number; empty where nobody can say.");
     py::class_<Process>(m, "Process")
@@ -76,7 +121,9 @@ void bind_fabric(py::module_& m) {
         .value("SITE_MISMATCH", Code::kSiteMismatch)
         .value("POISONED", Code::kPoisoned)
         .value("BUSY", Code::kBusy)
-        .value("FORKED", Code::kForked);
+        .value("FORKED", Code::kForked)
+        .value("INTERRUPTED", Code::kInterrupted)
+        .value("ABANDONED", Code::kAbandoned);
     py::class_<Status>(m, "Status")
         .def_readonly("code", &Status::code)
         .def_readonly("peer", &Status::peer)
@@ -120,17 +167,21 @@ void bind_fabric(py::module_& m) {
         .def_readwrite("partial_offset", &RowsSite::partial_offset)
         .def_readwrite("partial_bytes", &RowsSite::partial_bytes)
         .def_readwrite("timeout_s", &RowsSite::timeout_s);
-    m.def("partial_need", &fabric::shm::partial_need, py::arg("num_bytes"),
-          "The two buffers of what a rank puts into its segment in one call, at most `num_bytes`.");
+    m.def(
+        "partial_need",
+        [](int64_t num_bytes) { return fabric::shm::partial_need(within("num_bytes", num_bytes, 0, kMostBytes)); },
+        py::arg("num_bytes"), "The two buffers of what a rank puts into its segment in one call, at most `num_bytes`.");
     using Connections = fabric::tcp::Group;
     py::class_<Connections, std::shared_ptr<Connections>>(m, "Connections")
-        .def(py::init<std::vector<int>, int32_t, int32_t, uint32_t>(), py::arg("sockets"), py::arg("rank"),
-             py::arg("num_processes"), py::arg("first_epoch"))
+        .def(py::init(&connections), py::arg("sockets"), py::arg("rank"), py::arg("num_processes"),
+             py::arg("first_epoch"))
         .def(
             "add",
             [](Connections& group, int32_t index, int socket) {
-                if (index < 0 || index >= group.world() || index == group.rank())
-                    throw std::invalid_argument("no peer " + std::to_string(index));
+                within("index", index, 0, group.world() - 1);
+                if (index == group.rank() || group.is_connected(index))
+                    throw std::invalid_argument("rank " + std::to_string(index) + " has no place for a connection");
+                expect_socket(socket);
                 group.add(index, socket);
             },
             py::arg("index"), py::arg("socket"), "One connection more; the socket is taken over.")
@@ -141,10 +192,15 @@ void bind_fabric(py::module_& m) {
             [](Connections& group, uint64_t tag, double timeout_s, const std::map<int32_t, py::bytes>& sent,
                const std::map<int32_t, std::size_t>& expected) {
                 std::map<int32_t, std::string> out, in;
-                for (const auto& [peer, bytes] : sent)
+                timeout_of(timeout_s);
+                for (const auto& [peer, bytes] : sent) {
+                    expect_peer(group, peer);
                     out[peer] = bytes;
-                for (const auto& [peer, num_bytes] : expected)
+                }
+                for (const auto& [peer, num_bytes] : expected) {
+                    expect_peer(group, peer);
                     in[peer].resize(num_bytes);
+                }
                 Status status;
                 {
                     py::gil_scoped_release release;
@@ -158,10 +214,11 @@ void bind_fabric(py::module_& m) {
                         group.leave();
                     }
                 }
+                const int code = code_of(status);
                 std::map<int32_t, py::bytes> found;
                 for (const auto& [peer, bytes] : in)
                     found[peer] = py::bytes(bytes);
-                return std::make_pair(static_cast<int>(status.code), found);
+                return std::make_pair(code, found);
             },
             py::arg("tag"), py::arg("timeout_s"), py::arg("sent"), py::arg("expected"),
             "One call: bytes to some ranks, so many from others. Its code, and what came; `status` says more.");

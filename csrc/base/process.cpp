@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -63,6 +64,34 @@ std::optional<Entry> entry_of(int32_t pid) {
     return Entry{std::strtoull(cursor, nullptr, 10), is_remains};
 }
 
+// Of the file system whose files are pidfds; before it all of them were one file.
+constexpr long kPidFileSystem = 0x50494446;
+
+int open_process(int32_t pid) {
+    return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+}
+
+uint64_t inode_of(int fd) {
+    struct statfs system{};
+    struct stat info{};
+    if (fd < 0 || fstatfs(fd, &system) != 0 || system.f_type != kPidFileSystem || fstat(fd, &info) != 0) return 0;
+    return static_cast<uint64_t>(info.st_ino);
+}
+
+// 1 where the system has no time namespaces, 0 where nobody can say.
+uint64_t time_namespace() {
+    struct stat info{};
+    if (stat("/proc/self/ns/time", &info) == 0) return static_cast<uint64_t>(info.st_ino);
+    return errno == ENOENT ? 1 : 0;
+}
+
+// Of the process that `fd` is a descriptor of, if it is one.
+std::optional<ProcessMark> mark_of(int32_t pid, int fd) {
+    const std::optional<Entry> entry = entry_of(pid);
+    if (!entry || entry->is_remains) return std::nullopt;
+    return ProcessMark{inode_of(fd), entry->start, time_namespace()};
+}
+
 // Which boot of which host this is. Kept: later there may be no descriptor to ask with.
 const std::string& boot() {
     static std::string known;
@@ -80,10 +109,18 @@ std::string place() {
 
 }  // namespace
 
-std::optional<uint64_t> process_start(int32_t pid) {
-    const std::optional<Entry> entry = entry_of(pid);
-    if (!entry || entry->is_remains) return std::nullopt;
-    return entry->start;
+std::optional<ProcessMark> process_mark(int32_t pid) {
+    const int fd = open_process(pid);
+    const std::optional<ProcessMark> found = mark_of(pid, fd);
+    if (fd >= 0) close(fd);
+    return found;
+}
+
+std::optional<bool> is_same(const ProcessMark& one, const ProcessMark& other) {
+    if (one.inode != 0 && other.inode != 0) return one.inode == other.inode;
+    const bool is_one_clock = one.time_namespace != 0 && one.time_namespace == other.time_namespace;
+    if (is_one_clock && one.start != 0 && other.start != 0) return one.start == other.start;
+    return std::nullopt;
 }
 
 uint64_t pid_namespace() {
@@ -93,16 +130,19 @@ uint64_t pid_namespace() {
 
 std::string process_identity(int32_t pid) {
     const std::string where = place();
-    const std::optional<uint64_t> start = process_start(pid);
-    return where.empty() || !start ? std::string() : where + std::to_string(*start);
+    const std::optional<ProcessMark> mark = process_mark(pid);
+    if (where.empty() || !mark) return {};
+    return where + std::to_string(mark->time_namespace) + ":" + std::to_string(mark->start) + ":" +
+           std::to_string(mark->inode);
 }
 
-Process::Process(int32_t pid, uint64_t start) : pid_(pid), start_(start) {
+Process::Process(int32_t pid, const ProcessMark& mark) : pid_(pid), mark_(mark) {
     if (pid_ <= 0) return;
-    fd_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    fd_ = open_process(pid);
     if (fd_ < 0) return;
-    const std::optional<Entry> entry = entry_of(pid);
-    if (!entry || entry->start == start) return;
+    const std::optional<ProcessMark> found = mark_of(pid, fd_);
+    if (!found || is_same(*found, mark).value_or(true)) return;
+    is_gone_ = true;
     close(fd_);  // of a later process with the number
     fd_ = -1;
 }
@@ -110,16 +150,25 @@ Process::Process(int32_t pid, uint64_t start) : pid_(pid), start_(start) {
 Process Process::of(int32_t pid, const std::string& identity) {
     const std::string where = place();
     if (where.empty() || identity.compare(0, where.size(), where) != 0) return {};
-    return Process(pid, std::strtoull(identity.c_str() + where.size(), nullptr, 10));
+    ProcessMark mark;
+    char* cursor = nullptr;
+    mark.time_namespace = std::strtoull(identity.c_str() + where.size(), &cursor, 10);
+    if (*cursor == ':') mark.start = std::strtoull(cursor + 1, &cursor, 10);
+    if (*cursor == ':') mark.inode = std::strtoull(cursor + 1, nullptr, 10);
+    return mark.is_known() ? Process(pid, mark) : Process();
 }
 
 Process::Process(Process&& other) noexcept
-    : pid_(std::exchange(other.pid_, 0)), start_(other.start_), fd_(std::exchange(other.fd_, -1)) {}
+    : pid_(std::exchange(other.pid_, 0)),
+      mark_(other.mark_),
+      fd_(std::exchange(other.fd_, -1)),
+      is_gone_(other.is_gone_) {}
 
 Process& Process::operator=(Process&& other) noexcept {
     std::swap(pid_, other.pid_);
-    std::swap(start_, other.start_);
+    std::swap(mark_, other.mark_);
     std::swap(fd_, other.fd_);
+    std::swap(is_gone_, other.is_gone_);
     return *this;
 }
 
@@ -141,11 +190,13 @@ std::optional<bool> Process::ended_by_descriptor() const {
 
 bool Process::has_ended() const {
     if (pid_ <= 0) return false;
+    if (is_gone_) return true;
     if (const std::optional<bool> ended = ended_by_descriptor()) return *ended;
     // Needs no descriptor and no /proc, but knows neither remains nor a number that is used again.
     if (kill(pid_, 0) != 0 && errno == ESRCH) return true;
     const std::optional<Entry> entry = entry_of(pid_);
-    return entry && (entry->is_remains || entry->start != start_);
+    if (!entry) return false;
+    return entry->is_remains || !is_same({0, entry->start, time_namespace()}, mark_).value_or(true);
 }
 
 }  // namespace weave

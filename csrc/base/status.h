@@ -14,6 +14,8 @@ enum class Code : int32_t {
     kPoisoned = 5,      // an earlier call of this group failed
     kBusy = 6,          // a second thread entered the same group
     kForked = 7,        // this process was forked from the one that is a rank of the group
+    kInterrupted = 8,   // the handler of a signal raised in this process while it waited
+    kAbandoned = 9,     // an exception ended the call in this process
 };
 
 struct Status {

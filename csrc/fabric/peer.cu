@@ -92,13 +92,13 @@ const char* name_of(Slot slot) {
 }
 
 void expect_inside(const Fill& fill, int64_t num_bytes) {
-    const int64_t end = fill.offset + fill.num_bytes;
-    if (fill.offset >= static_cast<int64_t>(kHeaderBytes) && fill.num_bytes >= 0 && end <= num_bytes &&
-        (fill.offset | fill.num_bytes) % 4 == 0)
+    if (fill.offset >= static_cast<int64_t>(kHeaderBytes) && fill.offset <= num_bytes && fill.num_bytes >= 0 &&
+        fill.num_bytes <= num_bytes - fill.offset && (fill.offset | fill.num_bytes) % 4 == 0)
         return;
-    throw std::runtime_error("words to fill at [" + std::to_string(fill.offset) + ", " + std::to_string(end) +
-                             "): expected whole words behind the header of " + std::to_string(kHeaderBytes) +
-                             " bytes, in an arena of " + std::to_string(num_bytes) + " bytes");
+    throw std::runtime_error(std::to_string(fill.num_bytes) + " bytes of words to fill at " +
+                             std::to_string(fill.offset) + ": expected whole words behind the header of " +
+                             std::to_string(kHeaderBytes) + " bytes, in an arena of " + std::to_string(num_bytes) +
+                             " bytes");
 }
 
 }  // namespace
@@ -118,6 +118,8 @@ PeerGroup::PeerGroup(std::vector<uint64_t> bases, uint64_t multicast, int32_t ra
     if (bases_.empty() || bases_.size() > kMaxWorld || rank < 0 || rank >= world())
         throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(bases_.size()) +
                                  ": a peer group has 1 to " + std::to_string(kMaxWorld) + " ranks");
+    if (num_bytes < static_cast<int64_t>(kHeaderBytes) || bases_[rank] == 0)
+        throw std::runtime_error("an arena of " + std::to_string(num_bytes) + " bytes has no room for its header");
     for (const Fill& fill : fills)
         expect_inside(fill, num_bytes);
     const DeviceGuard guard(device);

@@ -15,7 +15,9 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "base/interrupts.h"
 #include "base/memory.h"
+#include "base/sizes.h"
 
 namespace weave::fabric::shm {
 namespace {
@@ -34,10 +36,11 @@ void pause() {
 #endif
 }
 
-// Shared between processes, so not FUTEX_PRIVATE.
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, long ns) {
+// Shared between processes, so not FUTEX_PRIVATE. Whether a signal ended it.
+bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, long ns) {
     timespec time{0, ns};
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0) != 0 &&
+           errno == EINTR;
 }
 
 void futex_wake_all(std::atomic<uint32_t>& word) {
@@ -120,6 +123,8 @@ int make_file(std::size_t bytes, int32_t num_segments, const std::string& root) 
 
 Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first_epoch, int32_t num_segments,
                          const std::string& root) {
+    if (data_bytes > static_cast<std::size_t>(kMostBytes))
+        throw std::invalid_argument("cannot reserve " + std::to_string(data_bytes) + " bytes of shared memory");
     const std::size_t bytes = kSegmentHeaderBytes + data_bytes;
     int fd = make_file(bytes, std::max(num_segments, 1), root);
     void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -134,7 +139,7 @@ Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first
     header->data_bytes = data_bytes;
     header->pid = getpid();
     header->pid_namespace = pid_namespace();
-    header->start_time = process_start(header->pid).value_or(0);
+    header->mark = process_mark(header->pid).value_or(ProcessMark{});
     store_relaxed(header->ready, first_epoch);
     store_relaxed(header->rows, first_epoch);
     header->magic = kMagic;
@@ -144,6 +149,8 @@ Segment* Segment::create(std::size_t data_bytes, uint64_t cookie, uint32_t first
 }
 
 Segment* Segment::open(int32_t pid, int32_t fd, uint64_t cookie, std::size_t data_bytes) {
+    if (data_bytes > static_cast<std::size_t>(kMostBytes))
+        throw std::invalid_argument("no segment has " + std::to_string(data_bytes) + " bytes");
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
     int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (own < 0) fail("cannot open " + path, errno);
@@ -185,8 +192,8 @@ Group::Group(std::vector<Segment*> segments, int32_t rank, int32_t num_processes
     const uint64_t own_namespace = segments_[rank]->header()->pid_namespace;
     for (const Segment* segment : segments_) {
         const SegmentHeader& header = *segment->header();
-        const bool is_known = own_namespace != 0 && header.pid_namespace == own_namespace && header.start_time != 0;
-        processes_.push_back(is_known ? Process(header.pid, header.start_time) : Process());
+        const bool is_known = own_namespace != 0 && header.pid_namespace == own_namespace && header.mark.is_known();
+        processes_.push_back(is_known ? Process(header.pid, header.mark) : Process());
     }
     cpu_set_t cores;
     CPU_ZERO(&cores);
@@ -227,7 +234,32 @@ Status Group::lost_peer(int32_t peer) const {
     return {};
 }
 
-Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) const {
+uintptr_t Group::this_thread() {
+    static thread_local char mark;
+    return reinterpret_cast<uintptr_t>(&mark);
+}
+
+bool Group::is_interrupted() {
+    runs_handlers_ = true;
+    const bool raised = signal_raised();
+    runs_handlers_ = false;
+    return raised;
+}
+
+void Group::abandon() {
+    if (!is_held() || runs_handlers_) return;
+    if (status_.ok()) {
+        Status status;
+        status.code = Code::kAbandoned;
+        status.peer = rank_;
+        status.slot = "call";
+        status.expected = status.seen = epoch_;
+        poison(status);
+    }
+    leave();
+}
+
+Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) {
     SegmentHeader& header = *segments_[peer]->header();
     std::atomic<uint32_t>& awaited = header.*word;
     if (spins_until(awaited, epoch_, spin_policy_)) {
@@ -236,26 +268,33 @@ Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) 
     }
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
     bool was_lost = false;
+    auto asked = Clock::now();
     for (;;) {
         header.num_waiters.fetch_add(1, std::memory_order_seq_cst);
         const uint32_t seen = awaited.load(std::memory_order_seq_cst);
-        if (!reached(seen, epoch_)) futex_wait(awaited, seen, kSliceNs);
+        const bool has_signal = !reached(seen, epoch_) && futex_wait(awaited, seen, kSliceNs);
         header.num_waiters.fetch_sub(1, std::memory_order_relaxed);
         if (reached(awaited.load(std::memory_order_acquire), epoch_)) return {};
-        const bool is_late = Clock::now() >= deadline;
-        Status status = lost_peer(peer);
+        const auto now = Clock::now();
+        bool is_interrupted = false;
+        if (has_signal || now - asked >= kSignalSlice) {
+            is_interrupted = this->is_interrupted();
+            asked = now;
+        }
+        const bool is_late = now >= deadline;
+        Status status = is_interrupted ? Status{} : lost_peer(peer);
         const bool is_lost = !status.ok();
         // Not at the first look: what is not there at the second one either is gone.
-        if (!(is_lost && was_lost) && !is_late) {
+        if (!(is_lost && was_lost) && !is_late && !is_interrupted) {
             was_lost = is_lost;
             continue;
         }
         if (!is_lost) {
-            status.code = Code::kTimeout;
+            status.code = is_interrupted ? Code::kInterrupted : Code::kTimeout;
             status.peer = peer;
         }
-        // The peer may have signalled meanwhile, as its last act.
-        if (reached(awaited.load(std::memory_order_acquire), epoch_)) return {};
+        // The peer may have signalled meanwhile, as its last act. What a handler raised is raised all the same.
+        if (!is_interrupted && reached(awaited.load(std::memory_order_acquire), epoch_)) return {};
         status.slot = slot;
         status.expected = epoch_;
         status.seen = (segments_[status.peer]->header()->*word).load(std::memory_order_acquire);
@@ -265,7 +304,8 @@ Status Group::wait(Word word, const char* slot, int32_t peer, double timeout_s) 
 
 Status Group::enter() {
     if (getpid() != maker_) return Status{Code::kForked};
-    if (busy_.test_and_set(std::memory_order_acquire)) return Status{Code::kBusy};
+    uintptr_t nobody = 0;
+    if (!holder_.compare_exchange_strong(nobody, this_thread(), std::memory_order_acquire)) return Status{Code::kBusy};
     if (status_.ok()) return {};
     Status status = status_;
     status.code = Code::kPoisoned;

@@ -70,7 +70,7 @@ struct SegmentHeader {
     uint64_t cookie;  // random; proves that /proc/<pid>/fd/<fd> is the segment that was announced
     uint64_t data_bytes;
     uint64_t pid_namespace;
-    uint64_t start_time;  // of the owner's process, so that a reused pid is not taken for it
+    ProcessMark mark;  // of the owner's process, so that a reused pid is not taken for it
     int32_t pid;
     // `tag` and `ready` share a line: a peer that sees the epoch has the tag too.
     alignas(64) std::atomic<uint32_t> ready;  // this rank's partial result of that epoch is in its segment
@@ -163,11 +163,18 @@ class Group {
     Status wait_rows(int32_t peer, double timeout_s);
     // Keeps the first failure and marks it for the peers, so that they need not wait for their own timeout.
     Status poison(const Status& status);
-    void leave() { busy_.clear(std::memory_order_release); }
+    void leave() { holder_.store(0, std::memory_order_release); }
+    // Whether this thread has taken the group for a call.
+    bool is_held() const { return holder_.load(std::memory_order_relaxed) == this_thread(); }
+    // Ends a call that this thread began and will not finish, as an exception came in between: peers that wait for it
+    // are told. Does nothing where there is none, or while it waits: then the wait itself ends it.
+    void abandon();
 
   private:
     using Word = std::atomic<uint32_t> SegmentHeader::*;
-    Status wait(Word word, const char* slot, int32_t peer, double timeout_s) const;
+    Status wait(Word word, const char* slot, int32_t peer, double timeout_s);
+    bool is_interrupted();
+    static uintptr_t this_thread();
     Status lost_peer(int32_t peer) const;
 
     std::vector<Segment*> segments_;
@@ -178,7 +185,20 @@ class Group {
     SpinPolicy spin_policy_;
     Layout layout_;
     Status status_;
-    std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+    std::atomic<uintptr_t> holder_{0};  // this_thread() of the one whose call it is; 0: nobody's
+    bool runs_handlers_ = false;        // of signals, while it waits: they may come here again
+};
+
+// Around what a call does: one that ends by an exception is abandoned.
+class Held {
+  public:
+    explicit Held(Group& group) : group_(group) {}
+    ~Held() { group_.abandon(); }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+
+  private:
+    Group& group_;
 };
 
 }  // namespace weave::fabric::shm

@@ -3,15 +3,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/sizes.h"
+
 namespace weave::fabric::shm {
 
 RowsCall::RowsCall(Group& group, const RowsSite& site, int64_t data_bytes) : group_(group), site_(site) {
-    const int64_t end = site.partial_offset + 2 * site.partial_bytes;
     // A buffer outside the segment would be a wild store later.
-    if (site.partial_offset < 0 || site.partial_bytes < 0 || end > data_bytes) {
-        throw std::invalid_argument("buffers [" + std::to_string(site.partial_offset) + ", " + std::to_string(end) +
-                                    ") do not fit an arena of " + std::to_string(data_bytes) + " bytes");
-    }
+    expect_inside("partial", site.partial_offset, product_of("partial", {2, site.partial_bytes}), data_bytes);
+    timeout_of(site.timeout_s);
 }
 
 Status RowsCall::enter(int64_t tokens) {

@@ -12,6 +12,9 @@
 #include <chrono>
 #include <utility>
 
+#include "base/interrupts.h"
+#include "base/sizes.h"
+
 namespace weave::fabric::tcp {
 namespace {
 
@@ -20,7 +23,6 @@ constexpr uint32_t kMagic = 0x77767470;  // "wvtp"
 constexpr int kMaxPieces = 64;
 // Where every rank has a core: longer than an idle core takes to wake up, shorter than a call between hosts.
 constexpr int64_t kSpinUs = 50;
-constexpr int kPollSliceMs = 200;
 
 int64_t bytes_of(const std::vector<Part>& parts) {
     int64_t total = 0;
@@ -69,7 +71,7 @@ Status Group::begin(uint64_t tag, double timeout_s) {
     }
     ++epoch_;
     tag_ = tag;
-    timeout_s_ = timeout_s;
+    timeout_s_ = timeout_of(timeout_s);
     for (Peer& peer : peers_)
         peer.is_a_call_ahead = false;
     return {};
@@ -220,7 +222,7 @@ bool Group::is_done() const {
                        [](const Peer& peer) { return peer.outgoing.empty() && !peer.is_awaited(); });
 }
 
-// Until a connection has room or news, or it is `deadline`.
+// Until a connection has room or news, it is `deadline`, or signals are to be asked for.
 void Group::sleep(Clock::time_point deadline) const {
     std::vector<pollfd> waits;
     for (const Peer& peer : peers_) {
@@ -230,14 +232,14 @@ void Group::sleep(Clock::time_point deadline) const {
         if (events == 0) continue;
         waits.push_back({peer.socket, events, 0});
     }
-    while (poll(waits.data(), waits.size(), kPollSliceMs) <= 0 && Clock::now() < deadline) {
-    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    poll(waits.data(), waits.size(), static_cast<int>(std::clamp(left, {}, kSignalSlice).count()));
 }
 
 Status Group::progress(const std::function<void(int32_t, uint32_t)>& arrived) {
     const auto patience = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
     auto idle_since = Clock::now();
-    auto deadline = idle_since + patience;
+    auto deadline = idle_since + patience, asked = idle_since;
     for (;;) {
         Moved moved;
         for (int32_t step = 1; step < world(); ++step) {
@@ -252,6 +254,10 @@ Status Group::progress(const std::function<void(int32_t, uint32_t)>& arrived) {
         // Single bytes buy no time: a peer that sends them for ever is not waited for any longer than a silent one.
         if (moved.message) deadline = now + patience;
         if (now >= deadline) return poison(lost(most_awaited(), Code::kTimeout));
+        if (now - asked >= kSignalSlice) {
+            if (signal_raised()) return poison(lost(most_awaited(), Code::kInterrupted));
+            asked = now;
+        }
         if (moved.bytes) {
             idle_since = now;
             continue;

@@ -49,7 +49,7 @@ struct Part {
 // The connections of one rank to all others of its group. One call at a time.
 class Group {
   public:
-    // `sockets[i]` is connected to rank i; of this rank -1. Takes them over, whatever happens.
+    // `sockets[i]` is connected to rank i; of this rank, and of those that no exchange is with, -1. Takes them over.
     // `num_processes`: ranks of this host, of all groups: with a core for each of them waits poll before they sleep.
     Group(std::vector<int> sockets, int32_t rank, int32_t num_processes, uint32_t first_epoch);
     ~Group();
@@ -60,6 +60,7 @@ class Group {
     int32_t rank() const { return rank_; }
     uint32_t epoch() const { return epoch_; }
     const Status& status() const { return status_; }
+    bool is_connected(int32_t index) const { return peers_[index].socket >= 0; }
 
     // Takes `socket`, which is connected to rank `index`, over. Between calls.
     void add(int32_t index, int socket);

@@ -14,6 +14,15 @@ void bind_gemm_cuda(py::module_& m) {
         [](uintptr_t a, uintptr_t weight, uintptr_t out, int64_t rows, int64_t n, int64_t k, int64_t a_stride,
            int64_t weight_stride, int64_t out_stride, DType dtype, int32_t tile_columns, int32_t group_pairs,
            uintptr_t stream, uintptr_t bias) {
+            known("dtype", dtype, DType::kFloat16);
+            within("rows", rows, 0, kMostCount);
+            within("n", n, 0, kMostRow);
+            within("k", k, 0, kMostRow);
+            within("tile_columns", tile_columns, 1, kMostCount);
+            const bool is_any = rows > 0 && n > 0;
+            expect_address("a", a, is_any);
+            expect_address("weight", weight, is_any);
+            expect_address("out", out, is_any);
             const gemm::Problem problem{reinterpret_cast<const void*>(a),
                                         reinterpret_cast<const void*>(weight),
                                         reinterpret_cast<const void*>(bias),

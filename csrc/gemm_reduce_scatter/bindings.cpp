@@ -24,20 +24,35 @@ struct GemmReduceScatterHandle {
 
     GemmReduceScatterHandle(std::shared_ptr<GroupHandle> group, const fabric::shm::RowsSite& site, DType type,
                             int32_t max_threads)
-        : owner(std::move(group)),
+        : owner(given("group", group)),
           partial_bytes(site.partial_bytes),
-          dtype(type),
-          op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes()), type, max_threads) {}
+          dtype(known("dtype", type, DType::kFloat16)),
+          op(owner->group, site, owner->data_bytes(), type,
+             static_cast<int32_t>(within("max_threads", max_threads, 1, kMostThreads))) {}
+
+    int enter(int64_t tokens) {
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status = op.call().enter(tokens);
+        }
+        return code_of(status);
+    }
 
     int run(int64_t tokens, int64_t outer, int64_t inner, int64_t row, float scale, uintptr_t out,
             int32_t num_threads) {
-        if (owner->group.world() * outer * inner * row * size_of(dtype) > partial_bytes) {
-            owner->group.leave();
-            throw std::invalid_argument("the partial result is larger than its buffer");
+        owner->expect_held();
+        const fabric::shm::Held held(owner->group);
+        const int64_t bytes = product_of("the partial result", {owner->world(), outer, inner, row, size_of(dtype)});
+        if (bytes > partial_bytes) throw std::invalid_argument("the partial result is larger than its buffer");
+        within("row", row, 0, kMostRow);
+        expect_address("out", out, bytes > 0);
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status = op.run(tokens, {outer, inner, row}, scale, reinterpret_cast<void*>(out), num_threads);
         }
-        py::gil_scoped_release release;
-        return static_cast<int>(
-            op.run(tokens, {outer, inner, row}, scale, reinterpret_cast<void*>(out), num_threads).code);
+        return code_of(status);
     }
 };
 
@@ -51,12 +66,8 @@ void bind_gemm_reduce_scatter(py::module_& m) {
                                [](const GemmReduceScatterHandle& handle) { return handle.owner->group.status(); })
         .def_property_readonly("next_parity",
                                [](GemmReduceScatterHandle& handle) { return handle.op.call().next_parity(); })
-        .def("enter",
-             [](GemmReduceScatterHandle& handle, int64_t tokens) {
-                 py::gil_scoped_release release;
-                 return static_cast<int>(handle.op.call().enter(tokens).code);
-             })
-        .def("leave", [](GemmReduceScatterHandle& handle) { handle.owner->group.leave(); })
+        .def("enter", &GemmReduceScatterHandle::enter)
+        .def("abandon", [](GemmReduceScatterHandle& handle) { handle.owner->group.abandon(); })
         .def("run", &GemmReduceScatterHandle::run);
 }
 

@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -12,6 +11,7 @@
 #include "all_reduce_norm/layout.h"
 #include "all_reduce_norm/pushed_tiles.h"
 #include "base/bindings.h"
+#include "base/timeout.h"
 #include "fabric/peer.h"
 #include "gemm_reduce_scatter/gpu.h"
 
@@ -30,14 +30,13 @@ class GpuGemmReduceScatter {
   public:
     GpuGemmReduceScatter(std::shared_ptr<PeerGroup> group, uint32_t tag, DType dtype, int64_t hidden, float scale,
                          int32_t channel, double timeout_s, int64_t staging_offset, int64_t staging_bytes)
-        : group_(std::move(group)), dtype_(dtype), staging_bytes_(staging_bytes) {
-        const int64_t all = group_->num_bytes();
-        if (staging_offset < static_cast<int64_t>(fabric::kHeaderBytes) ||
-            staging_offset % gpu::kBufferAlignment != 0 || staging_bytes < 0 || staging_offset + staging_bytes > all)
-            throw std::invalid_argument("staging at [" + std::to_string(staging_offset) + ", " +
-                                        std::to_string(staging_offset + staging_bytes) + "): not in an arena of " +
-                                        std::to_string(all) + " bytes");
-        call_.group = group_->view(channel, static_cast<uint64_t>(std::llround(timeout_s * 1e9)));
+        : group_(given("group", group)), dtype_(known("dtype", dtype, DType::kFloat16)), staging_bytes_(staging_bytes) {
+        within("hidden", hidden, 1, kMostRow);
+        expect_inside("staging", staging_offset, staging_bytes, group_->num_bytes());
+        if (staging_offset < static_cast<int64_t>(fabric::kHeaderBytes) || staging_offset % gpu::kBufferAlignment != 0)
+            throw std::invalid_argument("staging at " + std::to_string(staging_offset) + ": expected a multiple of " +
+                                        std::to_string(gpu::kBufferAlignment) + " behind the header");
+        call_.group = group_->view(channel, nanoseconds_of(timeout_s));
         call_.hidden = static_cast<int32_t>(hidden);
         call_.site = tag;
         call_.scale = scale;
@@ -48,8 +47,11 @@ class GpuGemmReduceScatter {
     // The sum of this rank's part [outer, block] of what all ranks' GEMMs wrote to the beginning of "staging". A CUDA
     // error code.
     int sum_parts(int64_t tokens, int64_t outer, int64_t block, uintptr_t out, uintptr_t stream) const {
-        if (outer * block * call_.group.world * size_of(dtype_) > staging_bytes_)
-            throw std::invalid_argument("the partial result is larger than its buffer");
+        within("tokens", tokens, 0, kMostCount);
+        const int64_t bytes =
+            weave::product_of("the partial result", {outer, block, call_.group.world, size_of(dtype_)});
+        expect_address("out", out, bytes > 0);
+        if (bytes > staging_bytes_) throw std::invalid_argument("the partial result is larger than its buffer");
         const gpu::PartSum given{call_.group,
                                  call_.buffers.staging_offset,
                                  outer,
@@ -94,6 +96,7 @@ class GpuGemmReduceScatter {
 
   private:
     gpu::Call tiles_call(int64_t tokens) const {
+        within("tokens", tokens, 0, kMostCount);
         if (tokens % call_.group.world != 0)
             throw std::invalid_argument(std::to_string(tokens) + " rows do not divide by the ranks");
         gpu::Call call = call_;
@@ -116,6 +119,8 @@ class GpuGemmReduceScatter {
     }
 
     int launched(const gpu::Call& call, const gpu::Cut& cut, const gpu::Product& product, uintptr_t stream) const {
+        within("tile_columns", cut.tile_columns, 1, kMostCount);
+        within("k", product.k, 0, kMostRow);
         py::gil_scoped_release release;
         return gpu::run_pushed_tiles(call, product, cut, gpu::NormalizedRows::kSharded, dtype_,
                                      reinterpret_cast<void*>(stream));

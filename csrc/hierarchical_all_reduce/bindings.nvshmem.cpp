@@ -3,13 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/timeout.h"
 #include "fabric/nvshmem.h"
 #include "hierarchical_all_reduce/gpu.h"
 
@@ -43,8 +43,13 @@ struct HostsSite {
 class HostsAllReduceNorm {
   public:
     HostsAllReduceNorm(std::shared_ptr<Group> group, const HostsSite& site)
-        : group_(std::move(group)), sums_bytes_(site.places.sums.num_bytes), dtype_(site.dtype) {
-        if (site.hidden < 8 || site.hidden % 8 != 0)
+        : group_(std::move(group)),
+          sums_bytes_(site.places.sums.num_bytes),
+          dtype_(known("dtype", site.dtype, DType::kFloat16)) {
+        if (group_ == nullptr) throw std::invalid_argument("group is None");
+        known("out_kind", site.out_kind, gpu::OutKind::kFp8);
+        known("quant", site.quant, gpu::QuantKind::kPerToken);
+        if (site.hidden < 8 || site.hidden > kMostRow || site.hidden % 8 != 0)
             throw std::invalid_argument("rows of " + std::to_string(site.hidden) +
                                         " elements: expected a multiple of 8");
         const hosts::Places& at = site.places;
@@ -70,7 +75,7 @@ class HostsAllReduceNorm {
                                                 " is of this host, and its memory is not mapped here");
             }
         }
-        call_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
+        call_.group = group_->view(site.channel, nanoseconds_of(site.timeout_s));
         call_.hidden = static_cast<int32_t>(site.hidden);
         call_.site = site.tag;
         call_.out_kind = site.out_kind;
@@ -90,7 +95,7 @@ class HostsAllReduceNorm {
                                   static_cast<int32_t>(fp32_parameters >> bit & 1)};
         };
         gpu::Call call = call_;
-        call.tokens = static_cast<int32_t>(tokens);
+        call.tokens = static_cast<int32_t>(within("tokens", tokens, 0, kMostCount));
         call.partial = reinterpret_cast<const void*>(partial);
         call.residual = reinterpret_cast<const void*>(residual);
         call.reduced_bias = parameter(reduced_bias, 0);
@@ -112,17 +117,18 @@ class HostsAllReduceNorm {
         launch.stream = reinterpret_cast<void*>(stream);
         // See GpuAllReduceNorm::run: the watchdog must get to run where a launch blocks.
         py::gil_scoped_release release;
-        return hosts::run_doubling(call, exchange_, static_cast<hosts::Transfer>(transfer), launch);
+        return hosts::run_doubling(
+            call, exchange_, known("transfer", static_cast<hosts::Transfer>(transfer), hosts::Transfer::kFlaggedRow),
+            launch);
     }
 
   private:
     void fit(const char* name, const hosts::Place& at) const {
-        const int64_t header = static_cast<int64_t>(fabric::kHeaderBytes), end = at.offset + at.num_bytes;
         if (at.num_bytes == 0) return;
-        if (at.offset >= header && at.num_bytes > 0 && end <= group_->num_bytes() && at.offset % 16 == 0) return;
-        throw std::invalid_argument(std::string(name) + " at [" + std::to_string(at.offset) + ", " +
-                                    std::to_string(end) + "): expected a multiple of 16 behind the header, in an " +
-                                    "arena of " + std::to_string(group_->num_bytes()) + " bytes");
+        expect_inside(name, at.offset, at.num_bytes, group_->num_bytes());
+        if (at.offset >= static_cast<int64_t>(fabric::kHeaderBytes) && at.offset % 16 == 0) return;
+        throw std::invalid_argument(std::string(name) + " at " + std::to_string(at.offset) +
+                                    ": expected a multiple of 16 behind the header");
     }
 
     std::shared_ptr<Group> group_;
@@ -158,6 +164,7 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def_static(
             "of_one_process",
             [](int32_t device, int64_t num_bytes, int32_t rank, const std::vector<uintptr_t>& bases) {
+                within("rank", rank, 0, static_cast<int64_t>(bases.size()) - 1);
                 std::vector<char*> arenas;
                 for (const uintptr_t base : bases)
                     arenas.push_back(reinterpret_cast<char*>(base));
@@ -166,7 +173,10 @@ PYBIND11_MODULE(_nvshmem, m) {
             py::arg("device"), py::arg("num_bytes"), py::arg("rank"), py::arg("bases"))
         .def_property_readonly("address", [](const Group& group) { return reinterpret_cast<uintptr_t>(group.base()); })
         .def(
-            "is_direct", [](const Group& group, int32_t rank) { return group.direct(rank) != nullptr; },
+            "is_direct",
+            [](const Group& group, int32_t rank) {
+                return group.direct(static_cast<int32_t>(within("rank", rank, 0, group.world() - 1))) != nullptr;
+            },
             py::arg("rank"))
         .def_property_readonly("status", &Group::status)
         .def("acknowledge", &Group::acknowledge)

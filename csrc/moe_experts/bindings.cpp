@@ -13,8 +13,13 @@ namespace weave {
 void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
     m.attr("WIDE_EXPERT_TILE_ROWS") = py::int_(moe_experts::kWideRows);
-    m.def("expert_row_counts", &moe_experts::num_counts, py::arg("num_rows"), py::arg("num_experts"),
-          "How many int32 numbers sort_expert_rows takes as its workspace.");
+    m.def(
+        "expert_row_counts",
+        [](int64_t num_rows, int32_t num_experts) {
+            within("num_experts", num_experts, 0, kMostCount);
+            return moe_experts::num_counts(within("num_rows", num_rows, 0, kMostBytes), num_experts);
+        },
+        py::arg("num_rows"), py::arg("num_experts"), "How many int32 numbers sort_expert_rows takes as its workspace.");
 }
 
 #ifdef WEAVE_WITH_CUDA
@@ -25,6 +30,8 @@ void bind_moe_experts_cuda(py::module_& m) {
     py::class_<Weight>(m, "ExpertWeight")
         .def(py::init([](uintptr_t data, int64_t experts, int64_t rows, int64_t expert_stride, int64_t row_stride,
                          int64_t depth_stride, uintptr_t bias) {
+                 within("experts", experts, 0, kMostCount);
+                 within("rows", rows, 0, kMostRow);
                  return Weight{
                      reinterpret_cast<const void*>(data), experts, rows, expert_stride, row_stride, depth_stride,
                      reinterpret_cast<const void*>(bias)};
@@ -35,6 +42,8 @@ void bind_moe_experts_cuda(py::module_& m) {
              "bias of 0 is none.");
     py::class_<Routing>(m, "ExpertRouting")
         .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group, int32_t tile_rows) {
+                 within("num_rows", num_rows, 0, kMostCount);
+                 within("tile_rows", tile_rows, 1, kMostCount);
                  return Routing{reinterpret_cast<const int32_t*>(order), reinterpret_cast<int32_t*>(table), num_rows,
                                 group, tile_rows};
              }),
@@ -49,6 +58,9 @@ void bind_moe_experts_cuda(py::module_& m) {
         "experts_gate_up",
         [](uintptr_t x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& weight, const Routing& routing,
            const Gate& gate, uintptr_t inner, DType dtype, uintptr_t gathered, uintptr_t stream) {
+            known("dtype", dtype, DType::kFloat16);
+            within("hidden", hidden, 1, kMostRow);
+            within("choices", choices, 1, kMostCount);
             py::gil_scoped_release release;
             return moe_experts::run_gate_up(reinterpret_cast<const void*>(x), x_stride, hidden, choices, weight,
                                             routing, gate, reinterpret_cast<void*>(inner), dtype,
@@ -61,6 +73,8 @@ void bind_moe_experts_cuda(py::module_& m) {
         "experts_down",
         [](uintptr_t inner, int64_t inner_width, const Weight& weight, const Routing& routing, uintptr_t results,
            DType dtype, bool wide, uintptr_t stream) {
+            known("dtype", dtype, DType::kFloat16);
+            within("inner_width", inner_width, 1, kMostRow);
             py::gil_scoped_release release;
             return moe_experts::run_down(reinterpret_cast<const void*>(inner), inner_width, weight, routing,
                                          reinterpret_cast<void*>(results), dtype, wide,
@@ -74,6 +88,9 @@ void bind_moe_experts_cuda(py::module_& m) {
         [](uintptr_t x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& gate_up, const Weight& down,
            const Routing& routing, const Gate& gate, uintptr_t inner, uintptr_t results, DType dtype, int32_t lag,
            uintptr_t stream) {
+            known("dtype", dtype, DType::kFloat16);
+            within("hidden", hidden, 1, kMostRow);
+            within("choices", choices, 1, kMostCount);
             py::gil_scoped_release release;
             return moe_experts::run_both(reinterpret_cast<const void*>(x), x_stride, hidden, choices, gate_up, down,
                                          routing, gate, reinterpret_cast<void*>(inner),
@@ -87,6 +104,12 @@ void bind_moe_experts_cuda(py::module_& m) {
         "sort_expert_rows",
         [](uintptr_t experts, int64_t num_rows, int32_t num_experts, int32_t tile_rows, uintptr_t counts,
            uintptr_t order, uintptr_t table, bool early, uintptr_t stream) {
+            within("num_rows", num_rows, 0, kMostCount);
+            within("num_experts", num_experts, 0, kMostCount);
+            within("tile_rows", tile_rows, 1, kMostCount);
+            expect_address("experts", experts, num_rows > 0);
+            expect_address("order", order, num_rows > 0);
+            expect_address("table", table, true);
             py::gil_scoped_release release;
             return moe_experts::sort_rows({reinterpret_cast<const int64_t*>(experts), num_rows, num_experts, tile_rows,
                                            reinterpret_cast<int32_t*>(counts), reinterpret_cast<int32_t*>(order),

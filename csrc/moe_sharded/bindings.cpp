@@ -5,7 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -16,6 +16,7 @@
 #include "moe_sharded/shm.h"
 
 #ifdef WEAVE_WITH_CUDA
+#include "base/timeout.h"
 #include "fabric/peer.h"
 #include "moe_experts/grouped.h"
 #include "moe_sharded/exchange.h"
@@ -34,8 +35,86 @@ struct ShardedMixtureHandle {
     moe::ShardedMixture op;
 
     ShardedMixtureHandle(std::shared_ptr<GroupHandle> group, const moe::Site& site, const std::string& isa)
-        : owner(std::move(group)),
-          op(owner->group, site, static_cast<int64_t>(owner->segments.at(0)->data_bytes()), rows(isa)) {}
+        : owner(given("group", group)), op(owner->group, site, owner->data_bytes(), rows(isa)) {}
+
+    // Raises unless this thread is in a call that has come so far.
+    void expect(bool is_dispatched) const {
+        owner->expect_held();
+        if (op.is_dispatched() != is_dispatched) throw std::invalid_argument("the steps of a call are out of order");
+    }
+
+    int enter() {
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status = op.enter();
+        }
+        return code_of(status);
+    }
+
+    void dispatch(uintptr_t x, uintptr_t experts, int64_t tokens, int32_t num_threads) {
+        expect(false);
+        within("tokens", tokens, 0, kMostCount);
+        expect_address("x", x, tokens > 0);
+        expect_address("experts", experts, tokens > 0);
+        py::gil_scoped_release release;
+        op.dispatch(reinterpret_cast<const void*>(x), reinterpret_cast<const int64_t*>(experts), tokens,
+                    threads(num_threads));
+    }
+
+    std::pair<int, int64_t> collect(int32_t first, int32_t last) {
+        expect(true);
+        within("last", last, 0, owner->world());
+        within("first", first, 0, last);
+        int64_t num_routes = 0;
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status = op.collect(first, last, num_routes);
+        }
+        return {code_of(status), num_routes};
+    }
+
+    void gather(uintptr_t rows, uintptr_t experts, int32_t num_threads) const {
+        expect(true);
+        expect_address("rows", rows, op.num_collected() > 0);
+        expect_address("experts", experts, op.num_collected() > 0);
+        py::gil_scoped_release release;
+        op.gather(reinterpret_cast<void*>(rows), reinterpret_cast<int64_t*>(experts), threads(num_threads));
+    }
+
+    void send_home(uintptr_t results, int32_t num_threads) {
+        expect(true);
+        expect_address("results", results, op.num_collected() > 0);
+        py::gil_scoped_release release;
+        op.send_home(reinterpret_cast<const void*>(results), threads(num_threads));
+    }
+
+    int finish(uintptr_t weights, uintptr_t out, int32_t num_threads) {
+        expect(true);
+        within("tokens of a call that is finished", op.num_tokens(), 0, op.site().max_tokens);
+        expect_address("weights", weights, op.num_tokens() > 0);
+        expect_address("out", out, op.num_tokens() > 0);
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status =
+                op.finish(reinterpret_cast<const float*>(weights), reinterpret_cast<void*>(out), threads(num_threads));
+        }
+        return code_of(status);
+    }
+
+    int end_without_results() {
+        expect(true);
+        Status status;
+        {
+            py::gil_scoped_release release;
+            status = op.end_without_results();
+        }
+        return code_of(status);
+    }
+
+    static int32_t threads(int32_t num_threads) { return std::min(num_threads, kMostThreads); }
 
     static const RowFunctions& rows(const std::string& isa) {
         if (isa.empty()) return choose_rows();
@@ -51,8 +130,7 @@ struct TokenCountsHandle {
     moe::TokenCounts op;
 
     TokenCountsHandle(std::shared_ptr<GroupHandle> group, int64_t offset, uint32_t site, double timeout_s)
-        : owner(std::move(group)),
-          op(owner->group, offset, static_cast<int64_t>(owner->segments.at(0)->data_bytes()), site, timeout_s) {}
+        : owner(given("group", group)), op(owner->group, offset, owner->data_bytes(), site, timeout_s) {}
 };
 
 }  // namespace
@@ -91,55 +169,16 @@ void bind_moe_sharded(py::module_& m) {
         .def_property_readonly("status", [](const Handle& handle) { return handle.owner->group.status(); })
         .def_property_readonly("rows_dispatched", [](const Handle& handle) { return handle.op.traffic().dispatched; })
         .def_property_readonly("rows_returned", [](const Handle& handle) { return handle.op.traffic().returned; })
-        .def("enter", [](Handle& handle) { return static_cast<int>(handle.op.enter().code); })
-        .def(
-            "dispatch",
-            [](Handle& handle, uintptr_t x, uintptr_t experts, int64_t tokens, int32_t num_threads) {
-                py::gil_scoped_release release;
-                handle.op.dispatch(reinterpret_cast<const void*>(x), reinterpret_cast<const int64_t*>(experts), tokens,
-                                   num_threads);
-            },
-            py::arg("x"), py::arg("experts"), py::arg("tokens"), py::arg("num_threads"))
-        .def(
-            "collect",
-            [](Handle& handle, int32_t first, int32_t last) {
-                py::gil_scoped_release release;
-                int64_t num_routes = 0;
-                const Status status = handle.op.collect(first, last, num_routes);
-                return std::make_pair(static_cast<int>(status.code), num_routes);
-            },
-            py::arg("first"), py::arg("last"),
-            "A code, and how many routes there are; -1 where a rank has more tokens than were planned for.")
-        .def(
-            "gather",
-            [](const Handle& handle, uintptr_t rows, uintptr_t experts, int32_t num_threads) {
-                py::gil_scoped_release release;
-                handle.op.gather(reinterpret_cast<void*>(rows), reinterpret_cast<int64_t*>(experts), num_threads);
-            },
-            py::arg("rows"), py::arg("experts"), py::arg("num_threads"))
-        .def(
-            "send_home",
-            [](Handle& handle, uintptr_t results, int32_t num_threads) {
-                py::gil_scoped_release release;
-                handle.op.send_home(reinterpret_cast<const void*>(results), num_threads);
-            },
-            py::arg("results"), py::arg("num_threads"))
-        .def(
-            "finish",
-            [](Handle& handle, uintptr_t weights, uintptr_t out, int32_t num_threads) {
-                py::gil_scoped_release release;
-                return static_cast<int>(
-                    handle.op.finish(reinterpret_cast<const float*>(weights), reinterpret_cast<void*>(out), num_threads)
-                        .code);
-            },
-            py::arg("weights"), py::arg("out"), py::arg("num_threads"))
-        .def("abandon",
-             [](Handle& handle) {
-                 py::gil_scoped_release release;
-                 return static_cast<int>(handle.op.abandon().code);
-             })
-        .def("fail", [](Handle& handle) { handle.op.fail(); })
-        .def("leave", [](Handle& handle) { handle.op.group().leave(); });
+        .def("enter", &Handle::enter)
+        .def("dispatch", &Handle::dispatch, py::arg("x"), py::arg("experts"), py::arg("tokens"), py::arg("num_threads"))
+        .def("collect", &Handle::collect, py::arg("first"), py::arg("last"),
+             "A code, and how many routes there are; -1 where a rank has more tokens than were planned for.")
+        .def("gather", &Handle::gather, py::arg("rows"), py::arg("experts"), py::arg("num_threads"))
+        .def("send_home", &Handle::send_home, py::arg("results"), py::arg("num_threads"))
+        .def("finish", &Handle::finish, py::arg("weights"), py::arg("out"), py::arg("num_threads"))
+        .def("end_without_results", &Handle::end_without_results,
+             "Ends a call in which some rank has too many tokens, on all ranks.")
+        .def("abandon", [](Handle& handle) { handle.owner->group.abandon(); });
     m.def("token_counts_need", &moe::TokenCounts::need, "What ranks on GPUs need in the memory of their hosts.");
     py::class_<TokenCountsHandle>(m, "TokenCounts")
         .def(py::init<std::shared_ptr<GroupHandle>, int64_t, uint32_t, double>(), py::arg("group"), py::arg("offset"),
@@ -148,10 +187,13 @@ void bind_moe_sharded(py::module_& m) {
         .def(
             "largest",
             [](TokenCountsHandle& handle, int64_t tokens) {
-                py::gil_scoped_release release;
                 int64_t most = 0;
-                const Status status = handle.op.largest(tokens, most);
-                return std::make_pair(static_cast<int>(status.code), most);
+                Status status;
+                {
+                    py::gil_scoped_release release;
+                    status = handle.op.largest(tokens, most);
+                }
+                return std::make_pair(code_of(status), most);
             },
             py::arg("tokens"), "A code, and how many tokens the rank has that has most.");
 }
@@ -180,17 +222,15 @@ struct GpuShardedSite {
 class GpuShardedMixture {
   public:
     GpuShardedMixture(std::shared_ptr<PeerGroup> group, const GpuShardedSite& site)
-        : group_(std::move(group)),
-          dtype_(site.dtype),
+        : group_(given("group", group)),
+          dtype_(known("dtype", site.dtype, DType::kFloat16)),
           max_tokens_(site.max_tokens),
-          row_bytes_(site.hidden * size_of(site.dtype)) {
+          row_bytes_(within("hidden", site.hidden, 1, kMostRow) * size_of(site.dtype)) {
         const moe::GpuLayout layout(group_->world(), site.max_tokens, site.choices, row_bytes_);
         expect_inside(site.dispatch_offset, layout.dispatch_bytes());
         expect_inside(site.combine_offset, layout.combine_bytes());
-        const int64_t experts = site.num_experts * group_->world();
-        if (site.num_experts < 1 || experts > INT32_MAX)
-            throw std::invalid_argument(std::to_string(site.num_experts) + " experts of a rank");
-        exchange_.group = group_->view(site.channel, static_cast<uint64_t>(std::llround(site.timeout_s * 1e9)));
+        within("num_experts", site.num_experts, 1, INT32_MAX / group_->world());
+        exchange_.group = group_->view(site.channel, nanoseconds_of(site.timeout_s));
         exchange_.ids_offset = site.dispatch_offset;
         exchange_.rows_offset = site.dispatch_offset + layout.rows();
         exchange_.combine_offset = site.combine_offset;
@@ -216,6 +256,8 @@ class GpuShardedMixture {
                  uintptr_t traffic, uintptr_t stream) const {
         moe::Dispatch asked{};
         if (!set_tokens(asked.exchange, tokens, slot_tokens)) return kInvalid;
+        expect_address("x", x, tokens > 0);
+        expect_address("experts", experts, tokens > 0);
         asked.x = reinterpret_cast<const char*>(x);
         asked.x_stride = x_stride * size_of(dtype_);
         asked.experts = reinterpret_cast<const int64_t*>(experts);
@@ -228,6 +270,8 @@ class GpuShardedMixture {
 
     int down(int64_t slot_tokens, uintptr_t inner, int64_t inner_width, const moe_experts::Weight& weight,
              const moe_experts::Routing& routing, uintptr_t stream) const {
+        within("slot_tokens", slot_tokens, 0, max_tokens_);
+        within("inner_width", inner_width, 1, kMostRow);
         moe_experts::Homes to{};
         to.rows = slot_tokens * exchange_.choices;
         static_assert(moe_experts::kMostHomes >= fabric::kMaxWorld);
@@ -242,6 +286,10 @@ class GpuShardedMixture {
                 uintptr_t out, uintptr_t stream) const {
         moe::Combine asked{};
         if (!set_tokens(asked.exchange, tokens, slot_tokens)) return kInvalid;
+        known("weights_dtype", weights_dtype, DType::kFloat16);
+        expect_address("experts", experts, tokens > 0);
+        expect_address("weights", weights, tokens > 0);
+        expect_address("out", out, tokens > 0);
         asked.experts = reinterpret_cast<const int64_t*>(experts);
         asked.weights = reinterpret_cast<const void*>(weights);
         asked.weights_dtype = weights_dtype;
@@ -262,12 +310,12 @@ class GpuShardedMixture {
 
     void expect_inside(int64_t offset, int64_t num_bytes) const {
         const auto header = static_cast<int64_t>(fabric::kHeaderBytes);
-        if (offset >= header && offset + num_bytes <= group_->num_bytes() && offset % moe::GpuLayout::kAlignment == 0)
-            return;
-        throw std::invalid_argument(
-            "a buffer at [" + std::to_string(offset) + ", " + std::to_string(offset + num_bytes) +
-            "): expected a multiple of " + std::to_string(moe::GpuLayout::kAlignment) + " behind the header of " +
-            std::to_string(header) + " bytes, in an arena of " + std::to_string(group_->num_bytes()) + " bytes");
+        weave::expect_inside("a buffer", offset, num_bytes, group_->num_bytes());
+        if (offset >= header && offset % moe::GpuLayout::kAlignment == 0) return;
+        throw std::invalid_argument("a buffer at " + std::to_string(offset) + ": expected a multiple of " +
+                                    std::to_string(moe::GpuLayout::kAlignment) + " behind the header of " +
+                                    std::to_string(header) + " bytes, in an arena of " +
+                                    std::to_string(group_->num_bytes()) + " bytes");
     }
 
     std::shared_ptr<PeerGroup> group_;

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/sizes.h"
+
 namespace weave::moe {
 namespace {
 
@@ -14,7 +16,8 @@ constexpr int64_t kBytes = kNumParities * static_cast<int64_t>(sizeof(int64_t));
 
 TokenCounts::TokenCounts(fabric::shm::Group& group, int64_t offset, int64_t data_bytes, uint32_t site, double timeout_s)
     : group_(group), offset_(offset), tag_(fabric::shm::tag(site, 0)), timeout_s_(timeout_s) {
-    if (offset < 0 || offset % static_cast<int64_t>(sizeof(int64_t)) != 0 || offset + kBytes > data_bytes)
+    timeout_of(timeout_s);
+    if (offset < 0 || offset % static_cast<int64_t>(sizeof(int64_t)) != 0 || offset > data_bytes - kBytes)
         throw std::invalid_argument("token counts at " + std::to_string(offset) + " do not fit an arena of " +
                                     std::to_string(data_bytes) + " bytes");
 }
@@ -30,6 +33,7 @@ int64_t& TokenCounts::count(int32_t rank, uint32_t epoch) const {
 Status TokenCounts::largest(int64_t tokens, int64_t& most) {
     Status status = group_.enter();
     if (status.code == Code::kBusy || status.code == Code::kForked) return status;
+    const fabric::shm::Held held(group_);
     if (status.ok()) {
         count(group_.rank(), group_.epoch() + 1) = tokens;
         group_.signal_ready(tag_);

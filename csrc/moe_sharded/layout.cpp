@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/sizes.h"
 #include "fabric/shm.h"
 
 namespace weave::moe {
@@ -28,8 +29,10 @@ std::vector<fabric::BufferNeed> needs_of(int64_t dispatch_bytes, int64_t combine
 }  // namespace
 
 Layout::Layout(int32_t world, int64_t max_tokens, int64_t choices, int64_t row_bytes) : world_(world) {
-    if (world < 1 || max_tokens < 0 || choices < 1 || row_bytes < 1 || max_tokens * choices > INT32_MAX)
+    const bool counts = max_tokens >= 0 && max_tokens <= INT32_MAX && choices >= 1 && choices <= INT32_MAX;
+    if (world < 1 || world > kMostRanks || row_bytes < 1 || !counts || max_tokens * choices > INT32_MAX)
         refuse(world, max_tokens, choices, row_bytes);
+    product_of("rows of all ranks", {world, max_tokens + 1, choices, row_bytes + 64});
     routes_offset_ = aligned(sizeof(SlotHeader));
     rows_offset_ = routes_offset_ + aligned(max_tokens * choices * static_cast<int64_t>(sizeof(Route)));
     slot_bytes_ = rows_offset_ + aligned(max_tokens * row_bytes);
@@ -42,8 +45,10 @@ std::vector<fabric::BufferNeed> Layout::needs() const {
 
 GpuLayout::GpuLayout(int32_t world, int64_t max_tokens, int64_t choices, int64_t row_bytes) {
     const bool counts = max_tokens >= 0 && choices >= 1 && choices <= INT32_MAX && max_tokens <= INT32_MAX;
-    if (world < 1 || row_bytes < 16 || row_bytes % 16 != 0 || !counts || world * max_tokens * choices > INT32_MAX)
+    if (world < 1 || world > kMostRanks || row_bytes < 16 || row_bytes % 16 != 0 || !counts ||
+        product_of("choices of all ranks", {world, max_tokens, choices}) > INT32_MAX)
         refuse(world, max_tokens, choices, row_bytes);
+    product_of("rows of all ranks", {world, max_tokens + 1, choices, row_bytes});
     rows_offset_ = up_to_multiple(world * max_tokens * choices * kIdBytes, kAlignment);
     dispatch_bytes_ = rows_offset_ + up_to_multiple(world * max_tokens * row_bytes, kAlignment);
     combine_bytes_ = up_to_multiple(max_tokens * choices * row_bytes, kAlignment);

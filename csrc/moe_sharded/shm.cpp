@@ -5,32 +5,46 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/sizes.h"
 #include "rows/divide.h"
 
 namespace weave::moe {
 
 using fabric::shm::Group;
 
+namespace {
+
+constexpr int64_t kMostExperts = 1 << 20;
+
+int64_t row_bytes_of(const Site& site) {
+    return within("hidden", site.hidden, 1, kMostRow) * size_of(known("dtype", site.dtype, DType::kFloat16));
+}
+
+}  // namespace
+
 ShardedMixture::ShardedMixture(Group& group, const Site& site, int64_t data_bytes, const RowFunctions& functions)
     : group_(group),
       site_(site),
-      layout_(group.world(), site.max_tokens, site.choices, site.hidden * size_of(site.dtype)),
+      layout_(group.world(), site.max_tokens, site.choices, row_bytes_of(site)),
       row_bytes_(site.hidden * size_of(site.dtype)),
       functions_(functions),
       last_token_(group.world()),
-      begins_(site.num_experts + 1) {
-    const int64_t ends[] = {site.dispatch_offset + layout_.dispatch_bytes(),
-                            site.combine_offset + layout_.combine_bytes()};
+      begins_(within("num_experts", site.num_experts, 1, kMostExperts) + 1) {
     // A buffer outside the segment would be a wild store later.
-    if (site.dispatch_offset < 0 || site.combine_offset < 0 || std::max(ends[0], ends[1]) > data_bytes)
-        throw std::invalid_argument("buffers that end at " + std::to_string(std::max(ends[0], ends[1])) +
-                                    " do not fit an arena of " + std::to_string(data_bytes) + " bytes");
+    expect_inside("dispatch", site.dispatch_offset, layout_.dispatch_bytes(), data_bytes);
+    expect_inside("combine", site.combine_offset, layout_.combine_bytes(), data_bytes);
+    timeout_of(site.timeout_s);
 }
 
 Status ShardedMixture::enter() {
     const Status status = group_.enter();
     const bool entered = status.code != Code::kBusy && status.code != Code::kForked;
     if (!status.ok() && entered) group_.leave();
+    if (status.ok()) {
+        is_dispatched_ = false;
+        unsorted_.clear();
+        sorted_.clear();
+    }
     return status;
 }
 
@@ -48,6 +62,7 @@ void ShardedMixture::dispatch(const void* x, const int64_t* experts, int64_t tok
             std::memcpy(copies_[at].to, x_ + copies_[at].token * row_bytes_, row_bytes_);
     });
     traffic_.dispatched += static_cast<int64_t>(copies_.size());
+    is_dispatched_ = true;
     group_.signal_ready(tag());
 }
 
@@ -146,6 +161,7 @@ Status ShardedMixture::wait_home() {
 }
 
 Status ShardedMixture::finish(const float* weights, void* out, int32_t num_threads) {
+    const fabric::shm::Held held(group_);
     const Status status = wait_home();
     if (status.ok()) {
         const char* results = group_.data(group_.rank()) + site_.combine_offset;
@@ -170,24 +186,13 @@ Status ShardedMixture::finish(const float* weights, void* out, int32_t num_threa
     return status;
 }
 
-Status ShardedMixture::abandon() {
+Status ShardedMixture::end_without_results() {
+    const fabric::shm::Held held(group_);
     // Of ranks that were not collected: whether they run the same call.
     Status status = group_.wait_all_ready(tag(), site_.timeout_s);
     if (status.ok()) status = wait_home();
     group_.leave();
     return status;
-}
-
-void ShardedMixture::fail() {
-    if (group_.status().ok()) {
-        Status status;
-        status.code = Code::kPeerFailed;
-        status.peer = group_.rank();
-        status.slot = "rows";
-        status.expected = group_.epoch();
-        group_.poison(status);
-    }
-    group_.leave();
 }
 
 }  // namespace weave::moe

@@ -61,6 +61,7 @@ class ShardedMixture {
     ShardedMixture(fabric::shm::Group& group, const Site& site, int64_t data_bytes, const RowFunctions& functions);
 
     fabric::shm::Group& group() const { return group_; }
+    const Site& site() const { return site_; }
     const Traffic& traffic() const { return traffic_; }
 
     // Takes the group for a call.
@@ -81,9 +82,10 @@ class ShardedMixture {
     // that are nobody's add nothing. Gives the group back.
     Status finish(const float* weights, void* out, int32_t num_threads);
     // Ends a call in which some rank has too many tokens, on all ranks, and gives the group back.
-    Status abandon();
-    // Ends it where what ran between failed: peers that wait are told.
-    void fail();
+    Status end_without_results();
+    int64_t num_tokens() const { return tokens_; }
+    int64_t num_collected() const { return static_cast<int64_t>(sorted_.size()); }
+    bool is_dispatched() const { return is_dispatched_; }
 
   private:
     struct Sorted {
@@ -119,6 +121,7 @@ class ShardedMixture {
     const char* x_ = nullptr;
     const int64_t* experts_ = nullptr;
     int64_t tokens_ = 0;
+    bool is_dispatched_ = false;
     std::vector<Route> own_routes_;
     std::vector<Copy> copies_;
     std::vector<int64_t> last_token_;  // by destination

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -77,6 +79,70 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting() -> None:
     assert [sorted(peers) for peers, _, _ in found] == [[1, 2], [0, 2], [0, 1]]
     for _, seconds, visits in found:
         assert seconds < connections._STRANGER_S and visits == 4
+
+
+NUM_DRIBBLING = 70
+DRIBBLE_S = 2.0
+
+
+def _dribble(place: tuple[str, int], whom: int) -> None:
+    """Strangers that say a right greeting, a byte at a time, and come again where they are turned away."""
+
+    def visit() -> None:
+        while True:
+            try:
+                with socket.create_connection(place, timeout=TIMEOUT_S) as door:
+                    for byte in _HELLO.pack(_MAGIC, 1 - whom, whom, secrets.token_bytes(32)):
+                        door.sendall(bytes([byte]))
+                        time.sleep(DRIBBLE_S)
+            except ConnectionRefusedError:
+                return
+            except OSError:
+                continue
+
+    visitors = [threading.Thread(target=visit, daemon=True) for _ in range(NUM_DRIBBLING)]
+    for each in visitors:
+        each.start()
+    time.sleep(0.3)  # they are in before any peer comes
+
+
+def _accept_fails(place: tuple[str, int], whom: int) -> None:
+    """As where descriptors run out for a moment, and where one who came is gone before he is let in."""
+    plain = socket.socket.accept
+    errors = [errno.EMFILE, errno.ECONNABORTED, errno.ENFILE, errno.ENOBUFS, errno.EPROTO, errno.EMFILE]
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        if errors:
+            raise OSError(errors.pop(), "made up")
+        return plain(listener)
+
+    connections.socket.socket.accept = failing  # type: ignore[method-assign, assignment]
+
+
+def _connects(rank: int, prepare: Callable[[tuple[str, int], int], None]) -> float:
+    """How long two ranks take to connect, where every listener is prepared so."""
+    create = socket.create_server
+
+    def prepared(*arguments: object, **options: object) -> socket.socket:
+        listener: socket.socket = create(*arguments, **options)  # type: ignore[arg-type]
+        prepare(listener.getsockname()[:2], rank)
+        return listener
+
+    connections.socket.create_server = prepared  # type: ignore[assignment]
+    channel = topology.exchange("0", TIMEOUT_S)
+    begin = time.monotonic()
+    found = connect(channel, [1 - rank], TIMEOUT_S)
+    seconds = time.monotonic() - begin
+    found[1 - rank].sendall(bytes([rank]))
+    assert found[1 - rank].recv(1) == bytes([1 - rank])
+    return seconds
+
+
+@pytest.mark.parametrize("prepare", [_dribble, _accept_fails])
+def test_neither_slow_strangers_nor_a_failed_accept_keep_ranks_from_connecting(
+    prepare: Callable[[tuple[str, int], int], None],
+) -> None:
+    assert max(run_ranks(_connects, 2, prepare, timeout_s=60)) < connections._STRANGER_S
 
 
 def _one_cannot_listen(rank: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import threading
@@ -173,3 +175,23 @@ def test_a_peer_that_reads_nothing_is_waited_for_no_longer_than_the_timeout(ends
     code, _ = ends.rank.exchange(TAG, TIMEOUT_S, {1: bytes(64 << 20)}, {})
     assert code == int(Code.TIMEOUT) and ends.rank.status.peer == 1
     assert time.monotonic() - begin < TIMEOUT_S + 2.0
+
+
+def test_ctrl_c_ends_a_wait_for_another_host(ends: Ends) -> None:
+    """Later calls say why, and the peers find the connection closed."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        begin = time.monotonic()
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ends.exchange(timeout_s=30.0)
+        assert time.monotonic() - begin < 1.2
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    code, _ = ends.exchange()
+    assert code == int(Code.POISONED) and ends.rank.status.code == Code.INTERRUPTED
+    for peer in ends.peers:
+        peer.settimeout(2.0)
+        assert peer.recv(1) == b""

@@ -14,6 +14,15 @@ import pytest
 from tests.descriptors import exhausted
 from weaveopt import _native
 
+_IN_TIME_NAMESPACE = ("unshare", "--time", "--boottime", "100000", "--fork")
+
+
+def _can_make_time_namespaces() -> bool:
+    try:
+        return subprocess.run([*_IN_TIME_NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
 
 @contextmanager
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
@@ -25,19 +34,56 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         child.communicate()
 
 
-def later(identity: str) -> str:
-    """Of a process that started a tick later."""
-    where, _, start = identity.rpartition(":")
-    return f"{where}:{int(start) + 1}"
+def other_than(identity: str, clock: int = 0, ticks: int = 0, inode: int | None = None) -> str:
+    """Of a process seen from another time namespace, that started later, or with another inode (0: not known)."""
+    boot, namespace, time_namespace, start, own = identity.split(":")
+    found = int(own) if inode is None else inode
+    return f"{boot}:{namespace}:{int(time_namespace) + clock}:{int(start) + ticks}:{found}"
 
 
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
     own, identity = os.getpid(), _native.process_identity(os.getpid())
-    boot, namespace, start = identity.split(":")
-    assert len(boot) == 36 and namespace.isdigit() and start.isdigit()
-    process, other = _native.Process(own, identity), _native.Process(own, later(identity))
+    boot, *numbers = identity.split(":")
+    assert len(boot) == 36 and len(numbers) == 4 and all(number.isdigit() for number in numbers)
+    process = _native.Process(own, identity)
     assert process.has_descriptor and not process.has_ended()
-    assert not other.has_descriptor and other.has_ended()
+    others = [other_than(identity, ticks=1, inode=0)]
+    if int(numbers[-1]):  # this system gives each process's descriptor an inode of its own
+        others += [other_than(identity, inode=int(numbers[-1]) + 1)]
+    for each in others:
+        other = _native.Process(own, each)
+        assert not other.has_descriptor and other.has_ended(), each
+
+
+def test_a_live_process_of_another_time_namespace_has_not_ended() -> None:
+    """Start times count from a boot that each time namespace has for itself: two of them say nothing together."""
+    with sleeper() as child:
+        identity = _native.process_identity(child.pid)
+        seen_elsewhere = other_than(identity, clock=1, ticks=100_000), other_than(identity, clock=1, ticks=7, inode=0)
+        for each in seen_elsewhere:
+            process = _native.Process(child.pid, each)
+            with exhausted():
+                by_number = _native.Process(child.pid, other_than(each, inode=0))
+            assert process.has_descriptor and not process.has_ended(), each
+            assert not by_number.has_ended(), each
+        child.kill()
+        child.wait()
+        assert process.has_ended() and by_number.has_ended()
+
+
+@pytest.mark.skipif(not _can_make_time_namespaces(), reason="the system lets nobody make time namespaces here")
+def test_ranks_in_two_time_namespaces_see_each_other_alive() -> None:
+    """The identity of this process as one of a later boot time sees it."""
+    program = (
+        "import sys; from weaveopt import _native\n"
+        "own, other = sys.argv[1], _native.process_identity(int(sys.argv[2]))\n"
+        "print(other, _native.Process(int(sys.argv[2]), own).has_ended())"
+    )
+    own = os.getpid()
+    command = [*_IN_TIME_NAMESPACE, sys.executable, "-c", program, _native.process_identity(own), str(own)]
+    identity, has_ended = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert identity.split(":")[3] != _native.process_identity(own).split(":")[3], "it counts from another boot"
+    assert has_ended == "False" and not _native.Process(own, identity).has_ended()
 
 
 @pytest.mark.parametrize("has_descriptor", [True, False])
@@ -92,9 +138,12 @@ def _stat(pid: int) -> str:
 
 def test_a_process_of_another_host_or_namespace_never_ends() -> None:
     nobody = 1 << 30
-    boot, namespace, start = _native.process_identity(os.getpid()).split(":")
-    assert _native.Process(nobody, f"{boot}:{namespace}:{start}").has_ended()
-    elsewhere = ("", f"{boot[::-1]}:{namespace}:{start}", f"{boot}:{namespace}1:{start}", f"{boot}:1:{start}", "1")
+    boot, namespace, mark = _native.process_identity(os.getpid()).split(":", 2)
+    assert _native.Process(nobody, f"{boot}:{namespace}:{mark}").has_ended()
+    elsewhere = (
+        "", f"{boot[::-1]}:{namespace}:{mark}", f"{boot}:{namespace}1:{mark}", f"{boot}:1:{mark}", "1",
+        f"{boot}:{namespace}:", f"{boot}:{namespace}:1:0:0", f"{boot}:{namespace}:no number",
+    )  # fmt: skip
     for identity in elsewhere:
         for pid in (nobody, os.getpid()):
             assert not _native.Process(pid, identity).has_ended(), identity

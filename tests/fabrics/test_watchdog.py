@@ -118,8 +118,7 @@ def test_ranks_that_differ_are_named_with_what_they_run(arena: MadeUpArena) -> N
 
 def test_the_peer_that_died_is_named_and_not_the_one_waited_for(arena: MadeUpArena) -> None:
     own = watchdog.this_process()
-    where = own.start.rpartition(":")[0]
-    arena.peers = (own, own, Process(own.pid, f"{where}:0"))
+    arena.peers = (own, own, Process(1 << 30, own.start))
     for code in (CODES.PEER_EXITED, CODES.PEER_FAILED):
         text = str(watchdog.describe(arena, SaidByKernels(code)))
         assert "peer rank 7 exited (waited for rank 6: " in text

@@ -228,7 +228,7 @@ def run_wrong_calls(rank: int) -> None:
     call = make_call(Form(), 64, "bfloat16", 2)
     [own, _] = make_inputs(Form(), 7, 64, "bfloat16", 2, seed=1)
     for wrong, outer, found in (
-        (own, 1, "7 rows are not 1 blocks for each of 2 ranks"),
+        (own, 1, "7 rows are not 1 block for each of 2 ranks"),
         (own._replace(b=[own.b[0][:, :32]]), 1, "32 columns"),
         (own._replace(a=[own.a[0][:6].float()]), 1, "float32"),
     ):

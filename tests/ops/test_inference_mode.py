@@ -22,13 +22,13 @@ from tests.ranks import run_ranks
 from weaveopt.fabrics import shm
 from weaveopt.fabrics.peer import PeerArena
 
-WORLD = 2
 Step = Callable[[], list[Tensor]]
 
 
 def _reductions(rank: int) -> list[Step]:
+    world = dist.get_world_size()
     shm_ranks.reserve()
-    calls = [shm_ranks.make_call(f"one shot {one_shot}", "0", WORLD, one_shot) for one_shot in (True, False)]
+    calls = [shm_ranks.make_call(f"one shot {one_shot}", "0", world, one_shot) for one_shot in (True, False)]
     a, b = torch.randn(5, 32), torch.randn(32, shm_ranks.HIDDEN)
     nothing = [None] * 8
     steps: list[Step] = []
@@ -39,33 +39,37 @@ def _reductions(rank: int) -> list[Step]:
 
 
 def _chunks(rank: int) -> list[Step]:
-    gemm_reduction.reserve(WORLD)
+    world = dist.get_world_size()
+    gemm_reduction.reserve(world)
     form = gemm_reduction.Form()
-    call = gemm_reduction.make_call(form, "float32", WORLD)
-    factors, rest = gemm_reduction.make_inputs(form, 40, torch.float32, WORLD)
+    call = gemm_reduction.make_call(form, "float32", world)
+    factors, rest = gemm_reduction.make_inputs(form, 40, torch.float32, world)
     return [lambda: list(gemm_reduction.run_op(factors[rank], form, rest, call))]
 
 
 def _scatter(rank: int) -> list[Step]:
-    scatter.reserve(WORLD)
+    world = dist.get_world_size()
+    scatter.reserve(world)
     form = scatter.Form()
-    call = scatter.make_call(form, 16, "float32", WORLD)
-    inputs = scatter.make_inputs(form, 14, 16, "float32", WORLD, seed=0)
+    call = scatter.make_call(form, 16, "float32", world)
+    inputs = scatter.make_inputs(form, 7 * world, 16, "float32", world, seed=0)
     return [lambda: [scatter.run_op(inputs[rank], 1, call)]]
 
 
 def _gather(rank: int) -> list[Step]:
-    all_gather.reserve(WORLD)
+    world = dist.get_world_size()
+    all_gather.reserve(world)
     form = all_gather.Form()
-    call = all_gather.make_call(form, 16, "float32", WORLD)
-    shards, weights = all_gather.make_inputs(form, 7, 16, "float32", WORLD, seed=0)
+    call = all_gather.make_call(form, 16, "float32", world)
+    shards, weights = all_gather.make_inputs(form, 7, 16, "float32", world, seed=0)
     return [lambda: all_gather.run_op(shards[rank], weights[rank], form.outer, call)]
 
 
 def _exchange(rank: int) -> list[Step]:
-    exchange.reserve_for(WORLD)
+    world = dist.get_world_size()
+    exchange.reserve_for(world)
     form = exchange.Form()
-    call = exchange.make_call(form, "float32", WORLD)
+    call = exchange.make_call(form, "float32", world)
     inputs = exchange.make_inputs(form, call, "even", "uniform", seed=0)
     return [lambda: [inputs[rank].run(call)]]
 
@@ -101,7 +105,7 @@ def run_families(rank: int) -> dict[str, list[str]]:
 
 
 def test_every_operation_runs_first_in_inference_mode_and_then_without() -> None:
-    for kept in run_ranks(run_families, WORLD):
+    for kept in run_ranks(run_families, 2):
         assert kept == {family.__name__: [] for family in FAMILIES}
 
 
@@ -123,7 +127,7 @@ def run_compiled(rank: int) -> None:
 
 
 def test_a_model_infers_once_and_then_trains() -> None:
-    run_ranks(run_compiled, WORLD, timeout_s=240)
+    run_ranks(run_compiled, 2, timeout_s=240)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])

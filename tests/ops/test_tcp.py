@@ -114,7 +114,7 @@ def _another_plan(rank: int) -> str:
 
 
 def test_a_call_planned_for_other_hosts_is_refused() -> None:
-    assert all("planned for 1 hosts, group has 2" in each for each in run_ranks(_another_plan, 2))
+    assert all("planned for 1 host, group has 2" in each for each in run_ranks(_another_plan, 2))
 
 
 def _model(rank: int, folder: str) -> tuple[float, int, list[str]]:

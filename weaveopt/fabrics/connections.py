@@ -7,22 +7,26 @@ pair the higher rank connects:
     connector -> (who, whom, its nonce)         acceptor -> (its nonce, HMAC of both ranks and nonces by the key)
     connector -> HMAC of the same, of the other direction
 
-Whoever cannot do that, in time, is not heard any further: the connection is closed, and the others go on.
+Whoever has not done that within `_STRANGER_S`, in however many pieces, is not heard any further: the connection is
+closed. One thread hears all who come, as far as each has spoken, so nobody waits for anybody else.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
 import ipaddress
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from weaveopt.config import variable
 from weaveopt.errors import ArenaError
@@ -32,10 +36,15 @@ _HELLO = struct.Struct("!8sII32s")
 _MAGIC = b"weavetcp"
 _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _STRANGER_S = 5.0
-"""What somebody who connects gets to show who he is."""
+"""What somebody who connects gets to show who he is, all in all."""
 _BACKLOG = 128
-_MOST_HEARD = 64
-"""Who connects beyond so many that have not shown who they are is turned away at once; peers try again."""
+_MOST_HEARD = 256
+"""Of those who have not shown who they are; for one more the oldest goes, who is no peer, or tries again."""
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of `accept` that pass."""
+_BROKEN = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP}
+"""Errors of a listener that nobody can come to any more; all others are of the one who came."""
+_LOOK_S = 0.05
 _ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737): what leads there leads to other hosts."""
 _SIOCGIFADDR = 0x8915
@@ -138,6 +147,24 @@ def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[i
             listener.close()
 
 
+@dataclass
+class _Visit:
+    """Somebody who came and has yet to show that he is a peer."""
+
+    connection: socket.socket
+    until: float
+    peer: int = -1
+    """Who he says he is; -1: he has not said it."""
+    proof: bytes = b""
+    """What he has to answer."""
+    heard: bytearray = field(default_factory=bytearray)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what he says next."""
+        return _HELLO.size if self.peer < 0 else _PROOF_BYTES
+
+
 class _Meeting:
     """One rank's part in making connections."""
 
@@ -145,9 +172,10 @@ class _Meeting:
         self._key, self._rank, self._wanted, self._deadline = key, rank, wanted, deadline
         self._lock = threading.Lock()
         self._all_found = threading.Event()
-        self._heard = threading.BoundedSemaphore(_MOST_HEARD)
         self._unproven: set[socket.socket] = set()
-        """Connections whose other end has yet to show that it is a peer."""
+        """Connections that this rank makes, whose other end has yet to show that it is a peer."""
+        self._visits: dict[socket.socket, _Visit] = {}
+        """By arrival; the accepting thread's own."""
         self.found: dict[int, socket.socket] = {}
         self.errors: list[str] = []
 
@@ -161,11 +189,14 @@ class _Meeting:
             for peer in lower
         ]
         accepting = threading.Thread(target=self._accept, args=(listener,), name="weaveopt-accept", daemon=True)
-        for thread in (*threads, accepting):
-            thread.start()
-        self._all_found.wait(max(self._deadline - time.monotonic(), 0))
-        self._all_found.set()  # whoever still tries stops
-        accepting.join()
+        try:
+            for thread in (accepting, *threads):
+                thread.start()
+            self._all_found.wait(max(self._deadline - time.monotonic(), 0))
+        finally:
+            self._all_found.set()  # whoever still tries stops
+            if accepting.ident is not None:
+                accepting.join()
         with self._lock:
             for each in self._unproven:
                 with suppress(OSError):
@@ -217,61 +248,113 @@ class _Meeting:
                 except OSError as failure:
                     error = failure
                 self._dismiss(connection)
-            self._all_found.wait(0.05)
+            self._all_found.wait(_LOOK_S)
         if error is not None:
             self.errors.append(f"{place[0]}:{place[1]}: {error}")
 
     def _introduce(self, connection: socket.socket, peer: int) -> bool:
-        mine = secrets.token_bytes(_NONCE_BYTES)
+        mine, until = secrets.token_bytes(_NONCE_BYTES), min(time.monotonic() + _STRANGER_S, self._deadline)
         connection.sendall(_HELLO.pack(_MAGIC, self._rank, peer, mine))
-        theirs, proof = _received(connection, _NONCE_BYTES), _received(connection, _PROOF_BYTES)
+        theirs, proof = _received(connection, _NONCE_BYTES, until), _received(connection, _PROOF_BYTES, until)
         if not hmac.compare_digest(proof, self._proof(b"accept", self._rank, peer, mine, theirs)):
             return False
         connection.sendall(self._proof(b"connect", self._rank, peer, mine, theirs))
         return True
 
     def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(0.05)
-        while not self._all_found.is_set():
-            with suppress(TimeoutError):
-                connection, _ = listener.accept()
-                if not self._heard.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._hear, args=(connection,), name="weaveopt-hear", daemon=True).start()
+        """Lets in who comes and hears him, until all are found; whoever is no peer by then hears so."""
+        listener.setblocking(False)
+        # Not epoll, which takes a descriptor: there may be none.
+        with selectors.PollSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while not self._all_found.is_set():
+                for key, _ in selector.select(_LOOK_S):
+                    if key.data is None:
+                        self._let_in(listener, selector)
+                    elif not self._hears(key.data):
+                        self._see_off(key.data, selector)
+                now = time.monotonic()
+                for visit in [each for each in self._visits.values() if each.until <= now]:
+                    self._see_off(visit, selector)
+            for visit in list(self._visits.values()):
+                self._see_off(visit, selector)
 
-    def _hear(self, connection: socket.socket) -> None:
-        """Whoever it is has until `_STRANGER_S` to be a peer, and no longer than connecting takes."""
+    def _let_in(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         try:
-            self._question(connection)
-            connection.settimeout(_STRANGER_S)
-            magic, peer, whom, theirs = _HELLO.unpack(_received(connection, _HELLO.size))
-            if magic != _MAGIC or whom != self._rank or peer not in self._wanted:
-                raise ConnectionError
-            mine = secrets.token_bytes(_NONCE_BYTES)
-            connection.sendall(mine + self._proof(b"accept", peer, self._rank, theirs, mine))
-            proof = _received(connection, _PROOF_BYTES)
-            if not hmac.compare_digest(proof, self._proof(b"connect", peer, self._rank, theirs, mine)):
-                raise ConnectionError
-            if not self._keep(peer, connection):
-                raise ConnectionError
-        except (OSError, struct.error):
-            self._dismiss(connection)
-        finally:
-            self._heard.release()
+            connection, _ = listener.accept()
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._make_room(selector)
+                self._all_found.wait(_LOOK_S)
+            elif error.errno in _BROKEN:
+                self.errors.append(f"nobody can come any more: {error}")
+                selector.unregister(listener)
+            return
+        if len(self._visits) >= _MOST_HEARD:
+            self._make_room(selector)
+        connection.setblocking(False)
+        visit = self._visits[connection] = _Visit(connection, time.monotonic() + _STRANGER_S)
+        selector.register(connection, selectors.EVENT_READ, visit)
+
+    def _make_room(self, selector: selectors.BaseSelector) -> None:
+        """Sees off the oldest of those who have said least."""
+        oldest = min(self._visits.values(), key=lambda each: each.peer >= 0, default=None)
+        if oldest is not None:
+            self._see_off(oldest, selector)
+
+    def _see_off(self, visit: _Visit, selector: selectors.BaseSelector) -> None:
+        """Closes the connection of one who is no peer; that of a peer goes on."""
+        if self._visits.pop(visit.connection, None) is None:
+            return
+        selector.unregister(visit.connection)
+        if visit.connection is not self.found.get(visit.peer):
+            visit.connection.close()
+
+    def _hears(self, visit: _Visit) -> bool:
+        """Takes what `visit` has said by now; false where that was the last of it."""
+        try:
+            piece = visit.connection.recv(visit.num_bytes - len(visit.heard))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        visit.heard += piece
+        if not piece or len(visit.heard) < visit.num_bytes:
+            return bool(piece)
+        words = bytes(visit.heard)
+        visit.heard.clear()
+        if visit.peer < 0:
+            return self._answer(visit, words)
+        if hmac.compare_digest(words, visit.proof):
+            self._keep(visit.peer, visit.connection)
+        return False
+
+    def _answer(self, visit: _Visit, hello: bytes) -> bool:
+        magic, peer, whom, theirs = _HELLO.unpack(hello)
+        if magic != _MAGIC or whom != self._rank or peer not in self._wanted:
+            return False
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        visit.peer, visit.proof = peer, self._proof(b"connect", peer, self._rank, theirs, mine)
+        answer = mine + self._proof(b"accept", peer, self._rank, theirs, mine)
+        with suppress(OSError):
+            return visit.connection.send(answer) == len(answer)
+        return False
 
     def _proof(self, direction: bytes, connector: int, acceptor: int, first: bytes, second: bytes) -> bytes:
         ranks = struct.pack("!II", connector, acceptor)
         return hmac.digest(self._key, direction + ranks + first + second, "sha256")
 
 
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
+def _received(connection: socket.socket, num_bytes: int, until: float) -> bytes:
     found = b""
     while len(found) < num_bytes:
+        connection.settimeout(max(until - time.monotonic(), 1e-3))
         piece = connection.recv(num_bytes - len(found))
         if not piece:
             raise ConnectionError("the other end closed the connection")
         found += piece
+        if time.monotonic() > until:
+            raise TimeoutError("the other end did not show in time who it is")
     return found
 
 

@@ -14,6 +14,11 @@ try:
 except ImportError:  # built without it: no call is bound then
     _native = None  # type: ignore[assignment]
 
+_OWN = {} if _native is None else {
+    _native.Code.INTERRUPTED: "the handler of a signal raised while this rank waited",
+    _native.Code.ABANDONED: "an exception ended the call on this rank",
+}  # fmt: skip
+"""Failures of this rank itself, by code."""
 _names: dict[int, str] = {}
 """Tag -> site, for messages."""
 
@@ -44,7 +49,10 @@ def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
     """What `code` stands for; `status` is the first failure of the arena."""
     where, codes = caller.where, _native.Code
     if code == int(codes.BUSY):
-        return WeaveError(f"{where}: another thread runs an operation of the same group; run them one by one")
+        return WeaveError(
+            f"{where}: another thread runs an operation of the same group, or this one does and the handler of a "
+            "signal came in between; run them one by one"
+        )
     if code == int(codes.FORKED):
         return WeaveError(
             f"{where}: this process was forked from the one that is that rank: run the model there, or start "
@@ -57,6 +65,8 @@ def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
             f"{where}: runs {_describe(status.own_tag)}, but rank {peer} runs {_describe(status.peer_tag)} "
             f"({expected}): ranks of a group must make the same calls in the same order"
         )
+    elif status.code in _OWN:
+        error = WeaveError(f"{where}: {_OWN[status.code]} ({expected})")
     else:
         why = {
             codes.TIMEOUT: f"did not signal within {caller.timeout_s:g} s",

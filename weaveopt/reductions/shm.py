@@ -137,28 +137,32 @@ class ShmSite:
             like = self._partials[0][:tokens]
         normalized, total = self.results(like) if out is None else out
         native = self._native
-        if gemm is None:
-            run = native.enter_and_run
-        else:
-            self._multiply(gemm, tokens)
-            run = native.run
-        code = run(
-            tokens,
-            torch.get_num_threads(),
-            0 if given is None else given.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-            pointers[0],
-            pointers[1],
-            pointers[2],
-            pointers[3],
-            pointers[4],
-            normalized.data_ptr(),
-            total.data_ptr(),
-            fp32,
-            factor,
-        )
-        if code:
-            self._fail(code)
+        try:
+            if gemm is None:
+                run = native.enter_and_run
+            else:
+                self._multiply(gemm, tokens)
+                run = native.run
+            code = run(
+                tokens,
+                torch.get_num_threads(),
+                0 if given is None else given.data_ptr(),
+                0 if residual is None else residual.data_ptr(),
+                pointers[0],
+                pointers[1],
+                pointers[2],
+                pointers[3],
+                pointers[4],
+                normalized.data_ptr(),
+                total.data_ptr(),
+                fp32,
+                factor,
+            )
+            if code:
+                self._fail(code)
+        except BaseException:  # also of a signal's handler, between any two steps
+            native.abandon()
+            raise
         return normalized, total, None
 
     def results(self, like: Tensor) -> Results:
@@ -171,15 +175,14 @@ class ShmSite:
         return normalized, torch.empty_like(like) if self._sum else like.new_empty(0)
 
     def _multiply(self, gemm: Gemm, tokens: int) -> None:
-        """Takes the group and computes the GEMM into this rank's buffer of the coming epoch."""
+        """Takes the group and computes the GEMM into this rank's buffer of the coming epoch.
+
+        Whatever comes of it, the caller runs the call or abandons it.
+        """
         code = self._native.enter(tokens)
         if code:
             self._fail(code)
-        try:
-            gemm.compute(self._partials[self._native.next_parity][:tokens])
-        except BaseException:
-            self._native.leave()
-            raise
+        gemm.compute(self._partials[self._native.next_parity][:tokens])
 
     def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
         if x.dtype is not self._dtype or x.numel() != tokens * self._hidden or x.shape[-1] != self._hidden:

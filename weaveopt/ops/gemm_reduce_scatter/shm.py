@@ -58,15 +58,14 @@ class ShmSite:
             )
         part = part_of(call, tokens, outer)
         out = first.new_empty(part.shape(call))
-        code = native.enter(tokens)
-        if code:
-            raise rows.failed(code, native.status)
         try:
-            products.compute(rows.own(native.next_parity, tokens, call.hidden))
-        except BaseException:
-            native.leave()
+            code = native.enter(tokens)
+            if not code:
+                products.compute(rows.own(native.next_parity, tokens, call.hidden))
+                code = native.run(tokens, *part, call.scale, out.data_ptr(), torch.get_num_threads())
+            if code:
+                raise rows.failed(code, native.status)
+        except BaseException:  # also of a signal's handler, between any two steps
+            native.abandon()
             raise
-        code = native.run(tokens, *part, call.scale, out.data_ptr(), torch.get_num_threads())
-        if code:
-            raise rows.failed(code, native.status)
         return out

@@ -69,32 +69,30 @@ class ShmSite:
         call, native = self._call, self._native
         check(x, experts, weights, operands, call)
         x, experts, factors = x.contiguous(), experts.contiguous(), weights.float().contiguous()
-        code = native.enter()
-        if code:
-            raise failure(self._caller, code, native.status)
+        out = torch.empty_like(x)
         try:
+            self._expect_success(native.enter())
             native.dispatch(x.data_ptr(), experts.data_ptr(), x.shape[0], torch.get_num_threads())
             fits = all(self._batch(x, operands, *part) for part in call.sources())
-        except BaseException:
-            native.fail()
+            if fits:
+                code = native.finish(factors.data_ptr(), out.data_ptr(), torch.get_num_threads())
+            else:
+                code = native.end_without_results()
+            self._expect_success(code)
+        except BaseException:  # also of a signal's handler, between any two steps
+            native.abandon()
             raise
-        if not fits:
-            code = native.abandon()
-            if code:
-                raise failure(self._caller, code, native.status)
-            return None
-        out = torch.empty_like(x)
-        code = native.finish(factors.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        return out if fits else None
+
+    def _expect_success(self, code: int) -> None:
         if code:
-            raise failure(self._caller, code, native.status)
-        return out
+            raise failure(self._caller, code, self._native.status)
 
     def _batch(self, x: Tensor, operands: ExpertWeights, first: int, last: int) -> bool:
         """The experts on the rows of some ranks; False where one of those has too many tokens."""
         native, num_threads = self._native, torch.get_num_threads()
         code, num_routes = native.collect(first, last)
-        if code:
-            raise failure(self._caller, code, native.status)
+        self._expect_success(code)
         if num_routes <= 0:
             return bool(num_routes == 0)
         rows = x.new_empty(num_routes, self._call.hidden)
