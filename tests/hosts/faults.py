@@ -42,7 +42,7 @@ class Saying(Enum):
     EXITED = ("exited", "`PeerTimeoutError`: a rank exited")
     GAVE_UP = ("gave up waiting itself", "`PeerTimeoutError`: a rank gave up")
     ABSENT = (
-        r"AgreementError: group '\S+': rank\(s\) [\d, ]+ of \([\d, ]+\) did not come within [\d.]+ s for .+",
+        r"AgreementError: group '\S+': ranks? [\d, ]+ of \([\d, ]+\) did not come within [\d.]+ s for .+",
         "`AgreementError`: ranks did not come",
     )
     UNREACHED = (
