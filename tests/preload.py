@@ -6,7 +6,9 @@ Each rank that loaded and compiled these by itself would spend more on that than
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import pkgutil
 from collections.abc import Sequence
 
 import pytest  # noqa: F401  (every test file)
@@ -19,9 +21,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from functorch.compile import make_boxed_func
 from torch import nn
 
-import weaveopt.backend
-import weaveopt.ops
-import weaveopt.reporting.printed  # noqa: F401
+import tests.ranks.state  # noqa: F401
 from tests import untimed_guards
 
 SCALAR = 1
@@ -44,6 +44,15 @@ def _captured(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> ob
         return make_boxed_func(module.forward)
 
     return inductor.compile_fx(graph, inputs, inner_compile=run_as_it_is)
+
+
+def load_all() -> None:
+    """All of weaveopt's modules: warm ranks restore what these had before the first test."""
+    for name in ("weaveopt", "weaveopt.rewrites", "weaveopt.cost_model"):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
 
 
 def warm_up() -> None:
@@ -72,6 +81,7 @@ def warm_up() -> None:
     assert len(tasks) == 1, f"a process that forks ranks must have one thread, found {len(tasks)}"
 
 
+load_all()
 warm_up()
 gc.collect()
 # Ranks never look through what they share with the server, so its pages stay shared.

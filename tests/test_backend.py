@@ -180,8 +180,8 @@ def _warm(rank: int, folder: str) -> tuple[int, int, list[tuple[str, str]]]:
 
 
 def test_a_warm_cache_hits_and_loses_nothing(tmp_path: object) -> None:
-    cold = run_ranks(_warm, 2, str(tmp_path), timeout_s=300)
-    warm = run_ranks(_warm, 2, str(tmp_path), timeout_s=300)
+    cold = run_ranks(_warm, 2, str(tmp_path), timeout_s=300, own=True)
+    warm = run_ranks(_warm, 2, str(tmp_path), timeout_s=300, own=True)
     assert [row[:2] for row in cold] == [(0, 1)] * 2
     assert [row[:2] for row in warm] == [(1, 0)] * 2
     assert [row[2] for row in warm] == [row[2] for row in cold] and cold[0][2]

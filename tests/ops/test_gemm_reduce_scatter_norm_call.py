@@ -195,7 +195,7 @@ def run_misuse(rank: int) -> str:
         ({"residual": residual.float()}, "expected this rank's rows"),
         ({"weight": weight[:32]}, "the norm's weight is"),
         ({"weight": weight.double()}, "or fp32"),
-        ({"a": a[:7]}, "are not 1 blocks"),
+        ({"a": a[:7]}, "are not 1 block"),
     ):
         given = {"a": a, "b": b, "residual": residual, "weight": weight, **change}
         with pytest.raises(WeaveError, match=said):

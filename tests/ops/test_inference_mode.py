@@ -105,7 +105,7 @@ def run_families(rank: int) -> dict[str, list[str]]:
 
 
 def test_every_operation_runs_first_in_inference_mode_and_then_without() -> None:
-    for kept in run_ranks(run_families, 2):
+    for kept in run_ranks(run_families, 2, own=True):
         assert kept == {family.__name__: [] for family in FAMILIES}
 
 

@@ -169,7 +169,7 @@ def test_scatters_that_launch_nothing_or_cannot(launches: Launches, monkeypatch:
     assert site.run(Products([ones(TOKENS + 2, DEPTH)], [b]), 1) is None, "more than the buffer has room for"
     empty = site.run(Products([ones(0, DEPTH)], [b]), 1)
     assert empty is not None and empty.shape == (0, HIDDEN) and not launches.calls
-    with pytest.raises(WeaveError, match="are not 1 blocks"):
+    with pytest.raises(WeaveError, match="are not 1 block"):
         site.run(Products([ones(7, DEPTH)], [b]), 1)
     with pytest.raises(WeaveError, match="expected 256 of torch"):
         site.run(Products([ones(8, DEPTH, dtype=torch.float16)], [b.half()]), 1)

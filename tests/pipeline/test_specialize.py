@@ -83,14 +83,14 @@ def test_calls_on_both_sides_compile_two_graphs(tmp_path: Path) -> None:
     """And a warm cache serves each regime its own."""
     machine = profile(tmp_path, FLIPS, {1: 20.0, 4000: 20.0})
     counts = [7, 60, 2, 48, 3000, 49, 100, 5000]
-    cold = run_ranks(_cached, 2, machine, counts, str(tmp_path / "cache"), timeout_s=300)
+    cold = run_ranks(_cached, 2, machine, counts, str(tmp_path / "cache"), timeout_s=300, own=True)
     assert cold[0] == cold[1]
     ((first, below, left), (second, above, rewritten)), hits, misses = cold[0]
     assert (first, second, left, rewritten, hits, misses) == (7, 60, False, True, 0, 2)
     assert below is not None and above is not None and below.max_tokens is not None
     assert below.min_tokens == 2 and above == Regime(below.max_tokens + 1, None)
     assert 40 < below.max_tokens < 60
-    warm = run_ranks(_cached, 2, machine, [60, 7, 5000, 48], str(tmp_path / "cache"), timeout_s=300)
+    warm = run_ranks(_cached, 2, machine, [60, 7, 5000, 48], str(tmp_path / "cache"), timeout_s=300, own=True)
     assert warm == [([(60, above, True), (7, below, False)], 2, 0)] * 2
 
 

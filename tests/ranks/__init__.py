@@ -1,0 +1,8 @@
+"""Ranks with a real gloo process group for tests: warm ones for the whole run, or processes of their own."""
+
+from __future__ import annotations
+
+from tests.ranks.records import Outcome, free_port
+from tests.ranks.run import RankError, collect, run_ranks
+
+__all__ = ["Outcome", "RankError", "collect", "free_port", "run_ranks"]
