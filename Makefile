@@ -1,13 +1,14 @@
 # make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
 # make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
 # make lint    what CI checks besides the tests
+# make dist    wheels and the source distribution, in dist/, each checked in an empty environment
 # make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
 # make hosts-demo    the examples on emulated hosts, by the README's commands for several hosts; needs root
 # make gpu-test, make gpu-sanitize, make gpu-bench    on a GPU host that has torch already: its own Python, no network
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := run
-.PHONY: run test lint bench hosts-demo gpu-test gpu-sanitize gpu-bench clean FORCE
+.PHONY: run test lint dist bench hosts-demo gpu-test gpu-sanitize gpu-bench clean FORCE
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -27,10 +28,11 @@ PYTEST_ARGS ?=
 PROCESSES ?= 2
 GENERATE_ARGS ?=
 HOSTS_DEMO_ARGS ?=
+DIST_ARGS ?=
 
 # The distribution's Python first, where it can make an environment: it is built with more optimization than one that a
 # version manager compiled on this host, and the tests are mostly Python.
-PYTHONS := $(or $(PYTHON),/usr/bin/python3 python3 python3.12 python3.11)
+PYTHONS := $(or $(PYTHON),/usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11)
 RECENT := 'import sys; sys.exit(sys.version_info < (3, 11))'
 # With what makes environments, and with the headers that native code needs. Of one that is only recent, the rules below
 # say what it lacks.
@@ -67,8 +69,12 @@ lint: $(BUILT) $(LINTERS)
 	rm -rf $(VENV)/typed
 	$(BIN)/python setup.py -q build_py --build-lib $(VENV)/typed
 	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p weaveopt
-	MYPYPATH=$(VENV)/typed $(BIN)/mypy --explicit-package-bases $(NAMES_ONLY) benchmarks tests/gpu
+	MYPYPATH=$(VENV)/typed $(BIN)/mypy --explicit-package-bases $(NAMES_ONLY) benchmarks distribution tests/gpu
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+dist: $(INSTALLED) requirements-dist.txt
+	$(BIN)/python -m pip install -q -r requirements-dist.txt
+	$(BIN)/python -m distribution.build $(DIST_ARGS)
 
 bench: $(BUILT)
 	$(BIN)/python -m benchmarks.all_reduce_rms_norm
@@ -114,14 +120,15 @@ $(INSTALLED): requirements.txt
 	    if "$$candidate" -c $(WHOLE) 2>/dev/null; then python=$$candidate; break; fi; \
 	    python=$${python:-$$candidate}; \
 	done; \
-	if [ -z "$$python" ]; then echo "weaveopt: no Python of at least 3.11 found: install python3.12, or name one with PYTHON=" >&2; exit 1; fi; \
+	if [ -z "$$python" ]; then echo "weaveopt: no Python of at least 3.11 found: install python3.13, or name one with PYTHON=" >&2; exit 1; fi; \
 	"$$python" -c 'import os, sysconfig; assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null \
 	    || { echo "weaveopt: Python.h of $$python not found: install its headers (apt install python3-dev)" >&2; exit 1; }; \
 	"$$python" -m venv $(VENV) \
 	    || { echo "weaveopt: $$python cannot make an environment: install its venv module (apt install python3-venv)" >&2; exit 1; }
 	@# Of ten thousand files a third is ever imported, and Python compiles those then.
 	$(BIN)/python -m pip install -q --no-compile $(TORCH)
-	$(BIN)/python -m pip install -q --no-compile -r requirements.txt
+	@# torch again: else pip takes an older one where a requirement does not fit this one.
+	$(BIN)/python -m pip install -q --no-compile $(TORCH) -r requirements.txt
 	touch $@
 
 # What the environment asks setup.py to build; a new file, with another text, only when that changes.

@@ -44,6 +44,7 @@ NVSHMEM_MARK = ".nvshmem."
 NVSHMEM_SHARED = ["csrc/hierarchical_all_reduce/doubling.cpp", "csrc/hierarchical_all_reduce/schedule.cpp"]
 NVSHMEM_MODULE = "weaveopt._nvshmem"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
+PYTHON_HEADER = re.compile(r'^#include ["<](pybind11/|Python\.h)', re.MULTILINE)
 # Objects by content, so that one built here is found again. Those of CUDA may be carried to another machine.
 OBJECTS = ROOT / "build" / "cuda"
 CPP_OBJECTS = ROOT / "build" / "cpp"
@@ -286,8 +287,12 @@ class BuildNative(build_ext):
         surroundings = [version, sys.version, pybind11.__version__, repr(command)]
 
         def target(path: str, how: dict[str, object]) -> Path:
-            text = [*surroundings, repr(sorted(how.items()))]
-            text += [part for each in with_includes(path) for part in (each, read(each))]
+            content = [part for each in with_includes(path) for part in (each, read(each))]
+            text = [*surroundings, repr(sorted(how.items())), *content]
+            # CXXFLAGS replaces Python's own flags: without its headers an object is then the same for every Python.
+            if "CXXFLAGS" in os.environ and not any(map(PYTHON_HEADER.search, content)):
+                flags = sorted((name, value) for name, value in how.items() if name != "include_dirs")
+                text = [version, repr(command), repr(flags), *content]
             return CPP_OBJECTS / f"{hashlib.sha256(chr(0).join(text).encode()).hexdigest()}.o"
 
         def compile_missing(paths: list[str], output_dir: str | None = None, **how: object) -> list[str]:

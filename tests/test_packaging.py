@@ -19,6 +19,8 @@ import pytest
 import setuptools
 from pybind11.setup_helpers import ParallelCompile
 
+from distribution import check
+from distribution.pythons import Interpreter
 from weaveopt import versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,6 +118,12 @@ def test_wheel_holds_the_native_module_without_torch(wheel: zipfile.ZipFile, tmp
     assert "libtorch" not in linked and "libc10" not in linked
     load = f"import importlib.util as u; s = u.spec_from_file_location('weaveopt._native', {path!r})"
     assert run_python(f"{load}; m = u.module_from_spec(s); s.loader.exec_module(m); print(m.has_cuda)") == "False"
+
+
+def test_wheel_runs_in_an_empty_environment_without_a_compiler(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """torch and what it needs are those of this environment."""
+    own = Interpreter(sys.executable, f"{sys.version_info[0]}.{sys.version_info[1]}")
+    check.installed(Path(str(wheel.filename)), own, tmp_path / "empty", cuda=False, complete=False)
 
 
 @pytest.fixture
@@ -233,6 +241,12 @@ def test_cpp_objects_are_found_again_by_their_content(
     asked.clear()
     command.compiler.compile(["flag.cpp"], extra_postargs=["-std=c++17"])
     assert asked == ["flag.cpp"], "what no module is built of is compiled each time"
+    (tmp_path / "csrc" / "b.cpp").write_text("#include <pybind11/pybind11.h>\n")
+    monkeypatch.setenv("CXXFLAGS", "-O3")
+    here = objects(include_dirs=["python3.11"])
+    monkeypatch.setattr(build.sys, "version", "another")
+    there = objects(include_dirs=["python3.13"])
+    assert here[0] == there[0] and here[1] != there[1], "without Python's headers an object serves every Python"
 
 
 def test_an_nvshmem_that_does_not_compile_is_left_out(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -51,6 +53,20 @@ def test_the_readme_and_options_name_the_same() -> None:
     assert bounds in README
     assert f"CI runs torch {INSTALLED_TORCH}" in README and f"pip install torch=={INSTALLED_TORCH}" in README
     assert f"(default `torch=={INSTALLED_TORCH}`)" in (ROOT / "docs" / "options.md").read_text()
+
+
+def test_requirements_cannot_replace_torch(tmp_path: Path) -> None:
+    """For a pin that does not fit this torch, such as another Triton, pip would take an older one, in silence."""
+    command = ["make", "-n", f"VENV={tmp_path}", "TORCH=torch==7.7.7", f"{tmp_path}/.installed"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    installs = [line for line in shown.splitlines() if "pip install" in line]
+    assert len(installs) == 2 and all("torch==7.7.7" in line for line in installs)
+
+
+def test_triton_is_the_one_that_torch_requires() -> None:
+    """Where torch has a build for GPUs installed, or for CPUs alone, which requires none."""
+    required = [each for each in importlib.metadata.requires("torch") or () if each.startswith("triton==")]
+    assert all(each.split(";")[0].strip() == f"triton=={PINNED['triton']}" for each in required)
 
 
 def test_the_makefile_asks_for_the_oldest_python() -> None:

@@ -127,26 +127,25 @@ class Clock(Protocol):
 class CpuClock:
     """By the host's clock, call by call: of several passes the fastest.
 
-    What other programs of the host add to a pass is not the machine's. Ranks that poll suffer most from it.
+    What other programs of the host add to a pass is not the machine's. Ranks that poll suffer most from it. So passes
+    end once the two fastest agree: after two on a quiet host, after `MOST_PASSES` on a busy one.
     """
 
-    LONGEST_S = 0.08
-    NUM_PASSES = 3
+    LONGEST_S = 0.03
+    """Of a pass, unless its `FEWEST_CALLS` take longer."""
+    FEWEST_CALLS, MOST_CALLS, MOST_CALLS_ALONE = 3, 400, 2000
+    MOST_PASSES = 5
+    AGREE = 0.04
+    """Largest difference between the medians of the two fastest passes that counts as agreement."""
 
     def alone(self, launch: Launch, expected_us: float) -> Sample:
-        for index in range(3):
-            launch(index)
-
-        def times() -> list[float]:
-            found: list[float] = []
-            begin = time.perf_counter()
-            while len(found) < 8 or (time.perf_counter() - begin < self.LONGEST_S and len(found) < 2000):
-                start = time.perf_counter()
-                launch(len(found))
-                found.append((time.perf_counter() - start) * 1e6)
-            return found
-
-        return min((sample_of(times()) for _ in range(self.NUM_PASSES)), key=lambda sample: sample.us)
+        # The first call is not the machine's: kernels are generated, memory is touched for the first time.
+        us = max(min(_once(launch, index) for index in range(2)), 1e-3)
+        count = self._count(us, self.MOST_CALLS_ALONE)
+        passes: list[Sample] = []
+        while self._goes_on(passes):
+            passes.append(sample_of([_once(launch, index) for index in range(count)]))
+        return min(passes, key=lambda sample: sample.us)
 
     def together(
         self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
@@ -157,27 +156,37 @@ class CpuClock:
     def in_turns(
         self, launches: Sequence[Launch], expected_us: Sequence[float], ranks: Meeting, hot: bool = False
     ) -> list[Sample]:
-        def once(launch: Launch, index: int) -> float:
-            start = time.perf_counter()
-            launch(index)
-            return (time.perf_counter() - start) * 1e6
-
-        # No rank may stop by its own clock.
-        probes = ranks.slowest([Sample(max(once(launch, index) for index in range(4)), 0.0) for launch in launches])
+        # No rank may stop by its own clock: counts, and whether another pass follows, are the slowest rank's.
+        probes = ranks.slowest([Sample(min(_once(launch, index) for index in range(2)), 0.0) for launch in launches])
         counts = [self._count(probe.us) for probe in probes]
         passes: list[list[Sample]] = [[] for _ in launches]
-        for _ in range(self.NUM_PASSES):
+        while any(map(self._goes_on, passes)):
             for launch, count, found in zip(launches, counts, passes, strict=True):
                 ranks.barrier()
-                found += ranks.slowest([sample_of([once(launch, index) for index in range(count)])])
+                found += ranks.slowest([sample_of([_once(launch, index) for index in range(count)])])
         return [min(found, key=lambda sample: sample.us) for found in passes]
 
     def takes_s(self, expected_us: float) -> float:
-        return (4 + self.NUM_PASSES * self._count(expected_us)) * expected_us * 1e-6
+        """On a quiet host."""
+        return (2 + 2 * self._count(expected_us)) * expected_us * 1e-6
 
-    def _count(self, us: float) -> int:
+    def _count(self, us: float, most: int = MOST_CALLS) -> int:
         """Calls of a pass."""
-        return int(min(400, max(8, self.LONGEST_S * 1e6 / max(us, 1e-3))))
+        return int(min(most, max(self.FEWEST_CALLS, self.LONGEST_S * 1e6 / max(us, 1e-3))))
+
+    def _goes_on(self, passes: Sequence[Sample]) -> bool:
+        """True if another pass may still change the time."""
+        if len(passes) < 2:
+            return True
+        first, second = sorted(sample.us for sample in passes)[:2]
+        return second > first * (1 + self.AGREE) and len(passes) < self.MOST_PASSES
+
+
+def _once(launch: Launch, index: int) -> float:
+    """Microseconds of one call."""
+    start = time.perf_counter()
+    launch(index)
+    return (time.perf_counter() - start) * 1e6
 
 
 @functools.cache

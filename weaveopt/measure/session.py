@@ -36,10 +36,15 @@ class Session:
         # GPU groups are halves of halves; CPU ranks come in any number.
         return tuple(n for n in every if not self.is_gpu or n == self.world or n & (n - 1) == 0)
 
+    @property
+    def num_active(self) -> int:
+        """Ranks that measure at a time what is a rank's own."""
+        return self.world if self.is_gpu else min(self.world, len(os.sched_getaffinity(0)))
+
     @contextmanager
     def as_many_as_cores(self) -> Iterator[bool]:
         """Whether this rank measures now: CPU ranks beyond the cores wait, or they would share what is measured."""
-        yield self.is_gpu or self.rank < len(os.sched_getaffinity(0))
+        yield self.rank < self.num_active
         barrier()
 
     def curve(self, what: str, sizes: Sequence[int], take: Callable[[int], Sample]) -> Rows:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from weaveopt.cost_model.machine import GemmCosts
+from weaveopt.measure import fit
 from weaveopt.measure.cases import gemm_fit
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm_fit import Corner, Grid
@@ -94,9 +95,10 @@ class Gemms(Family):
                 runner = GemmRunner(session.device, dtype, cache_bytes, (grid.m[-1], grid.n[-1], grid.k[-1]))
                 share = list(shared_out(range(len(corners)), session.rank, session.world, copies))
                 for done, index in enumerate(share):
-                    if done % 16 == 0:
-                        session.tell(f"GEMMs {name}", done, len(share))
+                    session.tell(f"GEMMs {name}", done, len(share))
                     mine[index] = runner.sample(session.clock, *corners[index], guess_us(*corners[index]))
+                if not session.is_gpu:
+                    _calm(mine, corners, lambda corner: runner.sample(session.clock, *corner, guess_us(*corner)))
                 del runner
         self.grids[name], self.times[name] = grid, _merged(corners, mine)
         if session.is_gpu:
@@ -118,6 +120,15 @@ class Gemms(Family):
         assert draft.launch is not None, "launches are measured first"
         rated = gemm_fit.rated_gemms(dtype, origin, min(draft.launch.graph_us, 2.0), size, square)
         return gemm_fit.with_samples(rated, grid, times)
+
+
+def _calm(mine: dict[int, Sample], corners: Sequence[Corner], again: Callable[[Corner], Sample]) -> None:
+    """Measures again what stands out among GEMMs of the same weight: another program may slow down a whole time."""
+    for weight in sorted({corners[index][1:] for index in mine}):
+        of_weight = [index for index in sorted(mine, key=lambda index: corners[index]) if corners[index][1:] == weight]
+        rows = [(corners[index][0], mine[index]) for index in of_weight]
+        calmed = fit.calmed(rows, lambda position, indices=of_weight: again(corners[indices[position]]))  # type: ignore[misc]
+        mine.update(zip(of_weight, (sample for _, sample in calmed), strict=True))
 
 
 def _merged(corners: list[Corner], mine: dict[int, Sample]) -> dict[Corner, Sample]:
