@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Machine, validate
 from weaveopt.cost_model.machine import Curve
 from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP
+from weaveopt.plain_json import Json
 from weaveopt.records.candidate import Fabric
 
 COMMUNICATING_GEMMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", NORM_OP)
@@ -25,7 +26,12 @@ def read_unchecked() -> None:
     if importlib.util.find_spec("jsonschema") is None:
         validate._check_schema = lambda file, document: None
     if importlib.util.find_spec("msgspec") is None:
-        validate.read = lambda text, wrong: json.loads(text)
+        validate.read = _parsed
+
+
+def _parsed(text: str, _: Callable[[str, object, str], Exception] | None = None) -> Json:
+    parsed: Json = json.loads(text)
+    return parsed
 
 
 def with_curves(base: Machine, name: str, curves: Iterable[Curve]) -> Machine:

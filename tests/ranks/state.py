@@ -96,8 +96,8 @@ class State:
                     setattr(module, attribute, value.again())
                 elif not isinstance(vars(module).get(attribute), threading.Thread):
                     setattr(module, attribute, value)
-        for found, kept in self.containers:
-            _fill(found, kept)
+        for container, kept in self.containers:
+            _fill(container, kept)
         for config, values in zip(CONFIGURATIONS, self.configurations, strict=True):
             for key, value in config.get_config_copy().items():  # type: ignore[attr-defined]
                 if value != values[key]:
