@@ -29,7 +29,7 @@ def read_unchecked() -> None:
         validate.read = _parsed
 
 
-def _parsed(text: str, _: Callable[[str, object, str], Exception] | None = None) -> Json:
+def _parsed(text: str, wrong: Callable[[str, object, str], Exception] | None = None) -> Json:
     parsed: Json = json.loads(text)
     return parsed
 
