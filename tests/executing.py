@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.inductor import seams as inductor
+from weaveopt.pipeline.bind import compiling, count_calls
 from weaveopt.pipeline.specialize import guard
 from weaveopt.records.report import GraphReport
 from weaveopt.reporting import registry
@@ -37,15 +38,20 @@ def executing(
 ) -> Callable[..., object]:
     """A dynamo backend; the reports of its graphs are appended to `reports`. `make` is for what `verify` times."""
 
+    groups: set[str] = set()
+
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
         done = optimize(module, inputs, config, entry, rules, make, is_backward=backward, is_inference=inference)
-        guard(done.captured, done.report.regime, done.numbers)
+        with compiling(done.agreed, done.context):
+            guard(done.captured, done.report.regime, done.numbers)
+        groups.update(done.rewritten_groups)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)
 
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
-        return inductor.compile_with(inner_compile, graph_module, example_inputs)
+        compiled = inductor.compile_with(inner_compile, graph_module, example_inputs)
+        return count_calls(compiled, sorted(groups), config.compile_timeout_s)
 
     return backend

@@ -1,6 +1,8 @@
 """`torch.compile(model, backend="weave")`: the steps in order, and then Inductor.
 
-    capture -> variants -> [ recognize -> regime -> price -> (verify ->) decide ] for each -> plan -> rewrite -> bind
+    capture -> variants -> [ recognize -> regime -> price -> (verify ->) decide ] for each -> agree -> rewrite -> bind
+
+Agree plans memory too, since what ranks leave together changes it.
 
 The steps sit where Inductor's own compile of one graph begins (`inner_compile`), so they see inference,
 forward and backward graphs after AOTAutograd, on every compile. AOTAutograd's cache would skip them on a warm
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -27,7 +29,8 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in, groups_met_in_calls, runs_on_gpu
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.pipeline.bind import await_peers, bind, compared_groups, lost_multicast, unrewritten
+from weaveopt.pipeline.agree import EMPTY, Agreed, agree
+from weaveopt.pipeline.bind import bind, compiling, count_calls, lost_multicast, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
 from weaveopt.pipeline.plan import plan
@@ -68,6 +71,7 @@ def weave(
         entry = registry.open_entry(example_inputs, graph_module)
         hooks = [hook for rule in rules.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
         make = partial(seams.compile_alone, hooks=hooks)
+        counted: set[str] = set()
 
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
@@ -75,13 +79,15 @@ def weave(
             optimized = optimize(
                 module, inputs, config, entry, rules, make, is_backward=is_backward, is_inference=is_inference
             )
-            compiled = seams.compile_graph(module, inputs, arguments, hooks)
-            guard(optimized.captured, optimized.report.regime, optimized.numbers)
-            await_peers(optimized.compared, optimized.context)
+            with compiling(optimized.agreed, optimized.context):
+                compiled = seams.compile_graph(module, inputs, arguments, hooks)
+                guard(optimized.captured, optimized.report.regime, optimized.numbers)
+            counted.update(optimized.rewritten_groups)
             return compiled
 
         patches = seams.patches_for(mode, config)
-        return seams.compile_with(entry.watch(optimize_and_compile), graph_module, example_inputs, patches)
+        compiled = seams.compile_with(entry.watch(optimize_and_compile), graph_module, example_inputs, patches)
+        return count_calls(compiled, sorted(counted), config.compile_timeout_s)
     except WeaveError as error:
         return _raiser(error)
 
@@ -93,10 +99,14 @@ class Optimized:
     captured: CapturedGraph
     context: Context
     report: GraphReport
-    compared: tuple[str, ...] = ()
-    """Process groups whose ranks compile the same graph, and wait for each other."""
+    agreed: Agreed = EMPTY
     numbers: tuple[torch.SymFloat, ...] = ()
     """Python floats that rewrites took as the numbers they are in this call."""
+
+    @property
+    def rewritten_groups(self) -> tuple[str, ...]:
+        """Groups that have rewritten sites in this graph, of more than one rank."""
+        return (*self.agreed.met, *self.agreed.known) if self.report.num_rewritten else ()
 
 
 def optimize(
@@ -121,16 +131,18 @@ def optimize(
     choice = _machine_for(config, topologies, captured)
     context = Context(config, _routed(choice.machine, config), topologies, _not_measured(choice))
     time_candidates = partial(verify, rules=rules, context=context, make=make) if config.verify else None
-    steps = _steps(captured, context, rules, clock, failure, time_candidates=time_candidates)
-    report = steps.report
-    groups = compared_groups(captured.groups, report)
+    decided = _decide(captured, context, rules, clock, failure, time_candidates=time_candidates)
+    agreed, report = EMPTY, decided.report
     lost = False
     try:
-        # Ranks agree even where a step failed on this one: the others must not go on without it.
-        error = bind(groups, report, context)
+        # Ranks converge even where a step failed on this one: the others must not go on without it.
+        agreed = agree(decided.every, decided.best, rules, context, captured, _words(report.fallbacks))
+        clock.lap("agree")
+        report, numbers, failed = _rewrite(decided, agreed, rules, context, clock)
+        error = bind(agreed, agreed.failure or failed, context)
         lost = lost_multicast(error)
-        if error:
-            report = unrewritten(report, steps.captured, error)
+        if error and not report.fallbacks:
+            report = unrewritten(report, decided.every[0] if decided.every else None, error)
     finally:
         if not lost:
             registry.add(entry, report, context.machine, topologies)
@@ -139,14 +151,18 @@ def optimize(
     if lost:  # again without it; every time one group fewer has it
         return optimize(module, inputs, config, entry, rules, make, is_backward=is_backward, is_inference=is_inference)
     if report.fallbacks and config.strict:
-        failed = report.fallbacks[0]
-        raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
+        failed_step = report.fallbacks[0]
+        raise WeaveError(f"step {failed_step.step!r} failed on {failed_step.graph}: {failed_step.error}")
     if report.work_failure is not None and config.strict:
         raise WeaveError(f"the work outside the sites of {report.name} could not be estimated: {report.work_failure}")
-    if report.num_rewritten or report.variant != captured.variant:
-        module.graph = steps.graph
-        return Optimized(captured, context, report, groups, steps.numbers)
-    return Optimized(captured, context, report, groups)
+    if agreed.decided is not None and (report.num_rewritten or report.variant != captured.variant):
+        module.graph = agreed.decided.priced.captured.graph
+        return Optimized(captured, context, report, agreed, numbers)
+    return Optimized(captured, context, report, agreed)
+
+
+def _words(fallbacks: Sequence[Fallback]) -> str:
+    return "; ".join(f"step {each.step!r} failed: {each.error}" for each in fallbacks)
 
 
 def _capture(
@@ -161,17 +177,18 @@ def _capture(
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """What the steps between capture and bind made of a graph."""
+class _Decided:
+    """What the steps between capture and agree made of a graph."""
 
     report: GraphReport
-    graph: fx.Graph
-    numbers: tuple[torch.SymFloat, ...] = ()
-    captured: DecidedGraph | None = None
-    """What was decided for the graph as it was captured; None where a step failed."""
+    """Of the graph as it was captured, where a step failed; else what is known before anything is rewritten."""
+    every: tuple[DecidedGraph, ...] = ()
+    """All variants, the captured graph first; none where a step failed."""
+    best: DecidedGraph | None = None
+    timed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def _steps(
+def _decide(
     captured: CapturedGraph,
     context: Context,
     rules: RuleSet,
@@ -179,12 +196,12 @@ def _steps(
     failure: Fallback | None,
     ask_sensitivity: bool = False,
     time_candidates: Callable[[PricedGraph], Verified] | None = None,
-) -> _Steps:
-    """Variants to rewrite. A failure is a fallback that the report holds: the graph runs unrewritten."""
+) -> _Decided:
+    """Variants to decide, and a first plan. A failure is a fallback that the report holds."""
     clock.restart()  # ranks may have waited for each other since
     plain = GraphReport(name=captured.name, phase=captured.phase, tokens=captured.tokens)
     if failure is not None:
-        return _Steps(replace(plain, fallbacks=(failure,), steps_us=clock.laps), captured.graph)
+        return _Decided(replace(plain, fallbacks=(failure,), steps_us=clock.laps))
     step = "variants"
     try:
         regime: Regime | None = None
@@ -215,33 +232,48 @@ def _steps(
         sensitivity: tuple[Sensitivity, ...] = sensitivities(best, context) if ask_sensitivity else ()
         clock.restart()
         step = "plan"
-        planned = plan(best, rules, context)
-        clock.lap(step)
-        step = "rewrite"
-        rounding = rewrite(best, planned, rules, context)
+        plan(best, rules, context)
         clock.lap(step)
     except (AgreementError, PeerTimeoutError):  # ranks that time candidates together: no graph runs without a peer
         raise
     except Exception as error:  # whatever went wrong, the unrewritten graph is still right
         failed = Fallback(captured.name, step, _first_line(error))
-        return _Steps(replace(plain, fallbacks=(failed,), steps_us=clock.laps), captured.graph)
-    work = best.priced.work
+        return _Decided(replace(plain, fallbacks=(failed,), steps_us=clock.laps))
+    report = replace(plain, regime=regime, sensitivity=sensitivity, variants=compared, steps_us=clock.laps)
+    return _Decided(report, tuple(every), best, timed)
+
+
+def _rewrite(
+    decided: _Decided, agreed: Agreed, rules: RuleSet, context: Context, clock: _Clock
+) -> tuple[GraphReport, tuple[torch.SymFloat, ...], str]:
+    """Carries out what was agreed: the report, the floats that were taken as numbers, and why it failed, if it did."""
+    final, report = agreed.decided, decided.report
+    if final is None or decided.best is None:
+        return replace(report, steps_us=clock.laps), (), ""
+    failed, rounding = "", ()
+    try:
+        rounding = rewrite(final, agreed.planned, rules, context)
+        clock.lap("rewrite")
+    except Exception as error:  # whatever went wrong, the unrewritten graph is still right
+        failed = _first_line(error)
+        report = replace(report, fallbacks=(Fallback(report.name, "rewrite", failed),))
+    work = final.priced.work
+    variant = final.priced.captured.variant
     report = replace(
-        plain,
-        decisions=best.decisions,
-        plans=planned.plans,
+        report,
+        decisions=final.decisions,
+        plans=agreed.planned.plans,
         rounding=rounding,
         steps_us=clock.laps,
-        regime=regime,
         work=() if isinstance(work, WorkFailure) else work,
         work_failure=work if isinstance(work, WorkFailure) else None,
-        sensitivity=sensitivity,
-        variants=compared,
-        variant=best.priced.captured.variant,
-        timed=timed.get(best.priced.captured.variant, ()),
+        variant=variant,
+        timed=decided.timed.get(variant, ()),
     )
-    numbers = {str(number): number for chosen in best.chosen for number in chosen.found.numbers}
-    return _Steps(report, best.priced.captured.graph, tuple(numbers.values()), every[0])
+    if failed:
+        report = GraphReport(report.name, report.phase, report.tokens, fallbacks=report.fallbacks, steps_us=clock.laps)
+    numbers = {str(number): number for chosen in final.chosen for number in chosen.found.numbers}
+    return report, tuple(numbers.values()), failed and f"step 'rewrite' failed: {failed}"
 
 
 def preview(
@@ -265,7 +297,9 @@ def preview(
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
         context = Context(config, _routed(machine, config), dict.fromkeys(_groups(captured), known))
-        sink(_steps(captured, context, rules, clock, failure, ask_sensitivity).report)
+        decided = _decide(captured, context, rules, clock, failure, ask_sensitivity)
+        agreed = EMPTY if decided.best is None else Agreed(decided.best, plan(decided.best, rules, context))
+        sink(_rewrite(decided, agreed, rules, context, clock)[0])
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 

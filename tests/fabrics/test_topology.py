@@ -120,14 +120,14 @@ def run_slow_readers(rank: int) -> list[str]:
     """Rank 0, which has the store, ends as soon as it may; the others are slow to read what was told."""
     channel = topology.exchange(dist.new_group([0, 1, 2]).group_name, 30.0)
     if rank != 0:
-        store = channel._store
+        store = channel.store
 
         def read(key: str) -> bytes:
             time.sleep(0.25)
             return store.get(key)
 
         slow = SimpleNamespace(set=store.set, wait=store.wait, check=store.check, get=read)
-        channel._store = slow  # type: ignore[assignment]
+        channel.store = slow  # type: ignore[assignment]
     told = channel.gather({"text": f"of {rank}"}, "a test", 30.0)
     channel.settle()
     return [str(each["text"]) for each in told]

@@ -110,7 +110,8 @@ def test_all_ranks_fall_back_where_one_may_not_share_memory(world: int) -> None:
 
 
 def run_mesh(rank: int) -> tuple[tuple[str, ...], list[int]]:
-    """Rows and columns of a mesh; the ranks of one row can share no memory. Rewritten sites are in rows only."""
+    """Rows and columns of a mesh; the ranks of one row can share no memory. Rewritten sites are in rows only, so the
+    other row runs its own."""
     import weaveopt
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -129,7 +130,7 @@ def run_mesh(rank: int) -> tuple[tuple[str, ...], list[int]]:
         for got, want in zip(compiled(*inputs(3, rank)), block(*inputs(3, rank)), strict=True):
             assert_close(got, want, LIBRARY)
     (graph,) = weaveopt.report().graphs
-    assert [fallback.step for fallback in graph.fallbacks] == ["bind"], graph.fallbacks
+    assert [fallback.step for fallback in graph.fallbacks] == (["bind"] if rank < 2 else []), graph.fallbacks
 
     # A chain of pairs, the last of which fails: through all of them, and of two reasons the same everywhere.
     pairs = [dist.new_group([at, at + 1]) for at in range(3)]
@@ -139,11 +140,12 @@ def run_mesh(rank: int) -> tuple[tuple[str, ...], list[int]]:
     return tuple(fallback.error for fallback in graph.fallbacks), [d.rewritten for d in graph.decisions]
 
 
-def test_ranks_of_all_groups_of_a_graph_fall_back_together() -> None:
+def test_ranks_that_share_no_rewritten_site_with_a_rank_without_memory_go_on() -> None:
     found = run_ranks(run_mesh, 4, timeout_s=300)
-    errors = {error for error, _ in found}
-    assert len(errors) == 1 and "rank 1: the memory of rank " in str(errors), "also those whose own row has an arena"
-    assert all(True not in rewritten for _, rewritten in found)
+    errors = [error for error, _ in found]
+    assert errors[0] == errors[1] and "rank 1: the memory of rank " in str(errors[0])
+    assert errors[2:] == [(), ()]
+    assert [True in rewritten for _, rewritten in found] == [False, False, True, True]
 
 
 def test_groups_that_overlap_too_far_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
-from weaveopt.fabrics.topology import Group
+from weaveopt.fabrics.topology import Group, last_words
 from weaveopt.wording import counted
 
 try:
@@ -73,7 +73,8 @@ def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
             codes.PEER_EXITED: "exited",
             codes.PEER_FAILED: "gave up waiting itself",
         }[status.code]
-        error = PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected})")
+        words = "" if status.code == codes.TIMEOUT else last_words(caller.group.name, peer)
+        error = PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected}){words and f'. It said: {words}'}")
     if code == int(codes.POISONED):
         error = type(error)(f"{where}: the arena is unusable since an earlier call failed. {error}")
     return error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import threading
 import weakref
@@ -25,8 +24,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from weaveopt.cost_model import Gpu
-from weaveopt.errors import AgreementError, WeaveError
+from weaveopt.errors import AgreementError, ArenaError, WeaveError
 from weaveopt.fabrics import gpus
+from weaveopt.fabrics.rounds import Rounds
+from weaveopt.fabrics.stores import bounded
 from weaveopt.fabrics.traits import TRAITS, rejection
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.wording import counted, listed
@@ -103,8 +104,6 @@ _WEAVE_HOST = 1
 """Which word of a host's name that variable is, see `_host`."""
 _WHAT = "what"
 """Beside every payload: what its rank wanted to agree on."""
-_STORE_ANSWERS_S = 5.0
-"""What the store gets to answer what it can answer at once, beyond a timeout that it was asked to wait for."""
 _ALL_READ_S = 5.0
 """How long rank 0 waits, where it is about to fail, until the others have read what all told."""
 
@@ -123,7 +122,7 @@ class Exchange:
         self._times_made[group.name, group.ranks] = times + 1
         ranks = ",".join(map(str, group.ranks))
         self.group = group
-        self._store = dist.PrefixStore(f"weaveopt/{group.name}/{ranks}/{times}", c10d._get_default_store())
+        self.store = dist.PrefixStore(f"weaveopt/{group.name}/{ranks}/{times}", c10d._get_default_store())
         self._num_rounds = 0
 
     def gather(self, payload: Payload, what: str, timeout_s: float) -> tuple[Payload, ...]:
@@ -136,28 +135,8 @@ class Exchange:
         keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
         self._num_rounds += 1
         where = f"group {self.group.name!r}"
-        found: queue.SimpleQueue[tuple[Payload, ...] | list[int] | RuntimeError] = queue.SimpleQueue()
-
-        def meet() -> None:
-            try:
-                found.put(self._meet(keys, {**payload, _WHAT: what}, timeout_s))
-            except RuntimeError as error:  # torch's errors of stores and of connections are of this kind
-                found.put(error)
-
-        # A store whose process is stopped keeps its callers for good, whatever the timeout.
-        threading.Thread(target=meet, name="weaveopt-store", daemon=True).start()
-        try:
-            answer = found.get(timeout=timeout_s + _STORE_ANSWERS_S)
-        except queue.Empty:
-            raise AgreementError(
-                f"{where}: the store did not answer within {timeout_s + _STORE_ANSWERS_S:g} s for {what}: the process "
-                "that has it, rank 0 or the launcher, may be stopped"
-            ) from None
-        if isinstance(answer, RuntimeError):
-            lines = str(answer).splitlines()
-            raise AgreementError(
-                f"{where}: the store failed while ranks met for {what}: {lines[0] if lines else repr(answer)}"
-            )
+        told = {**payload, _WHAT: what}
+        answer = bounded(lambda: self._meet(keys, told, timeout_s), where, what, timeout_s)
         if isinstance(answer, list):
             raise AgreementError(
                 f"{where}: {listed('rank', answer)} of {self.group.ranks} did not come within "
@@ -184,7 +163,7 @@ class Exchange:
 
         def wait() -> None:
             with contextlib.suppress(RuntimeError):  # one is gone, or late: nobody can wait for it
-                self._store.wait(keys, timedelta(seconds=_ALL_READ_S))
+                self.store.wait(keys, timedelta(seconds=_ALL_READ_S))
 
         thread = threading.Thread(target=wait, name="weaveopt-store", daemon=True)
         thread.start()
@@ -192,17 +171,17 @@ class Exchange:
 
     def _meet(self, keys: list[str], payload: Payload, timeout_s: float) -> tuple[Payload, ...] | list[int]:
         """Everyone's payload, or the ranks whose payload did not come. Raises what the store raises."""
-        self._store.set(keys[self.group.rank], json.dumps(dict(payload)))
+        self.store.set(keys[self.group.rank], json.dumps(dict(payload)))
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
+            self.store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:
-            missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self._store.check([key])]
+            missing = [r for r, key in zip(self.group.ranks, keys, strict=True) if not self.store.check([key])]
             if missing:
                 return missing
             raise
-        told = tuple(json.loads(self._store.get(key)) for key in keys)
+        told = tuple(json.loads(self.store.get(key)) for key in keys)
         with contextlib.suppress(RuntimeError):  # where the store is gone by now, nobody waits for this one
-            self._store.set(f"{keys[self.group.rank]}/read", "")
+            self.store.set(f"{keys[self.group.rank]}/read", "")
         return told
 
 
@@ -213,6 +192,7 @@ class _Known:
     process_group: weakref.ReferenceType[dist.ProcessGroup]
     topology: Topology
     exchange: Exchange | None
+    rounds: Rounds | None = None
 
 
 _known: dict[str, _Known] = {}
@@ -241,6 +221,19 @@ def leave_multicast(group_name: str, why: str, timeout_s: float) -> None:
     message = "a first call by NVLink multicast was not right on all ranks, so the group uses none"
     refused = Rejection("multicast_failed", message, (("why", why),))
     _known[group_name] = replace(known, topology=replace(known.topology, no_multicast=refused))
+
+
+def rounds(group_name: str, timeout_s: float) -> Rounds:
+    """The rounds in which the ranks of a (real) group compare their graphs."""
+    known = _look_up(group_name, timeout_s)
+    assert known.rounds is not None, f"group {group_name!r} is fake"
+    return known.rounds
+
+
+def last_words(group_name: str, rank: int) -> str:
+    """Why the global rank `rank` of the group ended, where it said so; empty where it did not."""
+    known = _known.get(group_name)
+    return "" if known is None or known.rounds is None else known.rounds.words_of(rank)
 
 
 def process_group(group_name: str) -> dist.ProcessGroup:
@@ -284,7 +277,18 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
         told = channel.gather({"apart": json.dumps(apart)}, "peer access", timeout_s)
         pairs = [(ranks[r], ranks[peer]) for r, record in enumerate(told) for peer in json.loads(str(record["apart"]))]
         found = replace(found, gpus=described, no_peer_access=pairs[0] if pairs else None)
-    return _Known(weakref.ref(pg), found, channel)
+    rounds = Rounds(group_name, ranks, group.rank, pg, channel.store, _address(found))
+    return _Known(weakref.ref(pg), found, channel, rounds)
+
+
+def _address(known: Topology) -> str:
+    """Where the ranks of the group reach this one."""
+    if known.num_machines > 1:
+        from weaveopt.fabrics.connections import own_address
+
+        with contextlib.suppress(ArenaError):
+            return own_address()
+    return "127.0.0.1"
 
 
 def _host() -> str:

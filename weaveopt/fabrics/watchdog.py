@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
-from weaveopt.fabrics.topology import Group
+from weaveopt.fabrics.topology import Group, last_words
 from weaveopt.wording import counted
 
 try:
@@ -185,7 +185,8 @@ def describe(arena: Watched, status: _native.Status) -> WeaveError:
         codes.PEER_EXITED: "exited",
         codes.PEER_FAILED: "gave up waiting itself",
     }.get(status.code, f"failed ({status.code})")
-    return PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected})")
+    words = "" if status.code == codes.TIMEOUT else last_words(group.name, peer)
+    return PeerTimeoutError(f"{where}: peer rank {peer} {why} ({expected}){words and f'. It said: {words}'}")
 
 
 def _named(tag: int) -> tuple[int, NamedSite]:

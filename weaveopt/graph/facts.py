@@ -60,6 +60,12 @@ def groups_in(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(sorted({name for _, name in (*_collectives_in(graph), *_exchanges_in(graph, same_tokens=True))}))
 
 
+def events_of(graph: fx.Graph, group: str) -> tuple[fx.Node, ...]:
+    """What communicates in a group, in the order of the graph."""
+    found = {node for node, name in (*_collectives_in(graph), *_exchanges_in(graph, same_tokens=True)) if name == group}
+    return tuple(node for node in graph.nodes if node in found)
+
+
 def groups_met_in_calls(graph: fx.Graph) -> tuple[str, ...]:
     """Names of other groups, sorted: their ranks hold batches of their own, so they compile graphs of other sizes and
     at other times, and meet in their calls alone."""

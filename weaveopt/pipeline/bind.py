@@ -1,68 +1,52 @@
-"""Bind: ranks compare what they are about to run; the arena is allocated, exchanged and warmed once.
+"""Bind: arenas are allocated, exchanged and warmed once, and ranks say whether they could carry out the plan.
 
-The comparison goes through the group's store with a timeout, not through a collective, so a rank that never
-comes is an error too. What legitimately differs by rank (its own number) is no part of it.
-
-An arena that cannot be had stops nobody: all ranks that share a group with a rank that has none leave the graph as it
-was, in whatever groups. Its other groups count as well, though nothing is rewritten there: Inductor orders and buckets
-the collectives of a graph as a whole, so ranks of one group must compile the same one.
+An arena that cannot be had stops nobody: all ranks that share rewritten sites with a rank that has none leave the graph
+as it was. Groups in which nothing is rewritten are not asked: their collectives stay where they are in the graph.
+Everything goes through the groups' stores with a timeout, not through a collective, so a rank that never comes is an
+error too.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
-import platform
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from weaveopt.errors import AgreementError, ArenaError, MulticastError, WeaveError
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
+from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.records.candidate import LEAVE, Candidate, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import Decision, Fallback, GraphReport, WorkFailure
 from weaveopt.rule import Context
 
-Document = dict[str, str]
-"""What ranks compare, as `what -> value` in a fixed order; the first difference is the one that is named."""
-
-_GROUPS = "groups of the graph"
-"""Beside a document: how many groups a rank's graph communicates in. They need not be equally many."""
+Compiled = Callable[..., object]
 
 
-def bind(groups: Sequence[str], report: GraphReport, context: Context) -> str:
-    """Agree in every group that the graph communicates in, then reserve its arenas.
+def bind(agreed: Agreed, why: str, context: Context) -> str:
+    """Reserve the arenas of a graph that was rewritten as the ranks agreed, or failed to be, for `why`.
 
-    Returns why the graph has to stay as it was: an arena that could not be had, here or on a rank that this one shares
-    groups with, directly or through others. Empty where all is in place. Raises `AgreementError` naming the rank and
-    the first thing that differs, before any kernel runs.
+    Returns why the graph has to stay as it was: a step that failed or an arena that could not be had, here or on a rank
+    that this one shares groups with, directly or through others. Empty where all is in place. Raises `AgreementError`
+    where a rank does not come, before any kernel runs.
     """
     timeout_s = context.config.compile_timeout_s
-    real = [group for group in groups if not context.topologies[group].fake and context.topologies[group].world > 1]
-    shared = [group for group in real if _compare(group, describe(group, report, context), len(real), timeout_s)]
     # A rank that has no arena in one group still takes part in the next: the others wait for it there.
-    failures = [reserve(plan, context) for plan in report.plans if not context.topologies[plan.group].fake]
-    why = next((failure for failure in failures if failure), "")
-    return _spread(why, shared, timeout_s)
-
-
-def compared_groups(groups: Sequence[str], report: GraphReport) -> tuple[str, ...]:
-    """The groups whose ranks compare this graph and wait for each other: all that it communicates in, or none where no
-    rule could take any of its communication (the sum of a metric, embeddings gathered for a loss).
-
-    Ranks of such a group may hold batches of their own, so they compile graphs of other sizes and at other times.
-    """
-    could_differ = report.fallbacks or len(report.variants) > 1 or report.plans
-    if could_differ or any(d.site.groups and not d.site.rejections for d in report.decisions):
-        return tuple(groups)
-    return ()
+    failures = [reserve(plan, context) for plan in agreed.planned.plans if not context.topologies[plan.group].fake]
+    why = why or next((failure for failure in failures if failure), "")
+    for group in agreed.met:
+        if group not in agreed.several:
+            told = _gather(group, {"why": why}, "what could be reserved", timeout_s)
+            why = min((each["why"] for each in told if each["why"]), default="")  # of several, the same on all ranks
+    return _spread(why, agreed.several, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -169,75 +153,42 @@ def _left(decision: Decision, why: Rejection) -> Decision:
     return replace(decision, chosen=Candidate(LEAVE, estimate=decision.baseline), alternatives=(refused, *others))
 
 
-def await_peers(groups: Sequence[str], context: Context) -> None:
-    """Wait until all ranks have compiled, so that a slow compiler on one is no timeout on the others."""
-    for group in groups:
-        known = context.topologies[group]
-        if not known.fake and known.world > 1:
-            _gather(group, {}, "the end of compilation", context.config.compile_timeout_s)
+@contextmanager
+def compiling(agreed: Agreed, context: Context) -> Iterator[None]:
+    """Around Inductor's compile of a graph: at its end all ranks that compile it have, so that a slow compiler on one
+    is no timeout on the others. A rank that compiles a plan again that was agreed before may be alone with it."""
+    timeout_s = context.config.compile_timeout_s
+    known = [topology.rounds(group, timeout_s) for group in agreed.known]
+    for rounds in known:
+        rounds.begin_compiling()
+    try:
+        yield
+    finally:
+        for rounds in known:
+            rounds.end_compiling()
+    for group in agreed.met:
+        _gather(group, {}, "the end of compilation", timeout_s)
+    for rounds in known:
+        rounds.await_compiling(timeout_s)
 
 
-def describe(group: str, report: GraphReport, context: Context) -> Document:
-    """Everything that must be the same on all ranks of `group`, in the order in which differences are told.
+def count_calls(compiled: Compiled, groups: Sequence[str], timeout_s: float) -> Compiled:
+    """`compiled`, with each of its calls counted in the groups that it has rewritten sites of: ranks that wait for this
+    one while they compile ask for the count."""
+    every = tuple(topology.rounds(group, timeout_s) for group in groups)
+    if not every:
+        return compiled
 
-    Local sites communicate in no group: every group that the graph has compares them.
-    """
-    import weaveopt
+    @functools.wraps(compiled)
+    def run(*args: object) -> object:
+        for rounds in every:
+            rounds.calls += 1
+        return compiled(*args)
 
-    document: Document = {f"option {name}": value for name, value in context.config.agreed().items()}
-    document["version of weaveopt"] = weaveopt.__version__
-    document["version of torch"] = torch.__version__
-    document["machine of the CPU"] = platform.machine()
-    document["machine profile"] = context.machine.name
-    document["constants of the machine profile"] = _digest(context.machine)
-    document["phase of the graph"] = report.phase
-    document["fallback"] = "; ".join(f"{f.step}: {f.error}" for f in report.fallbacks)
-    document["variant of the graph"] = report.variant
-    if context.config.strict:  # else nothing that runs rests on it
-        document["failure to estimate the work outside the sites"] = str(report.work_failure or "")
-    for decision in report.decisions:
-        site = decision.site
-        if group in site.groups or not site.groups:
-            where = f"site {site.id} ({site.module or 'no module'})"
-            document[f"{where}: computation"] = site.description
-            for name, value in site.facts:
-                document[f"{where}: {name}"] = json.dumps(value)
-            for name, value in asdict(site.tokens).items():
-                document[f"{where}: token count, {name}"] = json.dumps(value)
-            document[f"{where}: choice"] = _text(decision.chosen)
-    for plan in report.plans:
-        if plan.group == group:
-            document["arena plan"] = _text(plan)
-    return document
+    return run
 
 
-def _text(record: object) -> str:
-    return "nothing" if record is None else json.dumps(asdict(record))  # type: ignore[call-overload]
-
-
-def _digest(record: object) -> str:
-    return hashlib.sha256(repr(record).encode()).hexdigest()[:16]
-
-
-def _compare(group: str, document: Document, num_groups: int, timeout_s: float) -> bool:
-    """Whether some rank of the group takes part in others of the graph as well: it tells what becomes of those."""
-    told = _gather(group, {**document, _GROUPS: str(num_groups)}, "agreement on the plan", timeout_s)
-    counts = [each.pop(_GROUPS) for each in told]
-    ranks = topology.discover(group, timeout_s).group.ranks
-    for rank, other in zip(ranks[1:], told[1:], strict=True):
-        difference = _first_difference(told[0], other)
-        if difference is not None:
-            what, ours, theirs = difference
-            topology.exchange(group, timeout_s).settle()
-            raise AgreementError(
-                f"group {group!r}: ranks {ranks[0]} and {rank} differ in {what}: "
-                f"rank {ranks[0]} has {ours}, rank {rank} has {theirs}. Start all ranks with the same "
-                "options, versions and model."
-            )
-    return set(counts) != {"1"}
-
-
-def _gather(group: str, document: Document, what: str, timeout_s: float) -> tuple[Document, ...]:
+def _gather(group: str, document: dict[str, str], what: str, timeout_s: float) -> tuple[dict[str, str], ...]:
     channel = topology.exchange(group, timeout_s)
     payload = {"step": what, "document": json.dumps(document)}
     records = channel.gather(payload, what, timeout_s)
@@ -249,15 +200,3 @@ def _gather(group: str, document: Document, what: str, timeout_s: float) -> tupl
                 f"at {record['step']!r}: the ranks compiled different numbers of graphs"
             )
     return tuple(json.loads(str(record["document"])) for record in records)
-
-
-def _first_difference(ours: Document, theirs: Document) -> tuple[str, str, str] | None:
-    for what in (*ours, *(key for key in theirs if key not in ours)):
-        mine, other = ours.get(what, "nothing"), theirs.get(what, "nothing")
-        if mine != other:
-            return what, _short(mine), _short(other)
-    return None
-
-
-def _short(value: str, limit: int = 200) -> str:
-    return value if len(value) <= limit else f"{value[:limit]}..."

@@ -47,6 +47,8 @@ class Site:
     tokens: TokenCounts = TokenCounts(0)
     facts: Values = ()
     """What the matcher found, for the report and for the comparison between ranks."""
+    own_facts: tuple[str, ...] = ()
+    """Names of facts that concern this rank alone: the width of its shard, a bias that its GEMM adds."""
     rejections: tuple[Rejection, ...] = ()
     """Reasons that hold for every rule: the matcher did not recognize the place."""
     count: int = 1

@@ -30,6 +30,10 @@ KIND = "all_gather"
 _DTYPES = {**DTYPE_NAMES, torch.float8_e4m3fn: "float8_e4m3fn"}
 
 
+OWN_FACTS = ("n", "num_gemms", "num_contractions", "has_bias", "gathered_is_read")
+"""Facts that concern one rank alone."""
+
+
 @dataclass(frozen=True)
 class GatherFacts:
     """What an all-gather and its GEMMs compute on every rank; sizes that are symbols by their hints."""
@@ -113,6 +117,7 @@ def _site(
         description=description,
         tokens=tokens,
         facts=() if facts is None else facts.values(),
+        own_facts=OWN_FACTS,
         rejections=rejections,
     )
 

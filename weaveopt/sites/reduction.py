@@ -35,6 +35,10 @@ KIND = "reduction"
 aten = torch.ops.aten
 
 
+OWN_FACTS = ("gemm_depth", "gemm_has_bias")
+"""Facts that concern one rank alone."""
+
+
 @dataclass(frozen=True)
 class ReductionFacts:
     """What a reduction computes on every rank, whatever its token count."""
@@ -151,6 +155,7 @@ def _site(
         description=description,
         tokens=TokenCounts(hint, most=most),
         facts=() if facts is None else facts.values(),
+        own_facts=OWN_FACTS,
         rejections=rejections,
     )
 

@@ -33,6 +33,10 @@ from weaveopt.sites.scattered import Scattered, partial_of, scattered_at
 KIND = "reduce_scatter"
 
 
+OWN_FACTS = ("k", "num_gemms", "has_addend", "has_bias")
+"""Facts that concern one rank alone."""
+
+
 @dataclass(frozen=True)
 class ScatterFacts:
     """What a GEMM and its reduce-scatter compute on every rank; sizes that are symbols by their hints."""
@@ -143,6 +147,7 @@ def _site(
         description=description,
         tokens=tokens,
         facts=() if facts is None else facts.values(),
+        own_facts=OWN_FACTS,
         rejections=rejections,
     )
 
