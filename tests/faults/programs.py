@@ -84,15 +84,22 @@ def other_layers(w: forms.Weights, x: Tensor, residual: Tensor, num_layers: int 
     return x, residual
 
 
-def reference(rank: int, ranks: list[int], step: int, seed_of: dict[int, int]) -> tuple[Tensor, Tensor]:
-    """What `rank` of the group of `ranks` has to get; `seed_of`: of residuals that are not everybody's."""
+def reference(
+    rank: int, ranks: list[int], step: int, seed_of: dict[int, int], other_norm: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `rank` of the group of `ranks` has to get; `seed_of`: of residuals that are not everybody's; `other_norm`:
+    the rank with (1 + weight)."""
     w = forms.make_weights(torch.float32)
     x_of = {each: inputs(each, step)[0] for each in ranks}
     residual_of = {each: inputs(each, step, seed=seed_of.get(each, 0))[1] for each in ranks}
     for _ in range(NUM_LAYERS):
         total = torch.stack([x @ w.product for x in x_of.values()]).sum(0)
         residual_of = {each: residual + total for each, residual in residual_of.items()}
-        x_of = {each: forms.rms(residual, w.norm, EPS) @ w.after for each, residual in residual_of.items()}
+        x_of = {
+            each: (forms.rms_plus_one(residual, w.norm) if each == other_norm else forms.rms(residual, w.norm, EPS))
+            @ w.after
+            for each, residual in residual_of.items()
+        }
     return x_of[rank], residual_of[rank]
 
 
@@ -226,12 +233,14 @@ def digest(rank: Rank, step: int, got: tuple[Tensor, ...]) -> str:
         groups = [[first, first + 1] for first in range(rank.case.world - 1) if rank.rank in (first, first + 1)]
     else:
         groups = [ranks]
-    other_residual = rank.case.fault == "other residual"
+    other_residual, other_norm = rank.case.fault == "other residual", rank.case.fault == "other model"
+    is_own = bool(rank.seed) or (other_norm and rank.rank == rank.case.victim)
     words = []
     for index, group in enumerate(groups):
         pair = got[2 * index : 2 * index + 2]
-        want = reference(rank.rank, group, step, {rank.case.victim: OTHER_SEED} if other_residual else {})
+        seed_of = {rank.case.victim: OTHER_SEED} if other_residual else {}
+        want = reference(rank.rank, group, step, seed_of, rank.case.victim if other_norm else None)
         right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(pair, want, strict=True))
         content = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in pair)).hexdigest()[:12]
-        words.append(f"{min(group)}{'own' if rank.seed else ''}:{content}" if right else f"wrong {content}")
+        words.append(f"{min(group)}{'own' if is_own else ''}:{content}" if right else f"wrong {content}")
     return " ".join(words)

@@ -156,8 +156,8 @@ def _place_hooks(this: Rank) -> None:
 
         setattr(owner, name, outer)
 
-    before(weaveopt.backend, "bind", Moment.COMPILING)
+    before(weaveopt.backend, "agree", Moment.COMPILING)
     before(shm, "reserve", Moment.AGREED)
     before(_native.Segment, "open", Moment.MAPPING)
-    before(weaveopt.backend, "await_peers", Moment.COMPILED)
+    before(weaveopt.pipeline.bind, "await_peers", Moment.COMPILED)
     before(replication, "compare", Moment.FIRST_CALL)

@@ -38,12 +38,10 @@ class Saying(Enum):
     OPTION_DIFFERS = rf"{_DIFFER}option max_tokens: rank \d+ has \d+, rank \d+ has \d+\. Start all ranks with .+"
     VERSION_DIFFERS = rf"{_DIFFER}version of weaveopt: .+"
     PROFILE_DIFFERS = rf"{_DIFFER}constants of the machine profile: .+"
-    SITE_DIFFERS = rf"{_DIFFER}site \S+ \(.*\): .+"
-    FALLBACK_DIFFERS = rf"{_DIFFER}fallback: .+"
+    ALONE = rf"AgreementError: {_GROUP}rank {{victim}} compiled a graph alone whose plan was never agreed on, .+"
     RESIDUAL_DIFFERS = (
         r"AgreementError: weave::\w+ at site \S+: the residual on rank \d+ is not the one on rank \d+\. .+"
     )
-    GRAPHS_DIFFER = rf"AgreementError: {_GROUP}rank \d+ is at '.+' while rank \d+ is at '.+': .+"
     MEETINGS_DIFFER = rf"AgreementError: {_GROUP}rank \d+ is at '.+' while rank \d+ is at '.+': ranks of a .+"
     CALLS_DIFFER = rf"AgreementError: {_OP}runs site .+, but rank \d+ runs site .+{_SLOT}: .+"
     NO_ARENA = r"ArenaError: no arena was reserved for group '\S+': reserve\(\) comes before the first call"
@@ -91,10 +89,8 @@ _PHRASES = {
     "OPTION_DIFFERS": f"{_DIFFERENT} values of the option",
     "VERSION_DIFFERS": f"{_DIFFERENT} versions",
     "PROFILE_DIFFERS": f"{_DIFFERENT} digests of the profile",
-    "SITE_DIFFERS": f"{_DIFFERENT} descriptions of the site",
-    "FALLBACK_DIFFERS": f"{_DIFFERENT} fallbacks",
+    "ALONE": "`AgreementError` with the rank, its peers and the guard",
     "RESIDUAL_DIFFERS": "`AgreementError` with site and ranks",
-    "GRAPHS_DIFFER": "`AgreementError`: ranks compiled different numbers of graphs",
     "MEETINGS_DIFFER": "`AgreementError` with what both ranks wanted to meet for",
     "CALLS_DIFFER": "`AgreementError` with both ranks' site and token count",
     "NO_ARENA": "`ArenaError`: no arena was reserved",

@@ -166,10 +166,16 @@ def compiling(agreed: Agreed, context: Context) -> Iterator[None]:
     finally:
         for rounds in known:
             rounds.end_compiling()
+    await_peers(agreed, context)
+
+
+def await_peers(agreed: Agreed, context: Context) -> None:
+    """Waits until all ranks that compile the graph have."""
+    timeout_s = context.config.compile_timeout_s
     for group in agreed.met:
         _gather(group, {}, "the end of compilation", timeout_s)
-    for rounds in known:
-        rounds.await_compiling(timeout_s)
+    for group in agreed.known:
+        topology.rounds(group, timeout_s).await_compiling(timeout_s)
 
 
 def count_calls(compiled: Compiled, groups: Sequence[str], timeout_s: float) -> Compiled:
