@@ -43,10 +43,12 @@ class Expected:
     """None: it is still stopped."""
     waits_s: float = 0.0
     """How long somebody may wait, slack included; 0: nobody has to."""
+    compiles: bool = False
+    """Whether a rank compiles before it is found out."""
 
     def limit_s(self, case: Case) -> float:
         """Between the fault, or the begin of the step that failed if that came later, and the error."""
-        at_once = AT_ONCE_S if case.moment in (Moment.BETWEEN, Moment.WITHIN) else COMPILES_S
+        at_once = AT_ONCE_S if case.moment in (Moment.BETWEEN, Moment.WITHIN) and not self.compiles else COMPILES_S
         return self.waits_s or at_once
 
 
@@ -154,8 +156,8 @@ def without_arena(saying: Saying) -> Callable[[Case], Expected]:
 
 def one_graph_more(case: Case) -> Expected:
     """The rank compiles a graph that its peers, which are in a call of one that was compiled before, never compile."""
-    others = frozenset({Saying.LATE, Saying.GAVE_UP, Saying.OTHER_EXITED})
-    return Expected(others, frozenset({Saying.ALONE}), (), COMPILES_S)
+    others = frozenset({Saying.GAVE_UP, Saying.GAVE_UP_ALONE, Saying.OTHER_EXITED})
+    return Expected(others, frozenset({Saying.ALONE}), compiles=True)
 
 
 def other_residual(case: Case) -> Expected:
@@ -235,12 +237,9 @@ def timeouts(fault: str, moment: Moment, mode: Mode, catches: bool) -> tuple[flo
     """`timeout_s` and `compile_timeout_s` of a case: short where somebody has to wait until one passes."""
     expect = FAULTS[fault].expect
     is_gone = fault in ("killed", "terminated", "interrupted", "raises", "leaves", "never comes")
-    goes_apart = expect is one_graph_more or (expect is calls_differ and mode in COMPILED)
     stays_behind = (is_gone or expect is calls_differ) and mode is Mode.PAIRS and catches
     if expect in (stopped, stopped_for_long) or is_gone:
         at_calls = moment in (Moment.BETWEEN, Moment.WITHIN)
         timeout_s = LONG_S if is_gone and at_calls and not stays_behind else SHORT_S
         return timeout_s, COMPILE_LONG_S if at_calls else COMPILE_SHORT_S
-    if goes_apart:
-        return SHORT_S, COMPILE_SHORT_S
     return SHORT_S if stays_behind else LONG_S, COMPILE_LONG_S

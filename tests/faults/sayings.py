@@ -23,6 +23,10 @@ class Saying(Enum):
     OTHER_EXITED = rf"PeerTimeoutError: {_OP}peer rank \d+ exited{_SLOT}"
     """A survivor that heard of it first, and ended."""
     GAVE_UP = rf"PeerTimeoutError: {_OP}peer rank \d+ gave up waiting itself{_SLOT}"
+    GAVE_UP_ALONE = (
+        rf"PeerTimeoutError: {_OP}peer rank {{victim}} (gave up waiting itself|exited){_SLOT}\. It said: group .+"
+    )
+    """It compiled a graph alone, and told."""
     LATE = rf"PeerTimeoutError: {_OP}peer rank {{victim}} did not signal within [\d.]+ s{_SLOT}"
     OTHER_LATE = rf"PeerTimeoutError: {_OP}peer rank \d+ did not signal within [\d.]+ s{_SLOT}"
     ABSENT = rf"AgreementError: {_GROUP}rank {{victim}} of \([\d, ]+\) did not come within [\d.]+ s for .+"
@@ -38,7 +42,7 @@ class Saying(Enum):
     OPTION_DIFFERS = rf"{_DIFFER}option max_tokens: rank \d+ has \d+, rank \d+ has \d+\. Start all ranks with .+"
     VERSION_DIFFERS = rf"{_DIFFER}version of weaveopt: .+"
     PROFILE_DIFFERS = rf"{_DIFFER}constants of the machine profile: .+"
-    ALONE = rf"AgreementError: {_GROUP}rank {{victim}} compiled a graph alone whose plan was never agreed on, .+"
+    ALONE = rf"AgreementError: {_GROUP}rank {{victim}} compiled a graph alone whose plan was never agreed on: .+"
     RESIDUAL_DIFFERS = (
         r"AgreementError: weave::\w+ at site \S+: the residual on rank \d+ is not the one on rank \d+\. .+"
     )
@@ -73,6 +77,7 @@ _PHRASES = {
     "EXITED": "`PeerTimeoutError`: the rank exited",
     "OTHER_EXITED": "`PeerTimeoutError`: a survivor exited",
     "GAVE_UP": "`PeerTimeoutError`: a survivor gave up",
+    "GAVE_UP_ALONE": "`PeerTimeoutError` with the rank that compiled alone, and its guard",
     "LATE": "`PeerTimeoutError`: the rank did not signal",
     "OTHER_LATE": "`PeerTimeoutError`: a survivor did not signal",
     "ABSENT": "`AgreementError`: the rank did not come",

@@ -29,6 +29,7 @@ from weaveopt.pipeline.shared_facts import CODE, Document, Verdict, compare, doc
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.records.report import Decision
 from weaveopt.rule import CapturedGraph, Context, RuleSet
+from weaveopt.wording import listed
 
 _MOST_ROUNDS = 8
 """Each leaves at least one more site; a graph that needs more is left whole."""
@@ -239,20 +240,19 @@ def _post(
 def _closed(group: str, closed: Closed, compile_: recompiles.Compile, context: Context) -> Verdict:
     """What follows from a round that not all ranks came to."""
     ranks, own = context.topologies[group].group.ranks, context.topologies[group].group
-    peers = ", ".join(map(str, closed.peers))
+    peers = listed("rank", closed.peers)
     if closed.why is Why.PAST:
-        message = f"rank(s) {peers} went on without compiling such a graph"
+        message = f"{peers} went on without compiling such a graph"
         return Verdict(all_left=Rejection(CODE, message, (("rank", closed.rank),)))
     if closed.why is Why.LATE:
         raise AgreementError(
-            f"group {group!r}: rank(s) {peers} of {ranks} did not come within "
-            f"{context.config.compile_timeout_s:g} s for {WHAT}"
+            f"group {group!r}: {peers} of {ranks} did not come within {context.config.compile_timeout_s:g} s for {WHAT}"
         )
     guard = f" Dynamo compiled it again after a guard failed: {closed.reason}." if closed.reason else ""
     text = (
-        f"group {group!r}: rank {closed.rank} compiled a graph alone whose plan was never agreed on, while rank(s) "
-        f"{peers} of {ranks} run the graph that was compiled before.{guard} Ranks of a group have to meet the same "
-        'guards, or switch rewriting off with options={"disable": [...]}'
+        f"group {group!r}: rank {closed.rank} compiled a graph alone whose plan was never agreed on: {peers} of {ranks} "
+        f"already called the graph that was compiled before.{guard} Ranks of a group have to meet the same guards, or "
+        'switch rewriting off with options={"disable": [...]}'
     )
     if closed.rank == own.ranks[own.rank]:
         topology.rounds(group, context.config.compile_timeout_s).leave_words(text)
