@@ -12,7 +12,7 @@ import pytest
 from tests.preview import fake_group
 from weaveopt.config import OPTIONS, Config, Option, resolve
 from weaveopt.errors import ArenaError, OptionError
-from weaveopt.fabrics import connections, shm
+from weaveopt.fabrics import shm
 from weaveopt.inductor import seams as inductor
 
 
@@ -133,10 +133,10 @@ def test_the_store_leads_to_the_others_where_names_of_interfaces_are_empty(monke
     for name in ("WEAVE_ADDRESS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert connections.own_address() == "127.0.0.1"
+    assert addresses.own_address() == "127.0.0.1"
     monkeypatch.setenv("MASTER_ADDR", "")
     with pytest.raises(ArenaError, match="set WEAVE_ADDRESS"):
-        connections.own_address()
+        addresses.own_address()
 
 
 ROOT = Path(__file__).parents[1]

@@ -250,7 +250,8 @@ def _rewrite(
     final, report = agreed.decided, decided.report
     if final is None or decided.best is None:
         return replace(report, steps_us=clock.laps), (), ""
-    failed, rounding = "", ()
+    failed = ""
+    rounding: tuple[str, ...] = ()
     try:
         rounding = rewrite(final, agreed.planned, rules, context)
         clock.lap("rewrite")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.ranks import collect, run_ranks
 from weaveopt.errors import ArenaError
-from weaveopt.fabrics import connections, topology
+from weaveopt.fabrics import addresses, connections, topology
 from weaveopt.fabrics.connections import _HELLO, _MAGIC, connect
 
 TIMEOUT_S = 20.0
@@ -174,7 +174,7 @@ def test_the_address_that_others_connect_to(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert connections.own_address() == found
+    assert addresses.own_address() == found
 
 
 def test_a_name_of_this_host_that_stands_for_the_loopback_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +188,8 @@ def test_a_name_of_this_host_that_stands_for_the_loopback_is_passed_over(monkeyp
     for name in ("WEAVE_ADDRESS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "head")
-    monkeypatch.setattr(connections, "_leads_to", leads_to)
-    assert connections.own_address() == "192.0.2.77" and asked[0] == "head"
+    monkeypatch.setattr(addresses, "_leads_to", leads_to)
+    assert addresses.own_address() == "192.0.2.77" and asked[0] == "head"
 
 
 @pytest.mark.parametrize("variables", [{}, {"GLOO_SOCKET_IFNAME": "none0"}])
@@ -199,7 +199,7 @@ def test_no_address_says_what_to_set(variables: dict[str, str], monkeypatch: pyt
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArenaError, match=r"WEAVE_ADDRESS|GLOO_SOCKET_IFNAME"):
-        connections.own_address()
+        addresses.own_address()
 
 
 def _one_never_comes(rank: int) -> str:

@@ -14,10 +14,8 @@ closed. One thread hears all who come, as far as each has spoken, so nobody wait
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import selectors
 import socket
@@ -28,8 +26,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from weaveopt.config import variable
 from weaveopt.errors import ArenaError
+from weaveopt.fabrics.addresses import own_address
 from weaveopt.fabrics.topology import Exchange
 
 _HELLO = struct.Struct("!8sII32s")
@@ -45,61 +43,8 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _BROKEN = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP}
 """Errors of a listener that nobody can come to any more; all others are of the one who came."""
 _LOOK_S = 0.05
-_ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): what leads there leads to other hosts."""
-_SIOCGIFADDR = 0x8915
 _CONNECTING_S = 30.0
 """All ranks are there by then: who cannot be reached in this time is behind a firewall."""
-
-
-def own_address() -> str:
-    """Of this host, the address at which the group's other hosts reach it.
-
-    `WEAVE_ADDRESS` says it; else it is that of the interface which `GLOO_SOCKET_IFNAME` names, else the one that leads
-    to the store. Raises `ArenaError` where none is known.
-    """
-    asked = variable("WEAVE_ADDRESS")
-    if asked:
-        return asked
-    named = variable("GLOO_SOCKET_IFNAME").partition(",")[0]
-    if named:
-        return _address_of(named)
-    store = variable("MASTER_ADDR")
-    if not store:
-        raise ArenaError("which address leads to the other hosts is not known: set WEAVE_ADDRESS (or MASTER_ADDR)")
-    try:
-        found = _leads_to(store)
-        # On the store's own host its name may stand for the loopback (127.0.1.1), where nobody else comes.
-        if _is_loopback(found) and not _is_loopback(store):
-            found = _leads_to(_ELSEWHERE)
-    except OSError as error:
-        raise ArenaError(f"no address of this host leads to {store!r}: {error}; set WEAVE_ADDRESS") from None
-    return found
-
-
-def _leads_to(host: str) -> str:
-    """The address that this host would send from; a datagram socket that is connected sends nothing."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _is_loopback(host: str) -> bool:
-    """Of a name: whether it says so itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            raise ArenaError(f"interface {interface!r} (GLOO_SOCKET_IFNAME) has no address: {error}") from None
-    return socket.inet_ntoa(found[20:24])
 
 
 def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:

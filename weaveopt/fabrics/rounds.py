@@ -85,7 +85,7 @@ class Rounds:
         pg = self._pg()
         collectives = -1
         with contextlib.suppress(RuntimeError):  # a backend that does not count
-            collectives = -1 if pg is None else int(pg._get_sequence_number_for_group())
+            collectives = -1 if pg is None else int(pg._get_sequence_number_for_group())  # type: ignore[attr-defined]
         return Position(self.calls, collectives)
 
     def publish(self, document: str, skeleton: str, timeout_s: float) -> int | Closed:

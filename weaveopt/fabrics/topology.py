@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from weaveopt.cost_model import Gpu
 from weaveopt.errors import AgreementError, ArenaError, WeaveError
 from weaveopt.fabrics import gpus
+from weaveopt.fabrics.addresses import own_address
 from weaveopt.fabrics.rounds import Rounds
 from weaveopt.fabrics.stores import bounded
 from weaveopt.fabrics.traits import TRAITS, rejection
@@ -284,8 +285,6 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
 def _address(known: Topology) -> str:
     """Where the ranks of the group reach this one."""
     if known.num_machines > 1:
-        from weaveopt.fabrics.connections import own_address
-
         with contextlib.suppress(ArenaError):
             return own_address()
     return "127.0.0.1"
