@@ -12,7 +12,7 @@ import pytest
 from tests.preview import fake_group
 from weaveopt.config import OPTIONS, Config, Option, resolve
 from weaveopt.errors import ArenaError, OptionError
-from weaveopt.fabrics import shm
+from weaveopt.fabrics import addresses, shm
 from weaveopt.inductor import seams as inductor
 
 

@@ -23,6 +23,7 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.topology import Topology
 from weaveopt.inductor import seams
 from weaveopt.pipeline import bind as binding
+from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.bind import lost_multicast, reserve
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.records.memory import MemoryPlan
@@ -75,11 +76,11 @@ def compiled_once(machine: str) -> tuple[list[GraphReport], list[fx.Graph]]:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_graph_is_decided_again_without_it(is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[GraphReport] = []
+    bound: list[Agreed] = []
     refused = Rejection("multicast_failed", "a first call was not right", (("why", WHY),))
 
-    def bind(groups: Sequence[str], report: GraphReport, context: object) -> str:
-        bound.append(report)
+    def bind(agreed: Agreed, why: str, context: object) -> str:
+        bound.append(agreed)
         return LOST if is_lost and len(bound) == 1 else ""
 
     def topologies(captured: object, config: Config) -> Mapping[str, Topology]:
@@ -88,11 +89,13 @@ def test_a_graph_is_decided_again_without_it(is_lost: bool, tmp_path: Path, monk
     monkeypatch.setattr(backend, "bind", bind)
     monkeypatch.setattr(backend, "_topologies", topologies)
     reports, graphs = compiled_once(dgx(tmp_path))
-    assert {d.chosen.fabric for d in bound[0].decisions} == {Fabric.MULTIMEM}
-    assert dict(bound[0].decisions[0].chosen.parameters)["measured"] is False, "and the report says so"
+    first, last = (each.decided for each in (bound[0], bound[-1]))
+    assert first is not None and last is not None
+    assert {d.chosen.fabric for d in first.decisions} == {Fabric.MULTIMEM}
+    assert dict(first.decisions[0].chosen.parameters)["measured"] is False, "and the report says so"
     assert len(bound) == 1 + is_lost and len(graphs) == 1
     [report] = reports
-    assert report is bound[-1] and report.fallbacks == (), "one report: of what runs"
+    assert report.decisions == last.decisions and report.fallbacks == (), "one report: of what runs"
     if not is_lost:
         return
     assert [(d.rewritten, d.chosen.fabric) for d in report.decisions] == [(True, Fabric.PEER)] * 3, "what is next best"

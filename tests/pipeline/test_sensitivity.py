@@ -192,5 +192,5 @@ def test_the_words_show_the_neighbours_of_the_count_decided_for() -> None:
     steady = Sensitivity(("s",), 3, "leave", (Stretch(1, "leave"),), (("relative_error ×2", "leave"),))
     assert sections.sensitivity_lines(steady) == (
         "tokens: at every count leave (here: 3)",
-        "constants: none of 1 changes turns it (the JSON report lists them)",
+        "constants: none of 1 change turns it (the JSON report lists them)",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weaveopt.records.candidate import Rejection, Values
 
@@ -47,9 +47,9 @@ class Site:
     tokens: TokenCounts = TokenCounts(0)
     facts: Values = ()
     """What the matcher found, for the report and for the comparison between ranks."""
-    own_facts: tuple[str, ...] = ()
-    """Names of facts that concern this rank alone: the width of its shard, a bias that its GEMM adds."""
     rejections: tuple[Rejection, ...] = ()
     """Reasons that hold for every rule: the matcher did not recognize the place."""
     count: int = 1
     """How many places of the whole model this one stands for (layers of the same kind)."""
+    own_facts: tuple[str, ...] = field(default=(), compare=False)
+    """Names of facts that concern this rank alone: the width of its shard, a bias that its GEMM adds."""
