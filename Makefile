@@ -1,5 +1,6 @@
 # make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
 # make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
+# make test VERSIONS=newest|oldest    the tests that touch private parts of torch and transformers, with those versions
 # make lint    what CI checks besides the tests
 # make dist    wheels and the source distribution, in dist/, each checked in an empty environment
 # make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
@@ -10,8 +11,25 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := run
 .PHONY: run test lint dist bench hosts-demo gpu-test gpu-sanitize gpu-bench clean FORCE
 
+# pinned: requirements.txt; newest: what the registry has; oldest: the lower bounds of pyproject.toml. The latter two run
+# the tests that touch private parts of torch and transformers, in environments of their own: 5 GB each, as PyPI's torch
+# is built for CUDA.
+VERSIONS ?= pinned
+ifeq ($(VERSIONS),pinned)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+REQUIREMENTS := requirements.txt
+TESTS :=
+else
+VENV ?= .venv-$(VERSIONS)
+REQUIREMENTS := requirements-$(VERSIONS).txt
+TESTS := tests/experts/test_registration.py tests/generation/test_compiling.py tests/generation/test_left.py \
+    tests/generation/test_sessions.py tests/generation/test_tokens.py tests/graph/test_module_names.py \
+    tests/graph/test_scalars.py tests/graph/test_splice.py tests/inductor/test_one_row.py tests/integrations \
+    tests/pipeline/test_capture.py tests/ops/test_all_reduce_norm.py
+# The registry's versions, whatever the pip of this host is told to prefer.
+export PIP_CONSTRAINT := /dev/null
+endif
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
@@ -56,8 +74,10 @@ run: $(BUILT)
 	    --main_process_port 0 examples/generate.py $(GENERATE_ARGS)
 
 test: $(BUILT)
+	@$(BIN)/python -c "from importlib.metadata import version; \
+	    print('weaveopt: tests with', *(f'{name} {version(name)}' for name in ('torch', 'transformers', 'accelerate')))"
 	$(BIN)/python -m pytest -p tests.processes --processes $(PROCESSES) --durations 25 \
-	    --durations-min 1 -m "not gpu and not multigpu" $(PYTEST_ARGS)
+	    --durations-min 1 -m "not gpu and not multigpu" $(TESTS) $(PYTEST_ARGS)
 
 # Of what runs on GPUs alone, only that what it names is there.
 NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item no-any-return unused-ignore)
@@ -113,7 +133,7 @@ gpu-bench:
 	python3 -m benchmarks.prediction --device cuda --machine $(MACHINE) --profile $(PROFILE)
 	python3 -m benchmarks.results_table
 
-$(INSTALLED): requirements.txt
+$(INSTALLED): $(REQUIREMENTS) $(if $(filter newest,$(VERSIONS)),FORCE)
 	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }
 	@python=; for candidate in $(PYTHONS); do \
 	    "$$candidate" -c $(RECENT) 2>/dev/null || continue; \
@@ -126,9 +146,11 @@ $(INSTALLED): requirements.txt
 	"$$python" -m venv $(VENV) \
 	    || { echo "weaveopt: $$python cannot make an environment: install its venv module (apt install python3-venv)" >&2; exit 1; }
 	@# Of ten thousand files a third is ever imported, and Python compiles those then.
-	$(BIN)/python -m pip install -q --no-compile $(TORCH)
+	$(if $(TORCH),$(BIN)/python -m pip install -q --no-compile $(TORCH))
 	@# torch again: else pip takes an older one where a requirement does not fit this one.
-	$(BIN)/python -m pip install -q --no-compile $(TORCH) -r requirements.txt
+	@$(BIN)/python -m pip install -q --no-compile $(if $(filter newest,$(VERSIONS)),--upgrade) $(TORCH) -r $(REQUIREMENTS) \
+	    || { echo "weaveopt: pip could not install $(REQUIREMENTS): it needs a registry and, with CUDA builds of torch, \
+	6 GB of disk" >&2; exit 1; }
 	touch $@
 
 # What the environment asks setup.py to build; a new file, with another text, only when that changes.
@@ -148,4 +170,4 @@ $(LINTERS): requirements-lint.txt $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info weaveopt/_native*.so
+	rm -rf .venv .venv-newest .venv-oldest build dist *.egg-info weaveopt/_native*.so

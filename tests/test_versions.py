@@ -42,6 +42,24 @@ def test_ci_installs_what_is_called_tested(package: Supported) -> None:
     assert versions.release(pinned) in package.tested
 
 
+def test_the_lanes_install_every_dependency() -> None:
+    """The oldest lane at exactly the lower bounds, the newest without any bound."""
+    bounds = dict(each.split(">=") for each in PYPROJECT["project"]["dependencies"])
+    oldest = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements-oldest.txt").read_text(), re.MULTILINE))
+    assert {name: versions.release(oldest[name]) for name in bounds} == {
+        name: versions.release(least) for name, least in bounds.items()
+    }
+    newest = [line for line in (ROOT / "requirements-newest.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert set(bounds) < set(newest) and all(re.fullmatch(r"[\w-]+", name) for name in newest)
+
+
+def test_ci_runs_the_newest_lane_over_files_that_exist() -> None:
+    assert "make test VERSIONS=newest || failed=1" in (ROOT / ".ci" / "run").read_text()
+    (tests,) = re.findall(r"^TESTS := (tests/(?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = tests.replace("\\", " ").split()
+    assert len(named) >= 12 and [each for each in named if not (ROOT / each).exists()] == []
+
+
 @pytest.mark.parametrize("package", SUPPORTED, ids=lambda package: package.name)
 def test_docs_have_the_row(package: Supported) -> None:
     row = f"| {package.name} | {package.least} | {', '.join(package.tested)} |"
