@@ -158,12 +158,21 @@ $(ASKED): FORCE | $(INSTALLED)
 	@asked='WEAVE_CUDA=$(WEAVE_CUDA) WEAVE_CUDA_ARCHS=$(WEAVE_CUDA_ARCHS) CUDA_HOME=$(CUDA_HOME)'; \
 	[ "$$(cat $@ 2>/dev/null)" = "$$asked" ] || echo "$$asked" > $@
 
+ifneq ($(VERSIONS),pinned)
+# One binary serves every torch: what was built for .venv, by the same Python.
+$(BUILT): $(INSTALLED) FORCE
+	$(MAKE) VERSIONS=pinned VENV=.venv .venv/.built
+	cp -r .venv/lib/python3*/site-packages/*weaveopt* $(VENV)/lib/python3*/site-packages/
+	touch $@
+else
 # Python sources are used in place; only native code, metadata and new top-level folders need this again.
 $(BUILT): $(INSTALLED) $(ASKED) setup.py pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@$(BIN)/python -c "from weaveopt._native import has_cuda; has_cuda or print('weaveopt: built without its CUDA part, \
 	as there is no GPU or no nvcc here, or WEAVE_CUDA=0; WEAVE_CUDA_ARCHS=all builds it for every GPU')"
 	touch $@
+
+endif
 
 $(LINTERS): requirements-lint.txt $(INSTALLED)
 	$(BIN)/python -m pip install -q -r requirements-lint.txt
