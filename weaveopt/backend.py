@@ -29,7 +29,7 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import devices_in, groups_in, groups_met_in_calls, runs_on_gpu
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled
-from weaveopt.pipeline.agree import EMPTY, Agreed, agree
+from weaveopt.pipeline.agree import EMPTY, Agreed, agree, failure_of
 from weaveopt.pipeline.bind import bind, compiling, count_calls, lost_multicast, unrewritten
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.decide import DecidedGraph, cheapest, decide
@@ -136,7 +136,7 @@ def optimize(
     lost = False
     try:
         # Ranks converge even where a step failed on this one: the others must not go on without it.
-        agreed = agree(decided.every, decided.best, rules, context, captured, _words(report.fallbacks))
+        agreed = agree(decided.every, decided.best, rules, context, captured, failure_of(report))
         clock.lap("agree")
         report, numbers, failed = _rewrite(decided, agreed, rules, context, clock)
         error = bind(agreed, agreed.failure or failed, context)
@@ -159,10 +159,6 @@ def optimize(
         module.graph = agreed.decided.priced.captured.graph
         return Optimized(captured, context, report, agreed, numbers)
     return Optimized(captured, context, report, agreed)
-
-
-def _words(fallbacks: Sequence[Fallback]) -> str:
-    return "; ".join(f"step {each.step!r} failed: {each.error}" for each in fallbacks)
 
 
 def _capture(
@@ -277,6 +273,22 @@ def _rewrite(
     return report, tuple(numbers.values()), failed and f"step 'rewrite' failed: {failed}"
 
 
+def _rewrite_alone(
+    captured: CapturedGraph,
+    context: Context,
+    rules: RuleSet,
+    clock: _Clock,
+    failure: Fallback | None,
+    ask_sensitivity: bool = False,
+) -> tuple[GraphReport, fx.Graph]:
+    """The steps without peers to agree with: the report, and the rewritten graph."""
+    decided = _decide(captured, context, rules, clock, failure, ask_sensitivity)
+    if decided.best is None:
+        return _rewrite(decided, EMPTY, rules, context, clock)[0], captured.graph
+    agreed = Agreed(decided.best, plan(decided.best, rules, context))
+    return _rewrite(decided, agreed, rules, context, clock)[0], decided.best.priced.captured.graph
+
+
 def preview(
     config: Config,
     known: Topology,
@@ -298,9 +310,7 @@ def preview(
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
         context = Context(config, _routed(machine, config), dict.fromkeys(_groups(captured), known))
-        decided = _decide(captured, context, rules, clock, failure, ask_sensitivity)
-        agreed = EMPTY if decided.best is None else Agreed(decided.best, plan(decided.best, rules, context))
-        sink(_rewrite(decided, agreed, rules, context, clock)[0])
+        sink(_rewrite_alone(captured, context, rules, clock, failure, ask_sensitivity)[0])
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 

@@ -199,10 +199,10 @@ def executing_as_gpus(made: list[ReductionCall]) -> Callable[..., object]:
         captured, failure = backend._capture(module, (), False, True)
         known = topology.fake(4, device="cuda")
         context = Context(Config(force=FORCED), cost_model.load("h200x4"), dict.fromkeys(captured.groups, known))
-        steps = backend._steps(captured, context, RULES, backend._Clock(), failure)
-        assert steps.report.fallbacks == ()
-        made.extend(quant_calls(steps.graph))
-        module.graph = steps.graph
+        report, graph = backend._rewrite_alone(captured, context, RULES, backend._Clock(), failure)
+        assert report.fallbacks == ()
+        made.extend(quant_calls(graph))
+        module.graph = graph
         module.recompile()
         return make_boxed_func(module.forward)
 
