@@ -44,6 +44,8 @@ PROFILE ?= h200x4
 PYTEST_ARGS ?=
 # That share the tests of make test
 PROCESSES ?= 2
+# The same of make gpu-test: programs mostly load and compile, so several fit on one GPU at a time
+GPU_PROCESSES ?= 4
 GENERATE_ARGS ?=
 HOSTS_DEMO_ARGS ?=
 DIST_ARGS ?=
@@ -106,7 +108,8 @@ hosts-demo: $(BUILT)
 
 gpu-test:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
-	python3 -m pytest --durations 25 --durations-min 1 -m "gpu or multigpu" $(PYTEST_ARGS)
+	python3 -m pytest -p tests.processes --processes $(GPU_PROCESSES) --durations 25 --durations-min 1 \
+	    -m "gpu or multigpu" $(PYTEST_ARGS)
 
 # All kernels under each of CUDA's checkers, as ranks of one process on one GPU: racecheck and synccheck of CUDA 13.0 end
 # with internal errors of their own where torch's kernels run too, and memcheck of three ranks or more was not seen to end.
