@@ -82,14 +82,22 @@ def make_sdist(python: Path, output: Path) -> Path:
     return hook(python, "build_sdist", stage(), output)
 
 
+def extracted(sdist: Path, folder: Path) -> Path:
+    """The source tree of a distribution that was built here, in `folder`."""
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):  # not before Python 3.11.4
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
+    (tree,) = folder.iterdir()
+    return tree
+
+
 def unpack(sdist: Path, flavour: str) -> Path:
     """The source tree of the distribution, with this checkout's objects. One tree a flavour: a module that was linked
     without CUDA objects is not linked again."""
     folder = WORK / flavour
     shutil.rmtree(folder, ignore_errors=True)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (tree,) = folder.iterdir()
+    tree = extracted(sdist, folder)
     (tree / "build").mkdir()
     for objects in ("cpp", "cuda"):
         (ROOT / "build" / objects).mkdir(parents=True, exist_ok=True)

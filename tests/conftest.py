@@ -46,6 +46,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed has the same width wherever tests run."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` or `multigpu` are skipped, with the reason, where their GPUs are missing.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distribution import check
-from distribution.build import LOCAL_VERSION, hook, make_sdist
+from distribution.build import LOCAL_VERSION, extracted, hook, make_sdist
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -20,9 +20,7 @@ def test_source_distribution_is_whole_and_takes_a_local_version(tmp_path: Path) 
     """As wheels with the CUDA part have it."""
     made = make_sdist(Path(sys.executable), tmp_path)
     check.sdist(made)
-    with tarfile.open(made) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    (tree,) = (tmp_path / "unpacked").iterdir()
+    tree = extracted(made, tmp_path / "unpacked")
     (tree / "setup.cfg").write_text(LOCAL_VERSION.format("130"))
     info = hook(Path(sys.executable), "prepare_metadata_for_build_wheel", tree, tmp_path / "info")
     assert info.name == f"weaveopt-{VERSION}+cu130.dist-info"

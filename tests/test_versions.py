@@ -53,8 +53,7 @@ def test_the_lanes_install_every_dependency() -> None:
     assert set(bounds) < set(newest) and all(re.fullmatch(r"[\w-]+", name) for name in newest)
 
 
-def test_ci_runs_the_newest_lane_over_files_that_exist() -> None:
-    assert "make test VERSIONS=newest || failed=1" in (ROOT / ".ci" / "run").read_text()
+def test_the_lanes_run_files_that_exist() -> None:
     (tests,) = re.findall(r"^TESTS := (tests/(?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = tests.replace("\\", " ").split()
     assert len(named) >= 12 and [each for each in named if not (ROOT / each).exists()] == []

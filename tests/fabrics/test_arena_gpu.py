@@ -17,7 +17,9 @@ from weaveopt.fabrics import peer, shm, topology
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.topology import Group
+from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.bind import bind
+from weaveopt.pipeline.plan import Planned
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.solver.placement import Request, place
@@ -266,5 +268,5 @@ def test_binding_a_plan_reserves_on_its_fabric(monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[object, ...]] = []
     for module in (shm, peer):
         monkeypatch.setattr(module, "reserve", lambda *of: asked.append(of))
-    bind((), SimpleNamespace(plans=plans), context)  # type: ignore[arg-type]
+    assert bind(Agreed(None, Planned(plans, {})), "", context) == ""  # type: ignore[arg-type]
     assert asked == [(known["tp"], plans[0], 9999, 7.0), (known["ep"], plans[1], 9999, 7.0)]

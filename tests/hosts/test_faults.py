@@ -25,11 +25,20 @@ def found() -> list[Outcome]:
     return list(outcomes(FAULTS, AT_ONCE))
 
 
+def came_late(outcome: Outcome) -> bool:
+    """True if strangers connected to fewer ranks than there are."""
+    visits, _ = outcome.strangers
+    return FAULTS[outcome.case.fault].stranger is not None and visits < outcome.case.world
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault: str, found: list[Outcome]) -> None:
     of_fault = [outcome for outcome in found if outcome.case.fault == fault]
     assert len(of_fault) == len(FAULTS[fault].shapes)
     shapes = [f"{outcome.case.hosts} hosts x {outcome.case.ranks_per_host}" for outcome in of_fault]
+    if any(came_late(each) for each in of_fault):
+        # On a busy host strangers find listeners that have served their turn: once more, with nothing else at a time.
+        of_fault = list(outcomes((fault,), 1))
     wrong = [f"{shape}: {text}" for shape, each in zip(shapes, of_fault, strict=True) for text in complaints(each)]
     assert not wrong, "\n".join(wrong)
 
