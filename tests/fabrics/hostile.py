@@ -205,8 +205,14 @@ STATES = ((), ("enter",), ("enter", "dispatch"), ("enter", "dispatch", "collect"
 """Steps of a call after which an object gets the next one."""
 
 
+def needs_gpu(owner: str) -> bool:
+    """True for classes whose objects can be made on a host with a GPU only, where there is none."""
+    return (owner == "PeerGroup" or owner.startswith("Gpu")) and not Path("/dev/nvidia0").exists()
+
+
 def _receiver(world: World, callee: Callee, steps: tuple[str, ...]) -> object | None:
-    """A fresh object to call a method of, after some steps of a call; None if it has no such steps."""
+    """A fresh object to call a method of, after some steps of a call; None if it has no such steps, or if there is no
+    GPU, which it needs."""
     native = world.native
     if callee.owner == "Segment":
         return None if steps else native.Segment.create(4096, 1, 0)
@@ -214,7 +220,12 @@ def _receiver(world: World, callee: Callee, steps: tuple[str, ...]) -> object | 
     if any(step not in by_name for step in ("__init__", *steps)):
         return None
     world.begin_anew()
-    made: object = getattr(native, callee.owner)(*_right(world, by_name["__init__"]))
+    try:
+        made: object = getattr(native, callee.owner)(*_right(world, by_name["__init__"]))
+    except ERRORS:
+        if needs_gpu(callee.owner):
+            return None
+        raise
     for step in steps:
         getattr(made, step)(*_right(world, by_name[step]))
     return made
