@@ -1,1 +1,1 @@
-"""What is published: the source distribution and the wheels, and the check that they install."""
+"""Published files: the source distribution and the wheels, and the check that they install."""

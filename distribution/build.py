@@ -68,7 +68,7 @@ def stage() -> Path:
 
 
 def hook(python: Path, name: str, tree: Path, output: Path, more: Mapping[str, str] | None = None) -> Path:
-    """What `build_sdist` or `build_wheel` of the build backend makes of a source tree."""
+    """Call `build_sdist`, `build_wheel` or another hook of the build backend on a source tree: the file it makes."""
     output.mkdir(parents=True, exist_ok=True)
     code = f"import sys; from setuptools import build_meta; made = build_meta.{name}(sys.argv[1]); print(made)"
     command = [str(python), "-c", code, str(output)]

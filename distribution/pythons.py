@@ -51,7 +51,7 @@ def examined(path: str) -> Interpreter | None:
 
 
 def candidates(release: str) -> Iterator[str]:
-    """Where an interpreter of this release may be: PATH, the distribution's place, pyenv's versions."""
+    """Places of an interpreter of this release: PATH, the distribution's place, pyenv's versions."""
     name = f"python{release}"
     named = shutil.which(name)
     if named is not None:

@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed has the same width wherever tests run."""
+    """Give what is printed the same width wherever tests run."""
     monkeypatch.setenv("COLUMNS", "120")
 
 

@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_address() -> str:
-    """Of this host, the address at which the group's other hosts reach it.
+    """The address of this host at which the group's other hosts reach it.
 
     `WEAVE_ADDRESS` says it; else it is that of the interface which `GLOO_SOCKET_IFNAME` names, else the one that leads
     to the store. Raises `ArenaError` where none is known.
@@ -49,7 +49,7 @@ def _leads_to(host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Of a name: whether it says so itself."""
+    """True if the address, or the name by itself, stands for the loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

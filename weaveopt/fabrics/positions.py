@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 QUESTION_BYTES = 128
 ANSWER_BYTES = 4096
 _QUESTION_S = 0.5
-"""What a connection gets to ask."""
+"""Longest time that a connection may take to ask."""
 _ANSWER_S = 2.0
-"""What an answer may take, the connection included."""
+"""Longest time of an answer, the connection included."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank answers questions about one of its groups."""
+    """The address at which a rank answers questions about one of its groups."""
 
     host: str
     port: int

@@ -134,7 +134,7 @@ class Rounds:
             bounded(lambda: self._store.set(f"words/{self._index}", text), self.where, WHAT, _WORDS_S)
 
     def words_of(self, rank: int) -> str:
-        """What the global rank `rank` stored before it ended; empty where it stored nothing."""
+        """The last words of the global rank `rank`; empty if it stored none before it ended."""
         if rank not in self._ranks:
             return ""
         key = f"words/{self._ranks.index(rank)}"
@@ -225,7 +225,7 @@ class Rounds:
         return found
 
     def _ask(self, missing: Sequence[int]) -> tuple[Why | None, list[int]]:
-        """Whether ranks that have not come are past this point, and which of them."""
+        """Ask the missing ranks how far they are: why none of them will come, and which ones; None if they may."""
         own = self.position()
         answers: dict[int, Position] = {}
         for index in missing:

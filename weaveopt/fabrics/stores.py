@@ -12,7 +12,7 @@ from weaveopt.errors import AgreementError
 T = TypeVar("T")
 
 STORE_ANSWERS_S = 5.0
-"""What the store gets to answer what it can answer at once, beyond a timeout that it was asked to wait for."""
+"""Time that the store has to answer at once, beyond a timeout that it was asked to wait for."""
 
 
 def bounded(work: Callable[[], T], where: str, what: str, timeout_s: float) -> T:

@@ -283,7 +283,7 @@ def _ask(pg: dist.ProcessGroup, group_name: str, timeout_s: float) -> _Known:
 
 
 def _address(known: Topology) -> str:
-    """Where the ranks of the group reach this one."""
+    """The address at which the ranks of the group reach this one."""
     if known.num_machines > 1:
         with contextlib.suppress(ArenaError):
             return own_address()

@@ -34,7 +34,7 @@ from weaveopt.wording import listed
 _MOST_ROUNDS = 8
 """Each leaves at least one more site; a graph that needs more is left whole."""
 _ROUNDS_OF_SEVERAL = 3
-"""Where a rank waits in several groups, all ranks of these compare so often: what one group leaves changes another's
+"""Rounds of all ranks of groups of which a rank waits in several: what one group leaves changes another's
 document, and ranks that share one group alone do not see it."""
 
 
