@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.units import Unit, durations, record, units_of
+from tests.units import Unit, durations, is_alone, record, units_of
 
 POLL_S = 0.1
 INTERRUPT_S = 30.0
@@ -88,7 +88,7 @@ class Helper:
         self._tell("finish", nodeid, location)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        units = units_of(session.items, durations())
+        units = units_of([item for item in session.items if not is_alone(item)], durations())
         while os.getppid() == self._parent and not (self._folder / BEGIN).exists():
             time.sleep(POLL_S)
         for number, unit in enumerate(units):
@@ -126,7 +126,8 @@ class Processes:
             self._ended.add(report.nodeid)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        units = units_of(session.items, durations())
+        units = units_of([item for item in session.items if not is_alone(item)], durations())
+        alone = [item for item in session.items if is_alone(item)]
         if session.testsfailed or self._config.option.collectonly or len(units) < 2:
             self._started.close()
             return None  # pytest's own loop does it
@@ -143,6 +144,8 @@ class Processes:
             time.sleep(POLL_S)
             pass_on()
         pass_on()
+        if alone:
+            run_unit(session, alone)
         self._check(session, folder, helpers)
         if self._config.getoption("--record-durations"):
             record(self._seconds)

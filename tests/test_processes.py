@@ -54,6 +54,19 @@ def test_two_processes_make_one_report(folder: Path) -> None:
     assert len(cases) == len(set(cases)) == 8
 
 
+def test_a_test_that_has_to_be_alone_runs_when_all_others_have_ended(folder: Path) -> None:
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone: no other test beside it\n")
+    beside = "\nimport time, pathlib\n\ndef test_long():\n    time.sleep(3)\n    pathlib.Path(HERE, 'ended').touch()\n"
+    alone = "\n@pytest.mark.alone\ndef test_alone():\n    assert pathlib.Path(HERE, 'ended').exists()\n"
+    with open(folder / "test_a.py", "a") as file:
+        file.write(alone)
+    with open(folder / "test_z.py", "a") as file:
+        file.write(beside)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.processes", "--processes", "2", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
+
+
 def test_a_process_that_dies_fails_the_run(folder: Path) -> None:
     with open(folder / "test_a.py", "a") as file:  # the longest is the first process's
         file.write("".join(f"\ndef test_more_{number}(): ...\n" for number in range(4)))

@@ -2,6 +2,7 @@
 
 A test is a unit of its own if it takes long. Tests that share a fixture of their module, or a function's cache in it,
 are one unit, so that it is made once; the short tests of a file are one too. `--record-durations` writes the table.
+Tests marked `alone` look at what the whole machine has; they run when every other test has ended.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def record(measured: Mapping[str, float]) -> None:
     found = {**durations(), **measured}
     long = {test: round(seconds, 1) for test, seconds in sorted(found.items()) if seconds >= RECORDED_S}
     TABLE.write_text(json.dumps(long, indent=0) + "\n")
+
+
+def is_alone(item: pytest.Item) -> bool:
+    """True if no other test may run beside it."""
+    return item.get_closest_marker("alone") is not None
 
 
 def units_of(items: Iterable[pytest.Item], seconds: Mapping[str, float]) -> list[Unit]:
