@@ -1,5 +1,6 @@
 # make run     install into .venv, then compile, generate and check a model on this host's CPU or GPU ranks
 # make test    install into .venv, then the whole CPU test suite; of the CUDA part what was built is tested
+# make test-all    the same with every family of models on ranks of its own, where make test has one of each archetype
 # make test VERSIONS=newest|oldest    the tests that touch private parts of torch and transformers, with those versions
 # make lint    what CI checks besides the tests
 # make dist    wheels and the source distribution, in dist/, each checked in an empty environment
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := run
-.PHONY: run test lint dist bench hosts-demo gpu-test gpu-sanitize gpu-bench clean FORCE
+.PHONY: run test test-all lint dist bench hosts-demo gpu-test gpu-sanitize gpu-bench clean FORCE
 
 # pinned: requirements.txt; newest: what the registry has; oldest: the lower bounds of pyproject.toml. The latter two run
 # the tests that touch private parts of torch and transformers, in environments of their own: 5 GB each, as PyPI's torch
@@ -80,6 +81,9 @@ test: $(BUILT)
 	    print('weaveopt: tests with', *(f'{name} {version(name)}' for name in ('torch', 'transformers', 'accelerate')))"
 	$(BIN)/python -m pytest -p tests.processes --processes $(PROCESSES) --durations 25 \
 	    --durations-min 1 -m "not gpu and not multigpu" $(TESTS) $(PYTEST_ARGS)
+
+test-all: export WEAVE_TEST_ALL := 1
+test-all: test
 
 # Of what runs on GPUs alone, only that what it names is there.
 NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item no-any-return unused-ignore)

@@ -11,15 +11,17 @@ import torch
 import torch.fx as fx
 from functorch.compile import make_boxed_func
 
+from weaveopt import backend, cost_model
 from weaveopt.backend import optimize
 from weaveopt.config import Config
+from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
 from weaveopt.pipeline.bind import compiling, count_calls
 from weaveopt.pipeline.specialize import guard
 from weaveopt.records.report import GraphReport
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
-from weaveopt.rule import RuleSet
+from weaveopt.rule import Context, RuleSet
 from weaveopt.verification.trial import Call, Make
 
 FORCED = Config(
@@ -50,8 +52,27 @@ def executing(
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)
 
-    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
+    def weave(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
         compiled = inductor.compile_with(inner_compile, graph_module, example_inputs)
         return count_calls(compiled, sorted(groups), config.compile_timeout_s)
 
-    return backend
+    return weave
+
+
+def executing_alone(config: Config, reports: list[GraphReport], world: int) -> Callable[..., object]:
+    """`executing` in a group of equal ranks (`tests/ranks/simulated.py`), which has no peers to agree with."""
+
+    def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
+        backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
+        captured, failure = backend._capture(module, inputs, backward, inference)
+        groups = dict.fromkeys(backend._groups(captured), topology.fake(world))
+        context = Context(config, cost_model.load("cpu"), groups)
+        report, module.graph = backend.rewrite_alone(captured, context, RULES, backend._Clock(), failure)
+        assert report.fallbacks == ()
+        reports.append(report)
+        return make_boxed_func(module.forward)
+
+    def weave(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
+        return inductor.compile_with(inner_compile, graph_module, example_inputs)
+
+    return weave

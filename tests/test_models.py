@@ -1,9 +1,16 @@
-"""Every family, on real ranks: one graph, whose all-reduces are rewritten; logits and tokens as eager."""
+"""Every family: one graph, whose all-reduces are rewritten; logits and tokens as eager.
+
+All of them on equal ranks of one process. One of each archetype on real ranks, whose weights differ: its first layer,
+and without the prompt whose masks are proven, in which no other rank has a part. With `make test-all` all, and whole.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +18,11 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from tests.executing import FORCED, executing
+from tests.executing import FORCED, executing, executing_alone
 from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
+from tests.ranks.simulated import equal_ranks
+from weaveopt.config import Config
 from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 
@@ -40,8 +49,9 @@ PROMPT = {
 Families that are not here make llama's masks and attention, so one of them shows what becomes of it."""
 ONE_LAYER = ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "glm4", "cohere", "qwen3_moe", "mixtral-ep")
 """Families whose layers are all alike, by id, are tested with one: what joins two of them is llama's and mixtral's."""
-NUM_PARTS = 2
-"""Families are spread over so many spawns: starting ranks and importing transformers costs seconds."""
+ARCHETYPES = ("llama", "gemma2", "mixtral", "gpt_oss-ep")
+"""By id: dense, windows with soft caps, a mixture by tensors, and one by experts."""
+ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 
 
 @dataclass(frozen=True)
@@ -70,18 +80,20 @@ def _tested(family: Family) -> Family:
     return one_layer(family) if family.id in ONE_LAYER else family
 
 
-def _check(rank: int, families: tuple[Family, ...], folder: str) -> list[str]:
-    problems: list[str] = []
-    for family in families:
-        path = f"{folder}/{family.id}"
-        if rank == 0:
-            save(family, path)
-        dist.barrier()
-        problems.extend(f"{family.id}: {problem}" for problem in _problems(family, path))
-    return problems
+def _check(rank: int, family: Family, folder: str) -> list[str]:
+    if rank == 0:
+        save(family, folder)
+    dist.barrier()
+    return _problems(family, folder, executing, with_prompt=ALL and family.name in PROMPT)
 
 
-def _problems(family: Family, path: str) -> list[str]:
+def _problems(
+    family: Family,
+    path: str,
+    backend: Callable[[Config, list[GraphReport]], Callable[..., object]],
+    *,
+    with_prompt: bool,
+) -> list[str]:
     model = load(family, path, WORLD)
     ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(5))
     ids[0, :NUM_PADDED] = 0
@@ -91,11 +103,11 @@ def _problems(family: Family, path: str) -> list[str]:
     problems: list[str] = []
     with torch.no_grad():
         eager = _greedy(model, ids, ids.ne(0).long())
-        eager_prompt = _cached(model, ids) if family.name in PROMPT else None
-        model.compile(backend=executing(FORCED, reports), dynamic=False)
+        eager_prompt = _cached(model, ids) if with_prompt else None
+        model.compile(backend=backend(FORCED, reports), dynamic=False)
         got = _greedy(model, ids, ids.ne(0).long())
         num_generating = len(reports)
-        prompt = _cached(model, ids) if family.name in PROMPT else None
+        prompt = _cached(model, ids) if with_prompt else None
     if not torch.equal(got.tokens, eager.tokens):
         problems.append(f"tokens {got.tokens.tolist()} instead of {eager.tokens.tolist()}")
     else:
@@ -114,7 +126,7 @@ def _problems(family: Family, path: str) -> list[str]:
             problems.append(f"{report.phase}: {len(left)} sites left: {reasons}")
     wanted = GENERATING.get(family.name, ("grouped", "grouped"))
     problems.extend(_attention_problems(family, reports[:num_generating], wanted))
-    if family.name in PROMPT:
+    if with_prompt:
         problems.extend(_attention_problems(family, reports[num_generating:], PROMPT[family.name]))
     return problems
 
@@ -144,11 +156,22 @@ def _outcome(decision: Decision) -> str:
     return " ".join(dict.fromkeys(reason.code for reason in reasons))
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_family_computes_as_eager(part: int, tmp_path: Path) -> None:
-    families = tuple(_tested(family) for family in FAMILIES[part::NUM_PARTS])
-    problems = run_ranks(_check, WORLD, families, str(tmp_path), timeout_s=420)
-    assert problems == [[]] * WORLD
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.id)
+def test_family_computes_as_eager(family: Family, tmp_path: Path) -> None:
+    tested = _tested(family)
+    save(tested, str(tmp_path))
+    with equal_ranks(WORLD):
+        backend = partial(executing_alone, world=WORLD)
+        problems = _problems(tested, str(tmp_path), backend, with_prompt=family.name in PROMPT)
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    "family", [each for each in FAMILIES if ALL or each.id in ARCHETYPES], ids=lambda family: family.id
+)
+def test_family_on_ranks_computes_as_eager(family: Family, tmp_path: Path) -> None:
+    tested = _tested(family) if ALL else one_layer(family)
+    assert run_ranks(_check, WORLD, tested, str(tmp_path), timeout_s=420) == [[]] * WORLD
 
 
 def _symbolic(rank: int, family: Family, folder: str) -> tuple[int, dict[str, int], list[str]]:

@@ -273,7 +273,7 @@ def _rewrite(
     return report, tuple(numbers.values()), failed and f"step 'rewrite' failed: {failed}"
 
 
-def _rewrite_alone(
+def rewrite_alone(
     captured: CapturedGraph,
     context: Context,
     rules: RuleSet,
@@ -310,7 +310,7 @@ def preview(
         captured, failure = _capture(module, inputs, backward, inference)
         clock.lap("capture")
         context = Context(config, _routed(machine, config), dict.fromkeys(_groups(captured), known))
-        sink(_rewrite_alone(captured, context, rules, clock, failure, ask_sensitivity)[0])
+        sink(rewrite_alone(captured, context, rules, clock, failure, ask_sensitivity)[0])
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 

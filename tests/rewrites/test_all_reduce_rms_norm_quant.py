@@ -199,7 +199,7 @@ def executing_as_gpus(made: list[ReductionCall]) -> Callable[..., object]:
         captured, failure = backend._capture(module, (), False, True)
         known = topology.fake(4, device="cuda")
         context = Context(Config(force=FORCED), cost_model.load("h200x4"), dict.fromkeys(captured.groups, known))
-        report, graph = backend._rewrite_alone(captured, context, RULES, backend._Clock(), failure)
+        report, graph = backend.rewrite_alone(captured, context, RULES, backend._Clock(), failure)
         assert report.fallbacks == ()
         made.extend(quant_calls(graph))
         module.graph = graph
