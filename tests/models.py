@@ -78,9 +78,10 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def one_layer(family: Family) -> Family:
-    """For tests in which a second layer would show nothing."""
-    return replace(family, settings={**family.settings, "num_hidden_layers": 1})
+def one_layer(family: Family, **settings: int) -> Family:
+    """For tests in which a second layer would show nothing; two where the first is a dense layer before mixtures."""
+    layers = 2 if family.settings.get("first_k_dense_replace") else 1
+    return replace(family, settings={**family.settings, "num_hidden_layers": layers, **settings})
 
 
 def config_of(family: Family) -> PretrainedConfig:

@@ -1,9 +1,18 @@
-"""`weaveopt.replicated_key_heads`: four ranks and two key heads, against the whole model in one process."""
+"""`weaveopt.replicated_key_heads`: four ranks and two key heads, against the whole model in one process.
+
+What ranks compute together is compared with the whole model on real ranks, for every family, and compiled for one of
+them. What compiling changes is compared with eager on equal ranks of one process. `make test-all` compiles all families
+on real ranks, and every step of them.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +23,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import weaveopt
-from tests.executing import FORCED, executing
-from tests.models import FAMILIES, VOCABULARY, Family, config_of, save
+from tests.executing import FORCED, executing, executing_alone
+from tests.models import FAMILIES, VOCABULARY, Family, config_of, one_layer, save
 from tests.ranks import run_ranks
+from tests.ranks.simulated import equal_ranks
+from weaveopt.config import Config
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.cache_argument import cache_argument, with_cache
 from weaveopt.integrations.key_heads import ATTENTION_STYLE
@@ -29,16 +40,16 @@ UNSHARDED = {"phi3", "olmo2", "deepseek_v3", "gpt_oss", "gpt_oss-ep"}
 CAPTURED = ("llama", "gemma2", "qwen3_moe", "mixtral-ep")
 GENERATED = ("llama", "qwen3", "mixtral")
 TRAINED = ("llama", "qwen2", "qwen3")
-
-
-def _family(known: Family) -> Family:
-    """One layer, and two query heads for each rank; key heads of DeepSeek are its query heads."""
-    heads = {"num_attention_heads": 8, "num_hidden_layers": 2 if "first_k_dense_replace" in known.settings else 1}
-    heads |= {"num_key_value_heads": 8} if known.name == "deepseek_v3" else {}
-    return replace(known, settings={**known.settings, **heads})
-
-
-TESTED = tuple(map(_family, FAMILIES))
+TESTED = tuple(
+    one_layer(known, num_attention_heads=8, num_key_value_heads=8 if known.name == "deepseek_v3" else NUM_KEY_HEADS)
+    for known in FAMILIES
+)
+"""Two query heads for each rank; key heads of DeepSeek are its query heads."""
+PARTS = (slice(0, 7), slice(7, 8), slice(8, 9))
+"""A prompt, and two steps over its cache, each of which is a graph of its own."""
+ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
+ON_RANKS = {each: len(PARTS) for each in CAPTURED} if ALL else {"llama": 1}
+"""How many graphs of a family are compiled on real ranks."""
 
 
 def _parallel(family: Family, path: str) -> DistributedConfig:
@@ -54,12 +65,12 @@ def _prompt() -> Tensor:
     return torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(5))
 
 
-def _logits(model: nn.Module) -> Tensor:
-    """Of a prompt, and of two steps over its cache."""
+def _logits(model: nn.Module, num_parts: int = len(PARTS)) -> Tensor:
+    """Logits of a prompt, and of steps over its cache."""
     ids, found = _prompt(), []
     cache = DynamicCache(config=model.config)
-    for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
-        output = model(input_ids=part, use_cache=True, **with_cache(cache))
+    for part in PARTS[:num_parts]:
+        output = model(input_ids=ids[:, part], use_cache=True, **with_cache(cache))
         cache = getattr(output, cache_argument())
         found.append(output.logits)
     return torch.cat(found, dim=1)
@@ -92,10 +103,11 @@ def _problems(family: Family, path: str) -> list[str]:
         problems += _differ("eager", _logits(model), want)
         if family.id in GENERATED:
             problems += _generated(whole, model)
-        if family.id in CAPTURED:
-            problems += _captured(model, want)
+        if num_parts := ON_RANKS.get(family.id):
+            problems += _captured(model, want[:, : PARTS[num_parts - 1].stop], num_parts, executing)
     if family.id in TRAINED:
-        problems += _trained(whole, model)
+        called = torch.compile(model, backend="aot_eager") if ALL and family.id == "llama" else model
+        problems += _gradients_differ(_gradients(called), _gradients(whole))
         # What is saved is the checkpoint that was loaded.
         held = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in _weights(model)}
         problems += [name for name, each in whole.named_parameters() if not torch.equal(held[name], each)]
@@ -106,11 +118,16 @@ def _weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, each.detach()) for name, each in model.named_parameters()]
 
 
-def _captured(model: PreTrainedModel, want: Tensor) -> list[str]:
+def _captured(
+    model: PreTrainedModel,
+    want: Tensor,
+    num_parts: int,
+    backend: Callable[[Config, list[GraphReport]], Callable[..., object]],
+) -> list[str]:
     reports: list[GraphReport] = []
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=executing(FORCED, reports), dynamic=False)
-    problems = _differ("captured", _logits(compiled), want)
+    compiled = torch.compile(model, backend=backend(FORCED, reports), dynamic=False)
+    problems = _differ("captured", _logits(compiled, num_parts), want)
     left = [d.site.module for each in reports for d in each.decisions if d.site.kind == "reduction" and not d.rewritten]
     num_reductions = sum(d.site.kind == "reduction" for each in reports for d in each.decisions)
     if left or not num_reductions:
@@ -131,22 +148,37 @@ def _generated(whole: PreTrainedModel, model: PreTrainedModel) -> list[str]:
     return problems + ([] if sum(step.calls for step in steps) == 1 else ["weaveopt.generate ran in transformers"])
 
 
-def _trained(whole: PreTrainedModel, model: PreTrainedModel) -> list[str]:
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients of every weight, each rank's part of it put together."""
-    called = torch.compile(model, backend="aot_eager") if model.config.model_type == "llama" else model
-    for each in (whole, called):
-        each(input_ids=_prompt(), labels=_prompt(), use_cache=False).loss.backward()
-    problems, want = [], {name: each.grad for name, each in whole.named_parameters()}
-    for name, each in model.named_parameters():
-        found = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-        problems += _differ(f"gradient of {name}", found, want[name])
-    return problems
+    model.zero_grad()
+    model(input_ids=_prompt(), labels=_prompt(), use_cache=False).loss.backward()
+    found = {name.removeprefix("_orig_mod."): each.grad for name, each in model.named_parameters()}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+
+
+def _gradients_differ(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
+    assert got.keys() == want.keys()
+    return [problem for name in want for problem in _differ(f"gradient of {name}", got[name], want[name])]
 
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_every_family_computes_what_one_process_computes(part: int, tmp_path: object) -> None:
     for problems in run_ranks(_check, WORLD, TESTED[part::2], str(tmp_path), timeout_s=600):
         assert problems == []
+
+
+@pytest.mark.parametrize("family", [each for each in TESTED if each.id in CAPTURED], ids=lambda family: family.id)
+def test_compiled_as_eager(family: Family, tmp_path: Path) -> None:
+    """A prompt and one step, and a dense family's gradients, on equal ranks."""
+    save(family, str(tmp_path))
+    with equal_ranks(WORLD):
+        model = _load(str(tmp_path), _parallel(family, str(tmp_path)))
+        with torch.no_grad():
+            problems = _captured(model, _logits(model, 2), 2, partial(executing_alone, world=WORLD))
+        if family.id in TRAINED:
+            want = _gradients(model)
+            problems += _gradients_differ(_gradients(torch.compile(model, backend="aot_eager")), want)
+    assert problems == []
 
 
 def _asked(tp_size: int, **settings: int) -> DistributedConfig:
