@@ -153,6 +153,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     model.zero_grad()
     model(input_ids=_prompt(), labels=_prompt(), use_cache=False).loss.backward()
     found = {name.removeprefix("_orig_mod."): each.grad for name, each in model.named_parameters()}
+    assert None not in found.values()
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
 
 
