@@ -30,6 +30,10 @@ FORCED = Config(
 """Rewrite wherever it is allowed, whatever the model predicts; any failing step is an error."""
 
 
+Backend = Callable[[Config, list[GraphReport]], Callable[..., object]]
+"""Makes a Dynamo backend that appends the reports of its graphs."""
+
+
 def as_it_is(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call:
     """Makes a call that runs the graph node by node."""
     return lambda values: module(*values)

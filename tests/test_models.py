@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,10 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from tests.executing import FORCED, executing, executing_alone
+from tests.executing import FORCED, Backend, executing, executing_alone
 from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
 from tests.ranks.simulated import equal_ranks
-from weaveopt.config import Config
 from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 
@@ -90,7 +88,7 @@ def _check(rank: int, family: Family, folder: str) -> list[str]:
 def _problems(
     family: Family,
     path: str,
-    backend: Callable[[Config, list[GraphReport]], Callable[..., object]],
+    backend: Backend,
     *,
     with_prompt: bool,
 ) -> list[str]:

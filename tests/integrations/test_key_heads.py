@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import weaveopt
-from tests.executing import FORCED, executing, executing_alone
+from tests.executing import FORCED, Backend, executing, executing_alone
 from tests.models import FAMILIES, VOCABULARY, Family, config_of, one_layer, save
 from tests.ranks import run_ranks
 from tests.ranks.simulated import equal_ranks
-from weaveopt.config import Config
 from weaveopt.errors import WeaveError
 from weaveopt.integrations.cache_argument import cache_argument, with_cache
 from weaveopt.integrations.key_heads import ATTENTION_STYLE
@@ -122,7 +120,7 @@ def _captured(
     model: PreTrainedModel,
     want: Tensor,
     num_parts: int,
-    backend: Callable[[Config, list[GraphReport]], Callable[..., object]],
+    backend: Backend,
 ) -> list[str]:
     reports: list[GraphReport] = []
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from weaveopt.ops.all_reduce_norm import op as all_reduce_norm
+from weaveopt.ops.gemm_all_reduce import op as gemm_all_reduce
 from weaveopt.reductions import reference
 from weaveopt.reductions.call import ReductionCall
 from weaveopt.reductions.operands import Operands, QuantResults
@@ -141,11 +142,11 @@ def _through_library(partial: Tensor, operands: Operands, call: ReductionCall) -
 def equal_ranks(world: int) -> Iterator[None]:
     """A process group of `world` equal ranks, in which weaveopt's reductions run through its own all-reduce."""
     variables = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world)}
-    with (
-        mock.patch.dict("os.environ", variables),
-        mock.patch.object(all_reduce_norm, "_bind", lambda *_: None),
-        mock.patch.object(all_reduce_norm, "through_library", _through_library),
-    ):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.dict("os.environ", variables))
+        for op in (all_reduce_norm, gemm_all_reduce):
+            patches.enter_context(mock.patch.object(op, "_bind", lambda *_: None))
+            patches.enter_context(mock.patch.object(op, "through_library", _through_library))
         dist.init_process_group(BACKEND, rank=0, world_size=world, store=dist.HashStore())
         try:
             yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from tests import forms
 from tests.calls import sharded, targets
-from tests.executing import FORCED, executing
+from tests.executing import FORCED, Backend, executing, executing_alone
 from tests.preview import previewed
 from tests.ranks import run_ranks
+from tests.ranks.simulated import equal_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import GraphReport
@@ -54,6 +57,11 @@ EXPECTED = {
     "heads_normed": "all_reduce(partial); no norm: a view takes the hidden dimension apart before the norm",
     "normed_in_double": "all_reduce(partial) + residual -> rms_norm(eps=1e-06)",
 }
+
+
+ON_RANKS = ((2, torch.bfloat16, (2, 7)), (3, torch.float16, (5, 50)))
+ON_EQUAL_RANKS = ((2, torch.float32, (1, 160)), (3, torch.float32, (5, 1)))
+ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 
 
 def inputs(dtype: torch.dtype, rank: int = 0, tokens: tuple[int, int] = (2, 7)) -> tuple[Tensor, Tensor]:
@@ -219,8 +227,8 @@ def test_a_disabled_rule_says_so() -> None:
     assert report.num_rewritten == 0 and "disabled" in codes
 
 
-def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list[str]:
-    """Runs every form rewritten and eager on real ranks; returns what was not rewritten."""
+def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int], backend: Backend = executing) -> list[str]:
+    """Runs every form rewritten and eager; returns what was not rewritten."""
     weights = forms.make_weights(dtype)
     x, residual = inputs(dtype, rank, tokens)
     left: list[str] = []
@@ -229,7 +237,7 @@ def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list
         torch._dynamo.reset()
         with torch.no_grad():
             want = form(weights, x, residual)
-            compiled = torch.compile(lambda x, r, form=form: form(weights, x, r), backend=executing(FORCED, reports))
+            compiled = torch.compile(lambda x, r, form=form: form(weights, x, r), backend=backend(FORCED, reports))
             got = compiled(x, residual)
             again = compiled(x, residual)
         for index, (a, b, c) in enumerate(zip(got, want, again, strict=True)):
@@ -246,15 +254,15 @@ def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list
     return left
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype", "tokens"),
-    [
-        (2, torch.bfloat16, (2, 7)),
-        (2, torch.float32, (1, 160)),
-        (3, torch.float32, (5, 1)),
-        (3, torch.float16, (2, 120)),
-    ],
-)
+@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL else ())])
 def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
+    """On real ranks, whose rows differ: few rows, which every rank reduces, and many, which the ranks do not divide."""
     for left in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):
         assert left == []
+
+
+@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS)
+def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
+    """What the rewritten graph hands to the operators, which `tests/ops` runs on real ranks."""
+    with equal_ranks(world):
+        assert _check_forms(0, dtype, tokens, partial(executing_alone, world=world)) == []

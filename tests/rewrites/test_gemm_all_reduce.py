@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from tests import forms
 from tests.calls import targets
-from tests.executing import executing
+from tests.executing import Backend, executing, executing_alone
 from tests.models import FAMILIES, VOCABULARY, load, save
 from tests.preview import previewed
 from tests.ranks import run_ranks
+from tests.ranks.simulated import equal_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.config import Config
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode
@@ -44,6 +47,9 @@ NOT_TAKEN = {
     "embedding": "no_gemm",
 }
 """Forms whose GEMM the rule leaves, and why. In fp32 the cast of `residual_in_fp32` stands behind the GEMM."""
+ON_RANKS = ((3, torch.float32, (2, 121)),)
+ON_EQUAL_RANKS = ((2, torch.bfloat16, (2, 7)), (3, torch.float32, (5, 1)))
+ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 Form = Callable[[forms.Weights, Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -218,8 +224,8 @@ def test_a_symbolic_token_count_has_a_table(graphs: list[fx.Graph]) -> None:
     assert all(decision.site.tokens.least <= row.max_tokens for row in call.chunks)
 
 
-def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list[str]:
-    """Runs every form rewritten and eager on real ranks; returns what was rewritten."""
+def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int], backend: Backend = executing) -> list[str]:
+    """Runs every form rewritten and eager; returns what was rewritten."""
     weights = forms.make_weights(dtype)
     x, residual = inputs(dtype, rank, tokens)
     taken: list[str] = []
@@ -228,7 +234,7 @@ def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list
         torch._dynamo.reset()
         with torch.no_grad():
             want = form(weights, x, residual)
-            compiled = torch.compile(lambda x, r, form=form: form(weights, x, r), backend=executing(CONFIG, reports))
+            compiled = torch.compile(lambda x, r, form=form: form(weights, x, r), backend=backend(CONFIG, reports))
             got, again = compiled(x, residual), compiled(x, residual)
         for index, (a, b, c) in enumerate(zip(got, want, again, strict=True)):
             what = f"{form.__name__} output {index}"
@@ -243,14 +249,23 @@ def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int]) -> list
     return taken
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype", "tokens"),
-    [(2, torch.bfloat16, (2, 7)), (3, torch.float32, (5, 1)), (2, torch.float32, (2, 120))],
-)
+def _check_taken(taken: list[str]) -> None:
+    missing = {form.__name__ for form in forms.FORMS} - set(taken) - NOT_TAKEN.keys()
+    assert missing <= {"residual_in_fp32"} and not set(taken) & NOT_TAKEN.keys()
+
+
+@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL else ())])
 def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
+    """On real ranks, whose rows differ: several chunks, the last one shorter, none of which the ranks divide."""
     for taken in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):
-        missing = {form.__name__ for form in forms.FORMS} - set(taken) - NOT_TAKEN.keys()
-        assert missing <= {"residual_in_fp32"} and not set(taken) & NOT_TAKEN.keys()
+        _check_taken(taken)
+
+
+@pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS)
+def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
+    """What the rewritten graph hands to the operator, which `tests/ops` runs on real ranks."""
+    with equal_ranks(world):
+        _check_taken(_check_forms(0, dtype, tokens, partial(executing_alone, world=world)))
 
 
 DEPTHS = (forms.INNER, forms.INNER - 8, forms.INNER - 16)
@@ -317,8 +332,8 @@ def test_neighbours_of_the_other_rule_keep_working(place: int) -> None:
     assert run_ranks(_check_neighbours, 2, place, timeout_s=120) == [[expected]] * 2
 
 
-def _check_llama(rank: int, folder: str, force: tuple[str, ...]) -> tuple[list[str], int]:
-    """A tiny Llama under the plan that transformers ships; which rules its reductions are rewritten by, and prompts."""
+def _check_llama(rank: int, folder: str, force: tuple[str, ...], backend: Backend = executing) -> None:
+    """A tiny Llama under the plan that transformers ships. Five reductions a graph: the embedding's has no GEMM."""
     family = FAMILIES[0]
     if rank == 0:
         save(family, folder)
@@ -330,17 +345,21 @@ def _check_llama(rank: int, folder: str, force: tuple[str, ...]) -> tuple[list[s
     config = replace(CONFIG, force=force)
     with torch.no_grad():
         wanted = [model(ids, use_cache=False).logits for ids in prompts]
-        model.compile(backend=executing(config, reports), dynamic=False)
+        model.compile(backend=backend(config, reports), dynamic=False)
         for ids, want in zip(prompts, wanted, strict=True):
             got = model(ids, use_cache=False).logits
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
     chosen = [d.chosen.choice for report in reports for d in report.decisions if d.site.kind == "reduction"]
-    return chosen, len(reports)
+    assert len(reports) == 2
+    assert chosen.count(RULE) == 4 * len(reports) and set(chosen) == {RULE, LEAVE}
 
 
-@pytest.mark.parametrize("force", [(), (RULE,)], ids=["where the price says so", "forced"])
-def test_a_tiny_llama_computes_as_eager(force: tuple[str, ...], tmp_path: Path) -> None:
-    """Five reductions a graph: the embedding's has no GEMM."""
-    for chosen, num_graphs in run_ranks(_check_llama, 2, str(tmp_path), force, timeout_s=300):
-        assert num_graphs == 2
-        assert chosen.count(RULE) == 4 * num_graphs and set(chosen) == {RULE, LEAVE}
+def test_a_tiny_llama_computes_as_eager(tmp_path: Path) -> None:
+    """On real ranks, each with its shards."""
+    run_ranks(_check_llama, 2, str(tmp_path), (RULE,), timeout_s=300)
+
+
+def test_a_tiny_llama_is_rewritten_where_the_price_says_so(tmp_path: Path) -> None:
+    """On equal ranks: prices do not hang on what peers hold."""
+    with equal_ranks(2):
+        _check_llama(0, str(tmp_path), (), partial(executing_alone, world=2))
