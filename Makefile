@@ -128,7 +128,6 @@ gpu-sanitize:
 	    compute-sanitizer --tool $$tool --error-exitcode 9 python3 -m tests.gpu.one_process_hosts --groups 2x2; \
 	done; \
 	compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m tests.gpu.one_process --worlds 2; \
-	compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m tests.gpu.one_process_prefetch --worlds 2; \
 	compute-sanitizer --tool memcheck --target-processes all --kernel-name kns=weave --report-api-errors no \
 	    --error-exitcode 9 python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.op_ranks --quick
 

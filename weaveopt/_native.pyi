@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from enum import Enum
 
 from typing_extensions import Buffer
@@ -9,7 +8,6 @@ HEADER_BYTES: int
 """What a GPU arena begins with; its buffers come behind it."""
 NUM_CHANNELS: int
 NUM_MAILBOXES: int
-MAX_PREFETCH_RANGES: int
 TAG_FIELD_BITS: int
 GPU_ALIGNMENT: int
 SHM_ALIGNMENT: int
@@ -324,30 +322,6 @@ class GpuAllReduceNorm:
         normalized: int,
         sum: int,
         row_scale: int,
-        /,
-    ) -> int: ...
-    def run_prefetching(
-        self,
-        tokens: int,
-        kernel: int,
-        num_ctas: int,
-        stream: int,
-        partial: int,
-        partial_offset: int,
-        residual: int,
-        reduced_bias: int,
-        post_weight: int,
-        post_bias: int,
-        weight: int,
-        bias: int,
-        scale_value: int,
-        quant_scale: int,
-        fp32_parameters: int,
-        normalized: int,
-        sum: int,
-        row_scale: int,
-        ranges: Sequence[tuple[int, int, int, int]],
-        prefetch_ctas: int,
         /,
     ) -> int: ...
     def run_product(

@@ -6,8 +6,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "all_reduce_norm/gpu.h"
 #include "all_reduce_norm/layout.h"
@@ -25,8 +23,6 @@ void bind_all_reduce_norm_cuda(py::module_& m);
 namespace {
 
 using fabric::PeerGroup;
-// Address, bytes from row to row, rows, bytes of each.
-using Range = std::tuple<uintptr_t, int64_t, int32_t, int32_t>;
 
 // What is constant over the calls of a site.
 struct GpuSite {
@@ -97,19 +93,18 @@ class GpuAllReduceNorm {
         const gpu::Call call =
             call_of(tokens, partial, partial_offset, residual, reduced_bias, post_weight, post_bias, weight, bias,
                     scale_value, quant_scale, fp32_parameters, normalized, sum, row_scale);
-        return launched(call, kernel, num_ctas, stream, gpu::Prefetch{});
-    }
-
-    // The same, with memory that the kernel loads into L2 beside it. Only kernels that send LL packets do.
-    int run_prefetching(int64_t tokens, int32_t kernel, int32_t num_ctas, uintptr_t stream, uintptr_t partial,
-                        int64_t partial_offset, uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight,
-                        uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t scale_value,
-                        uintptr_t quant_scale, uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum,
-                        uintptr_t row_scale, const std::vector<Range>& ranges, int32_t prefetch_ctas) const {
-        const gpu::Call call =
-            call_of(tokens, partial, partial_offset, residual, reduced_bias, post_weight, post_bias, weight, bias,
-                    scale_value, quant_scale, fp32_parameters, normalized, sum, row_scale);
-        return launched(call, kernel, num_ctas, stream, prefetch_of(ranges, prefetch_ctas));
+        gpu::Launch launch{};
+        launch.kernel = known("kernel", static_cast<gpu::GpuKernel>(kernel), gpu::GpuKernel::kDirect);
+        within("num_ctas", num_ctas, 0, kMostCount);
+        expect_address("partial", reinterpret_cast<uintptr_t>(call.partial),
+                       call.tokens > 0 && launch.kernel != gpu::GpuKernel::kDirect);
+        launch.dtype = dtype_;
+        launch.num_ctas = num_ctas;
+        launch.stream = reinterpret_cast<void*>(stream);
+        // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
+        // another thread of this interpreter, must get to run then.
+        py::gil_scoped_release release;
+        return gpu::run(call, launch);
     }
 
     // The same, of the product `a` [tokens, k] times `matrix` [hidden, k]^T in place of partial rows.
@@ -133,40 +128,6 @@ class GpuAllReduceNorm {
     }
 
   private:
-    int launched(const gpu::Call& call, int32_t kernel, int32_t num_ctas, uintptr_t stream,
-                 const gpu::Prefetch& prefetch) const {
-        gpu::Launch launch{};
-        launch.kernel = known("kernel", static_cast<gpu::GpuKernel>(kernel), gpu::GpuKernel::kDirect);
-        within("num_ctas", num_ctas, 0, kMostCount);
-        expect_address("partial", reinterpret_cast<uintptr_t>(call.partial),
-                       call.tokens > 0 && launch.kernel != gpu::GpuKernel::kDirect);
-        launch.dtype = dtype_;
-        launch.num_ctas = num_ctas;
-        launch.stream = reinterpret_cast<void*>(stream);
-        launch.prefetch = prefetch;
-        // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
-        // another thread of this interpreter, must get to run then.
-        py::gil_scoped_release release;
-        return gpu::run(call, launch);
-    }
-
-    static gpu::Prefetch prefetch_of(const std::vector<Range>& ranges, int32_t num_ctas) {
-        if (ranges.size() > gpu::kMaxPrefetchRanges)
-            throw std::invalid_argument(std::to_string(ranges.size()) + " ranges to prefetch: expected at most " +
-                                        std::to_string(gpu::kMaxPrefetchRanges));
-        gpu::Prefetch prefetch{};
-        prefetch.num_ctas = num_ctas;
-        for (const auto& [begin, pitch_bytes, rows, row_bytes] : ranges) {
-            if (rows < 0 || row_bytes < 0 || (rows > 1 && pitch_bytes < row_bytes))
-                throw std::invalid_argument("a range to prefetch of " + std::to_string(rows) + " rows of " +
-                                            std::to_string(row_bytes) + " bytes, " + std::to_string(pitch_bytes) +
-                                            " apart");
-            prefetch.range[prefetch.num_ranges++] = {reinterpret_cast<const char*>(begin), pitch_bytes, rows,
-                                                     row_bytes};
-        }
-        return prefetch;
-    }
-
     gpu::Call call_of(int64_t tokens, uintptr_t partial, int64_t partial_offset, uintptr_t residual,
                       uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
                       uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters,
@@ -237,9 +198,7 @@ void bind_all_reduce_norm_cuda(py::module_& m) {
     py::class_<GpuAllReduceNorm>(m, "GpuAllReduceNorm")
         .def(py::init<std::shared_ptr<PeerGroup>, const GpuSite&>(), py::arg("group"), py::arg("site"))
         .def("run", &GpuAllReduceNorm::run)
-        .def("run_prefetching", &GpuAllReduceNorm::run_prefetching)
         .def("run_product", &GpuAllReduceNorm::run_product);
-    m.attr("MAX_PREFETCH_RANGES") = gpu::kMaxPrefetchRanges;
     m.def("unsupported", &gpu::unsupported, py::arg("kernel"), py::arg("dtype"), py::arg("hidden"), py::arg("world"),
           py::arg("fp8"), py::arg("device"), "Why the device cannot run the kernel for such rows; empty where it can.");
     m.def("product_unsupported", &gpu::pushed_tiles_unsupported, py::arg("dtype"), py::arg("hidden"), py::arg("k"),

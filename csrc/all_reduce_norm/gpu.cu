@@ -23,9 +23,6 @@ const char* unsupported(GpuKernel kernel, DType dtype, int64_t hidden, int32_t w
 
 int run(const Call& asked, const Launch& launch) {
     if (asked.tokens == 0) return cudaSuccess;
-    const bool sends_packets =
-        launch.kernel == GpuKernel::kLLPacketOneShot || launch.kernel == GpuKernel::kLLPacketTwoShot;
-    if (launch.prefetch.num_ranges != 0 && !sends_packets) return cudaErrorNotSupported;
     Call call = asked;
     for (int32_t rank = 0; rank <= call.group.world; ++rank)
         call.begin[rank] = static_cast<int32_t>(static_cast<int64_t>(call.tokens) * rank / call.group.world);

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "all_reduce_norm/prefetch.h"
 #include "base/dtype.h"
 #include "fabric/arena.h"
 #include "rows/rows.h"
@@ -97,7 +96,6 @@ struct Launch {
     DType dtype;
     int32_t num_ctas;  // 0: as many as fit
     void* stream;
-    Prefetch prefetch;  // by the kernels that send LL packets; others refuse it
 };
 
 // Whether `device` can run the kernel for such rows: a line that says why not, or an empty one.

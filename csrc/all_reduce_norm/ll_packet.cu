@@ -6,13 +6,9 @@
 //
 // The link idles whenever all threads wait for something at once. So what has arrived of the next row is loaded before
 // this one is finished and sent, and a finished row that came from a peer is taken while later rows are in flight.
-//
-// Memory idles too: CTAs behind those of the exchange load into L2 what the next kernel reads, where the caller asks
-// for it (prefetch.cuh).
 #include <algorithm>
 
 #include "all_reduce_norm/ll_packet_rows.cuh"
-#include "all_reduce_norm/prefetch.cuh"
 #include "fabric/call.cuh"
 #include "fabric/kernel_code.cuh"
 
@@ -25,7 +21,7 @@ constexpr int kControlThreads = 32;
 // Of a thread, where rows are too long for one: only without clusters (code older than sm_90's).
 constexpr int kMostVecs = 4;
 
-// The clusters that exchange rows, of `size` CTAs each. Those of the grid that come behind them load into L2.
+// The clusters of the grid, of `size` CTAs each.
 struct Teams {
     int32_t size;
     int32_t count;
@@ -33,18 +29,11 @@ struct Teams {
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
-    ll_packet(const __grid_constant__ Call call, Teams teams, const __grid_constant__ LLPacketLayout layout,
-              const __grid_constant__ Prefetch prefetch) {
+    ll_packet(const __grid_constant__ Call call, Teams teams, const __grid_constant__ LLPacketLayout layout) {
     __shared__ float parts[2][kMaxCluster * kMaxWarps];
     __shared__ alignas(8) uint64_t arrived[2];
     const int num_threads = blockDim.x - kControlThreads;
     const int cluster = teams.size;
-    // By numbers of CTAs: a cluster's own number takes longer to come by.
-    const uint32_t num_exchanging = teams.count * cluster;
-    if (blockIdx.x >= num_exchanging) {
-        prefetch_ranges(prefetch, blockIdx.x - num_exchanging, gridDim.x - num_exchanging);
-        return;
-    }
     const ClusterPlace place = cluster_place(cluster);
     ClusterTeam team{parts, arrived, cluster, place.cta, num_threads / 32};
     if (cluster > 1) team.init();
@@ -65,7 +54,7 @@ __global__ void __launch_bounds__(kMaxThreads + kControlThreads, 1)
         fabric::send_tags(watch, state, threadIdx.x & 31);
         asm volatile("bar.sync 2, %0;" ::"r"(blockDim.x) : "memory");
         if (cluster > 1) team.await_peers();
-        fabric::end_call<true>(watch, state, threadIdx.x & 31, num_exchanging);
+        fabric::end_call<true>(watch, state, threadIdx.x & 31);
         return;
     }
     rows.mailbox = call.buffers.mailbox_offset + state.mailbox * call.buffers.mailbox_bytes;
@@ -120,16 +109,6 @@ Shape shape_of(int64_t num_vecs, int64_t rows, int num_sms, bool has_clusters) {
     return shape;
 }
 
-// Clusters that load into L2 beside `num_teams` that exchange rows. Never so many that one of them would have to wait
-// for a place: it would come when there is nothing left to gain, and the kernel end later.
-int num_prefetching(const Prefetch& prefetch, const Shape& shape, int num_teams, int num_resident, int num_sms) {
-    constexpr int kLeastCtas = 16;
-    if (prefetch.num_ranges == 0) return 0;
-    const int idle = std::max(num_sms - num_teams * shape.cluster, kLeastCtas);
-    const int num_ctas = prefetch.num_ctas > 0 ? prefetch.num_ctas : idle;
-    return std::min((num_ctas + shape.cluster - 1) / shape.cluster, num_resident - num_teams);
-}
-
 template <typename T, int kMaxW, int kVecs, bool kTwoShot, bool kPlain>
 int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     const auto kernel = ll_packet<T, kMaxW, kVecs, kTwoShot, kPlain>;
@@ -182,12 +161,11 @@ int enqueue(const Call& call, const Launch& launch, const Shape& shape) {
     if (launch.num_ctas > 0) num_teams = std::min(num_teams, std::max(1, launch.num_ctas / shape.cluster));
     const int64_t rows = kTwoShot ? call.share : call.tokens;
     num_teams = static_cast<int>(std::min<int64_t>(num_teams, rows));
-    const int num_loading = num_prefetching(launch.prefetch, shape, num_teams, fit.num_teams, num_sms);
-    config.gridDim = (num_teams + num_loading) * shape.cluster;
+    config.gridDim = num_teams * shape.cluster;
     const LLPacketLayout layout =
         ll_packet_layout(row_kind(call, launch.dtype), call.tokens, call.group.world, !kTwoShot);
     if (layout.num_bytes > std::min<int64_t>(call.buffers.mailbox_bytes, UINT32_MAX)) return cudaErrorInvalidValue;
-    return cudaLaunchKernelEx(&config, kernel, call, Teams{shape.cluster, num_teams}, layout, launch.prefetch);
+    return cudaLaunchKernelEx(&config, kernel, call, Teams{shape.cluster, num_teams}, layout);
 }
 
 template <typename T, int kMaxW, int kVecs, bool kTwoShot>

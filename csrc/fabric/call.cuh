@@ -86,15 +86,14 @@ __device__ __forceinline__ void compare_tags(const Watch& watch, const CallState
     if (theirs != watch.tag) give_up(watch, Code::kSiteMismatch, peer, Slot::kTag, watch.tag, theirs, theirs);
 }
 
-// `helper` is 0 .. world, one thread each: the last one counts this CTA, the others stand for a peer. `num_ctas` CTAs
-// come here, those with the lowest numbers; others of the grid have no part in the call.
+// `helper` is 0 .. world, one thread each: the last one counts this CTA, the others stand for a peer.
 template <bool kUsesMailbox>
-__device__ __forceinline__ void end_call(const Watch& watch, const CallState& call, int32_t helper, uint32_t num_ctas) {
+__device__ __forceinline__ void end_call(const Watch& watch, const CallState& call, int32_t helper) {
     const GroupView& group = watch.group;
     if (helper == group.world) {
         ChannelState* state = &group.channel(group.rank)->state;
         __threadfence();
-        if (atomicAdd(&state->num_arrived, 1u) == num_ctas - 1) {
+        if (atomicAdd(&state->num_arrived, 1u) == gridDim.x - 1) {
             state->num_arrived = 0;
             if (kUsesMailbox) state->num_mailbox_calls = (call.mailbox + 1) % kNumMailboxes;
             state->num_calls = call.epoch();
@@ -102,12 +101,6 @@ __device__ __forceinline__ void end_call(const Watch& watch, const CallState& ca
     } else if (blockIdx.x == 0 && helper < group.world && helper != group.rank) {
         compare_tags(watch, call, helper);
     }
-}
-
-// The same where all CTAs of the grid come.
-template <bool kUsesMailbox>
-__device__ __forceinline__ void end_call(const Watch& watch, const CallState& call, int32_t helper) {
-    end_call<kUsesMailbox>(watch, call, helper, gridDim.x);
 }
 
 }  // namespace weave::fabric

@@ -73,8 +73,7 @@ class AllReduceRMSNorm:
 
     def inductor_hooks(self) -> Sequence[ReuseHook]:
         """Peers write to normalized rows that alias the arena: Inductor must not put anything of its own there."""
-        ops = (torch.ops.weave.all_reduce_norm.default, torch.ops.weave.all_reduce_norm_prefetch.default)
-        return tuple(ReuseHook(each, op.results_in_arena) for each in ops)
+        return (ReuseHook(torch.ops.weave.all_reduce_norm.default, op.results_in_arena),)
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         return fused.replace(self.name, graph, chosen, placement, context)

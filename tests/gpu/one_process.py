@@ -39,7 +39,6 @@ from weaveopt.records.norm import Quant
 from weaveopt.reductions.buffers import OUTPUT, PARTIAL, locate
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.peer import native_kernel, native_site
-from weaveopt.reductions.prefetch_ranges import PrefetchRange
 
 Tensor = torch.Tensor
 NUM_CTAS = 4
@@ -166,9 +165,8 @@ class Ranks:
         inputs: Inputs,
         tokens: int,
         like: Results,
-        ranges: Sequence[PrefetchRange] = (),
     ) -> Launched:
-        """A call with the `index`-th buffers, and with `ranges` loaded into L2; results like `like`."""
+        """A call with the `index`-th buffers; results like `like`."""
         gpu, native, begin = self.gpu, native_kernel(kernel.row()), self.begins[index]
         operands, at = inputs.operands, locate(call, self.layouts[index])
         parameters = (*operands.vectors, operands.scale, operands.quant_scale)
@@ -202,10 +200,7 @@ class Ranks:
                 begin + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
             ]  # fmt: skip
             bound = _native.GpuAllReduceNorm(self.groups[rank], site)
-            launch = partial(bound.run, *arguments)
-            if ranges:
-                launch = partial(bound.run_prefetching, *(*arguments, ranges, 0))
-            graphs.append(gpu.captured(stream, launch))
+            graphs.append(gpu.captured(stream, partial(bound.run, *arguments)))
         return Launched(graphs, self.streams[index], [outputs for _, _, outputs in prepared], like)
 
     def results(self, launched: Launched) -> list[Results]:

@@ -207,7 +207,7 @@ def run_op(inputs: Inputs, rank: int, call: ReductionCall, residual: Tensor | No
     if call.quant is not Quant.NONE:
         results = torch.ops.weave.all_reduce_norm_quant(inputs.partials[rank], *operands[:8], text)
         return results[0], results[1], results[2]
-    rest = operands[:7]  # without what quantization and prefetch read
+    rest = operands[:7]  # without what quantization reads
     if inputs.factors:
         normalized, total = torch.ops.weave.mm_all_reduce_norm(*inputs.factors[rank], None, *rest, text)
     else:

@@ -72,14 +72,10 @@ class Launches:
 
     def bind(self, group: object, site: SimpleNamespace) -> SimpleNamespace:
         self.sites.append(site)
-        return SimpleNamespace(run=self.run, run_prefetching=self.run_prefetching)
+        return SimpleNamespace(run=self.run)
 
     def run(self, *values: object) -> int:
-        return self.run_prefetching(*values, (), 0)
-
-    def run_prefetching(self, *values: object) -> int:
-        names = (*FIELDS, "ranges", "prefetch_ctas")
-        self.calls.append(SimpleNamespace(**dict(zip(names, values, strict=True))))
+        self.calls.append(SimpleNamespace(**dict(zip(FIELDS, values, strict=True))))
         return self.code
 
     @property

@@ -50,11 +50,9 @@ def measure(session: Session, name: str, before: Machine | None, only: Sequence[
 
 
 def is_wanted(family: type[Family], only: Sequence[str]) -> bool:
-    """Whether it is measured in a run that asks for `only`; empty: the run asks for nothing in particular."""
-    if not only:
-        return family.unasked
+    """True if a run of the families `only` measures it; empty: of all."""
     # What a launch takes is measured in any case: others take it off.
-    return family is Launches or name_of(family) in only
+    return not only or family is Launches or name_of(family) in only
 
 
 def families_on(device: str) -> tuple[type[Family], ...]:

@@ -9,7 +9,6 @@ from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
 
-from weaveopt.cost_model.l2_prefetch import Order
 from weaveopt.errors import WeaveError
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec, Quant
@@ -46,16 +45,6 @@ class SumOut(StrEnum):
     WHOLE = "whole"
     SHARDED = "sharded"
     """This rank's token rows; all rows after a one-shot exchange."""
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """What a kernel that sends LL packets loads into L2 beside its exchange: bytes of weights that are read next."""
-
-    num_bytes: int
-    order: Order
-    max_tokens: int
-    """Calls of more tokens load nothing."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +89,9 @@ class ReductionCall:
     """That the ranks are spread over, evenly; more than one on fabrics that cross hosts alone."""
     channel: int = 0
     """Calls on one channel follow one another."""
-    prefetch: Prefetch | None = None
-    """Of the operation that is given weights; None: nothing is loaded beside the exchange."""
 
     def encode(self) -> str:
-        nested = NormSpec | Prefetch
-        record = {name: vars(value) if isinstance(value, nested) else value for name, value in vars(self).items()}
+        record = {name: vars(value) if isinstance(value, NormSpec) else value for name, value in vars(self).items()}
         record["table"] = [vars(row) for row in self.table]
         return json.dumps(record, separators=(",", ":"), sort_keys=True)
 
@@ -125,12 +111,6 @@ def _norm(record: dict[str, str | float | bool] | None) -> NormSpec | None:
     )
 
 
-def _prefetch(record: dict[str, str | int] | None) -> Prefetch | None:
-    if record is None:
-        return None
-    return Prefetch(int(record["num_bytes"]), Order(str(record["order"])), int(record["max_tokens"]))
-
-
 def _row(row: dict[str, str | int]) -> KernelRow:
     return KernelRow(
         int(row["max_tokens"]), Algorithm(str(row["algorithm"])), Transfer(str(row["transfer"])), int(row["num_ctas"])
@@ -148,7 +128,6 @@ def decode(text: str) -> ReductionCall:
         record["norm"] = _norm(record["norm"])
         record["quant"] = Quant(record["quant"])
         record["table"] = tuple(_row(row) for row in record["table"])
-        record["prefetch"] = _prefetch(record["prefetch"])
         call = ReductionCall(**record)
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded all_reduce_norm call: {text!r}: {error}") from None
@@ -176,8 +155,6 @@ def _check(call: ReductionCall) -> None:
             raise WeaveError(f"{where}: {call.fabric.value} has no arena in which normalized rows could lie")
         if call.norm is None or call.quant is Quant.PER_TOKEN:
             raise WeaveError(f"{where}: only normalized rows without scales of their own can lie in the arena")
-    if call.prefetch is not None and (call.fabric is not Fabric.PEER or call.prefetch.num_bytes < 0):
-        raise WeaveError(f"{where}: {call.fabric.value} loads nothing beside an exchange: {call.prefetch}")
     if features is not None and features.tabled:
         bounds = [row.max_tokens for row in call.table]
         if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != call.max_tokens:

@@ -59,8 +59,6 @@ class Lowered:
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
     aliases_arena: bool = False
     """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
-    prefetch: op.Prefetch | None = None
-    """What is loaded into L2 of the weights that are read next."""
 
     @property
     def may_alias_arena(self) -> bool:

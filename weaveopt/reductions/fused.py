@@ -1,8 +1,7 @@
 """What rules that fuse all-reduce, addition and norm have in common: candidates at a site, and the operation's place.
 
 A rule says which fabrics it is for. The operations are `weave::mm_all_reduce_norm`, which lets the GEMM write into the
-arena, `weave::all_reduce_norm`, where FP8 linears alone read the rows `weave::all_reduce_norm_quant`, and where weights
-that are read next are loaded into L2 beside the exchange `weave::all_reduce_norm_prefetch`.
+arena, `weave::all_reduce_norm`, and where FP8 linears alone read the rows `weave::all_reduce_norm_quant`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from weaveopt.reductions import call as op
 from weaveopt.reductions.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
 from weaveopt.reductions.eligible import norms_refused, refused_anywhere
 from weaveopt.reductions.lowering import call_of
-from weaveopt.reductions.prefetch import weights_behind, with_prefetch
 from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results, summed
 from weaveopt.reductions.variant import Algorithm
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.quantization import stored_scale
 from weaveopt.sites.reduction import Reduction, ReductionFacts
-from weaveopt.wording import counted
 
 
 def propose(
@@ -48,9 +45,7 @@ def propose(
         *taken_in,
         *(
             Proposal(candidate, _consumed(structure, lowered), lowered)
-            for candidate, lowered in with_prefetch(
-                candidates(facts, tokens, known, usable_only), structure, context.machine
-            )
+            for candidate, lowered in candidates(facts, tokens, known, usable_only)
         ),
     )
 
@@ -65,7 +60,6 @@ def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, co
     call = call_of(chosen, lowered, reduced, placement, quantized, sum_used, context)
     first = reduced.collectives[0]
     operands = operand_nodes(graph, reduced)
-    weights: list[fx.Node] = []
     if lowered.takes_gemm and structure.gemm is not None:
         *bias, a, b = structure.gemm.args
         addend = structure.addend if structure.addend is not None else (bias[0] if bias else None)
@@ -77,13 +71,9 @@ def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, co
         if quantized is not None:
             target = torch.ops.weave.all_reduce_norm_quant.default
             operands = (*operands, stored_scale(graph, quantized))
-        elif lowered.prefetch is not None:
-            target = torch.ops.weave.all_reduce_norm_prefetch.default
-            weights = [each for node in weights_behind(structure) if isinstance(each := current(node), fx.Node)]
     args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
-    position = last_of(graph, [argument for argument in (*args, *weights) if isinstance(argument, fx.Node)])
-    listed = () if lowered.prefetch is None else (weights,)
-    fused = call_after(graph, position, target, (*args, *listed, call.encode()), like=first)
+    position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
+    fused = call_after(graph, position, target, (*args, call.encode()), like=first)
     splice_results(graph, reduced, quantized, fused, sum_used)
     erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
     return rounding(rule, reduced, quantized)
@@ -118,10 +108,6 @@ def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
         notes.append("norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph")
     elif _gathers(lowered):
         notes.append("gather: two-shot hands out the whole sum too, which others read")
-    if lowered.prefetch is not None:
-        megabytes = lowered.prefetch.num_bytes / 2**20
-        words = f"{megabytes:.1f} MiB of the weights that are read next go to L2 while the exchange waits"
-        notes.append(f"prefetch: {words}, up to {counted(lowered.prefetch.max_tokens, 'token')}")
     if lowered.aliases_arena:
         notes.append("no copy: normalized rows that come in bulk are read in the arena, where peers write them")
     return tuple(notes)

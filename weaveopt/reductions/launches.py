@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from weaveopt.fabrics.peer_rows import VECTOR_BYTES as VECTOR_BYTES
-from weaveopt.reductions.prefetch_ranges import PrefetchRange
 
 Tensor = torch.Tensor
 Returned = tuple[Tensor, Tensor, Tensor | None]
@@ -32,8 +31,6 @@ class Launch:
     """Normalized rows may be the buffer that peers write to."""
     unsupported: str
     """Why the device cannot run it; then the library does."""
-    prefetch_tokens: int = 0
-    """Up to so many tokens weights are loaded into L2 beside it."""
 
 
 class Piece(NamedTuple):
@@ -65,5 +62,3 @@ class Prepared(NamedTuple):
     values: tuple[int, int]
     fp32: int
     kept: tuple[Tensor, ...]
-    ranges: tuple[PrefetchRange, ...] = ()
-    """Of the weights that are loaded into L2."""

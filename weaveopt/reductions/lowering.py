@@ -99,5 +99,4 @@ def call_of(
         normalized_aliases_arena=lowered.aliases_arena,
         quant=op.Quant.NONE if quantized is None else quantized.quant,
         in_pieces=on_gpus and lowered.max_tokens >= lowered.workload.max_tokens,
-        prefetch=lowered.prefetch,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from weaveopt.reductions.call import ReductionCall
 
 Tensor = torch.Tensor
-Argument = Tensor | Sequence[Tensor] | str | None
+Argument = Tensor | str | None
 """What the schema has behind the first arguments: operands, then the encoded call."""
 Results = tuple[Tensor, Tensor]
 """normalized, sum."""
@@ -51,8 +50,6 @@ class Operands(NamedTuple):
     bias: Tensor | None = None
     quant_scale: Tensor | None = None
     """What a value of 1 in e4m3 stands for, where call.quant is `static`."""
-    next_weights: Sequence[Tensor] = ()
-    """[n, k] each: what GEMMs behind the operation read, of which call.prefetch says how much is loaded into L2."""
 
     @property
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -74,7 +71,5 @@ class Operands(NamedTuple):
 
 
 def split(rest: tuple[Argument, ...]) -> tuple[Operands, str]:
-    """The schema's arguments behind the first ones: the operands in their order, weights, then the encoded call."""
-    *operands, call = rest
-    weights = operands.pop() if operands and isinstance(operands[-1], list | tuple) else ()
-    return Operands(*operands)._replace(next_weights=weights), call  # type: ignore[arg-type, return-value]
+    """The schema's arguments behind the first ones: the operands in their order, then the encoded call."""
+    return Operands(*rest[:-1]), rest[-1]  # type: ignore[arg-type, return-value]

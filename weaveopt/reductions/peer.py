@@ -8,7 +8,7 @@ counts them, and two at once would count as one. The kernel's waits are looked a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +24,6 @@ from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.launches import NO_KERNEL, VECTOR_BYTES, Launch, Piece, Prepared, Returned, Tiled
 from weaveopt.reductions.native import kernel_name, native_norm, out_kind
 from weaveopt.reductions.operands import Gemm, Operands
-from weaveopt.reductions.prefetch_ranges import PrefetchRange, ranges_of
 from weaveopt.reductions.reference import row_scale_shape
 from weaveopt.reductions.replication import Replication
 from weaveopt.reductions.variant import KernelRow, Transfer
@@ -209,21 +208,14 @@ class PeerSite:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
         reduced_bias, post_weight, post_bias, weight, bias = pointers
         vectors = (reduced_bias, post_weight, post_bias, weight, bias)
-        ranges = self._ranges(operands.next_weights)
-        return Prepared(rows, residual, results, vectors, (values[0], values[1]), fp32, tuple(kept), ranges)
-
-    def _ranges(self, weights: Sequence[Tensor]) -> tuple[PrefetchRange, ...]:
-        """What is loaded into L2 of weights on this device; the operation is none of their readers."""
-        if self._call.prefetch is None or not weights:
-            return ()
-        return ranges_of([each for each in weights if each.device.index == self._index], self._call.prefetch)
+        return Prepared(rows, residual, results, vectors, (values[0], values[1]), fp32, tuple(kept))
 
     def launch_piece(self, prepared: Prepared, piece: Piece, stream: int) -> None:
         """The kernel of one piece, on the raw `stream` of the current device."""
         launch, first, count = piece
         hidden, rows = self._hidden, prepared.rows
         normalized, total, row_scale = prepared.results
-        arguments = (
+        code = self._native.run(
             count,
             launch.kernel,
             launch.num_ctas,
@@ -238,10 +230,6 @@ class PeerSite:
             _from_row(total, first, hidden),
             _from_row(row_scale, first, 1),
         )
-        if prepared.ranges and count <= launch.prefetch_tokens:
-            code = self._native.run_prefetching(*arguments, prepared.ranges, 0)
-        else:
-            code = self._native.run(*arguments)
         self._check_launch(code)
 
     def launch_tiles(self, prepared: Prepared, product: Tiled, stream: int) -> None:
@@ -364,7 +352,6 @@ def _launch(call: ReductionCall, row: KernelRow, device: int) -> Launch:
         in_place=kernel is _native.GpuKernel.direct,
         aliases_arena=call.normalized_aliases_arena and kernel is _native.GpuKernel.bulk,
         unsupported=why,
-        prefetch_tokens=call.prefetch.max_tokens if call.prefetch and row.transfer is Transfer.LL_PACKET else 0,
     )
 
 

@@ -9,7 +9,6 @@ from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
 from weaveopt.measure.cases.all_reduce_norm.gpu_hosts import GpuHosts
 from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
-from weaveopt.measure.cases.all_reduce_norm.prefetch import PrefetchedWeights
 from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
 from weaveopt.measure.cases.attention import AttentionKernels
 from weaveopt.measure.cases.causal_attention.kernels import CausalKernels
@@ -48,7 +47,6 @@ FAMILIES: tuple[type[Family], ...] = (
     NormedTiles,
     PushedGathers,
     ShardedKernels,
-    PrefetchedWeights,
 )
 """Within a host. Of several hosts, CPU ranks measure `HostExchanges` beside the link, and GPUs `GpuHosts`."""
 

@@ -18,8 +18,6 @@ class Family(Protocol):
 
     devices: ClassVar[frozenset[str]]
     """Types of torch devices, `cpu` and `cuda`, that it is measured on."""
-    unasked: ClassVar[bool] = True
-    """Whether it is measured where no family is named, else only where it is."""
 
     def measure_alone(self, session: Session) -> None:
         """Kernels of a rank's own: no rank waits for another while one of them is timed."""

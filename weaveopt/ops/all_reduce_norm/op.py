@@ -1,4 +1,4 @@
-"""`weave::all_reduce_norm`, its forms `mm_...`, `..._prefetch` and `..._quant`: sum over ranks, residual and norm.
+"""`weave::all_reduce_norm`, its forms `mm_...` and `..._quant`: sum over ranks, residual and norm.
 
     partial = a @ b (+ addend)                     # mm form only: straight into the arena, no copy
     s = all_reduce(partial, "sum")                 # in fp32, in a fixed order: bitwise the same on all ranks and runs
@@ -16,11 +16,6 @@ fp32. `call` is an encoded `ReductionCall`.
 
 With call.normalized_aliases_arena, `normalized` may be a view of the arena that the group's next call, in whatever
 graph, overwrites.
-
-`all_reduce_norm_prefetch` is `all_reduce_norm` with `next_weights`, [n, k] each, which GEMMs behind it read: where
-call.prefetch says so, kernels on `peer` load the first bytes of them into L2 while they wait for peers. It changes no
-result, and reads nothing: weights of any strides, dtypes and devices are taken, and those that are not contiguous or
-not on the kernel's device are left alone.
 
 `row_scale` is [..., 1] in fp32, or empty [0] where call.quant is not `per_token`.
 
@@ -65,7 +60,6 @@ _REST = (
 _QUANT_REST = _REST.replace("str call", "Tensor? quant_scale, str call").replace(
     "Tensor sum)", "Tensor sum, Tensor row_scale)"
 )
-_PREFETCH_REST = _REST.replace("str call", "Tensor[] next_weights, str call")
 # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
@@ -156,5 +150,4 @@ _register(f"all_reduce_norm(Tensor partial, {_REST}", _all_reduce_norm, fake.all
 _register(
     f"mm_all_reduce_norm(Tensor a, Tensor b, Tensor? addend, {_REST}", _mm_all_reduce_norm, fake.mm_all_reduce_norm
 )
-_register(f"all_reduce_norm_prefetch(Tensor partial, {_PREFETCH_REST}", _all_reduce_norm, fake.all_reduce_norm)
 _register(f"all_reduce_norm_quant(Tensor partial, {_QUANT_REST}", _all_reduce_norm_quant, fake.all_reduce_norm_quant)
