@@ -9,11 +9,10 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
-from weaveopt.cost_model import schema_1
 from weaveopt.cost_model.consistency import check
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.records import from_document, to_document
-from weaveopt.cost_model.validate import NEWEST_SCHEMA, checked, schema_of
+from weaveopt.cost_model.validate import SCHEMA, checked
 from weaveopt.errors import ProfileError, closest
 
 _PROFILES = Path(__file__).parent / "profiles"
@@ -47,8 +46,8 @@ def _shipped(name: str) -> Machine:
 
 
 def dumps(machine: Machine) -> str:
-    """The profile of `machine` as JSON text, of the newest schema: `load` gives the same machine back."""
-    text = json.dumps({"schema": NEWEST_SCHEMA, **to_document(machine)}, indent=2)
+    """The profile of `machine` as JSON text, of today's schema: `load` gives the same machine back."""
+    text = json.dumps({"schema": SCHEMA, **to_document(machine)}, indent=2)
     # Innermost objects (points, tiles, links, origins) go on one line each, and lists of numbers or points on few.
     text = re.sub(r"\{[^{}\[\]]*\}", lambda leaf: " ".join(leaf.group().split()), text)
     text = re.sub(r"\[(\s*)(\{[^{}\[\]]*\},?\s*)+\]", _filled_objects, text)
@@ -83,8 +82,6 @@ def _read(path: Path) -> str:
 
 def _machine(path: Path, shipped: bool) -> Machine:
     document = checked(str(path), _read(path), shipped)
-    if schema_of(document) == schema_1.SCHEMA:
-        document = schema_1.upgraded(str(path), document)
     try:
         machine = from_document(Machine, document)
     except ValueError as error:

@@ -14,23 +14,17 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import ValidationError
 
-_FOLDER = Path(__file__).parent
-_SCHEMAS = {1: _FOLDER / "profile.schema.1.json", 2: _FOLDER / "profile.schema.json"}
-NEWEST_SCHEMA = max(_SCHEMAS)
+SCHEMA = 2
+_FILE = Path(__file__).parent / "profile.schema.json"
+_OLD = f"{SCHEMA}: schema 1 is no longer read, `weaveopt calibrate` measures the machine anew"
 _NEEDED = "only shipped profiles can be read without the package {0}: pip install {0}"
 
 
 @cache
-def _validator(schema: int) -> Draft202012Validator:
+def _validator() -> Draft202012Validator:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(json.loads(_SCHEMAS[schema].read_text(encoding="utf-8")))
-
-
-def schema_of(document: object) -> int:
-    """The schema that a document says it keeps to; the newest one where it says none that is known."""
-    found = document.get("schema") if isinstance(document, dict) else None
-    return found if type(found) is int and found in _SCHEMAS else NEWEST_SCHEMA
+    return Draft202012Validator(json.loads(_FILE.read_text(encoding="utf-8")))
 
 
 def refuse(file: str, field: str, found: object, expected: str) -> NoReturn:
@@ -81,7 +75,9 @@ def _check_schema(file: str, document: object) -> None:
         from jsonschema.exceptions import best_match
     except ImportError:
         raise ProfileError(f"profile {file}: {_NEEDED.format('jsonschema')}") from None
-    error = best_match(_validator(schema_of(document)).iter_errors(document))
+    if isinstance(document, dict) and document.get("schema") == 1:
+        refuse(file, "schema", 1, _OLD)
+    error = best_match(_validator().iter_errors(document))
     if error is None:
         return
     field = error.json_path.removeprefix("$").removeprefix(".")

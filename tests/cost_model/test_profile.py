@@ -254,6 +254,19 @@ def test_two_curves_of_one_kernel(tmp_path: Path) -> None:
     assert _refusal(tmp_path, json.dumps(document)).startswith(where)
 
 
+def test_a_profile_of_schema_1_is_refused_by_its_schema_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its other fields have names that schema 2 does not know; what to do is said first."""
+    path = tmp_path / "old.json"
+    path.write_text('{"schema": 1, "name": "old", "products": {}, "fabrics": {"peer": {"all_reduce_norm": []}}}')
+    assert main(["explain", "llama-3.3-70b", "--tp", "8", "--machine", str(path)]) == 2
+    expected = "expected 2: schema 1 is no longer read, `weaveopt calibrate` measures the machine anew"
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert f"profile {path}: field schema: found 1, {expected}" in captured.err
+
+
 def test_not_json(tmp_path: Path) -> None:
     assert _refusal(tmp_path, '{"schema": 1,').startswith("line 1, column 14: not JSON: ")
 
