@@ -52,6 +52,16 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Spread tests that need one GPU over all of this host, by the number of the process that runs them."""
+    if item.get_closest_marker("gpu") is None or (process := os.environ.get("WEAVE_TEST_PROCESS")) is None:
+        return
+    import torch
+
+    if (found := torch.cuda.device_count()) > 1:
+        torch.cuda.set_device(int(process) % found)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` or `multigpu` are skipped, with the reason, where their GPUs are missing.
 

@@ -26,6 +26,8 @@ POLL_S = 0.1
 INTERRUPT_S = 30.0
 """What a helper gets to end its tests' ranks."""
 OUTPUT_BYTES = 5000
+PROCESS = "WEAVE_TEST_PROCESS"
+"""The variable that numbers the processes of a run: 1 and up in helpers, and not set in the first."""
 BEGIN = "begin"
 """The file that tells helpers to claim."""
 
@@ -42,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if given := config.getoption("--helper"):
         config.workerinput = {}  # type: ignore[attr-defined]  # pytest's plugins write no files then
         folder, _, number = given.rpartition(":")
+        os.environ[PROCESS] = str(int(number) + 1)
         config.pluginmanager.register(Helper(config, Path(folder), int(number)))
     elif config.getoption("--processes") > 1 and not config.getoption("usepdb"):
         config.pluginmanager.register(Processes(config))
@@ -119,6 +122,8 @@ class Processes:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         self._started.close()
+        if self._config.getoption("--record-durations"):
+            record(self._seconds)  # of a run that was interrupted too: the next one is ordered by them
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
@@ -147,8 +152,6 @@ class Processes:
         if alone:
             run_unit(session, alone)
         self._check(session, folder, helpers)
-        if self._config.getoption("--record-durations"):
-            record(self._seconds)
         return True
 
     @contextmanager

@@ -16,7 +16,7 @@ class Supported:
 
 PYTHON = Supported("python", "3.11", ("3.11", "3.13", "3.14"))
 TORCH = Supported("torch", "2.11", ("2.13",))
-TRANSFORMERS = Supported("transformers", "5.23", ("5.23",))
+TRANSFORMERS = Supported("transformers", "5.23", ("5.23", "5.24"))
 ACCELERATE = Supported("accelerate", "1.10", ("1.15",))
 
 SUPPORTED = (PYTHON, TORCH, TRANSFORMERS, ACCELERATE)

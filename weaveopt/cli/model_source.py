@@ -173,7 +173,6 @@ def check(source: Source, request: Request) -> None:
 def _check_plan(source: Source, request: Request) -> None:
     config, world = source.config, request.world
     option = f"--ep {world}" if request.ep else f"--tp {world}"
-    tp_plan = getattr(config, "base_model_tp_plan", None) or {}
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}
     if request.ep:
         if not ep_plan:
@@ -186,7 +185,7 @@ def _check_plan(source: Source, request: Request) -> None:
             raise CaptureError(
                 f"{option} does not divide the {counted(experts, 'expert')} of {source.name}; {divisors}"
             )
-    elif not tp_plan:
+    elif not _shards_layers(source):
         hint = "; it has an expert-parallel plan: use --ep" if ep_plan else ""
         raise CaptureError(f"{source.name}: transformers has no tensor-parallel plan for {config.model_type}{hint}")
     heads, kv_heads = _heads(source)
@@ -196,6 +195,12 @@ def _check_plan(source: Source, request: Request) -> None:
             f"{option} does not divide the attention heads of {source.name} ({heads} query, {kv_heads} key-value); "
             f"{_which_do(fitting)}"
         )
+
+
+def _shards_layers(source: Source) -> bool:
+    """True if the tensor-parallel plan is one: GPT-OSS's, from transformers 5.24 on, has the embedding alone."""
+    plan = getattr(source.config, PLANS[0], None) or {}
+    return any(not key.startswith("embed") for key in plan)
 
 
 def _heads(source: Source) -> tuple[int, int]:
@@ -229,7 +234,7 @@ def default_ranks(source: Source, limit: int, nodes: int) -> tuple[int, int]:
     (n, 0), or (0, n) of a model that has an expert-parallel plan only.
     """
     experts = _num_experts(source)
-    if experts and not getattr(source.config, PLANS[0], None) and getattr(source.config, PLANS[1], None):
+    if experts and not _shards_layers(source) and getattr(source.config, PLANS[1], None):
         return 0, _largest(experts, limit, nodes)
     heads = getattr(source.config, "num_attention_heads", 0)
     return _largest(math.gcd(heads, getattr(source.config, "num_key_value_heads", None) or heads), limit, nodes), 0
