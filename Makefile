@@ -4,7 +4,7 @@
 # make test VERSIONS=newest|oldest    the tests that touch private parts of torch and transformers, with those versions
 # make lint    what CI checks besides the tests
 # make dist    wheels and the source distribution, in dist/, each checked in an empty environment
-# make bench   the CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md
+# make bench   all CPU benchmarks; writes benchmarks/results/cpu/ and benchmarks/RESULTS.md; QUICK=1: few cases, no files
 # make hosts-demo    the examples on emulated hosts, by the README's commands for several hosts; needs root
 # make gpu-test, make gpu-sanitize, make gpu-bench    on a GPU host that has torch already: its own Python, no network
 SHELL := /bin/bash
@@ -38,10 +38,10 @@ ASKED := $(VENV)/.asked
 LINTERS := $(VENV)/.linters
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 RANKS ?= $(shell $(BIN)/python -c "import os, torch; print(torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4))")
-# Where gpu-bench puts its figures: benchmarks/results/$(MACHINE)/
-MACHINE ?= gpu
-# The profile that the cost model's figures are held against
-PROFILE ?= h200x4
+# Where bench and gpu-bench put their figures: benchmarks/results/$(MACHINE)/ (default: cpu and gpu)
+MACHINE ?=
+# 1: few small cases of every benchmark, and no result files
+QUICK ?=
 PYTEST_ARGS ?=
 # That share the tests of make test
 PROCESSES ?= 2
@@ -91,7 +91,7 @@ NAMES_ONLY := $(addprefix --disable-error-code=,arg-type return-value dict-item 
 lint: $(BUILT) $(LINTERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m benchmarks.results_table --check
+	$(BIN)/python -m benchmarks table --check
 	rm -rf $(VENV)/typed
 	$(BIN)/python setup.py -q build_py --build-lib $(VENV)/typed
 	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p weaveopt
@@ -103,9 +103,8 @@ dist: $(INSTALLED) requirements-dist.txt
 	$(BIN)/python -m distribution.build $(DIST_ARGS)
 
 bench: $(BUILT)
-	$(BIN)/python -m benchmarks.all_reduce_rms_norm
-	$(BIN)/python -m benchmarks.llama_layers
-	$(BIN)/python -m benchmarks.results_table
+	$(BIN)/python -m benchmarks run --all --device cpu --machine $(or $(MACHINE),cpu) $(if $(QUICK),--quick)
+	$(if $(QUICK),,$(BIN)/python -m benchmarks table)
 
 hosts-demo: $(BUILT)
 	$(BIN)/python -m tests.hosts.demo $(HOSTS_DEMO_ARGS)
@@ -131,13 +130,11 @@ gpu-sanitize:
 	compute-sanitizer --tool memcheck --target-processes all --kernel-name kns=weave --report-api-errors no \
 	    --error-exitcode 9 python3 -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.op_ranks --quick
 
-# Figures go to benchmarks/results/$(MACHINE)/. From a copy without git history: BENCHMARK_COMMIT=$(git rev-parse HEAD).
+# All GPU benchmarks; figures go to benchmarks/results/$(MACHINE)/. From a copy without git history: BENCHMARK_COMMIT=$(git rev-parse HEAD).
 gpu-bench:
 	python3 -m pip install -q --no-build-isolation --no-deps -e .
-	python3 -m benchmarks.all_reduce_rms_norm --device cuda --machine $(MACHINE) --all
-	python3 -m benchmarks.llama_layers --device cuda --machine $(MACHINE)
-	python3 -m benchmarks.prediction --device cuda --machine $(MACHINE) --profile $(PROFILE)
-	python3 -m benchmarks.results_table
+	python3 -m benchmarks run --all --device gpu --machine $(or $(MACHINE),gpu) $(if $(QUICK),--quick)
+	$(if $(QUICK),,python3 -m benchmarks table)
 
 $(INSTALLED): $(REQUIREMENTS) $(if $(filter newest,$(VERSIONS)),FORCE)
 	@command -v g++ >/dev/null || { echo "weaveopt: g++ not found: install a C++17 compiler (apt install g++)" >&2; exit 1; }

@@ -7,14 +7,18 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.suite import UsageError
+from weaveopt.wording import counted
+
 Scalar = bool | int | float | str
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "weaveopt")
+MOST_LISTED = 40
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,69 @@ def row(
     )
 
 
-def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row], beside: bool = False) -> Path:
+def save(path: Path, rows: Sequence[Row]) -> None:
+    """Writes rows by themselves: the ranks of one world to those of the next."""
+    path.write_text(json.dumps([asdict(entry) for entry in rows]))
+
+
+def load(path: Path) -> list[Row]:
+    """Rows that `save` wrote; none before it did."""
+    return [Row(**entry) for entry in json.loads(path.read_text())] if path.exists() else []
+
+
+def line(found: Row) -> str:
+    """One row on one line."""
+    words = " ".join(f"{name}={value}" for name, value in found.case.items())
+    others = ", ".join(f"{name} {us:.1f}" for name, us in found.baselines.items())
+    limits = "".join(
+        f", {name} {us:.1f}" for name, us in (("predicted", found.predicted_us), ("bound", found.bound_us)) if us
+    )
+    more = ", ".join(f"{name} {value}" for name, value in found.parameters.items())
+    return f"{words}: weave {found.weave_us:.1f} us | {others} | {found.ratio:.3f}x{limits}" + (
+        f" | {more}" * bool(more)
+    )
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns of plain text."""
+    widths = [max(len(row[index]) for row in [columns, *rows]) for index in range(len(columns))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [columns, *rows]]
+    return "\n".join([title, *lines])
+
+
+def summary(title: str, rows: Sequence[Row]) -> str:
+    """Short table of rows, and the least ratio of all; of many rows the 40 with the least ratios."""
+    listed = rows if len(rows) <= MOST_LISTED else sorted(rows, key=lambda found: found.ratio)[:MOST_LISTED]
+    keys = list(dict.fromkeys(key for found in listed for key in found.case))
+    columns = [*keys, "weave us", "best baseline", "us", "ratio", "predicted", "bound"]
+
+    def number(us: float | None) -> str:
+        return "" if us is None else f"{us:.1f}"
+
+    lines = [
+        [
+            *(str(found.case.get(key, "")) for key in keys), number(found.weave_us), found.best_baseline,
+            number(found.baselines[found.best_baseline]), f"{found.ratio:.3f}", number(found.predicted_us),
+            number(found.bound_us),
+        ]
+        for found in listed
+    ]  # fmt: skip
+    least = min(found.ratio for found in rows)
+    return f"{table(title, columns, lines)}\n{counted(len(rows), 'row')}, least ratio {least:.3f}"
+
+
+def check_card(suite: str, machine: str) -> None:
+    """Raises `UsageError` where the suite's result file is of other GPUs than this host's."""
+    path = RESULTS / machine / f"{suite}.json"
+    if path.exists():
+        _kept(path, [], _gpus())
+
+
+def write(suite: str, machine: str, rows: Sequence[Row], beside: bool = False) -> Path:
     """Writes the suite's result file and returns its path.
 
-    `beside`: cases of the file that is there, and that `rows` has not, stay; each tells when it was measured. A file
-    of other GPUs ends the run, as no file has rows of two.
+    `beside`: rows of the present file whose cases `rows` does not have stay; each says when it was measured. Raises
+    `UsageError` where that file is of other GPUs, as no file has rows of two.
     """
     path = RESULTS / machine / f"{suite}.json"
     host = {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), **_gpus()}
@@ -80,11 +142,11 @@ def write(suite: str, machine: str, rows: tuple[Row, ...] | list[Row], beside: b
     return path
 
 
-def _kept(path: Path, rows: tuple[Row, ...] | list[Row], host: Mapping[str, Scalar]) -> list[dict[str, object]]:
+def _kept(path: Path, rows: Sequence[Row], host: Mapping[str, Scalar]) -> list[dict[str, object]]:
     before = json.loads(path.read_text())
     then, now = _card(before["host"]), _card(host)
     if then != now:
-        raise SystemExit(f"{path} has rows of {then}, and this is {now}: name another --machine")
+        raise UsageError(f"{path} has rows of {then}, and this is {now}: name another --machine")
     again = [dict(row.case) for row in rows]
     kept = [row for row in before["rows"] if row["case"] not in again]
     for row in kept:

@@ -1,12 +1,11 @@
 """RESULTS.md and the plots, from every `benchmarks/results/<machine>/<suite>.json`.
 
-python -m benchmarks.results_table            writes benchmarks/RESULTS.md and benchmarks/results/<machine>/*.png
-python -m benchmarks.results_table --check    exits with 1 if RESULTS.md is not what the files give
+python -m benchmarks table            writes benchmarks/RESULTS.md and benchmarks/results/<machine>/*.png
+python -m benchmarks table --check    exits with 1 if RESULTS.md is not what the files give
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -22,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
 HEAD = """# Results
 
-Made by `python -m benchmarks.results_table` from `benchmarks/results/`; do not edit. Times are microseconds: the
+Made by `python -m benchmarks table` from `benchmarks/results/`; do not edit. Times are microseconds: the
 median over iterations, and of the ranks the slowest, all columns of a row from one run. *ratio* is the best baseline
 over weave: above 1, weave is faster. *bound* is the time below which no treatment of communication can go; each suite
 says how it is found.
@@ -154,19 +153,15 @@ def page(suites: list[Suite]) -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+def write(only_check: bool) -> int:
+    """RESULTS.md and the plots; with `only_check` returns 1 if the page is not current, and writes nothing."""
     paths = sorted(HERE.glob("results/*/*.json"))
     suites = [read(path) for path in paths]
     text = page(suites)
-    if args.check:
+    if only_check:
         current = RESULTS.read_text() if RESULTS.exists() else ""
         if current != text:
-            print(
-                f"{RESULTS} is not what the result files give: run python -m benchmarks.results_table", file=sys.stderr
-            )
+            print(f"{RESULTS} is not what the result files give: run python -m benchmarks table", file=sys.stderr)
         return int(current != text)
     RESULTS.write_text(text)
     if importlib.util.find_spec("matplotlib") is None:
@@ -176,7 +171,3 @@ def main() -> int:
         plot(f"{suite.name}, {suite.machine}", suite.rows, path.with_suffix(".png"))
     print(f"{RESULTS}: {counted(len(suites), 'suite')}, {counted(sum(len(suite.rows) for suite in suites), 'row')}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

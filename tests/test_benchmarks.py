@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, experts_trace_gpu, gpu_clocks, layer_trace, plots, record, results_table
-from benchmarks import all_reduce_rms_norm_gpu as gpu
-from benchmarks.all_reduce_rms_norm_variants import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
-from benchmarks.gpu_ranks import Place, order_of
+from benchmarks import accuracy, clocks, plots, record, results_table, traces
 from benchmarks.peer_library import flashinfer
-from benchmarks.prediction_cases import CPU, GPU
+from benchmarks.ranks import Place
 from benchmarks.record import Row
+from benchmarks.suite import Asked, UsageError
+from benchmarks.suites import all_reduce as gpu
+from benchmarks.timing import order_of
+from benchmarks.workloads.prediction import CPU, GPU
+from benchmarks.workloads.reduction import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
 from weaveopt.measure.cases import gemm, memory
 from weaveopt.measure.cases.all_reduce_norm import peer, shm
 from weaveopt.reductions.buffers import MAILBOXES, buffers_of_call
@@ -27,8 +29,13 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 PLACE = Place(0, 4, torch.device("cpu"))
 
 
-def bench(*suites: str, world: int = 4) -> gpu.Bench:
-    return gpu.Bench(Place(0, world, PLACE.device), gpu.Asked(suites, "h200x4"))
+def bench(suite: str, world: int = 4) -> gpu.Bench:
+    return gpu.Bench(Place(0, world, PLACE.device), suite, "h200x4")
+
+
+def jobs_of(found: gpu.Bench) -> list[gpu.Job]:
+    [suite] = [suite for suite in gpu.SUITES if suite.name == found.suite]
+    return [found.job(case) for case in suite.cases(Asked("h200x4"))]
 
 
 def times(job: gpu.Job, world: int) -> dict[str, float]:
@@ -37,8 +44,8 @@ def times(job: gpu.Job, world: int) -> dict[str, float]:
     return us | {NCCL: 2 * floor, SYMM_ONE_SHOT: 1.9 * floor, SYMM_TWO_SHOT: 1.8 * floor}
 
 
-def all_rows(found: gpu.Bench, suite: str) -> list[Row]:
-    return [row for job in found.jobs(suite) for row in found.rows(suite, job, times(job, found.place.world))]
+def all_rows(found: gpu.Bench) -> list[Row]:
+    return [row for job in jobs_of(found) for row in found.rows(job, times(job, found.place.world))]
 
 
 def test_flashinfer_times_are_of_the_faster_form() -> None:
@@ -52,7 +59,7 @@ def test_flashinfer_times_are_of_the_faster_form() -> None:
 
 @pytest.mark.parametrize(("suite", "least"), [(gpu.MAIN, 32), (gpu.CTAS, 4), (gpu.SHAPES, 60), (gpu.SUMS, 20)])
 def test_suites_have_their_cases(suite: str, least: int) -> None:
-    jobs = bench(suite).jobs(suite)
+    jobs = jobs_of(bench(suite))
     assert len(jobs) >= least
     for job in jobs:
         names = [variant.name for variant in job.variants]
@@ -78,8 +85,7 @@ def test_a_call_means_what_inductor_is_given() -> None:
 
 
 def test_rows_of_the_main_suite() -> None:
-    found = bench(gpu.MAIN)
-    rows = all_rows(found, gpu.MAIN)
+    rows = all_rows(bench(gpu.MAIN))
     sharded = [row for row in rows if row.case["sum"] == "sharded"]
     assert len(sharded) == len(gpu.TOKENS) * len(gpu.HIDDENS)
     assert len(rows) == len(sharded) + len(gpu.WHOLE_TOKENS) * len(gpu.HIDDENS)
@@ -87,19 +93,15 @@ def test_rows_of_the_main_suite() -> None:
     assert all(set(row.baselines) == {NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT} for row in rows)
     assert any(row.predicted_us is not None for row in rows)
     assert "peer_library_us" in sharded[0].parameters
-    assert "worst ratio" in gpu.summary(gpu.MAIN, rows)
+    assert f"{len(rows)} rows, least ratio" in record.summary(gpu.MAIN, rows)
 
 
 @pytest.mark.parametrize("suite", [gpu.MAIN, gpu.CTAS, gpu.SHAPES, gpu.SUMS])
 def test_pages_and_plots(tmp_path: Path, suite: str) -> None:
-    found = [bench(suite, world=world) for world in (4, 2)]
-    together = gpu.Found()
-    for each in found:
-        each.found.rows[suite] = all_rows(each, suite)
-        each.found.save(tmp_path / "found.json")
-        together.add_from(tmp_path / "found.json")
-    rows = together.rows[suite]
-    assert len(rows) == 2 * len(found[0].found.rows[suite])
+    four, two = (all_rows(bench(suite, world=world)) for world in (4, 2))
+    record.save(tmp_path / "rows.json", [*four, *two])
+    rows = record.load(tmp_path / "rows.json")
+    assert rows == [*four, *two] and len(four) == len(two)
     file = {
         "suite": suite, "machine": "made-up", "host": {"processor": "x", "cores": 1, "gpus": "4 x y"},
         "date": "2026-11-20", "commit": None, "versions": {"cuda": "13.0"}, "rows": [vars(row) for row in rows],
@@ -183,7 +185,7 @@ def test_no_file_has_rows_of_two_cards(tmp_path: Path, monkeypatch: pytest.Monke
 
     write("2 x NVIDIA H200", 1)
     path = write("1 x NVIDIA H200", 2)
-    with pytest.raises(SystemExit, match="rows of NVIDIA H200, and this is NVIDIA H100 80GB HBM3: name another"):
+    with pytest.raises(UsageError, match="rows of NVIDIA H200, and this is NVIDIA H100 80GB HBM3: name another"):
         write("2 x NVIDIA H100 80GB HBM3", 3)
     assert len(results_table.read(path).rows) == 2
 
@@ -191,12 +193,12 @@ def test_no_file_has_rows_of_two_cards(tmp_path: Path, monkeypatch: pytest.Monke
 def test_clocks_are_means_of_the_settled_samples() -> None:
     idle, held = "1980, Not Active, 300.5", "1500, Active, 700.0"
     lines = ["345, Not Active, 90.0", *[idle] * 2, *[held] * 6, "[N/A], Active, 1.0", "15", "1500, Active"]
-    found = gpu_clocks.parse("\n".join(lines))
+    found = clocks.parse("\n".join(lines))
     assert found is not None
     assert found.sm_mhz == pytest.approx((1980 + 6 * 1500) / 7) and found.limited == pytest.approx(6 / 7)
     assert found.watts == pytest.approx((300.5 + 6 * 700.0) / 7)
-    assert gpu_clocks.parse("") is None
-    assert gpu_clocks.parse("[N/A], Active, 700.0") is None
+    assert clocks.parse("") is None
+    assert clocks.parse("[N/A], Active, 700.0") is None
 
 
 def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
@@ -208,12 +210,12 @@ def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
         events.append({"ph": "X", "cat": "kernel", "name": name, "ts": 10.0 * number, "dur": 9.0})
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    found = layer_trace.layer(layer_trace.read(path), layers=4)
-    assert [layer_trace.LAYER.of(kernel) for kernel in found] == ["attention", "GEMM", "exchange", "other"]
+    found = traces.layer(traces.read(path), layers=4)
+    assert [traces.LAYER.of(kernel) for kernel in found] == ["attention", "GEMM", "exchange", "other"]
     assert found[0].begin == 10.0 * len(names) * (4 + 2)
-    push = layer_trace.Kernel("void weave::gpu::push_tiles<__nv_bfloat16, 256>(PushedTiles)", 0.0, 1.0)
-    assert layer_trace.LAYER.of(push) == "GEMM and exchange"
-    layer_trace.draw([("before", found), ("after", found[:2])], tmp_path / "layer.png")
+    push = traces.Kernel("void weave::gpu::push_tiles<__nv_bfloat16, 256>(PushedTiles)", 0.0, 1.0)
+    assert traces.LAYER.of(push) == "GEMM and exchange"
+    traces.draw([("before", found), ("after", found[:2])], tmp_path / "layer.png")
     assert (tmp_path / "layer.png").stat().st_size > 1000
 
 
@@ -221,15 +223,15 @@ def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
     """The last one; GEMMs in one kernel and in two are told apart."""
     gemms = [f"weave::moe_experts::grouped_gemm<bf16, (weave::moe_experts::Product){which}>" for which in (0, 3)]
     names = ("route", *gemms, "weave::moe_experts::both_gemms<bf16>", "combine")
-    kernels = [layer_trace.Kernel(name, 10.0 * at, 9.0) for at, name in enumerate(names * 3)]
-    found = experts_trace_gpu.last_call(kernels)
-    assert [experts_trace_gpu.EXPERTS.of(kernel) for kernel in found] == [
+    kernels = [traces.Kernel(name, 10.0 * at, 9.0) for at, name in enumerate(names * 3)]
+    found = traces.last_call(kernels)
+    assert [traces.EXPERTS.of(kernel) for kernel in found] == [
         "routing", "first GEMM", "second GEMM", "both GEMMs", "sum",
     ]  # fmt: skip
     assert found[0].begin == 10.0 * len(names) * 2
-    with pytest.raises(SystemExit, match="found 1 sums"):
-        experts_trace_gpu.last_call(kernels[: len(names)])
-    layer_trace.draw([("experts", found)], tmp_path / "experts.png", experts_trace_gpu.EXPERTS)
+    with pytest.raises(UsageError, match="found 1 sums"):
+        traces.last_call(kernels[: len(names)])
+    traces.draw([("experts", found)], tmp_path / "experts.png", traces.EXPERTS)
     assert (tmp_path / "experts.png").stat().st_size > 1000
 
 

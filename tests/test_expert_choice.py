@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.moe_experts_cases import MODELS
 from benchmarks.record import RESULTS
+from benchmarks.workloads.experts import MODELS
 from weaveopt import cost_model
 from weaveopt.cost_model.exchange import ShardedMixture, gpu_parts
 from weaveopt.cost_model.mixture import Mixture, fastest_kernels
@@ -69,7 +69,7 @@ def test_no_choice_is_slower_than_compiled_transformers(machine: str) -> None:
 
 def test_no_choice_for_sharded_tokens_is_slower_than_the_library() -> None:
     """Four models, token counts from 1 to 8192 of each of two ranks, uniform and skewed routing."""
-    from benchmarks.moe_sharded_gpu import MODELS as SHARDED
+    from benchmarks.suites.moe_sharded import MODELS as SHARDED
 
     profile, found = cost_model.load("h100x2"), {}
     for row in json.loads((RESULTS / "h100x2" / "moe_sharded.json").read_text())["rows"]:

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.overlap_prediction import Size, sizes_of, summary
+from benchmarks.workloads.overlap_prediction import Size, sizes_of, summary
 from weaveopt import cost_model
 
 

@@ -8,11 +8,12 @@ from itertools import cycle
 
 import torch
 
-from benchmarks import accuracy, prediction_sweep, results_table
-from benchmarks.prediction_cases import Trial
-from benchmarks.prediction_model import predict_again, swept_row
-from benchmarks.prediction_sweep import AGAIN, CPU, GPU, Span, draw, is_doubtful, plan, settle
+from benchmarks import accuracy, results_table
 from benchmarks.record import Row
+from benchmarks.workloads import prediction_sweep
+from benchmarks.workloads.prediction import Trial
+from benchmarks.workloads.prediction_model import predict_again, swept_row
+from benchmarks.workloads.prediction_sweep import AGAIN, CPU, GPU, Span, draw, is_doubtful, plan, settle
 from tests.ranks import run_ranks
 from weaveopt import cost_model
 from weaveopt.measure.clock import Sample

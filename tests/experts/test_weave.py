@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import weaveopt
-from tests.executing import executing
 from tests.experts.test_models import gradients, load
 from tests.models import one_layer, save
 from tests.ranks import run_ranks
 from tests.sharded_models import FAMILY_OF, ids_of, sharded
-from weaveopt.config import Config, OptionValue
+from weaveopt.config import OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
@@ -23,16 +22,16 @@ from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import traffic
 from weaveopt.ops.moe_sharded.shm import ShmSite
 from weaveopt.records.memory import Buffer
-from weaveopt.records.report import Decision, GraphReport
+from weaveopt.records.report import Decision
 
 RULE, KIND = "moe_sharded", "expert_exchange"
-FORCED = Config(force=(RULE,), strict=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixtures")
-    save(FAMILY_OF["gpt_oss"], str(path / "gpt_oss"))
+    for name in ("mixtral", "gpt_oss"):
+        save(FAMILY_OF[name], str(path / name))
     return path
 
 
@@ -43,15 +42,13 @@ def one_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def exchanges(graphs: Sequence[GraphReport]) -> list[Decision]:
+def exchanges(model: object) -> list[Decision]:
+    graphs = weaveopt.report(model).graphs
     return [each for graph in graphs for each in graph.decisions if each.site.kind == KIND]
 
 
 def run_rewritten(rank: int, world: int, folder: Path) -> None:
-    """One batch on all ranks. The second and third call have other token counts: one graph more, for any number.
-
-    Two mixtures in a graph, whose code nobody generates: `run_own_batches` goes through Inductor.
-    """
+    """One batch on all ranks. The second and third call have other token counts: one graph more, for any number."""
     bound: list[ShmSite] = []
 
     def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
@@ -60,15 +57,13 @@ def run_rewritten(rank: int, world: int, folder: Path) -> None:
 
     ShmSite.bind = staticmethod(bind)  # type: ignore[method-assign]
     theirs, ours = (load(folder, FAMILY_OF["gpt_oss"], each, world) for each in ("all_to_all", "weave"))
-    reports: list[GraphReport] = []
-    compiled = torch.compile(ours, backend=executing(FORCED, reports), fullgraph=True)
+    compiled = torch.compile(ours, backend="weave", fullgraph=True, options={"force": [RULE], "strict": True})
     with torch.no_grad():
         for tokens in (7, 12, 20):
             want = theirs(ids_of(3, tokens), use_cache=False).logits
             got = compiled(ids_of(3, tokens), use_cache=False).logits
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert len(reports) == 2
-    decisions = exchanges(reports)
+    decisions = exchanges(compiled)
     assert decisions and all(each.chosen.choice == RULE for each in decisions), decisions
     assert len(bound) >= 2, "two mixtures"
     assert all(sum(site.traffic) > 0 for site in bound), f"{[site.traffic for site in bound]}"
@@ -93,8 +88,8 @@ def run_own_batches(rank: int, world: int, folder: Path) -> None:
             want = theirs(ids, use_cache=False).logits
             got = compiled(ids, use_cache=False).logits
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{tokens}: {m}")  # noqa: B023
-    decisions = exchanges(weaveopt.report(compiled).graphs)
-    assert len(decisions) >= 2 and all(each.chosen.choice == RULE for each in decisions), decisions
+    decisions = exchanges(compiled)
+    assert len(decisions) >= 4 and all(each.chosen.choice == RULE for each in decisions), decisions
     assert {each.site.tokens.hint for each in decisions} == {OWN_BATCH_TOKENS}
     told = [line for graph in weaveopt.report(compiled).graphs for line in graph.timed]
     assert told == [], "such a site is not even tried by itself"
@@ -118,8 +113,8 @@ def run_watched(rank: int, world: int, folder: Path) -> None:
     run_own_batches(rank, world, folder)
 
 
-def test_own_batches(one_mixture: Path) -> None:
-    run_ranks(run_watched, 2, 2, one_mixture, timeout_s=400)
+def test_own_batches(folder: Path) -> None:
+    run_ranks(run_watched, 2, 2, folder, timeout_s=400)
 
 
 def run_training(rank: int, world: int, folder: Path) -> None:
@@ -138,9 +133,9 @@ def test_own_batches_train(one_mixture: Path) -> None:
 
 
 def run_without_arena(rank: int, world: int, folder: Path) -> None:
-    """Rank 1 has no memory to share: both go through the library, and are told why. No code is generated for it."""
+    """Rank 1 has no memory to share: both go through the library, and are told why."""
     theirs, ours = (sharded(folder, FAMILY_OF["mixtral"], each, world) for each in ("all_to_all", "weave"))
-    compiled = torch.compile(ours, backend=executing(FORCED, []), fullgraph=True)
+    compiled = torch.compile(ours, backend="weave", fullgraph=True, options={"force": [RULE], "strict": True})
     if rank == 1:
 
         def failing(*_: object) -> None:
@@ -155,5 +150,5 @@ def run_without_arena(rank: int, world: int, folder: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_rank_without_memory(one_mixture: Path) -> None:
-    run_ranks(run_without_arena, 2, 2, one_mixture, timeout_s=300)
+def test_a_rank_without_memory(folder: Path) -> None:
+    run_ranks(run_without_arena, 2, 2, folder, timeout_s=300)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import generate_gpu
-from benchmarks.generate_gpu import SHAPES, bytes_read, num_layers, parse
+from benchmarks.suite import Asked, UsageError
+from benchmarks.suites import generate
+from benchmarks.suites.generate import LAYERS, SHAPES, Case, bytes_read, cases, num_layers
 
 
 @pytest.mark.parametrize(("name", "tied"), [("8b", False), ("1b", True)])
@@ -25,13 +26,15 @@ def test_bytes_that_a_step_reads(name: str, tied: bool) -> None:
 
 
 def test_arguments() -> None:
-    asked = parse(["--models", "1b", "--layers", "4", "--batches", "1", "--variants", "weave", "inductor_graphs"])
-    assert (asked.models, asked.batches, asked.layers) == (("1b",), (1,), 4)
-    assert num_layers("1b", asked.layers) == 4 and num_layers("1b", 99) == num_layers("1b", None) == 16
-    with pytest.raises(SystemExit):
-        parse(["--variants", "eager", "inductor"])
+    given = {"models": "1b", "layers": "4", "batches": "1", "variants": "weave,inductor_graphs", "choices": "greedy"}
+    asked = Asked("gpu", values=given)
+    assert cases(asked) == [Case("1b", 1, "greedy")] and asked.of(LAYERS) == 4
+    assert num_layers("1b", 4) == 4 and num_layers("1b", 99) == num_layers("1b", 0) == 16
+    for wrong in ({"variants": "eager,inductor"}, {"new_tokens": "4"}, {"models": "7b"}):
+        with pytest.raises(UsageError):
+            cases(Asked("gpu", values=wrong))
 
 
 def test_a_step_is_the_time_between_tokens_once_all_is_recorded() -> None:
-    clock = generate_gpu.TokenClock([0.0, 10.0, 20.0, 30.0, 40.0, *[50.0 + at for at in range(9)]])
+    clock = generate.TokenClock([0.0, 10.0, 20.0, 30.0, 40.0, *[50.0 + at for at in range(9)]])
     assert clock.step_us() == pytest.approx(1e6)

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import accuracy, results_table
-from benchmarks.prediction_model import predict_again, predicted_us
 from benchmarks.record import RESULTS, Row
+from benchmarks.workloads.prediction_model import predict_again, predicted_us
 from weaveopt import cost_model
 
 MACHINES = ("h200x4", "cpu")

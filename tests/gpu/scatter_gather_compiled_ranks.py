@@ -12,8 +12,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import weaveopt
-from benchmarks import gpu_ranks
-from benchmarks.gpu_ranks import Place
+from benchmarks.ranks import Place, barrier, run_and_exit
 from tests.gpu.profiles import with_curves, written_once
 from tests.gpu.scatter_gather_ranks import equal, small
 from weaveopt import cost_model
@@ -79,7 +78,7 @@ def compiled(place: Place, machine: str, early: bool, cuda_graphs: bool) -> None
         equal(run(shards[place.rank]), want(shards), f"turn {turn}, early {early}, cuda_graphs {cuda_graphs}")
     chosen = {(each.chosen.choice, each.chosen.variant) for each in weaveopt.report().graphs[-1].decisions}
     assert chosen == set(EARLY if early else LATE), chosen
-    gpu_ranks.barrier()
+    barrier()
 
 
 def program(place: Place) -> None:
@@ -93,4 +92,4 @@ def program(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gpu_ranks.run_and_exit(program)
+    run_and_exit(program)

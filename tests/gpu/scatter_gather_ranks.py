@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import gpu_ranks
-from benchmarks.gpu_ranks import Place
+from benchmarks.ranks import Place, barrier, run_and_exit
+from benchmarks.timing import capture as captured
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import RowsCall, memory_plan
@@ -61,12 +61,12 @@ def reserve(call: RowsCall) -> None:
 def poison() -> None:
     """Between calls, when no peer writes: all buffers are NaN in every dtype."""
     torch.cuda.synchronize()
-    gpu_ranks.barrier()
+    barrier()
     memory = peer.of("0")
     for buffer in memory.layout.buffers:
         memory.tensor(buffer.offset, (buffer.num_bytes,), torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
-    gpu_ranks.barrier()
+    barrier()
 
 
 def scatter_call(hidden: int, dtype: str, cut: TileCut | None, **more: object) -> GemmReduceScatterCall:
@@ -315,14 +315,14 @@ def replays(place: Place, rows: int, hidden: int, inner: int) -> None:
     def step() -> None:
         found[:] = [layers.run(held)]
 
-    graph = gpu_ranks.capture(step, torch.cuda.graph_pool_handle())
+    graph = captured(step, torch.cuda.graph_pool_handle())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(REPLAYS):
         held.copy_(inputs[turn % 3][place.rank])
         graph.replay()
         wrong += (found[0] != want[turn % 3]).sum()
     assert int(wrong) == 0, f"{int(wrong)} elements of {REPLAYS} replays of {rows} x {hidden} x {inner} differ"
-    gpu_ranks.barrier()
+    barrier()
     _alive.append(graph)
 
 
@@ -347,4 +347,4 @@ def program(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gpu_ranks.run_and_exit(program)
+    run_and_exit(program)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import gpu_ranks
-from benchmarks.gpu_ranks import Place
+from benchmarks.ranks import Place, barrier, run_and_exit
+from benchmarks.timing import capture as captured
 from tests.gpu.scatter_gather_ranks import (
     GATHER_CUTS,
     MOST_ROWS,
@@ -188,14 +188,14 @@ def replays(place: Place, rows: int, hidden: int, inner: int) -> None:
     def step() -> None:
         found[:] = [layers.run(held)]
 
-    graph = gpu_ranks.capture(step, torch.cuda.graph_pool_handle())
+    graph = captured(step, torch.cuda.graph_pool_handle())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(REPLAYS):
         held.copy_(inputs[turn % 3][place.rank])
         graph.replay()
         wrong += (found[0] != eager[turn % 3]).sum()
     assert int(wrong) == 0, f"{int(wrong)} elements of {REPLAYS} replays of {what} differ"
-    gpu_ranks.barrier()
+    barrier()
     _alive.append(graph)
 
 
@@ -218,4 +218,4 @@ def program(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gpu_ranks.run_and_exit(program)
+    run_and_exit(program)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, silu
 
 import weaveopt
-from benchmarks import gpu_ranks
-from benchmarks.gpu_ranks import Place
+from benchmarks.ranks import Place, barrier, run_and_exit
 from tests import forms
 from tests.gpu.captured import captured
 from tests.gpu.profiles import with_curves, written_once
@@ -195,7 +194,7 @@ def check(case: Case, place: Place, machine: str) -> None:
 
     ids = ids_of(case.tokens, 7)
     want = run(ids).clone()
-    gpu_ranks.barrier()
+    barrier()
     graph, result = captured(lambda: run(ids))
     for replay in range(REPLAYS):
         result.fill_(float("nan"))
@@ -206,7 +205,7 @@ def check(case: Case, place: Place, machine: str) -> None:
         ids.copy_(ids_of(case.tokens, seed))
         graph.replay()
         as_good(result, decoder(ids), exact(ids), f"{case.name}, replay with other tokens {seed}")
-    gpu_ranks.barrier()
+    barrier()
     place.say(f"{case.name}: {found}")
 
 
@@ -224,7 +223,7 @@ def check_symbolic(place: Place, machine: str) -> None:
     found, few = (reductions(graph) for graph in weaveopt.report().graphs[-2:])
     assert (RULE, "partials, copies") in found and OTHER not in dict(found), found
     assert {choice for choice, _ in few} == {"leave"}, few
-    gpu_ranks.barrier()
+    barrier()
     place.say(f"symbolic: {found}")
 
 
@@ -239,4 +238,4 @@ def program(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gpu_ranks.run_and_exit(program)
+    run_and_exit(program)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
-from benchmarks import gpu_ranks
-from benchmarks.gpu_ranks import Place
+from benchmarks.ranks import Place, barrier, run_and_exit
+from benchmarks.timing import capture as captured
 from tests.experts_cases import Sizes, make_operands
 from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
@@ -166,13 +166,13 @@ def make_case(form: Form, routing: str, counts: Sequence[int], place: Place, see
 
 def poison(place: Place) -> None:
     """NaN in all that ranks push, on every rank, while no call runs."""
-    gpu_ranks.barrier()
+    barrier()
     memory = peer.of(place.group)
     for name in ("moe_dispatch", "moe_combine"):
         buffer = memory.buffer(name)
         memory.tensor(buffer.offset, (buffer.num_bytes,), torch.uint8).fill_(0xFF)
     torch.cuda.synchronize()
-    gpu_ranks.barrier()
+    barrier()
 
 
 def reserve(place: Place) -> None:
@@ -288,7 +288,7 @@ def replays(place: Place, form: Form, kernels: Kernels, tokens: Sequence[int]) -
     def step() -> None:
         found[:] = [case.run(call) for case in static]
 
-    graph = gpu_ranks.capture(step, torch.cuda.graph_pool_handle())
+    graph = captured(step, torch.cuda.graph_pool_handle())
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(REPLAYS):
         at = turn % len(sets)
@@ -305,7 +305,7 @@ def replays(place: Place, form: Form, kernels: Kernels, tokens: Sequence[int]) -
             torch.cuda.synchronize()
     torch.cuda.synchronize()
     assert int(wrong) == 0, f"{int(wrong)} results of {REPLAYS} replays have other bits: {form}, {kernels}"
-    gpu_ranks.barrier()
+    barrier()
 
 
 def timed(name: str, run: Callable[[], None], place: Place) -> None:
@@ -328,9 +328,9 @@ def program(place: Place) -> None:
         timed("replays", lambda: replays(place, PLAIN, Kernels.HOPPER, (64, 5, 300)), place)
         timed("replays, many experts", lambda: replays(place, MANY, Kernels.HOPPER, (256, 1)), place)
         timed("replays, Triton", lambda: replays(place, PLAIN, Kernels.TRITON, (37, 1)), place)
-    gpu_ranks.barrier()
+    barrier()
     print("sharded tokens agree", flush=True)
 
 
 if __name__ == "__main__":
-    gpu_ranks.run_and_exit(program)
+    run_and_exit(program)

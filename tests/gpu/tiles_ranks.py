@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import gpu_ranks
-from benchmarks.gpu_ranks import Place
+from benchmarks.ranks import Place, barrier, run_and_exit
+from benchmarks.timing import capture as captured
 from tests.gpu.op_cases import BULK, GEMMA, TIMEOUT_S, Case, make_call, make_inputs
 from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
@@ -95,14 +95,14 @@ def grid(place: Place) -> None:
         if case.sum_out is SumOut.SHARDED:
             rows = slice(*(tokens * (place.rank + step) // place.world for step in (0, 1)))
         what = f"{tokens} x {hidden} x {k} {dtype}, cut {cut}, {case}, rank {place.rank}"
-        gpu_ranks.barrier()
+        barrier()
         for _ in range(2):
             normalized, total = site.run(*factors[place.rank], operands, cut)
             if case.norm is not None:
                 assert_close(normalized, want[0], KERNEL, f"{what}, normalized", kind)
             if case.sum_out is not SumOut.NONE:
                 assert_close(total[rows], want[1][rows], KERNEL, f"{what}, sum", kind)
-        gpu_ranks.barrier()
+        barrier()
 
 
 def replays(place: Place, tokens: int, hidden: int, k: int, count: int = REPLAYS) -> None:
@@ -116,7 +116,7 @@ def replays(place: Place, tokens: int, hidden: int, k: int, count: int = REPLAYS
     def step() -> None:
         found[:] = [site.run(*factors, operands, cut)[0] for cut in CUTS]
 
-    graph = gpu_ranks.capture(step, pool)
+    graph = captured(step, pool)
     graph.replay()
     torch.cuda.synchronize()
     first = [each.clone() for each in found]
@@ -126,7 +126,7 @@ def replays(place: Place, tokens: int, hidden: int, k: int, count: int = REPLAYS
     for got, want in zip(found, first, strict=True):
         assert torch.equal(got, want), "a replay gives other bits"
         assert torch.equal(got, found[0]), "cuts give other bits"
-    gpu_ranks.barrier()
+    barrier()
 
 
 def program(place: Place) -> None:
@@ -141,4 +141,4 @@ def program(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gpu_ranks.run_and_exit(program)
+    run_and_exit(program)

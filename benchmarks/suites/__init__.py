@@ -1,0 +1,1 @@
+"""Suites: each module declares `SUITES`, and is found by being here."""

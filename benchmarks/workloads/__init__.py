@@ -1,0 +1,1 @@
+"""Models, data and the ways to compute them that suites measure."""
