@@ -13,13 +13,13 @@ CHOICE = "choice"
 SWEPT = "swept"
 """Parameter of those rows of which only the choice and leaving were measured: how often each of the two was."""
 NEVER_SLOWER = 0.99
-"""Of the speed of leaving a site alone: what a choice must have at least."""
+"""Least acceptable speed of a choice, as a share of the speed of leaving the site alone."""
 KIND = "kind"
 ALL = "all"
 
 
 def is_accuracy(rows: Sequence[Row]) -> bool:
-    """Whether these are the rows of the suite `prediction`."""
+    """True if these are rows of the suite `prediction`."""
     return bool(rows) and all(KIND in row.case for row in rows)
 
 
@@ -35,7 +35,7 @@ def p90(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of the predictions of one kind."""
+    """Errors of the predictions of one kind."""
 
     kind: str
     cases: int
@@ -46,7 +46,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Best:
-    """Of sites whose candidates were all measured: the choice's speed, of the best candidate's."""
+    """The choice's speed as a share of the best candidate's, at sites whose candidates were all measured."""
 
     sites: int
     mean: float
@@ -55,12 +55,12 @@ class Best:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Of all sites: the choice's speed, of that of leaving the site alone."""
+    """The choice's speed as a share of the speed of leaving the site alone, at all sites."""
 
     sites: int
     least: float
     worst: str
-    """Where it is the least."""
+    """Site with the least share."""
     slower: int
     """Sites below `NEVER_SLOWER`."""
     unknown: int

@@ -12,7 +12,7 @@ LEAST_POINTS = 2
 
 @dataclass(frozen=True)
 class Axis:
-    """What a panel's rows grow by."""
+    """Size along which a panel's rows grow."""
 
     label: str
     size: Callable[[Row], int]
@@ -35,7 +35,7 @@ class Panel:
     title: str
     axis: Axis
     rows: tuple[Row, ...]
-    """By size."""
+    """Sorted by size."""
 
     @property
     def sizes(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What bounds a kernel on the GPU that is there: how fast its memory is read, and how fast it multiplies."""
+"""Bounds of kernels on this GPU: how fast its memory is read, and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Limits:
     bytes_per_us: float
     """Read from memory."""
     flops_per_us: float
-    """Of bf16 or fp16 GEMMs."""
+    """GEMMs of bf16 or fp16."""
 
 
 LIMITS = {
     "H200": Limits(4.1e6, 720e6),
     "H100": Limits(2.86e6, 720e6),  # not measured: an H200's share of the data sheet's 3.35 TB/s
 }
-"""By a word of the GPU's name."""
+"""Limits by a word of the GPU's name."""
 
 
 def limits(device: torch.device) -> Limits:

@@ -18,7 +18,7 @@ Rows = Sequence[Row]
 Panel = tuple[int, int]
 """Ranks and hidden size."""
 NOT_RED = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
-"""Of baselines: weave is red."""
+"""Colors of baselines; weave is red."""
 
 
 def plot(title: str, rows: Rows, path: Path) -> None:

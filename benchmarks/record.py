@@ -32,9 +32,9 @@ class Row:
     ratio: float
     """Best baseline's time over ours: above 1 we are faster."""
     predicted_us: float | None
-    """What the cost model says of this case."""
+    """Time that the cost model predicts."""
     bound_us: float | None
-    """What the hardware allows at best."""
+    """Time below which the hardware does not allow."""
     parameters: dict[str, Scalar]
 
 
@@ -200,7 +200,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cuda_versions() -> dict[str, str]:
-    """Of what runs on the GPUs; empty without any."""
+    """Versions of what runs on the GPUs; empty without any."""
     import torch
 
     if not torch.cuda.is_available():

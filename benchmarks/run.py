@@ -37,7 +37,7 @@ class Run:
     names: tuple[str, ...]
     asked: Asked
     device: str
-    """Of two suites of one name, and of `--all`."""
+    """Chooses between two suites of one name, and the suites of `--all`."""
     filters: tuple[str, ...] = ()
     worlds: tuple[int, ...] = ()
     """Numbers of ranks instead of the suite's."""
@@ -130,7 +130,7 @@ def rank_main(suite: Suite[Case], run: Run) -> None:
 def run_one(suite: Suite[Case], run: Run) -> int:
     """Runs a suite with each number of ranks and prints its table; returns an exit code."""
     cases_of(suite, run)
-    if run.writes:
+    if run.writes and not suite.replaces:
         record.check_card(suite.name, run.asked.machine)
     with tempfile.TemporaryDirectory() as folder:
         saved, code = Path(folder) / "rows.json", 0

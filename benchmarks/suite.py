@@ -1,4 +1,4 @@
-"""What a benchmark suite declares: its cases, baselines and variants, what it needs, and what a run may set."""
+"""Declaration of a benchmark suite: its cases, baselines and variants, what it needs, and what a run may set."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Setting(Generic[T]):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command line asks of a suite."""
+    """Choices of a command line for a suite."""
 
     machine: str
     """Folder of `benchmarks/results/` for the figures."""
     quick: bool = False
     values: Mapping[str, str] = field(default_factory=dict)
-    """Of `--set`, by name."""
+    """Values of `--set`, by name."""
 
     def of(self, setting: Setting[T]) -> T:
         """The setting's value in this run. Raises `UsageError`."""
@@ -83,7 +83,7 @@ class Needs:
     """The only values of `--machine` allowed; empty: any."""
 
     def lack(self, machine: str) -> str:
-        """What this host does not have; empty: nothing."""
+        """Says what this host does not have; empty: nothing."""
         import torch
 
         if self.machines and machine not in self.machines:
@@ -138,9 +138,9 @@ class Suite(Generic[C]):
     ours: tuple[str, ...]
     baselines: tuple[str, ...]
     predicted: str = ""
-    """What `predicted_us` of a row is; empty: nothing is predicted."""
+    """Meaning of `predicted_us` in rows; empty: nothing is predicted."""
     bound: str = ""
-    """What `bound_us` of a row is; empty: there is none."""
+    """Meaning of `bound_us` in rows; empty: there is none."""
     settings: tuple[Setting[object], ...] = ()
     by_name_only: bool = False
     """Not part of `--all`."""

@@ -111,7 +111,7 @@ def graphs_us(
 
 
 def attempt(place: Place, what: str, act: Callable[[], T]) -> T | None:
-    """What `act` returns; None where it raises on any rank, which is said."""
+    """Result of `act`; None where it raises on any rank, which is said."""
     found, why = None, ""
     try:
         found = act()

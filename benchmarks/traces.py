@@ -22,7 +22,7 @@ from benchmarks.suite import UsageError
 
 @dataclass(frozen=True)
 class Kinds:
-    """What kernels of a trace are, by words in their names; the first that fits, in this order."""
+    """Kinds of kernels by words in their names; the first that fits, in this order."""
 
     words: Mapping[str, tuple[str, ...]]
     colors: Mapping[str, str]
@@ -117,7 +117,7 @@ def read(path: Path) -> list[Kernel]:
 
 
 def layer(kernels: Sequence[Kernel], layers: int) -> list[Kernel]:
-    """Of the second of two runs, the second last layer: its attention and what follows until the next one's."""
+    """Second last layer of the second of two runs: its attention and what follows until the next one's."""
     run = kernels[len(kernels) // 2 :]
     begins = [index for index, kernel in enumerate(run) if LAYER.of(kernel) == "attention"]
     assert len(begins) >= layers, f"found {len(begins)} kernels of attention, expected one in each of {layers} layers"
@@ -151,7 +151,7 @@ def draw(traces: Sequence[tuple[str, list[Kernel]]], output: Path, kinds: Kinds 
 
 
 def last_call(kernels: list[Kernel]) -> list[Kernel]:
-    """Of a trace of several: what begins behind the last but one sum, up to the last."""
+    """Last of several calls: what begins after the last but one sum, up to the last."""
     sums = [index for index, kernel in enumerate(kernels) if EXPERTS.of(kernel) == "sum"]
     if len(sums) < 2:
         raise UsageError(f"found {len(sums)} sums of experts in the trace, expected one of each of several calls")

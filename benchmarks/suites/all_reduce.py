@@ -113,7 +113,7 @@ class Bench:
         return Job(case, tuple(variants), chosen)
 
     def choice(self, case: Case) -> Variant | None:
-        """What the profile's table picks for graphs of this one size; None where it leaves them to the library."""
+        """Variant that the profile's table picks for graphs of this one size; None: it leaves them alone."""
         rows = lowerings(
             self.machine, Fabric.PEER, case.hidden, "bfloat16", self.place.world, 1, case.tokens, case.tokens
         )
@@ -132,7 +132,7 @@ class Bench:
         return estimate.us + (norm_us(self.machine, 2 * workload.message_bytes, workload.hidden) if norm else 0.0)
 
     def with_whole_sum(self, job: Job) -> Variant | None:
-        """What the model picks where every rank needs the whole sum."""
+        """Variant that the model picks where every rank needs the whole sum."""
         if job.chosen is None:
             return None
         row = job.chosen.row

@@ -44,7 +44,7 @@ class Case:
 
 
 def unfused(partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What Llama's layers do between one product and the next."""
+    """All-reduce, addition and RMSNorm as in Llama's layers."""
     reduced = torch.ops._c10d_functional.all_reduce(partial, "sum", GROUP)
     total = torch.ops._c10d_functional.wait_tensor(reduced) + residual
     wide = total.float()

@@ -82,7 +82,7 @@ def described(how: Plan) -> dict[str, record.Scalar]:
 
 
 def compile_all(calls: list[Call]) -> None:
-    """What the calls launch, all compiled at a time; an error comes again where the launch is timed."""
+    """Compiles the kernels of all calls at a time; an error is raised again where the launch is timed."""
     from triton import AsyncCompileMode
 
     from weaveopt.ops.masked_attention import kernels

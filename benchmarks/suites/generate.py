@@ -101,7 +101,7 @@ def num_layers(name: str, layers: int) -> int:
 
 
 def bytes_read(model: PreTrainedModel, batch: int, filled: int) -> int:
-    """By one step on this rank: every weight once (of an embedding of its own a row a token), keys and values."""
+    """Bytes that one step reads on this rank: keys, values and weights, but of an untied embedding a row a token."""
     weights = 0
     for name, parameter in model.named_parameters():  # a tied head counts once, and is read whole
         local = getattr(parameter, "_local_tensor", parameter)
@@ -170,7 +170,7 @@ def measure(place: Place, model: PreTrainedModel, prompt: Tensor, choice: str, a
 
 
 def replay_us(model: PreTrainedModel, asked: Asked) -> float | None:
-    """Of the step that was used last, back to back; None where it was not captured, on any rank."""
+    """Time of the last step, replayed back to back; None where any rank did not capture it."""
     session = sessions.sessions_of(model)[-1]
     chosen = session.forms[-1]
     if slowest([float(chosen.graph is None)])[0]:

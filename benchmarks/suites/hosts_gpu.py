@@ -35,7 +35,7 @@ HIDDENS = Setting("hiddens", (4096, 8192, 16384), quick=(4096,))
 PROFILE = Setting("profile", "", "what calibrate measured on such ranks")
 MOST_BYTES = 2 << 20
 ELEMENT_BYTES = 2
-"""Of bf16."""
+"""Size of a bf16 element."""
 CALLS = 20
 TIMEOUT_S = 60.0
 KERNELS = {

@@ -26,7 +26,7 @@ KIB = Setting("kib", (16, 64, 256, 1024, 2048), quick=(64,))
 MOST_HOSTS = {algorithm.name: 1024 if algorithm.name in (DOUBLING, HALVING) else 64 for algorithm in HOST_ALGORITHMS}
 """The others send as many messages as there are pairs of hosts."""
 COSTLY_US = 1.0
-"""What a message costs each of its ends in rows that ask what follows from that; the profiles know of none."""
+"""Overhead of a message at each end, in rows that show its effect; the profiles have none."""
 COSTLY_KIB = 64
 
 

@@ -185,7 +185,7 @@ def llama_row(place: Place, model: PreTrainedModel, case: Case, found: Measured)
         weave_us=us[WEAVE],
         baselines={name: us[name] for name in (INDUCTOR, "eager") if name in us},
         predicted_us=total(report, fused=True).us,
-        bound_us=us[REMOVED],
+        bound_us=us.get(REMOVED),
         parameters={
             "weave_error": found.weave_error, "inductor_error": found.inductor_error,
             "sites_rewritten": report.num_rewritten,

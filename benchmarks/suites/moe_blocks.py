@@ -32,11 +32,11 @@ TOKENS = Setting("tokens", (1, 8, 64, 512, 2048, 8192), quick=(8,))
 PROFILE = Setting("profile", "", "machine profile for weave (default: the one that fits the GPUs)")
 GROUPED, BATCHED = "grouped_mm", "batched_mm"
 MOST_BATCHED_BYTES = 16e9
-"""Of weights that `batched_mm` would copy."""
+"""Most weights that `batched_mm` may copy."""
 FEW_TOKENS = 512
 """Up to so many the captures go over more inputs."""
 LARGEST_ERROR = 3e-2
-"""Of the difference to eager, by the norm of both: a token whose router was near a tie may choose another expert."""
+"""Largest norm of the difference to eager over eager's: a token near a tie of its router may go to another expert."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
     @property
     def copied_bytes(self) -> int:
-        """By `batched_mm`, for one token."""
+        """Bytes that `batched_mm` copies for one token."""
         experts = self.mixture.experts
         weights = (experts.gate_up_proj, experts.down_proj)
         return int(sum(weight[0].numel() * weight.element_size() for weight in weights) * self.mixture.gate.top_k)

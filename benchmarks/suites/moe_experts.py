@@ -28,6 +28,7 @@ import torch
 from benchmarks import record, traces
 from benchmarks.ranks import Place
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite
+from benchmarks.timing import capture, nothing
 from benchmarks.workloads.experts import (
     BASELINES,
     MODELS,
@@ -115,9 +116,11 @@ def rows(place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.R
                     calls[name] = call
             except RuntimeError as refused:
                 print(f"  {name}: {str(refused).splitlines()[0][:140]}", flush=True)
-        for name in ours if asked.of(TRACE) else ():
+        for name in ours.keys() & calls.keys() if asked.of(TRACE) else ():
             path = Path(asked.of(TRACE)) / f"experts_{case.model}_{case.tokens}_{name}.trace"
-            traces.write(over_all(calls[name]), lambda: None, path, runs=1)
+            graph = capture(over_all(calls[name]), torch.cuda.graph_pool_handle())
+            traces.write(graph.replay, nothing, path, runs=1)
+            graph.reset()
         times = times_us(place, calls)
         baselines = {name: us for name, us in times.items() if name in BASELINES}
         yield from (row_of(name, times[name], case, data, baselines) for name in ours if name in times and baselines)
@@ -156,7 +159,7 @@ def brief(how: Plan) -> str:
 
 
 def compile_all(data: Data, launches: tuple[Plan, ...]) -> None:
-    """What they launch, all at a time; an error comes again where the launch is timed."""
+    """Compiles the kernels of all launches at a time; an error is raised again where the launch is timed."""
     from triton import AsyncCompileMode
 
     from weaveopt.expert_kernels import kernels, routing_kernels

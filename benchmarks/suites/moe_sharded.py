@@ -67,7 +67,7 @@ MODELS = {
 class Case:
     model: str
     tokens: int
-    """Of a rank."""
+    """Tokens of each rank."""
     routing: str
 
 
@@ -206,7 +206,7 @@ class Layer:
 
     @property
     def bound_us(self) -> float:
-        """Of the rank that most comes to."""
+        """Bound of the rank with most work."""
         model, owner = self.model, self.owner
         limits = gpu_limits.limits(owner.device)
         worst = 0.0

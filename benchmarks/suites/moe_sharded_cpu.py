@@ -29,7 +29,7 @@ TIMEOUT_S = 120.0
 ALL_TO_ALL, GATHER, LIBRARY_OP, EXPERTS = "gloo_all_to_all", "gloo_all_gather", "through_library", "experts"
 BATCHES = {"whole": 1, "own_first": 2}
 WEAVE = "own_first"
-"""What `weave_us` is of: the op's default."""
+"""Variant of `weave_us`: the op's default."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ SHAPES = {"mixtral_small": Shape(1024, 1024, 12, 2), "qwen_small": Shape(1024, 2
 class Case:
     shape: str
     tokens: int
-    """Of a rank."""
+    """Tokens of each rank."""
     skewed: bool
 
 

@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the whole model."""
+    """Sizes of the whole model."""
 
     hidden: int
     inner: int

@@ -42,15 +42,15 @@ class Case:
     """`model`, which has cases of its own, or the call of whole layers."""
 
 
-def profile_of(device: str, asked: Asked) -> cost_model.Machine:
-    """Raises `UsageError`."""
-    name = asked.of(PROFILE) or asked.machine
-    if not asked.of(PROFILE) and name not in cost_model.names():
-        name = "h200x4" if device == GPU else "cpu"
+def profile_of(device: str, asked: Asked) -> str:
+    """A profile's name or file. Raises `UsageError`."""
+    shipped = asked.machine if asked.machine in cost_model.names() else {GPU: "h200x4", CPU: "cpu"}[device]
+    name = asked.of(PROFILE) or shipped
     try:
-        return cost_model.load(name)
+        cost_model.load(name)
     except ProfileError as error:
         raise UsageError(f"--set profile: {error}") from None
+    return name
 
 
 def cases(device: str, asked: Asked) -> list[Case]:
@@ -79,15 +79,15 @@ def of_layers(whole: record.Row) -> list[record.Row]:
 
 
 def rows(device: str, place: Place, cases: Sequence[Case], asked: Asked) -> Iterator[record.Row]:
-    machine, found = profile_of(device, asked), list[record.Row]()
+    profile, found = profile_of(device, asked), list[record.Row]()
     torch.backends.cuda.matmul.allow_tf32 = False
     if Case("model") in cases:
-        found = Trial(place.device, machine, place.quick, asked.of(SITES[device])).run()
+        found = Trial(place.device, cost_model.load(profile), place.quick, asked.of(SITES[device])).run()
         yield from found
     words = ",".join(case.part for case in cases if case.part != "model")
     if words:
         [llama] = [suite for suite in layers.SUITES if suite.name == "llama_layers"]
-        whole = Asked(asked.machine, asked.quick, {"cases": words, "profile": machine.name})
+        whole = Asked(asked.machine, asked.quick, {"cases": words, "profile": profile})
         for row in llama.rows(place, llama.cases(whole), whole):
             found += of_layers(row)
             yield from of_layers(row)

@@ -66,7 +66,7 @@ def compiled(options: str, batch: int) -> CompileConfig:
 
 
 def make_step(model: PreTrainedModel, prompt: Tensor, choice: str, options: str) -> Step:
-    """By a call of `generate`. Raises `RuntimeError` where the step was not captured."""
+    """Captures a step by calls of `generate`. Raises `RuntimeError` where the step was not captured."""
     how: dict[str, object] = {} if options == PLAIN else {"compile_config": compiled(options, prompt.shape[0])}
     torch._dynamo.reset()
     for _ in range(2):
@@ -83,7 +83,7 @@ def make_step(model: PreTrainedModel, prompt: Tensor, choice: str, options: str)
 
 
 def longest_kernels(step: Step, count: int) -> dict[str, record.Scalar]:
-    """Of a step on this rank, by name."""
+    """Kernels of a step on this rank that take longest, by name."""
     barrier()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step.replay_us(PROFILED)

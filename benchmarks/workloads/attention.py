@@ -124,7 +124,7 @@ class DecodeData:
         return call
 
     def repeated(self) -> Call:
-        """What compiled HF graphs do: keys and values repeated for every query head, then attention with the mask."""
+        """Attention of compiled HF graphs: keys and values repeated for every query head, and a mask."""
         whole = (self.case.batch, self.case.key_heads * GROUP, self.case.capacity, HEAD_SIZE)
 
         def call(at: int) -> Tensor:
@@ -166,7 +166,7 @@ class PrefillData:
 
     @property
     def flops(self) -> float:
-        """Of both products, over the admitted half."""
+        """Operations of both products, over the admitted half."""
         return 2.0 * self.tokens * self.tokens * PREFILL_HEADS * HEAD_SIZE
 
     def weave(self, masked: bool, how: Plan | None = None) -> Call:
@@ -188,7 +188,7 @@ class PrefillData:
         return call
 
     def repeated(self) -> Call:
-        """What compiled HF graphs do today."""
+        """Attention of compiled HF graphs."""
         count = PREFILL_HEADS // PREFILL_KEY_HEADS
 
         def call(_: int) -> Tensor:

@@ -233,5 +233,5 @@ class Workload:
 
 
 def largest_error(found: torch.Tensor, eager: torch.Tensor) -> float:
-    """Of all tokens, the largest `norm(found - eager) / norm(eager)`: one wrong row among thousands shows."""
+    """Largest `norm(found - eager) / norm(eager)` of all tokens: one wrong row among thousands shows."""
     return float(((found - eager).norm(dim=-1) / eager.norm(dim=-1)).max())

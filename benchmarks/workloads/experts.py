@@ -32,7 +32,7 @@ NUM_ROUTINGS = 8
 """In turn, so that experts of one call are not found in the L2 by the next."""
 LEAST_WIDE_ROWS = 256
 MOST_BATCHED_BYTES = 24e9
-"""Of weights that `batched_mm` would copy."""
+"""Most weights that `batched_mm` may copy."""
 SILU = ExpertsCall(ActivationName.SILU, gated=True)
 CLAMPED = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
 
@@ -53,7 +53,7 @@ ACTIVATE: Mapping[ExpertsCall, Activate] = MappingProxyType({SILU: silu_times_up
 
 @dataclass(frozen=True)
 class Model:
-    """Of one layer, over all ranks."""
+    """Experts of one layer, over all ranks."""
 
     experts: int
     choices: int
@@ -78,7 +78,7 @@ class Case:
 
     model: str
     tokens: int
-    """Of each rank."""
+    """Tokens of each rank."""
     routing: str
     """`uniform`; or `skewed`, half of all tokens on an eighth of the experts."""
     ranks: int = 2
@@ -108,7 +108,7 @@ class Data:
 
     @property
     def weight_bytes(self) -> float:
-        """Of the experts that have rows."""
+        """Weights of the experts that have rows."""
         return self.active * 3 * self.model.hidden * self.model.inner * 2
 
     @property
@@ -158,11 +158,11 @@ class Data:
         return lambda at: run(ready[at], self.operands(at), act)
 
     def runs_hopper(self) -> bool:
-        """Whether calls that name the native kernels are other than one with Triton's."""
+        """True if calls that name the native kernels differ from one with Triton's."""
         return not hopper.unsupported(self.operands(0), self.shape)
 
     def runs_wide(self) -> bool:
-        """Whether those for many rows an expert take the weights, and there are some hundred."""
+        """True if the kernels for many rows an expert support the weights, and there are some hundred rows."""
         return not self.model.transposed and self.own_rows >= LEAST_WIDE_ROWS * self.num_experts
 
     def fits(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class Data:
 
 
 def make_weights(model: Model, ranks: int) -> Weights:
-    """Of one rank, random."""
+    """Random weights of one rank."""
     experts, rows = model.experts // ranks, 2 * model.inner
 
     def normal(*sizes: int, scale: float) -> Tensor:
@@ -233,7 +233,7 @@ def between_grouped(ready: Sorted, of: Operands, act: Activate) -> Tensor:
 
 
 def grouped(of: Operands, act: Activate) -> Tensor:
-    """What models of transformers do in prefill."""
+    """Experts of transformers' models in prefill."""
     ready = sorted_rows(of)
     rows = between_grouped(ready, of, act)
     weighted = (rows * of.weights.reshape(-1)[ready.order][:, None]).masked_fill(ready.foreign, 0.0)
@@ -243,7 +243,7 @@ def grouped(of: Operands, act: Activate) -> Tensor:
 
 
 def batched(of: Operands, act: Activate) -> Tensor:
-    """What they do in decode: weights are read for each token and choice."""
+    """Experts of transformers' models in decode: weights are read for each token and choice."""
     ids = of.experts.reshape(-1)
     foreign = ids >= len(of.gate_up)
     ids = ids.clamp(max=len(of.gate_up) - 1)

@@ -25,7 +25,7 @@ from weaveopt.rewrites.gemm_all_reduce.tiles import known_kernels as reduce_kern
 
 DTYPE, ELEMENT_BYTES = "bfloat16", 2
 PREFIX = "us "
-"""Of the parameters that hold a cut's time."""
+"""Prefix of the parameters that hold a cut's time."""
 Cut = reduces.Cut | gathers.Cut
 
 
@@ -71,7 +71,7 @@ class Size:
 
     @property
     def errors(self) -> dict[Cut, float]:
-        """Of what is predicted, signed: above 0 it is too much."""
+        """Signed errors of predictions: above 0 the prediction is too long."""
         return {cut: us / self.measured_us[cut] - 1.0 for cut, us in self.predicted_us.items()}
 
     @property
@@ -81,7 +81,7 @@ class Size:
 
 
 def times_of(parameters: dict[str, record.Scalar], known: Measured) -> dict[Cut, float]:
-    """Of every cut that a row holds."""
+    """Times of every cut that a row holds."""
     found = {}
     for name, us in parameters.items():
         values = name.removeprefix(PREFIX).split(":")
@@ -91,7 +91,7 @@ def times_of(parameters: dict[str, record.Scalar], known: Measured) -> dict[Cut,
 
 
 def predictions(machine: Machine, known: Measured, message: Message, depth: int, world: int) -> dict[Cut, float]:
-    """Of every cut that the profile has measured at such a size."""
+    """Predictions for every cut that the profile has measured at such a size."""
     units = num_units(machine, DTYPE)
 
     def waves(cut: Cut, tokens: int, hidden: int, depth: int) -> int:

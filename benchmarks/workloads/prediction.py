@@ -1,4 +1,4 @@
-"""What the cost model is held against the clock on: cases beside those that profiles are made of."""
+"""Cases that the cost model is compared with the clock on: others than those that profiles are made of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 @dataclass(frozen=True)
 class Cases:
-    """What one kind of device is asked."""
+    """Cases of one kind of device."""
 
     products: int
     product_rows: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What the cost model says of a case of the suite `prediction`, and of the choice at a site: from the case alone."""
+"""Predictions of the cost model for a case of the suite `prediction`, and its choice at a site, from the case alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def named_today(us: Mapping[str, float]) -> dict[str, float]:
 
 
 def is_candidate(machine: Machine, workload: Workload, kernel: KernelRow) -> bool:
-    """Whether the model knows the kernel at that size; one with another number of CTAs is read between those known."""
+    """True if the model knows the kernel at that size; one with another number of CTAs is read between those known."""
     known = kernel_variants(machine, fabric_of(machine), workload.hidden, workload.world)
     same = [each for each in known if (each.algorithm, each.transfer) == (kernel.algorithm, kernel.transfer)]
     exact = [each for each in same if each.num_ctas == kernel.num_ctas]
@@ -99,7 +99,7 @@ def attention_of(case: Case) -> cost_model.Attention:
 
 
 def chosen(machine: Machine, case: Case) -> str:
-    """What a graph of this one size runs at the site."""
+    """Name of the kernel that a graph of this one size runs at the site."""
     workload, fabric = workload_of(case), fabric_of(machine)
     rows = lowerings(machine, fabric, workload.hidden, "bfloat16", workload.world, 1, workload.tokens, workload.tokens)
     kernel = next((kernel for kernel in rows if workload.tokens <= kernel.max_tokens), None)

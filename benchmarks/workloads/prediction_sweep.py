@@ -34,7 +34,7 @@ Site = tuple[int, int]
 Timed = Callable[[float], Sample]
 """One measurement of a side of a site that takes about so many microseconds."""
 COMPILED_TOKENS = 512
-"""What Inductor sees first, and picks the shape of its blocks by."""
+"""First token count that Inductor sees, by which it picks the shape of its blocks."""
 LEAST_NOISE = 0.03
 """Two measurements a second apart may differ by so much, however calm each of them is."""
 AGAIN = 6
@@ -43,7 +43,7 @@ AGAIN = 6
 
 @dataclass(frozen=True)
 class Span:
-    """Where sites are drawn from."""
+    """Range that sites are drawn from."""
 
     most_tokens: int
     hiddens: tuple[int, ...]
@@ -64,7 +64,7 @@ def draw(span: Span, count: int, world: int) -> list[Site]:
 
 
 def is_doubtful(leave: Sample, choice: Sample) -> bool:
-    """Whether the choice may be slower than leaving by more than 1 %, for all that these two measurements tell."""
+    """True if, by these two measurements, the choice may be slower than leaving by more than 1 %."""
     ratio = leave.us / choice.us
     # The lower quartile of one against the upper one of the other.
     low = ratio * (1 - leave.spread / 2) / (1 + choice.spread / 2)
@@ -129,7 +129,7 @@ class Unfused:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the model chooses at a site, and the predictions that a clock starts from."""
+    """Choice of the model at a site, and the predictions that a clock starts from."""
 
     case: Case
     name: str

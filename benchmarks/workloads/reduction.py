@@ -29,12 +29,12 @@ Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 DTYPE = torch.bfloat16
 PUSH_BYTES_PER_S = 346e9
-"""What stores to all peers at once reach on NVLink 4, each way (measured, 64 MiB to each peer, all SMs)."""
+"""Rate of stores to all peers at once on NVLink 4, each way (measured, 64 MiB to each peer, all SMs)."""
 ROTATION = ((1 << 20, 8), (8 << 20, 4))
 """Buffers in the rotation for partial results of up to so many bytes; 2 above. They should stay in the L2 cache."""
 REPLAY_US = 1200.0
 LARGEST_ONE_SHOT_BYTES = 2048 * 8192 * 2
-"""Of torch's one-shot all-reduce, far beyond where it is the best."""
+"""Largest partial result of torch's one-shot all-reduce, far beyond where it is the best."""
 NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT = "nccl_then_inductor", "symm_one_shot_then_inductor", "symm_two_shot_then_inductor"
 
 
@@ -60,7 +60,7 @@ class Case:
 
 
 class Form(StrEnum):
-    """What a call makes of a partial result and a residual."""
+    """Results of a call on a partial result and a residual."""
 
     SHARDED = "sharded"
     """Normalized rows; residual and sum are sharded by tokens."""

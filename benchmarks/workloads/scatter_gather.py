@@ -37,7 +37,7 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 TIMEOUT_S = 60.0
 EPS = 1e-5
-"""Of `add_norm`."""
+"""Epsilon of `add_norm`."""
 GEMM, SEQUENCE, ASYNC_TP = "gemm", "sequence", "async_tp"
 MULTICAST_TOKENS = 2048
 """Up to so many, torch gathers by NVLink multicast where it may, unless the gathered rows are asked for too."""
@@ -80,7 +80,7 @@ class Bench:
         yield rows_call.memory_plan(self.place.group, [(call, site.buffers(call)) for call in ours])
 
     def attempt(self, act: Callable[[], T]) -> T | None:
-        """What `act`, with torch's own function, returns; None where it raises on a rank, and from then on."""
+        """Result of `act`, which calls torch's own function; None where it raises on a rank, and from then on."""
         found = None if self.left_out else attempt(self.place, f"{self.suite}: {ASYNC_TP}", act)
         self.left_out = found is None
         return found
