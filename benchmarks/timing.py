@@ -138,21 +138,23 @@ def host_us(
     steps: Mapping[str, Step],
     effort: Effort,
     restore: Step = nothing,
+    warm: int = 2,
     meets: bool = False,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Microseconds of each step by the host's clock `now`: median of all times, and of the ranks the largest.
 
-    Steps take turns in rounds, each after a barrier and two calls that do not count; a round more comes first and does
-    not count. `meets`: a barrier before every call.
+    Steps take turns in rounds, each after a barrier and `warm` calls that do not count; a call of each comes first and
+    does not count. `meets`: a barrier before every call.
     """
     effort = effort.of(place)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(effort.rounds + 1):
         for name in order_of(steps, turn):
-            for repeat in range(-2, effort.repeats) if turn else (-1,):
+            calls = range(-warm, effort.repeats) if turn else range(-1, 0)
+            for repeat in calls:
                 restore()
-                if meets or repeat <= -1:
+                if meets or repeat == calls.start:
                     barrier()
                 begin = now()
                 steps[name]()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import accuracy, clocks, plots, record, results_table, traces
+from benchmarks import accuracy, clocks, plots, record, results_table, timing, traces
 from benchmarks.peer_library import flashinfer
 from benchmarks.ranks import Place
 from benchmarks.record import Row
@@ -233,6 +235,28 @@ def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
         traces.last_call(kernels[: len(names)])
     traces.draw([("experts", found)], tmp_path / "experts.png", traces.EXPERTS)
     assert (tmp_path / "experts.png").stat().st_size > 1000
+
+
+def test_steps_take_turns_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round and warm calls do not count, each round begins with a barrier, a time is the median."""
+    done: list[str] = []
+    monkeypatch.setattr(timing, "barrier", lambda: done.append("barrier"))
+    monkeypatch.setattr(timing, "slowest", list)
+    clock = 0.0
+
+    def step(name: str, seconds: float) -> None:
+        nonlocal clock
+        done.append(name)
+        clock += seconds if done.count(name) > 2 else 1000.0
+
+    steps = {name: partial(step, name, seconds) for name, seconds in (("a", 1e-6), ("b", 3e-6))}
+    us = timing.host_us(PLACE, steps, timing.Effort(4, 3), warm=1, now=lambda: clock)
+    assert us == pytest.approx({"a": 1.0, "b": 3.0}, rel=1e-3)
+    assert done.count("a") == done.count("b") == 1 + 4 * (1 + 3)
+    assert done.count("barrier") == 2 * 5
+    done.clear()
+    timing.host_us(replace(PLACE, quick=True), steps, timing.Effort(4, 3), warm=0, meets=True, now=lambda: clock)
+    assert done.count("a") == 1 + 2 * 2 and done.count("barrier") == len(done) / 2
 
 
 def test_rounds_have_orders_of_their_own() -> None:

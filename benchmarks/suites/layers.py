@@ -44,15 +44,8 @@ STEADY_US = 1.0e6
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(decoder.Case):
     model: str
-    phase: str
-    batch: int
-    seq: int
-
-    @property
-    def call(self) -> decoder.Case:
-        return decoder.Case(self.phase, self.batch, self.seq)
 
 
 @dataclass(frozen=True)
@@ -202,7 +195,8 @@ def variants_row(place: Place, model: PreTrainedModel, case: Case, found: Measur
     over = {} if place.quick else {"steady_over_inductor": round(steady[INDUCTOR].us / steady[WEAVE].us, 3)}
     return record.row(
         case={
-            **asdict(case), "dtype": "bfloat16", "ranks": place.world, "layers": model.config.num_hidden_layers,
+            "model": case.model, "phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": "bfloat16",
+            "ranks": place.world, "layers": model.config.num_hidden_layers,
             **({"positions": "given"} if given and case.phase == "prefill" else {}),
         },
         weave_us=us[WEAVE],
@@ -243,7 +237,7 @@ def suite_of(
 
     def cases(asked: Asked) -> list[Case]:
         return [
-            Case(each, **asdict(decoder.parse(word)))
+            Case(**asdict(decoder.parse(word)), model=each)
             for each in asked.of(model_names)
             for word in asked.of(calls) or models.get(each, SHAPES[each].cases)
         ]
@@ -254,7 +248,7 @@ def suite_of(
         for each in dict.fromkeys(case.model for case in cases):
             model = decoder.make(place, SHAPES[each], asked.of(layers) or SHAPES[each].layers)
             for case in (case for case in cases if case.model == each):
-                workload = Workload(model, case.call, place.device, positions, filled, given)
+                workload = Workload(model, case, place.device, positions, filled, given)
                 trace = asked.of(TRACE) and f"{asked.of(TRACE)}/{each}"
                 found = measure(place, model, workload, names, asked.of(PROFILE), trace, asked.of(EAGER))
                 yield llama_row(place, model, case, found) if llama else variants_row(place, model, case, found, given)

@@ -41,15 +41,8 @@ ROW = "ROW "
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(decoder.Case):
     dtype: str
-    phase: str
-    batch: int
-    seq: int
-
-    @property
-    def call(self) -> decoder.Case:
-        return decoder.Case(self.phase, self.batch, self.seq)
 
 
 @dataclass(frozen=True)
@@ -61,14 +54,14 @@ class HostsCase(Case):
 
 def cases(asked: Asked) -> list[Case]:
     calls = [decoder.parse(word) for word in asked.of(CASES)]
-    return [Case(dtype, **asdict(call)) for dtype in asked.of(DTYPES) for call in calls]
+    return [Case(**asdict(call), dtype=dtype) for dtype in asked.of(DTYPES) for call in calls]
 
 
 def hosts_cases(asked: Asked) -> list[HostsCase]:
     link = asked.of(GBIT), asked.of(DELAY)
     decodes = [case for case in cases(asked) if case.phase == "decode"]
     return [
-        HostsCase(case.dtype, case.phase, case.batch, case.seq, hosts, *link)
+        HostsCase(case.phase, case.batch, case.seq, case.dtype, hosts, *link)
         for hosts in asked.of(HOSTS)
         for case in decodes
     ]
@@ -107,11 +100,11 @@ def rows_of(place: Place, cases: Sequence[Case], layers: int) -> Iterator[record
         for case in (case for case in cases if case.dtype == dtype):
             torch._dynamo.reset()
             forwards = variants(model)
-            workload = Workload(model, case.call, place.device, POSITIONS, FILLED)
+            workload = Workload(model, case, place.device, POSITIONS, FILLED)
             weave_error, inductor_error = check(workload, forwards)
             steps: dict[str, Step] = {name: functools.partial(workload, each) for name, each in forwards.items()}
             effort = Effort(8, 20 if case.phase == "decode" else 1)
-            us = host_us(place, steps, effort, workload.reset, meets=True)
+            us = host_us(place, steps, effort, workload.reset, warm=0, meets=True)
             yield record.row(
                 case={"phase": case.phase, "batch": case.batch, "seq": case.seq, "dtype": dtype, "ranks": place.world},
                 weave_us=us[WEAVE],
@@ -138,7 +131,8 @@ def rows_on_hosts(place: Place, cases: Sequence[HostsCase], asked: Asked) -> Ite
 
     gbit, delay_us = asked.of(GBIT), asked.of(DELAY)
     for count in dict.fromkeys(case.hosts for case in cases):
-        texts = [json.dumps({"dtype": case.dtype, **asdict(case.call)}) for case in cases if case.hosts == count]
+        here = [Case(case.phase, case.batch, case.seq, case.dtype) for case in cases if case.hosts == count]
+        texts = [json.dumps(asdict(case)) for case in here]
         with emulated_hosts.hosts(count, emulated_hosts.Link(delay_us, gbit)) as made:
             words = (str(asked.of(LAYERS)), str(int(place.quick)), *texts)
             processes = emulated_hosts.start(made, 1, __name__, *words)
