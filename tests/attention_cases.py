@@ -16,7 +16,7 @@ LOOKS = ("none", "random", "filled", "window", "left_padding", "packed", "causal
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one call."""
+    """Sizes of one call."""
 
     batch: int = 2
     key_heads: int = 2

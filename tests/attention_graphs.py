@@ -28,7 +28,7 @@ Compute = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one attention."""
+    """Sizes of one attention."""
 
     batch: int = 2
     heads: int = 4
@@ -136,7 +136,7 @@ def rules_of(form: str) -> RuleSet:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a compiled function computed, and what was made of it."""
+    """Result of a compiled function, with its report and its rewritten graph."""
 
     result: Tensor
     report: GraphReport

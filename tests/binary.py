@@ -1,4 +1,4 @@
-"""What lies in the built extension, as NVIDIA's binary tools show it."""
+"""Contents of the built extension, as NVIDIA's binary tools show them."""
 
 from __future__ import annotations
 

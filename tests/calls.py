@@ -1,4 +1,4 @@
-"""What rewritten graphs call: operators by name, and the constants of the rule's own."""
+"""Readers of rewritten graphs: operators by name, and the decoded constants of the rule's own calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test shares: quiet threads, one compile cache per run, and GPU tests only where they can run."""
+"""Setup that all tests share: quiet threads, one compile cache per run, and GPU tests only where they can run."""
 
 from __future__ import annotations
 

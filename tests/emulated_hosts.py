@@ -55,7 +55,7 @@ class Host:
             os.close(descriptor)
 
     def environment(self, first: Host) -> dict[str, str]:
-        """What the ranks of the host are told, beside who they are."""
+        """Environment of the ranks of the host, without their rank numbers."""
         return {
             "MASTER_ADDR": first.address, "MASTER_PORT": str(PORT), "WEAVE_HOST": self.name,
             "GLOO_SOCKET_IFNAME": self.interface,

@@ -30,7 +30,7 @@ ROUTINGS = ("uniform", "some_foreign", "all_foreign", "one_expert", "skewed", "r
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one call."""
+    """Sizes of one call."""
 
     tokens: int = 5
     choices: int = 2

@@ -47,7 +47,7 @@ class NativeCall(ctypes.Structure):
 
 
 def library(name: str = "moe_experts") -> ctypes.CDLL:
-    """Of `tests/emulated_gpu`; its function `run` says what failed, or nothing."""
+    """Compiled library of a source in `tests/emulated_gpu`; its function `run` returns a message if it failed."""
     return emulated_build.library((EMULATED / f"{name}.cpp",), (EMULATED,), flags=("-O2",))
 
 
@@ -96,9 +96,9 @@ def rows_of(
     wide: int = 0,
     one: OneKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What both GEMMs leave, of weights that are contiguous or transposed ones that were: `inner` by position,
-    `results` by row; the rest is `POISON`. `homes`: in how many places, each of as many rows, results go.
-    `wide`: which GEMM is, `FIRST_WIDE` or `SECOND_WIDE` or both. `one`: both are in one kernel."""
+    """Results of both GEMMs, for contiguous weights or transposed ones: `inner` by position, `results` by row; the rest
+    is `POISON`. `homes`: the number of result buffers, each of as many rows. `wide`: the wide GEMMs, `FIRST_WIDE` or
+    `SECOND_WIDE` or both. `one`: both GEMMs run in one kernel."""
     shape = checked_shape(operands, call)
     tile_rows = _native.WIDE_EXPERT_TILE_ROWS if wide else _native.EXPERT_TILE_ROWS
     order, table = routed(operands.experts, shape, tile_rows)

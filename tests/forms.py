@@ -216,7 +216,7 @@ def sum_alone(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def layer_end(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-    """Where a model is compiled layer by layer: the next norm is in another graph."""
+    """The end of a layer that is compiled by itself: the next norm is in another graph."""
     return (residual + all_reduce(x @ w.product),)
 
 

@@ -1,4 +1,4 @@
-"""What tests of the decode loop share: tiny random models, prompts of unequal lengths, and a call of both loops."""
+"""Fixtures of the decode loop's tests: tiny random models, prompts of unequal lengths, and a call of both loops."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Made:
-    """Of every call: what went in, `[rank, tokens, hidden]` and `[tokens, hidden]`, and what came out on each rank."""
+    """Inputs and results of every call: `[rank, tokens, hidden]`, the residual `[tokens, hidden]`, results by rank."""
 
     partial: tuple[Tensor, ...]
     residual: tuple[Tensor | None, ...]
@@ -100,7 +100,8 @@ def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]
 
 
 def run(case: Case, missing: str = "") -> tuple[Made, str]:
-    """What the calls made of random rows, and why they did not end; empty if they did. `missing`: one of `MISSING`."""
+    """Runs the calls on random rows; returns them, and why they did not end or an empty text. `missing`: one of
+    `MISSING`."""
     torch.manual_seed(case.seed)
     shapes = [(case.world, tokens, case.hidden) for tokens in case.tokens]
     partial = tuple(torch.randn(shape).to(case.dtype) for shape in shapes)

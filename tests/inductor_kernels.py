@@ -1,4 +1,4 @@
-"""What Inductor itself makes of a graph, from its scheduler: generated kernels with their bytes, and library calls."""
+"""Kernels of a graph as Inductor's scheduler lists them: generated kernels with their bytes, and library calls."""
 
 from __future__ import annotations
 

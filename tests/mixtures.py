@@ -15,7 +15,7 @@ FORMS = ("grouped_mm", "batched_mm")
 
 @dataclass(frozen=True)
 class Family:
-    """Where transformers has the experts of a family, and what its config says beside sizes."""
+    """A model family: the class of its experts in transformers, and the settings of its config apart from sizes."""
 
     name: str
     experts: str

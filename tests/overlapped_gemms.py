@@ -23,7 +23,7 @@ Reported = Callable[..., GraphReport]
 
 
 def fused(us: float, op: str, variant: str) -> Curve:
-    """Of four ranks, proportional to bytes: `us` at `MESSAGE_BYTES`."""
+    """Curve of four ranks, proportional to bytes: `us` at `MESSAGE_BYTES`."""
     points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in (SIZES[0], MESSAGE_BYTES, SIZES[1]))
     return Curve("fused", op, variant, 4, points, HIDDEN, *SIZES)
 
@@ -50,6 +50,6 @@ def rows(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def on_peer(report: GraphReport) -> dict[str, Candidate]:
-    """What was proposed on that fabric, by variant."""
+    """Candidates on the fabric `peer`, by variant."""
     [decision] = report.decisions
     return {each.variant: each for each in (decision.chosen, *decision.alternatives) if each.fabric is Fabric.PEER}

@@ -1,4 +1,4 @@
-"""What the server loads that ranks are forked from: once for all tests, before it has any thread.
+"""Modules that the server of forked ranks loads: once for all tests, before it has any thread.
 
 Each rank that loaded and compiled these by itself would spend more on that than on most tests.
 """

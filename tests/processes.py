@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def claim(folder: Path, number: int) -> bool:
-    """Whether this process is the one that runs a unit."""
+    """Claims a unit for this process; true if no other process has claimed it."""
     try:
         os.close(os.open(folder / f"claimed-{number}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -69,7 +69,7 @@ def rewrite_all(captured: CapturedGraph, world: int) -> Rewritten:
 
 
 def evaluated(captured: CapturedGraph, inputs: Sequence[Sequence[object]], world: int) -> list[list[object]]:
-    """What every rank's results are; `inputs` of every placeholder by rank. Both operations by their references."""
+    """Results of every rank; `inputs` of every placeholder by rank. Both operations run as their references."""
     values: dict[fx.Node, Sequence[object]] = {}
     left = iter(inputs)
     for node in captured.graph.nodes:

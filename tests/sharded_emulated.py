@@ -62,8 +62,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Made:
-    """By call and rank: results and what they should be; by rank: rows pushed and rows that came home, and those that
-    should have been."""
+    """Results of the calls. By call and rank: outputs and the expected ones; by rank: rows pushed and returned, and the
+    expected numbers."""
 
     out: tuple[Tensor, ...]
     wanted: tuple[Tensor, ...]
@@ -129,7 +129,7 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def run(case: Case, mistake: str = "") -> tuple[Made, str]:
-    """What the calls made, and why they did not end; empty if they did. `mistake`: one of `MISTAKES`."""
+    """Runs the calls; returns their results, and why they did not end or an empty text. `mistake`: one of `MISTAKES`."""
     random = torch.Generator().manual_seed(case.seed)
     counts = [tokens for call in case.tokens for tokens in call]
     x = [torch.randint(-3, 4, (tokens, case.hidden), generator=random).bfloat16() for tokens in counts]

@@ -40,7 +40,7 @@ FORMS = (
 
 @dataclass
 class Arena:
-    """Of one rank; all bytes but the header's are of NaNs."""
+    """Arena of one rank; all bytes but the header's are of NaNs."""
 
     call: ExpertExchangeCall
     native: object

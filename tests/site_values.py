@@ -89,7 +89,7 @@ def _check_scatter(site: FoundSite, facts: ScatterFacts, values: Values, world: 
 
 
 def _shards(partial: Partial, facts: ScatterFacts, values: Values, world: int) -> list[Tensor]:
-    """Of every rank: `sum over ranks of (scale * (sum of a @ b + biases) + addends)`, its part."""
+    """Shard of every rank of `sum over ranks of (scale * (sum of a @ b + biases) + addends)`."""
     total = torch.zeros(facts.m, facts.n)
     for rank in range(world):
         own = torch.zeros(facts.m, facts.n)

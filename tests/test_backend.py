@@ -44,7 +44,7 @@ def _parallel(model: nn.Module, mesh: object) -> nn.Module:
 
 
 def _inference(rank: int) -> list[str]:
-    """By name alone, with a mode, and with options; then what the report says of it."""
+    """Compiles by name alone, with a mode, and with options; then reads the report."""
     import weaveopt
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -206,7 +206,7 @@ def test_inductors_options_go_on_to_inductor() -> None:
 
 
 def _raised_by_a_block(rank: int, strict: bool) -> str | None:
-    """What a block through the backend raised; where nothing, it computed what eager does."""
+    """Error that a block raised through the backend; if none, it computed what eager does."""
     import weaveopt
 
     weights = forms.make_weights(torch.float32)

@@ -1,4 +1,4 @@
-"""What of the benchmarks needs no GPU: which cases and variants they have, the rows, curves, pages and plots."""
+"""The parts of the benchmarks that need no GPU: cases and variants, rows, curves, pages and plots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the GPU kernels were compiled to, and that the host launches them by that.
+"""The compiled GPU kernels: their instructions, and that the host launches them accordingly.
 
-SASS (nvcc 13.0): `griddepcontrol.wait` is `ACQBULK`. `cp.async.bulk.wait_group N` is `DEPBAR.LE SB0, N` and, unless it
-is of `.read`, `CCTL.IVALL` right behind.
+SASS (nvcc 13.0): `griddepcontrol.wait` is `ACQBULK`. `cp.async.bulk.wait_group N` is `DEPBAR.LE SB0, N`, followed at
+once by `CCTL.IVALL` unless it is of `.read`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LIMIT_S = 240
 
 
 def launch(*command: str) -> str:
-    """What `python -m <command>` prints; fails with all of it if the command does."""
+    """Runs `python -m <command>` and returns what it prints; fails with all of it if the command does."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", *command],

@@ -1,4 +1,4 @@
-"""What the shipped profiles say of kernels that hold a GEMM and its exchange, beside the result files."""
+"""Predictions of the shipped profiles for kernels that hold a GEMM and its exchange, against the result files."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BUILD_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENS
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter, started outside the source tree, prints."""
+    """Runs code in a fresh interpreter outside the source tree, and returns what it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -20,7 +20,7 @@ STEPS = 2
 
 
 def _losses(rank: int, parallel: str) -> tuple[dict[str, list[float]], int, int]:
-    """By backend; then the forward graphs and the reductions that weave saw."""
+    """Losses by backend; then the numbers of forward graphs and of reductions that weave found."""
     sys.path.insert(0, EXAMPLES)
     import trainer
     from accelerate import ParallelismConfig
@@ -68,7 +68,7 @@ def test_plugin_has_accelerate_compile_with_weave() -> None:
 
 
 def test_closed_list_refuses_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/trainer.md says is refused. If this fails, accelerate has opened its list, and the page can say so."""
+    """The refusals that docs/trainer.md names. If this fails, accelerate has opened its list, and the page can say so."""
     with pytest.raises(ValueError, match="'WEAVE' is not a valid DynamoBackend"):
         WeavePlugin.__base__(backend="weave")  # type: ignore[misc]
     with pytest.raises(ValueError, match="'WEAVE' is not a valid DynamoBackend"):

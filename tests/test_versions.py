@@ -81,7 +81,7 @@ def test_requirements_cannot_replace_torch(tmp_path: Path) -> None:
 
 
 def test_triton_is_the_one_that_torch_requires() -> None:
-    """Where torch has a build for GPUs installed, or for CPUs alone, which requires none."""
+    """Holds if torch's build is for GPUs; builds for CPUs alone require no Triton."""
     required = [each for each in importlib.metadata.requires("torch") or () if each.startswith("triton==")]
     assert all(each.split(";")[0].strip() == f"triton=={PINNED['triton']}" for each in required)
 

@@ -68,7 +68,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Structure:
-    """What the toy rules know of a site."""
+    """Properties of a site that the toy rules match."""
 
     offers: tuple[Offer, ...] = ()
     memory: Memory | None = None
@@ -128,7 +128,7 @@ def chain(offers: Sequence[Sequence[Offer]], broken_after: int | None = None, ki
 
 
 def node_us(machine: Machine = MACHINE) -> float:
-    """What a node of a toy site takes."""
+    """Microseconds of a node of a toy site."""
     graph = Graph()
     node = graph.node()
     kernels = within(frozenset([node]), {each: at for at, each in enumerate(graph.graph.nodes)}, machine.device, {}, 0)
@@ -167,7 +167,7 @@ class Toy:
 
 @dataclass(frozen=True)
 class Shared:
-    """What two consecutive sites of a chain save together."""
+    """Saving that two consecutive sites of a chain have together."""
 
     sites: tuple[int, ...]
     term: str = "shared"

@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel was made into."""
+    """Facts of a compiled kernel."""
 
     kernel: str
     shared_bytes: int
@@ -35,7 +35,7 @@ _STORE = r"st\.global(?:\.v(\d+))?\.b(\d+)"
 
 
 class Driver:
-    """Of a GPU that is not there: what the compiler asks."""
+    """Driver of an absent GPU, with the methods that the compiler calls."""
 
     def get_current_device(self) -> int:
         return 0

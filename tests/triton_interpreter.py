@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks: it multiplies matrices of bf16 by the integers that their bits are."""
+"""Support for bf16 in Triton's interpreter, which multiplies bf16 matrices as the integers of their bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a run claim: units of tests, the longest first, by a committed table of durations.
+"""Units of tests that the processes of a run claim, the longest first, by a committed table of durations.
 
 A test is a unit of its own if it takes long. Tests that share a fixture of their module, or a function's cache in it,
 are one unit, so that it is made once; the short tests of a file are one too. `--record-durations` writes the table.

@@ -1,4 +1,4 @@
-"""What README and docs show of `weaveopt explain` is what the command prints."""
+"""README and docs show `weaveopt explain` as the command prints it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _question(command: str) -> Question:
 
 
 def _captured(asked: Question) -> Question:
-    """What a capture rests on, with everything told that any form of the report shows."""
+    """The question that a capture depends on: every form of the report is a part of its full report."""
     return replace(asked, why=None, full=True)
 
 

@@ -1,4 +1,4 @@
-"""What the command does on a terminal: a bar over the steps on stderr, and a width and colors that can be asked for."""
+"""The command on a terminal: a progress bar on stderr, and a width and colors that can be asked for."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _links(machine_name: str) -> tuple[Link, Link]:
 
 
 def _speedup(message_bytes: float, ranks_per_host: int, hosts: int, local: Link, inter: Link) -> float:
-    """Of the hierarchical form, with the bytes that it sends, over the library's better algorithm."""
+    """Speedup of the hierarchical form, with the bytes that it sends, over the library's better algorithm."""
     flat = ring_cost(message_bytes, ranks_per_host * hosts, inter)
     tree = tree_cost(message_bytes, ranks_per_host, hosts, local, inter)
     hierarchical = hierarchical_sent_cost(message_bytes, ranks_per_host, hosts, local, inter)

@@ -64,7 +64,7 @@ def test_ranks_beyond_a_hosts_cores_take_turns() -> None:
 
 @pytest.mark.parametrize("known", [(), (busy(8),)])
 def test_sums_of_fp32_are_no_wider_than_its_rows(known: tuple[BusyHosts, ...]) -> None:
-    """Of as many bytes: bf16 doubles in the second round, and fp32 in none."""
+    """For equal message bytes: bf16 doubles in the second round, as sums are fp32; fp32 doubles in none."""
     wide = Workload(TOKENS // 2, TOKENS // 2, HIDDEN, "float32", 8, 8)
     narrow = Workload(TOKENS, TOKENS, HIDDEN, "bfloat16", 8, 8)
     assert wide.message_bytes == narrow.message_bytes

@@ -67,7 +67,7 @@ def test_doubling_meets_the_hosts_of_algorithm_1() -> None:
 
 
 def test_only_the_first_messages_of_single_ranks_are_partial_results() -> None:
-    """What arrived is in every later sum, and sums are never rounded on the way."""
+    """Every later message contains what arrived before, and sums are never rounded in between."""
     for hosts in (2, 3, 4, 7, 8):
         for host in range(hosts):
             for algorithm in (DOUBLING, HALVING, RING):

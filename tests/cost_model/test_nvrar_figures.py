@@ -1,7 +1,7 @@
-"""What the NVRAR paper states in words and tables, against our prices of the same all-reduces.
+"""Statements of the NVRAR paper, in words and tables, against our prices of the same all-reduces.
 
-Figures that the paper draws only are not read off. Links between hosts under NCCL and NVSHMEM are fitted to these very
-statements (the profiles' origins say so), each to two numbers: that one pair of constants meets all of them is tested.
+Figures that the paper only draws are not read off. Links between hosts under NCCL and NVSHMEM are fitted to these very
+statements (the profiles' origins say so), each to two numbers: the tests hold that one pair of constants fits all.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_order_of_the_algorithms(name: str) -> None:
 
 
 def test_the_report_names_the_algorithm() -> None:
-    """What a collective between hosts is the price of."""
+    """The library's algorithm whose price a collective between hosts has."""
     machine = cost_model.load(SLINGSHOT)
     assert cost_model.library_algorithm(machine, "all_reduce", 1 << 20, 64, 16) == TREE
     assert cost_model.library_algorithm(machine, "all_gather", 1 << 20, 64, 16) == RING

@@ -95,7 +95,7 @@ def test_data_parallel(backend: str, folder: Path, tmp_path: Path) -> None:
 def gradients(
     model: PreTrainedModel, ids: Tensor, backend: str = "", options: dict[str, OptionValue] | None = None
 ) -> dict[str, Tensor]:
-    """Of all parameters that have one, compiled where there is a backend."""
+    """Gradients of all parameters that have one, compiled if a backend is given."""
     model.train()
     run = torch.compile(model, backend=backend, fullgraph=True, options=options) if backend else model
     run(ids, use_cache=False).logits.square().mean().backward()

@@ -69,7 +69,7 @@ def run_grow(rank: int, world: int) -> None:
 
 
 def run_filled(rank: int, world: int) -> None:
-    """What a buffer holds before the first call, in every arena that is made; ranks find it in their own part."""
+    """Buffers hold their fill before the first call in every new arena, each rank's part of it included."""
     known = topology.discover("0", 30.0)
     for num_bytes in (8, 4096):
         buffers = [Buffer("count", num_bytes, Lifetime.ARENA, fill=0x80000001), Buffer("other", 64, Lifetime.ARENA)]
@@ -82,7 +82,7 @@ def run_filled(rank: int, world: int) -> None:
 
 
 def run_short_of_memory(rank: int, world: int) -> None:
-    """What one rank cannot give, or asks for differently, all ranks hear of."""
+    """All ranks raise an error that names the rank which cannot reserve its memory, or asks for another size."""
     with pytest.raises(ArenaError, match=r"rank 0: cannot reserve .* rank 1: cannot reserve"):
         reserve(floor_bytes=1 << 44)
     with pytest.raises(ArenaError, match=r"ask for arenas of different buffers: rank 0: .*; rank 1: .*\[16384, 4096"):
@@ -151,7 +151,7 @@ def test_several_groups_at_once() -> None:
 
 @dataclass(frozen=True)
 class Caught:
-    """What a surviving rank saw."""
+    """Error of a surviving rank, and the seconds until it was raised."""
 
     message: str
     seconds: float

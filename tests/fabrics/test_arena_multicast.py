@@ -26,7 +26,7 @@ def reserve(group: str, fabric: Fabric = Fabric.MULTIMEM, **sizes: int) -> PeerA
 
 
 def refusal(group: str) -> Rejection | None:
-    """Of `multimem`, on GPUs that kernels were built for."""
+    """Rejection of `multimem` on GPUs that kernels were built for."""
     setattr(traits, "is_built", lambda part: True)  # noqa: B010
     return dict(topology.discover(group, TIMEOUT_S).fabrics())[Fabric.MULTIMEM]
 

@@ -35,7 +35,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def other_than(identity: str, clock: int = 0, ticks: int = 0, inode: int | None = None) -> str:
-    """Of a process seen from another time namespace, that started later, or with another inode (0: not known)."""
+    """Identity of a process in another time namespace, with a later start or another inode (0: not known)."""
     boot, namespace, time_namespace, start, own = identity.split(":")
     found = int(own) if inode is None else inode
     return f"{boot}:{namespace}:{int(time_namespace) + clock}:{int(start) + ticks}:{found}"
@@ -89,7 +89,7 @@ def test_ranks_in_two_time_namespaces_see_each_other_alive() -> None:
 @pytest.mark.parametrize("has_descriptor", [True, False])
 @pytest.mark.parametrize("can_open", [True, False])
 def test_a_killed_process_has_ended(has_descriptor: bool, can_open: bool) -> None:
-    """By a descriptor that was opened before, or by its number; with descriptors left when it is asked for, or not."""
+    """A killed process is recognized by a descriptor opened before or by its number, with descriptors left or not."""
     own = os.getpid()
     with sleeper() as child:
         identities = _native.process_identity(child.pid), _native.process_identity(own)

@@ -112,7 +112,7 @@ def test_a_dead_rank_is_an_error_and_leaves_nothing(within: bool) -> None:
 
 
 def run_late(rank: int) -> str:
-    """What rank 0 handed over before it gave up is there: the late rank ends that call, and fails in the next one."""
+    """Rows that rank 0 stored before it gave up have arrived: the late rank ends that call, and fails in the next."""
     reserve_all(2)
     scatter(rank, 2, 0)
     if rank == 1:

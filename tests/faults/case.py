@@ -1,4 +1,4 @@
-"""What one run of a few ranks is, and how it ended: the records that cross from the test to the ranks and back."""
+"""Records of one run of a few ranks and of its outcome, which cross from the test to the ranks and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mode(StrEnum):
 
 
 class Moment(StrEnum):
-    """Where in the life of a rank a fault strikes; in their order."""
+    """Moments in the life of a rank at which a fault strikes, in their order."""
 
     START = "before capture"
     COMPILING = "while compiling, before ranks agree"

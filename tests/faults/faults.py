@@ -34,7 +34,7 @@ CAME_BACK = frozenset({Saying.GAVE_UP, Saying.OTHER_EXITED, Saying.OTHER_LATE, S
 
 @dataclass(frozen=True)
 class Expected:
-    """What must follow from a case."""
+    """Outcome that must follow from a case."""
 
     others: frozenset[Saying]
     victim: frozenset[Saying] | None
@@ -76,7 +76,7 @@ class Fault:
     """Until the others have told how they ended."""
 
     def fits(self, mode: Mode, moment: Moment) -> bool:
-        """Whether there is such a case."""
+        """True if the fault can strike in this mode at this moment."""
         if mode is Mode.PAIRS and moment not in (Moment.BETWEEN, Moment.WITHIN):
             return False
         return mode in self.modes and moment in self.moments and (mode in COMPILED or moment not in COMPILE_ONLY)
@@ -87,7 +87,7 @@ class Fault:
 
 
 def timeout_of(case: Case) -> float:
-    """What somebody waits who waits for the rank at that moment."""
+    """Timeout in seconds of the peers that wait for the struck rank at the case's moment."""
     if case.moment is Moment.ANY:
         return case.compile_timeout_s + case.timeout_s
     return case.compile_timeout_s if case.moment in MEETINGS else case.timeout_s

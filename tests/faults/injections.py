@@ -1,4 +1,4 @@
-"""What each fault does to a rank when its moment comes. `tests.faults.faults` says what must follow."""
+"""Injection of each fault into a rank when its moment comes; `tests.faults.faults` says what must follow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WITHIN_S = programs.LATE_S / 2
 
 
 class UserError(Exception):
-    """Of the program around weaveopt."""
+    """Error raised by the program around weaveopt."""
 
 
 def send_itself(number: signal.Signals) -> Callable[[Rank], None]:

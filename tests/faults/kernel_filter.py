@@ -54,7 +54,7 @@ def hide_from_peers() -> None:
 
 
 def drop_privilege_to_look() -> None:
-    """Of a process of root, which else may open everybody's files in /proc."""
+    """Drops CAP_SYS_PTRACE of a root process, which could open every user's files in /proc otherwise."""
     if os.geteuid() != 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""What ranks run: two layers, again and again, in each of the ways in which a program uses weaveopt.
+"""Programs of the ranks: two layers, repeatedly, for every mode in which a program uses weaveopt.
 
 x = norm(residual := residual + all_reduce(x @ product)) @ after        # twice
 """
@@ -87,8 +87,8 @@ def other_layers(w: forms.Weights, x: Tensor, residual: Tensor, num_layers: int 
 def reference(
     rank: int, ranks: list[int], step: int, seed_of: dict[int, int], other_norm: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `rank` of the group of `ranks` has to get; `seed_of`: of residuals that are not everybody's; `other_norm`:
-    the rank with (1 + weight)."""
+    """Result that `rank` has to get in the group of `ranks`. `seed_of`: seeds of ranks with a different residual;
+    `other_norm`: the rank whose norm multiplies by (1 + weight)."""
     w = forms.make_weights(torch.float32)
     x_of = {each: inputs(each, step)[0] for each in ranks}
     residual_of = {each: inputs(each, step, seed=seed_of.get(each, 0))[1] for each in ranks}
@@ -227,7 +227,7 @@ def run_program(rank: Rank) -> None:
 
 
 def digest(rank: Rank, step: int, got: tuple[Tensor, ...]) -> str:
-    """Of the bytes that a step gave, by group; says so where they are not the reference's."""
+    """Hash of a step's output bytes, by group; begins with "wrong" if they differ from the reference."""
     ranks = list(range(rank.case.world))
     if rank.case.mode is Mode.PAIRS:
         groups = [[first, first + 1] for first in range(rank.case.world - 1) if rank.rank in (first, first + 1)]

@@ -34,7 +34,7 @@ HOLD_S = 60.0
 
 
 def rank_program(case: Case, rank: int, port: int, listen_on: int | None, words: int, release: int) -> None:
-    """What a rank does. What it says goes to `words`; it may end when `release` is closed."""
+    """Runs one rank. It writes its messages to `words`, and may end when `release` is closed."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(case.world)
     )

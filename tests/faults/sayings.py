@@ -15,7 +15,7 @@ _DIFFER = rf"AgreementError: {_GROUP}ranks \d+ and \d+ differ in "
 
 
 class Saying(Enum):
-    """What a rank may end with: the pattern of its whole error. `{rank}` is its own number."""
+    """Errors that a rank may end with, each a pattern of the whole text. `{rank}` is its number."""
 
     RIGHT = ""
     """Every step gave the right result."""

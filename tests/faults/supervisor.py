@@ -193,7 +193,7 @@ def _end_all(run: _Run) -> None:
 
 
 def _left(run: _Run) -> list[str]:
-    """What outlives the ranks: processes of theirs, and names in /dev/shm."""
+    """Remains of the ranks after their end: their processes, and names in /dev/shm."""
     found = []
     for pid in _children():
         with open(f"/proc/{pid}/cmdline") as file:
@@ -209,7 +209,7 @@ def _children() -> list[int]:
 
 
 def _is_of(run: _Run, name: str) -> bool:
-    """Whether a name in /dev/shm that is weaveopt's is there since this case began, and stays."""
+    """True if a name in /dev/shm is weaveopt's, appeared since this case began, and stays."""
     if "weave" not in name or name in run.names:
         return False
     time.sleep(0.2)  # a rank of somebody else may be between making and unlinking it

@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def outcomes(pool: Pool) -> list[tuple[Case, Outcome]]:
-    """Of every fault at each of its moments: they run several at a time."""
+    """Outcomes of every fault at each of its moments; several cases run at a time."""
     return list(pool.run(list(every_fault())))
 
 

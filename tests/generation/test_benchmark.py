@@ -1,4 +1,4 @@
-"""What of the decode benchmark needs no GPU."""
+"""The parts of the decode benchmark that need no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.suites.generate import LAYERS, SHAPES, Case, bytes_read, cases, 
 
 @pytest.mark.parametrize(("name", "tied"), [("8b", False), ("1b", True)])
 def test_bytes_that_a_step_reads(name: str, tied: bool) -> None:
-    """Of an embedding that is no head too, only the rows of the tokens."""
+    """An embedding that is not also the head counts only the rows of the step's tokens."""
     config = LlamaConfig(**{**SHAPES[name].to_diff_dict(), "num_hidden_layers": 2})
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()

@@ -1,4 +1,4 @@
-"""What a step is compiled with: what the call names, else what the model was compiled with, else weave."""
+"""The backend of a step: the call's, otherwise the one the model was compiled with, otherwise weave."""
 
 from __future__ import annotations
 

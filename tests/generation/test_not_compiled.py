@@ -1,4 +1,4 @@
-"""What cannot be compiled runs as it is, and the report says why; ranks agree on it."""
+"""Steps that cannot be compiled run in eager mode, and the report says why; ranks agree on it."""
 
 from __future__ import annotations
 

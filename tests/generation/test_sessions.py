@@ -1,4 +1,4 @@
-"""What later calls find again, what they must not find, and when it goes away."""
+"""Sessions of the decode loop: what later calls reuse, what they must not reuse, and when it is freed."""
 
 from __future__ import annotations
 

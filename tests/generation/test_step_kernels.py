@@ -1,4 +1,4 @@
-"""What the benchmark of a step's kernels compiles beside the step that users get."""
+"""Compile options of the step-kernel benchmark, in addition to those of the step that users get."""
 
 from __future__ import annotations
 

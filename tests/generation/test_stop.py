@@ -1,4 +1,4 @@
-"""Where sequences end, and what streamers get."""
+"""Ends of sequences, and the tokens that streamers get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.generating import Heard, assert_same, ours, ragged, steps_of, theirs
 
 
 def ends(model: PreTrainedModel, batch: int) -> list[int]:
-    """Of each row the token that comes last for the first time."""
+    """For each row, the token whose first occurrence is the latest."""
     free = theirs(model, ragged(batch), max_new_tokens=16).sequences[:, 20:].tolist()  # type: ignore[attr-defined]
     return [max(row, key=row.index) for row in free]
 

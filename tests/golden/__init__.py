@@ -1,1 +1,1 @@
-"""What weaveopt decides and predicts today, held in files so that a change of its inside can be told from a loss."""
+"""Golden files of what weaveopt decides and predicts, so that a refactoring can be told from a regression."""

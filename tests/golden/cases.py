@@ -1,4 +1,4 @@
-"""What is asked of `weaveopt explain`: one command line a case, which is also the case's name in the file."""
+"""Golden cases of `weaveopt explain`: one command line each, which is also the case's name in the file."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def rounded(value: Json) -> Json:
 
 
 def compact(report: Record) -> Record:
-    """Of a whole report: one record a graph. Names of graphs count up within a process and are left out."""
+    """Compact form of a whole report: one record a graph, without graph names, which count up within a process."""
     return {
         "graphs": [rounded(_graph(graph)) for graph in report["graphs"]],
         "fallbacks": [f"{each['step']}: {each['error']}" for each in report["fallbacks"]],

@@ -15,7 +15,7 @@ MOST_LINES = 40
 
 
 class Kind(StrEnum):
-    """What differs. Only the first kind is a loss by itself."""
+    """Kinds of difference. Only the first kind is a loss by itself."""
 
     CHOICE = "(a) choices"
     MEMORY = "(b) arena bytes"

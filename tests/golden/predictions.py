@@ -45,7 +45,7 @@ def record(machine: str) -> dict[str, Figures]:
 
 
 def stored_errors(machine: str) -> dict[str, accuracy.Errors]:
-    """Of the predictions that the file holds."""
+    """Errors of the predictions that the file holds."""
     return {each.kind: each for each in accuracy.errors(rows_of(machine))}
 
 

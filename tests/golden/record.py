@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def check_some(new: dict[str, Record]) -> int:
-    """What differs in these cases."""
+    """Prints the differences in these cases; returns 1 if a choice differs, and 0 if none does."""
     found = compare.compare({name: each for name, each in store.read(FILE).items() if name in new}, new)
     print(found.text())
     return 1 if found.of(compare.Kind.CHOICE) else 0

@@ -26,7 +26,7 @@ HIDDEN = 1024
 
 
 def error_of(step: Callable[[], object]) -> str:
-    """What `step` raises. The watchdog's error may come at any moment, so also while another one is looked at."""
+    """Runs `step` and returns its error as text. The watchdog may raise at any moment, even while one is handled."""
     try:
         try:
             step()

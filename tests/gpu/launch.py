@@ -24,7 +24,8 @@ needs_cuda_part = pytest.mark.skipif(not is_built(NativePart.CUDA), reason="weav
 
 
 def run_ranks(world: int, program: str, *arguments: str, timeout_s: float = 300.0) -> str:
-    """What `world` ranks of `program` print, on a GPU each; skips where there are fewer and they may not share."""
+    """Runs `world` ranks of `program`, one per GPU, and returns what they print; skips the test if there are fewer GPUs
+    and they may not be shared."""
     name, given = program, arguments
     if torch.cuda.device_count() < world:
         if not torch.cuda.is_available() or os.environ.get(SHARED) != "1":
@@ -34,7 +35,7 @@ def run_ranks(world: int, program: str, *arguments: str, timeout_s: float = 300.
 
 
 def run_program(name: str, *arguments: str, timeout_s: float = 300.0) -> str:
-    """What a program prints that uses one GPU, or none."""
+    """Runs a program that uses one GPU or none, and returns what it prints."""
     return _printed([start(name, arguments, ENVIRONMENT).end(timeout_s)])
 
 

@@ -49,7 +49,7 @@ POISON = 0xFF
 
 
 class Gpu:
-    """What is needed of the CUDA runtime, without torch's allocator and kernels."""
+    """The needed part of the CUDA runtime, without torch's allocator and kernels."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # torch's own
@@ -95,7 +95,7 @@ class Gpu:
         return stream.value
 
     def captured(self, stream: int, launch: Callable[[], int]) -> ctypes.c_void_p:
-        """What `launch` does on `stream`, to be replayed."""
+        """Captures the work that `launch` submits to `stream`, as an executable graph."""
         graph, replay = ctypes.c_void_p(), ctypes.c_void_p()
         self.call("cudaStreamBeginCapture", ctypes.c_void_p(stream), 1)  # this thread alone
         code = launch()
@@ -204,7 +204,7 @@ class Ranks:
         return Launched(graphs, self.streams[index], [outputs for _, _, outputs in prepared], like)
 
     def results(self, launched: Launched) -> list[Results]:
-        """What each rank got."""
+        """Results of each rank."""
         got = []
         for outputs in launched.outputs:
             a, b, c = (self.gpu.read(p, x) if p else x for p, x in zip(outputs, launched.like, strict=True))

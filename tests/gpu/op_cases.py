@@ -1,4 +1,4 @@
-"""What `op_ranks` runs the fused op on: kernels, forms of the computation, inputs, and how a result is checked."""
+"""Cases of the fused op for `op_ranks`: kernels, forms of the computation, inputs, and the check of a result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KERNELS = (LL_PACKET_ONE_SHOT, LL_PACKET_TWO_SHOT, BULK, BULK_FEW, DIRECT)
 
 @dataclass(frozen=True)
 class Case:
-    """What a call has beyond the sum: the op's optional arguments and the call's options."""
+    """Properties of a call beyond the sum: the op's optional arguments and the call's options."""
 
     norm: NormSpec | None = LLAMA
     post: NormSpec | None = None
@@ -267,7 +267,7 @@ def check_fp8(got: Tensor, want: Tensor, scale: Tensor, before: Tolerance, most:
 
 
 def checksum(call: ReductionCall, results: Results) -> Tensor:
-    """Of all bytes that must be the same on all ranks, as one number on the device."""
+    """Checksum of all result bytes that must be equal on all ranks, as one number on the device."""
     parts = []
     for index, result in enumerate(results):
         if index == 1 and call.sum_out is SumOut.SHARDED:

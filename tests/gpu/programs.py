@@ -71,7 +71,7 @@ class Program:
         return self.poll() is not None
 
     def end(self, timeout_s: float = 0.0) -> Ended:
-        """What it printed, once it has ended; it is killed if it has not in time."""
+        """Waits for the program's end, kills it after `timeout_s`, and returns its exit code and output."""
         ended = self.wait(timeout_s)
         if not ended:
             os.kill(self.pid, signal.SIGKILL)

@@ -139,7 +139,7 @@ class Layers:
         reserve(self.plain)
 
     def run(self, shard: Tensor) -> Tensor:
-        """What the last layer makes: normalized rows, then rows of the sum."""
+        """Outputs of the last layer: normalized rows, rows of the sum, and the sum of the kernel without a norm."""
         rank, total, rows = self.place.rank, shard, shard
         normalized = rows
         for gathering, norming in self.steps:
@@ -152,7 +152,7 @@ class Layers:
         return torch.stack([normalized, total, alone])
 
     def want(self, shards: list[Tensor]) -> Tensor:
-        """Of this rank."""
+        """Reference outputs of this rank."""
         total = rows = torch.cat(shards).float()
         summed = torch.zeros_like(total)
         for _ in self.steps:

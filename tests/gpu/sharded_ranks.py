@@ -33,7 +33,7 @@ REPLAYS = 300
 
 @dataclass(frozen=True)
 class Form:
-    """What the experts compute, and their sizes."""
+    """Computation of the experts, and its sizes."""
 
     activation: str = "silu"
     gated: bool = True

@@ -113,7 +113,7 @@ def test_sizes_of_models(tokens: int, routing: str) -> None:
 
 
 def test_every_width_of_a_multiply() -> None:
-    """Of 8 to 144 rows in each CTA, each again with the same bits."""
+    """Instructions 8 to 144 rows wide in each CTA; repeated calls return the same bits."""
     counts = (*range(1, 289, 5), 288, 0, 289)
     sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=1160, inner=712, bias=True)
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -101,7 +101,7 @@ def test_sizes_that_fill_no_tile(call: ExpertsCall, transposed: bool) -> None:
 
 
 def test_every_width_of_a_multiply() -> None:
-    """Of 8 to 144 rows in each CTA, in both GEMMs."""
+    """Instructions 8 to 144 rows wide in each CTA, in both GEMMs."""
     counts = (*range(1, 289, 5), 288, 0, 289)
     sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=1160, inner=712, bias=True)
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

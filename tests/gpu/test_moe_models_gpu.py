@@ -84,9 +84,9 @@ def logits_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """Of the positions' logits, relative to the exact ones: the median, and how many are off by a tenth or more.
+    """Relative errors of the positions' logits: the median, and the fraction that is off by a tenth or more.
 
-    Where two experts are nearly as likely, rounding picks the one or the other, so a few positions always are.
+    Where two experts are nearly equally likely, rounding picks either, so a few positions are always off.
     """
     off = (got.float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return float(off.median()), float((off > 0.1).float().mean())

@@ -33,7 +33,7 @@ def test_ranks_of_one_process_agree_with_the_reference() -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """What the ranks of a scenario printed, by rank; a rank that was killed or stopped printed nothing."""
+    """Printed results of a scenario, by rank; a rank that was killed or stopped printed nothing."""
 
     results: dict[int, dict[str, object]]
     stderr: str

@@ -1,4 +1,4 @@
-"""What csrc/fabric has for kernels to come: words that several CTAs add to, and copies with a signal behind them.
+"""Primitives of csrc/fabric for kernels to come: words that several CTAs add to, and copies that signal at their end.
 
 The reader waits on one GPU while the writers run on another, or on the same where there is only one.
 """

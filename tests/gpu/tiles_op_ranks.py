@@ -74,7 +74,7 @@ def grid(rank: int) -> None:
 
 
 def limits() -> None:
-    """What plans take for granted is what the device says."""
+    """Limits that plans assume agree with those that the device reports."""
     dtype, world, device = _native.DType.bfloat16, dist.get_world_size(), torch.cuda.current_device()
     most = _native.PRODUCT_MOST_HIDDEN
     assert not _native.product_unsupported(dtype, most, DEPTH, world, device)

@@ -1,4 +1,4 @@
-"""What can go wrong between hosts, and what ranks may say then.
+"""Faults between hosts, and the errors that ranks may raise for each.
 
 The last host is struck, except where a fault says that it is the first, which has the store. A fault strikes at its
 moment, by the first rank of that host.
@@ -35,7 +35,7 @@ class Moment(StrEnum):
 
 
 class Saying(Enum):
-    """What a rank may end with: the pattern of its whole error, and the table's words for it."""
+    """Errors that a rank may end with: the pattern of the whole text, and the table's words for it."""
 
     RIGHT = ("", "the right result")
     SILENT = ("did not signal within [0-9.]+ s", "`PeerTimeoutError`: a rank did not signal")

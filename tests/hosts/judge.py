@@ -85,13 +85,13 @@ def outcome_of(name: str, shape: tuple[int, int]) -> Outcome:
 
 
 def outcomes(names: Iterable[str], at_once: int) -> Iterator[Outcome]:
-    """Of every shape of these faults; `at_once` of them run at a time, since most of them wait."""
+    """Outcomes of every shape of these faults; `at_once` of them run at a time, since most of them wait."""
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda each: outcome_of(*each), [(n, shape) for n in names for shape in FAULTS[n].shapes])
 
 
 def limit_s(name: str) -> float:
-    """What a rank may wait for its error."""
+    """Seconds that a rank may wait for its error."""
     fault = FAULTS[name]
     beyond = STORE_S if fault.waits_s >= fault.meeting_timeout_s else 0.0
     return fault.waits_s + beyond + SLACK_S

@@ -1,4 +1,4 @@
-"""What becomes of packets between emulated hosts: when they arrive, and which of them do not arrive whole.
+"""Fate of packets between emulated hosts: their arrival times, and which are lost, doubled or cut.
 
 `Wires` knows no device and no clock, so the same packets at the same times always have the same fate.
 """
@@ -39,7 +39,7 @@ class Link:
 
     @property
     def is_plain(self) -> bool:
-        """Whether packets are on time and whole: a bridge does, where they may need a rate."""
+        """True if packets arrive on time and whole. A bridge suffices then; a rate may still be needed."""
         return not (
             self.delay_us
             or self.loss_percent
@@ -51,7 +51,7 @@ class Link:
 
 @dataclass
 class Counts:
-    """Of packets, since the hosts were made."""
+    """Packet counts since the hosts were made."""
 
     carried: int = 0
     lost: int = 0
@@ -150,7 +150,7 @@ def _header_bytes(packet: bytes) -> int:
 
 
 def data_bytes(packet: bytes) -> int:
-    """Of an IPv4 packet: those of the message that it carries a part of. Of TCP, what is behind its header."""
+    """Payload bytes of an IPv4 packet; of a TCP segment, the bytes after the TCP header."""
     begin = _header_bytes(packet)
     if packet[9] == 6:
         begin += (packet[begin + 12] >> 4) * 4

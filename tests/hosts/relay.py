@@ -47,7 +47,7 @@ def address_of(index: int) -> str:
 
 
 def control_name(relay_pid: int) -> str:
-    """Of the socket that changes come by: one in each namespace, and none in the file system."""
+    """Name of the control socket, an abstract one in each namespace and none in the file system."""
     return f"\0weave-hosts-{relay_pid}"
 
 

@@ -32,7 +32,7 @@ def needs(link: Link) -> None:
 
 @pytest.fixture(scope="module")
 def without_hosts() -> list[bytes]:
-    """By ranks that only take themselves for several hosts."""
+    """Results of ranks on this machine whose topology claims several hosts."""
     return run_ranks(check, 4, 4, 2)[0]
 
 

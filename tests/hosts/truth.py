@@ -28,7 +28,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Truth:
-    """What was measured between two hosts."""
+    """Measured round trips and rates between two hosts."""
 
     round_trip_us: float
     """Of one byte, the median."""
@@ -105,7 +105,8 @@ Part = Callable[[Host, Host, Connection], None]
 
 
 def _measured(listening: Part, calling: Part, pairs: list[tuple[Host, Host]]) -> list[list[float]]:
-    """What the ends of every pair told: all that listen, on the second host of each, then those that call."""
+    """Results of the two ends of every pair: first the listening ends, on each pair's second host, then the calling
+    ends."""
     fork = multiprocessing.get_context("fork")
     found: list[list[float]] = []
     with ExitStack() as ends:
@@ -131,7 +132,7 @@ def _measured(listening: Part, calling: Part, pairs: list[tuple[Host, Host]]) ->
 
 
 def measure(made: list[Host]) -> Truth:
-    """Of hosts that have nothing else to do."""
+    """Measures hosts that have nothing else to do."""
     _, times = _measured(_echo, _ping, [(made[0], made[1])])
     ordered = sorted(times)
     (rate,), _ = _measured(_drain, _pour, [(made[0], made[1])])

@@ -1,4 +1,4 @@
-"""What this repository starts has NVLink multicast off, which can put the GPUs of a shared host out of service.
+"""Programs of this repository run with NVLink multicast off, which can put the GPUs of a shared host out of service.
 
 Every program of the tests and benchmarks is a module of their packages, which set the variables when they are imported,
 whoever starts it; `make` exports them to all that it runs.

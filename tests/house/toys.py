@@ -267,7 +267,7 @@ class KeptRelu:
 
 @dataclass(frozen=True)
 class TwoHalves:
-    """Of a graph whose first GEMM is followed by an all-reduce: both in two halves of the rows."""
+    """Variant of a graph whose first GEMM is followed by an all-reduce: both run in two halves of the rows."""
 
     name: str = "two_halves"
 

@@ -107,8 +107,8 @@ def _kinds(work: tuple[Work, ...]) -> dict[str, int]:
 
 @pytest.mark.parametrize("machine", ["cpu", "h200x4"])
 def test_sites_and_work_share_nothing(machine: str) -> None:
-    """Of 15 products four belong to sites, and both attentions; all all-reduces do, so what is left is the gather of
-    the logits."""
+    """Four of 15 GEMMs and both attentions belong to sites, and so do all all-reduces: the gather of the logits
+    remains."""
     report = _reported("llama", machine=machine)
     baselines = [decision.baseline for decision in report.decisions if not decision.site.rejections]
     assert len(baselines) == 5 + 2
@@ -292,7 +292,7 @@ def test_a_site_at_another_token_count_is_priced_as_if_captured_with_it(machine:
 
 
 def test_a_part_of_a_site_and_the_rest_are_priced_apart() -> None:
-    """What a candidate leaves in place: the kernels of those nodes by themselves."""
+    """The kernels of nodes that a candidate leaves in place are priced by themselves."""
     made = Reductions()
     found = made.site()
     made.call(len, rows_of(found))

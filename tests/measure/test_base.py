@@ -70,7 +70,7 @@ def of_two(costs: FabricCosts) -> FabricCosts:
 
 
 def measured_today(base: Machine = BASE) -> Machine:
-    """What two ranks of the same host would have measured: all of it twice as slow."""
+    """Profile as two ranks of the same host would have measured it: every time is twice as long."""
     origins = tuple(
         (name, replace(origin, date=TODAY, host="2 x NVIDIA H200") if origin.kind == "measured" else origin)
         for name, origin in base.origins

@@ -44,7 +44,7 @@ def rows(us: float) -> Rows:
 
 
 def own_kernels() -> list[Family]:
-    """What every profile needs."""
+    """Families of measurements that every profile needs."""
     times = {corner: Sample(3 + corner[0] * corner[1] * corner[2] / 3e8, 0.02) for corner in GRID.corners}
     by_dtype = {"bfloat16": times, "float32": times}
     return [
@@ -76,7 +76,8 @@ def test_families_that_a_run_names_are_measured_and_launches_with_them() -> None
 
 
 def test_the_halves_of_cpu_ranks_are_curves() -> None:
-    """Of shared memory, beside the fused kernels' link; rows divide by the ranks."""
+    """Reduce-scatters and all-gathers in shared memory are curves, apart from the fused kernels' link; rows divide by
+    the ranks."""
     times = {
         (world, 4096, KernelRow(0, algorithm, Transfer.SEGMENT)): rows(3.0 * world)
         for world in (2, 4)
@@ -146,7 +147,7 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
 
 
 def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> None:
-    """Of each cut, and each size of the GEMM that rows do not tell; beside the exchanges alone, on GPUs too."""
+    """One curve for each tile configuration and each GEMM size that rows do not imply; on GPUs the exchanges alone too."""
     tiles, pushed, normed = (
         tuple(dict.fromkeys(each.cut for each in found(True))) for found in (tile_cases, pushed_cases, norm_cases)
     )

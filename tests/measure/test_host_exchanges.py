@@ -75,7 +75,7 @@ def test_a_profile_claims_no_less_error_than_its_terms_have() -> None:
 
 
 def test_no_factor_is_below_zero() -> None:
-    """What would be subtracted is left out, and the others make up for it as well as they can."""
+    """A term with a negative factor is dropped, and the other terms are fitted again without it."""
     rows = [((1.0, x), 100.0 - x, 100.0 - x) for x in (1.0, 2.0, 5.0)]
     constant, slope = relative_nonnegative(rows)
     assert slope == 0.0 and 95.0 < constant < 100.0

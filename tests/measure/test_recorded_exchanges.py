@@ -34,7 +34,7 @@ def recorded(hosts: int) -> dict[tuple[Algorithm, int], float]:
 
 
 def errors(hosts: int, fitted_hosts: int) -> dict[tuple[Algorithm, int], float]:
-    """Of all sizes, by terms of some sizes among `fitted_hosts`; the machine has two cores."""
+    """Relative errors at all sizes, by terms fitted to some sizes among `fitted_hosts`; the machine has two cores."""
     seen = {case: us for case, us in recorded(fitted_hosts).items() if case[1] in FITTED_KIB}
     times = {(algorithm, kib * 1024 // (2 * HIDDEN)): Sample(us, 0.0) for (algorithm, kib), us in seen.items()}
     terms = HostExchanges(fitted_hosts, 1, times, slowdown=fitted_hosts / 2).terms(BEFORE)

@@ -167,7 +167,7 @@ def test_what_is_left_says_why(machine: Machine) -> None:
 
 
 def test_the_call_says_whose_kernels_run(machine: Machine) -> None:
-    """Of a graph that sees several counts: Triton's up to where ours are the faster ones."""
+    """In a graph that sees several token counts, Triton's kernels serve up to the count at which ours become faster."""
     context = context_of(machine)
     graph, site = site_of(context, 64)
     several = proposals(site, TokenCounts(64, most=8192), context)["hopper"]
@@ -218,7 +218,7 @@ def test_batches_of_their_own(machine: Machine) -> None:
 
 
 def _estimate_of(machine: Machine) -> Estimate:
-    """Of equally many tokens on all ranks."""
+    """Estimate for equally many tokens on all ranks."""
     context = context_of(machine)
     counts = TokenCounts(OWN_BATCH_TOKENS, most=Config().max_tokens)
     estimate = proposals(site_of(context, OWN_BATCH_TOKENS)[1], counts, context)["hopper"].candidate.estimate

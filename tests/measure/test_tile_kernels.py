@@ -31,7 +31,7 @@ def kernel_us(num_bytes: int, depth: int, cut: Cut) -> float:
 
 @pytest.fixture
 def machine() -> Machine:
-    """What calibrate writes of made-up samples of all that it measures among two ranks."""
+    """Profile that calibrate writes from made-up samples of all it measures between two ranks."""
     times: Times[Kernel] = {}
     for case in cases(quick=False):
         known = times.setdefault((2, case.hidden, case.cut, case.depth), [])

@@ -42,7 +42,7 @@ INNER = 24
 
 @dataclass(frozen=True)
 class Form:
-    """What a case has beyond the sum: the op's optional arguments and the call's options."""
+    """Properties of a case beyond the sum: the op's optional arguments and the call's options."""
 
     norm: NormSpec | None = LLAMA
     post: NormSpec | None = None

@@ -1,4 +1,4 @@
-"""What the kernels of `all_reduce_norm` ask of an arena, as native code says it."""
+"""Arena buffers of `all_reduce_norm`'s kernels, as native code computes them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MAX_TOKENS = 24
 
 @dataclass(frozen=True)
 class Form:
-    """What the experts compute, and how the tokens are spread."""
+    """Computation of the experts, and the distribution of the tokens."""
 
     activation: str = "silu"
     gated: bool = True
@@ -94,7 +94,7 @@ class Inputs:
 
 
 def make_inputs(form: Form, call: ExpertExchangeCall, counts: str, routing: str, seed: int) -> list[Inputs]:
-    """Of all ranks; every rank makes the same."""
+    """Inputs of all ranks; every rank makes the same."""
     random = torch.Generator().manual_seed(seed)
     dtype, hidden, inner, total = getattr(torch, call.dtype), call.hidden, 24, call.world * form.experts
 
@@ -153,7 +153,8 @@ def digest(result: Tensor) -> str:
 
 
 def expected_rows(inputs: list[Inputs], rank: int, num_experts: int) -> tuple[int, int]:
-    """What a rank dispatches, a row for each (token, other rank), and returns, one for each choice of others."""
+    """Row counts of a rank: rows dispatched, one for each (token, other rank), and returned, one for each remote
+    choice."""
     world = len(inputs)
     owners = [torch.div(each.experts, num_experts, rounding_mode="floor") for each in inputs]
     pushed = sum(len({*row} & {*range(world)} - {rank}) for row in owners[rank].tolist())

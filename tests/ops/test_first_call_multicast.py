@@ -55,7 +55,7 @@ class MadeUpSite:
 
 
 def said(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> tuple[str, list[str]]:
-    """What the first calls say of a kernel, and the dtypes that ran."""
+    """Error of the first calls about a kernel, and the dtypes that ran."""
     ran: list[str] = []
     monkeypatch.setattr(PeerSite, "bound_to", lambda memory, call, *of: MadeUpSite(call, spoil, ran))
     run = MulticastCalls().prepare(MadeUpArena())  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_a_wrong_scale_is_found_where_rows_have_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_of_one_rank_alone_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a switch that does not sum would give."""
+    """A switch that does not sum would return these rows."""
     alone = lambda call, results: reference_quant([first_call._partial(1, call.dtype)], Operands(), call)  # noqa: E731
     why, _ = said(monkeypatch, alone)
     assert "elements of normalized are not the reference's" in why

@@ -38,7 +38,7 @@ TOKENS = (0, 1, 5, 6, 13, 40)
 
 @dataclass(frozen=True)
 class Form:
-    """What a case has beyond the sum."""
+    """Properties of a case beyond the sum."""
 
     layout: str = "nk"
     norm: NormSpec | None = LLAMA
@@ -136,7 +136,7 @@ def test_equals_the_reference(world: int) -> None:
 
 
 def _check_against_whole(rank: int, world: int) -> None:
-    """Of whole numbers, since a library's GEMM of fewer rows may sum in another order."""
+    """Compares on integers, since a library's GEMM of fewer rows may sum in another order."""
     reserve(world)
     for form, tokens in itertools.product(FORMS, TOKENS):
         factors, rest = make_inputs(form, tokens, torch.float32, world, whole=True)

@@ -62,7 +62,7 @@ def make_call(form: Form, hidden: int, dtype: str, world: int, group: str = "0")
 
 
 def make_inputs(form: Form, tokens: int, hidden: int, dtype: str, world: int, seed: int) -> list[Products]:
-    """Of every rank."""
+    """GEMM operands and addends of every rank."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int, scale: float = 1.0) -> Tensor:

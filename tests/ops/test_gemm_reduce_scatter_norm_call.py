@@ -140,7 +140,7 @@ def run_op(
 
 
 def made(world: int, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Of all ranks a GEMM's operand; the weight; the whole residual."""
+    """Each rank's GEMM operand; the weight; the whole residual."""
     every = [small(rows * world, 24, seed=10 * rows + each, dtype=dtype) for each in range(world)]
     return every, small(24, 64, seed=1, dtype=dtype), small(rows * world, 64, seed=2, dtype=dtype)
 

@@ -32,7 +32,7 @@ AFTER_S = 0.2
 
 
 class Late(Exception):
-    """What a program's own handler raises."""
+    """Exception that a program's own handler raises."""
 
 
 @contextmanager
@@ -178,7 +178,8 @@ def _raise_at(line: int, call: Callable[[], object]) -> bool:
 
 
 def run_every_line(rank: int) -> list[tuple[str, int, int]]:
-    """By operation: its lines, and after how many of them the next call of this rank was an error."""
+    """For each family of operations: its name, its number of lines, and after how many of them the next call was an
+    error."""
     found = []
     for family in FAMILIES:
         for index in range(len(family(rank))):

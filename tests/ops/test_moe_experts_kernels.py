@@ -21,7 +21,7 @@ KERNELS = ["route", "gate_up", "down", "combine"]
 
 @cache
 def lines_of(module: str, interpret: bool) -> list[dict[str, object]]:
-    """What a process of the module prints."""
+    """Runs the module in a process and returns the JSON lines that it prints."""
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(interpret))}
     done = subprocess.run(

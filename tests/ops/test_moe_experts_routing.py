@@ -49,7 +49,7 @@ def test_rows_of_a_few_steps(num_rows: int) -> None:
 
 @pytest.mark.parametrize(("num_rows", "num_experts"), [(40000, 64), (40000, 200), (40000, 1023), (140000, 8)])
 def test_many_rows(num_rows: int, num_experts: int) -> None:
-    """Of 1023 experts a CTA sorts two steps, as it does where chunks would be more than 128."""
+    """With 1023 experts a CTA sorts two steps, as whenever chunks would be more than 128."""
     some = [experts for name, experts in cases(num_rows, num_experts) if name in ("some foreign", "skewed")]
     for experts, tile_rows in zip(some, (256, 16), strict=True):
         check(experts, num_experts, tile_rows)

@@ -1,6 +1,6 @@
-"""What ranks with batches of their own on GPUs tell each other's hosts, on spawned ranks; and what a call makes of it.
+"""Token counts that GPU ranks with batches of their own exchange through their hosts, and the calls that use them.
 
-The counts are the real ones. In the place of kernels stands the library's exchange, and tensors are the CPU's.
+The counts are the real ones, on spawned ranks. The library's exchange replaces the kernels, and tensors are the CPU's.
 """
 
 from __future__ import annotations

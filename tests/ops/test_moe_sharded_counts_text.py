@@ -29,7 +29,7 @@ MISTAKES = {
 
 
 def num_wrong(world: int, num_calls: int, mistake: str = "") -> int:
-    """Of all ranks' results."""
+    """Number of wrong results over all ranks."""
     library = emulated_build.library(SOURCES, (), MISTAKES, ("-O1", "-pthread"))
     library.run.restype = ctypes.c_int64
     library.run.argtypes = (ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32, ctypes.c_double)
@@ -44,5 +44,5 @@ def test_threads_learn_the_largest(world: int) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_show(mistake: str) -> None:
-    """What these tests are for: each of these lines is needed."""
+    """Each of these lines is needed: the tests fail without it."""
     assert num_wrong(5, 4000, mistake) > 0, mistake

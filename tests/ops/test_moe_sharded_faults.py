@@ -1,4 +1,4 @@
-"""What every rank says where one of them fails in the middle of an exchange, does not come, or runs another one."""
+"""Errors on every rank when one of them fails in the middle of an exchange, does not come, or runs another one."""
 
 from __future__ import annotations
 

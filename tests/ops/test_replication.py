@@ -77,7 +77,7 @@ def test_a_first_residual_that_shows_no_difference_proves_nothing(first: float) 
 
 
 def _marks_of(rank: int) -> list[tuple[bool, bool]]:
-    """By value of this rank: whether ranks found it the same, and whether that holds for later calls."""
+    """For each value of this rank: true if ranks found it equal, and true if that holds for later calls."""
     nan, inf = float("nan"), float("inf")
     rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     own = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))

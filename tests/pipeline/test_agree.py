@@ -57,7 +57,7 @@ def two_layers(
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a graph on one rank."""
+    """Outcome of a graph on one rank."""
 
     rewritten: tuple[bool, ...]
     reasons: tuple[str, ...]

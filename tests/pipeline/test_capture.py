@@ -1,4 +1,4 @@
-"""What capture removes, what it keeps, and what it says of a graph."""
+"""Capture: the nodes that it removes and keeps, and what it says of a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would change a decision: exact boundaries by token count, and constants of the machine."""
+"""Sensitivity of a decision: exact boundaries by token count, and constants of the machine."""
 
 from __future__ import annotations
 

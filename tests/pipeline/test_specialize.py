@@ -124,7 +124,7 @@ def test_never_more_than_four(tmp_path: Path) -> None:
 
 
 def _ways_to_be_symbolic(rank: int, machine: str) -> dict[str, list[tuple[str, int, Regime | None]]]:
-    """What was compiled, for each way in which sizes become symbolic or stay numbers: phase, tokens and regime."""
+    """Compiled graphs for each kind of symbolic or constant sizes: phase, tokens and regime."""
     config = Config(machine=machine, strict=True, timeout_s=30.0, max_tokens=4000)
     marks: dict[str, Callable[[Tensor], None]] = {
         "numbers": lambda x: None,

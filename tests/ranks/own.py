@@ -22,7 +22,7 @@ starting = threading.Lock()
 
 
 def server() -> ForkServerContext:
-    """What forks ranks, started with the first of them."""
+    """The fork server of the ranks, started with the first of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     return context

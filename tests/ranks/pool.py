@@ -93,7 +93,7 @@ def close() -> None:
 
 
 def _serve(channel: Connection) -> None:
-    """What a warm rank runs, until its channel is closed or its process is not what it was."""
+    """Main loop of a warm rank, until its channel is closed or its process cannot be restored."""
     from tests.ranks.state import State  # it loads torch, which the server has loaded already
 
     before = State.now()

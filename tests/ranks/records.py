@@ -1,4 +1,4 @@
-"""What a rank is asked to run, and how that ended."""
+"""Records of a rank's job and of its outcome."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Job:
         }  # fmt: skip
 
     def run(self, rank: int) -> Outcome:
-        """What `fn(rank, *args)` returns, or the traceback of what it raised."""
+        """Runs `fn(rank, *args)`; returns its value, or the traceback of its error."""
         try:
             import torch
             import torch.distributed as dist

@@ -48,7 +48,8 @@ def run_ranks(
     grouped: bool = True,
     own: bool = False,
 ) -> list[R]:
-    """What `fn(rank, *args)` returned on each rank. Raises `RankError` if one failed, died or took too long.
+    """Runs `fn(rank, *args)` on each rank and returns the values. Raises `RankError` if one failed, died or took too
+    long.
 
     Ranks are warm: their processes have run other tests. With `own` they are new ones that run nothing else, for an
     `fn` that changes its process for good, or counts on a process in which nothing has happened.

@@ -42,7 +42,7 @@ Container = dict | list | set | weakref.WeakKeyDictionary | weakref.WeakSet  # t
 
 @dataclass(frozen=True)
 class _Counter:
-    """Where an `itertools.count` stands."""
+    """Position of an `itertools.count`."""
 
     written: str
 
@@ -52,7 +52,7 @@ class _Counter:
 
 @dataclass(frozen=True)
 class State:
-    """What a process was when no test had run in it."""
+    """State of a process before any test has run in it."""
 
     functions: dict[tuple[str, str], object]
     """By module or class, and name."""

@@ -102,7 +102,7 @@ def report() -> Report:
 
 
 def _layer_work(layer: int, after: int, count: int) -> tuple[Work, ...]:
-    """What a layer runs beside its two sites: the first projection and attention, then the wide products."""
+    """Kernels of a layer outside its two sites: the first projection and attention, then the wide GEMMs."""
     path = f"model.layers.{layer}"
     return (
         Work(f"{path}.self_attn.qkv_proj", "gemm", 40.0, after, count),

@@ -126,7 +126,7 @@ def _other(value: Scalar) -> Scalar:
 
 
 def _survives(report: Report) -> dict[str, object]:
-    """What its only graph says, once it was found to be read as it was written."""
+    """Record of the only graph, after a check that the report is read as it was written."""
     text = report_json.to_json(report)
     assert from_json(text) == report
     (graph,) = json.loads(text)["graphs"]

@@ -1,4 +1,4 @@
-"""What runs when: order of sites and kernels, hidden and exposed communication, totals, parts of the model."""
+"""The printed timeline: order of sites and kernels, hidden and exposed communication, totals, parts of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rule made of graphs that were captured in one process."""
+"""Graphs captured in one process, as the rule rewrote and reported them."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_rows_that_products_read_before_the_next_site_alias() -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_product_that_a_later_site_takes_in_keeps_them_out(taken: bool) -> None:
-    """That site may write rows while its own product still reads these."""
+    """A later site that takes in the GEMM may write rows while that GEMM still reads these."""
     chain = Chain()
     first = chain.site(chain.mm(chain.x))
     product = chain.mm(first)
@@ -195,7 +195,7 @@ def unsafe(x: Tensor) -> Tensor:
     [(torch.ops.weave_test.unsafe.default, "meta"), (aten.sin.default, "cpu"), (torch.ops.higher_order.cond, "meta")],
 )
 def test_in_graphs_that_become_several_cuda_graphs_nothing_aliases(target: Callable[..., object], device: str) -> None:
-    """What lies between them is handed on in memory of their own."""
+    """Values passed from one CUDA graph to the next are in memory of their own."""
     chain = Chain()
     normed = chain.site(chain.mm(chain.x))
     between = chain.call(target, chain.mm(normed), device=device)

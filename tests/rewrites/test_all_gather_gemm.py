@@ -141,7 +141,7 @@ def test_what_was_not_measured_is_not_used() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_never_slower_by_price(world: int) -> None:
-    """What is rewritten saves more than the model's own error; the GEMM is the same with and without."""
+    """A rewritten site saves more than the model's own error; the GEMM is the same with and without the rule."""
     for tokens in (1, 64, 1024, 4096):
         decision = decided(gemm, rows(tokens, 1024), rows(1024, 256), force=False, world=world)
         assert decision.baseline is not None
@@ -156,7 +156,7 @@ def test_never_slower_by_price(world: int) -> None:
 
 
 def test_memory_is_planned() -> None:
-    """Of one rank's shard alone, twice."""
+    """Two buffers, each of one rank's shard."""
     report = reported(gemm, rows(48, 1000), rows(1000, 32))
     [plan] = report.plans
     [buffer] = plan.buffers

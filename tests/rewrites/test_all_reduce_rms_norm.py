@@ -101,7 +101,7 @@ def _gathers(candidate: Candidate) -> bool:
 
 
 def test_a_whole_sum_is_handed_out_alone_or_gathered_whichever_costs_less() -> None:
-    """Where others read the sum, rows of both are handed out, or the sum alone, which every rank normalizes."""
+    """If others read the sum, the op gathers rows of both results, or the sum alone, which every rank normalizes."""
     (decision,) = _two_shot(forms.pre_norm).decisions
     found = (decision.chosen, *decision.alternatives)
     by_name = {each.variant: each for each in found if each.fabric is Fabric.SHM}
@@ -263,6 +263,6 @@ def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[in
 
 @pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS)
 def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
-    """What the rewritten graph hands to the operators, which `tests/ops` runs on real ranks."""
+    """Operands that the rewritten graph passes to the operators, which `tests/ops` runs on real ranks."""
     with equal_ranks(world):
         assert _check_forms(0, dtype, tokens, partial(executing_alone, world=world)) == []

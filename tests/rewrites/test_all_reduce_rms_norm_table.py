@@ -187,7 +187,7 @@ def test_every_site_gets_the_same_object() -> None:
 
 
 def test_the_table_of_h200x4_covers_every_size() -> None:
-    """What was measured there beats the library at every size; few CTAs fill the link at large ones."""
+    """The measured kernels beat the library at every size; few CTAs fill the link at large ones."""
     rows = lowerings(BASE, Fabric.PEER, 8192, DTYPE, 4, 1, 8192)
     assert rows[-1].max_tokens == 8192 and (rows[-1].algorithm, rows[-1].transfer) == (TWO, BULK)
 

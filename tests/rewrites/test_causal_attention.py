@@ -183,7 +183,7 @@ def test_every_form_by_every_kernel(case: Case) -> None:
 
 
 def _is_cheapest(every: Ran, alone: Mapping[str, Ran], refused: Mapping[str, str]) -> None:
-    """What the whole rule makes is what the cheapest of its forms makes by itself."""
+    """The whole rule chooses the cheapest of its forms, and computes what that form computes alone."""
     allowed = {form: one for form, one in alone.items() if form not in refused}
     assert set(every.codes) == set(alone) - {every.chosen.variant}
     if not allowed:

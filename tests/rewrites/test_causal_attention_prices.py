@@ -30,7 +30,8 @@ def _price(sizes: Sizes, machine: str, offset: int = 0, repeated: bool = True) -
 
 @pytest.mark.parametrize("machine", ["cpu", "h200x4", "h100x8"])
 def test_never_slower_by_price(machine: str) -> None:
-    """What is rewritten is predicted to save more than the model's own error; what is left says that nothing does."""
+    """A rewritten site is predicted to save more than the model's own error; a site that is left says that nothing
+    does."""
     outcomes = set()
     for queries, keys, batch in ((1, 512, 1), (1, 2048, 16), (64, 64, 1), (512, 512, 1), (2048, 2048, 1)):
         for repeated in (True, False):

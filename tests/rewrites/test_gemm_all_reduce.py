@@ -73,7 +73,7 @@ def own(candidates: Sequence[Candidate], fabric: Fabric) -> list[Candidate]:
 
 
 def chunked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of GPUs, in chunks; `test_gemm_all_reduce_tiles` has what goes in tiles."""
+    """GPU candidates in chunks; `test_gemm_all_reduce_tiles` has those in tiles."""
     return [each for each in own(candidates, Fabric.PEER) if each.variant.startswith("chunks")]
 
 
@@ -263,7 +263,7 @@ def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[in
 
 @pytest.mark.parametrize(("world", "dtype", "tokens"), ON_EQUAL_RANKS)
 def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
-    """What the rewritten graph hands to the operator, which `tests/ops` runs on real ranks."""
+    """Operands that the rewritten graph passes to the operator, which `tests/ops` runs on real ranks."""
     with equal_ranks(world):
         _check_taken(_check_forms(0, dtype, tokens, partial(executing_alone, world=world)))
 

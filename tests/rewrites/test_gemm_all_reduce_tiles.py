@@ -91,7 +91,7 @@ def workload(tokens: int = TOKENS, depth: int = DEPTH, **known: object) -> Workl
 
 
 def kernel_us(machine: Machine, of: Workload) -> float:
-    """What the kernel itself is priced at."""
+    """Price of the kernel itself."""
     priced = price(machine, of, Fabric.PEER)
     assert isinstance(priced, Priced), priced
     return sum(term.us for term in priced.estimate.terms if term.name in ("gemm", "exposed"))
@@ -127,7 +127,7 @@ def refused(report: GraphReport) -> set[str]:
 
 
 def calls(graph: fx.Graph) -> list[GemmReductionCall | ReductionCall]:
-    """Of both rules, in graph order."""
+    """Calls of both rules, in graph order."""
     found: list[GemmReductionCall | ReductionCall] = []
     for node in graph.nodes:
         if node.target is torch.ops.weave.gemm_all_reduce_norm.default:

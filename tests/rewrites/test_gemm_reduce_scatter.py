@@ -132,7 +132,7 @@ def test_what_was_not_measured_is_not_used() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_never_slower_by_price(world: int) -> None:
-    """What is rewritten saves more than the model's own error; the GEMM is the same with and without."""
+    """A rewritten site saves more than the model's own error; the GEMM is the same with and without the rule."""
     for tokens in (world, 64, 1024, 8192):
         decision = decided(gemm, rows(tokens, 256), rows(256, 1024), force=False, world=world)
         assert decision.baseline is not None

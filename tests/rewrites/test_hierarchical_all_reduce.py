@@ -144,7 +144,7 @@ def test_connections_and_memory_grow_with_the_logarithm_of_the_hosts(hosts: int)
 
 
 def message_bytes(exchange: str, hosts: int, tokens: int = 4) -> int:
-    """What native code keeps for the messages of host 0. All its connections lead to one socket."""
+    """Bytes that native code reserves for the messages of host 0. All its connections lead to one socket."""
     plan = memory_plan("0", [CALL])
     segment = _native.Segment.create(plan.num_bytes, 1, 0)
     peers = _native.host_peers(getattr(_native.HostExchange, exchange), 0, hosts)

@@ -254,7 +254,7 @@ def test_each_of_the_kernels_has_its_own_curves() -> None:
 
 
 def test_a_table_says_which_kernels_serve_which_counts() -> None:
-    """By their curves: those of few rows read weights faster, those of many multiply faster."""
+    """The table follows the curves: kernels for few rows read weights faster, those for many multiply faster."""
 
     def curves(name: str, bytes_per_us: float, flops_per_us: float) -> tuple[KernelCurve, ...]:
         sizes = (1 << 20, 1 << 44)
@@ -284,8 +284,8 @@ def test_a_table_says_which_kernels_serve_which_counts() -> None:
 
 
 def test_one_kernel_is_chosen_by_its_curves() -> None:
-    """Where it takes no longer than two, those are taken; in a table too. Without curves, and where experts have few
-    rows, it is no choice."""
+    """Two kernels are preferred unless the one is faster, in a table too. Without curves, and where experts have few
+    rows, the one kernel is no choice."""
     two = replace(cost_model.load("h200x4"), kernels=(*_curves("", 900.0), *_curves("hopper ", 500.0)))
     asked = TokenCounts(8, most=16384)
 
@@ -336,7 +336,7 @@ def test_what_speaks_against_the_hopper_kernels() -> None:
 def test_the_graph_says_which_kernels_were_chosen(
     name: str, kernels: Kernels, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what the profile says; previewed on fake tensors of a machine with GPUs."""
+    """The profile decides the kernels; previewed on fake tensors of a machine with GPUs."""
     experts, inputs = experts_of(MIXTRAL, "grouped_mm", BF16), routed(64, 2, BF16, BF16, foreign=False)
     machine = replace(cost_model.load("h200x4"), kernels=_curves(name, 0.01))
     monkeypatch.setattr(cost_model, "load", lambda _: machine)

@@ -151,7 +151,7 @@ def test_tokens_that_are_no_number(graphs: list[fx.Graph]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_never_slower_by_price(world: int) -> None:
-    """What is rewritten saves more than the model's own error; the experts are the same with and without."""
+    """A rewritten site saves more than the model's own error; the experts are the same with and without the rule."""
     for tokens in (1, 64, 2048):
         [decision] = reported(tokens, force=False, call=make_call(world), world=world).decisions
         assert decision.baseline is not None

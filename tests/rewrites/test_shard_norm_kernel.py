@@ -44,7 +44,7 @@ def big(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS, hidden: int =
 
 
 def curves(normed_us: float, tiles_us: float | None = 0.5) -> list[Curve]:
-    """Of all halves that hide their exchange."""
+    """Curves of all halves that hide their exchange."""
     pushed = [fused(0.5, "all_gather_gemm", gather_variant(PUSHED, n)) for n in (512, 8192)]
     normed = [fused(normed_us, NORM_OP, variant_of(NORMED, k)) for k in (512, 8192)]
     if tiles_us is None:

@@ -1,4 +1,4 @@
-"""What the rule `shard_norm` costs, and where it is chosen."""
+"""Prices of the rule `shard_norm`, and the sites at which it is chosen."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def run_layers(rank: int) -> tuple[Choices, Choices, Choices, str]:
 
 
 def differs(rank: int) -> str:
-    """What the first call says where every rank has another residual."""
+    """Error of the first call when every rank has another residual."""
     weights = forms.make_weights(torch.float32)
     x, residual = (
         torch.ones(1, 30, forms.INNER),

@@ -32,7 +32,7 @@ class _Stop(Exception):
 
 
 def readings(model: torch.nn.Module, tokens: torch.Tensor = TOKENS, **inputs: object) -> list[MaskReading]:
-    """Of each attention call of the model's first graph, in order."""
+    """Readings of the masks of each attention call in the model's first graph, in order."""
     graphs: list[fx.Graph] = []
 
     def inner_compile(module: fx.GraphModule, *_: object, **__: object) -> object:

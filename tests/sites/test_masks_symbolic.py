@@ -21,7 +21,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def read(function: Function, num_queries: int = 13, num_keys: int = 13) -> MaskReading:
-    """Of a function of a tensor `[queries, keys]` whose sizes alone matter, traced with both symbolic."""
+    """Reading of a mask function of a tensor `[queries, keys]`, of which only the sizes matter, traced with both
+    symbolic."""
     graph = make_fx(function, tracing_mode="symbolic", decomposition_table=select_decomp_table())(
         torch.zeros(num_queries, num_keys)
     ).graph

@@ -38,7 +38,7 @@ def group() -> Iterator[None]:
 
 
 def sites(fn: object, *inputs: Tensor, runs: bool = True) -> list[FoundSite]:
-    """Of the only graph; what they say they compute is computed again on simulated ranks, rewritten too."""
+    """Sites of the only graph; the values that they claim are computed again on simulated ranks, and rewritten too."""
     [graph] = captured(fn, *inputs)  # type: ignore[arg-type]
     found = sites_in(graph, WORLD)
     if runs:
@@ -57,9 +57,9 @@ def shards(cut: int, *sizes: int) -> Tensor:
 
 
 def test_gathers_along_every_dimension() -> None:
-    """Of two and of three dimensions, the whole value returned or not. Torch's pass leaves dimension 1 of three alone
-    where one view makes it: with a batch of one. The last dimension is what a GEMM contracts over: no part of a result
-    is whole before all shards are there."""
+    """Gathers of two and of three dimensions, the whole value returned or not. Torch's pass leaves dimension 1 of three
+    alone where one view makes it: with a batch of one. The last dimension is what a GEMM contracts over: no part of a
+    result is whole before all shards are there."""
 
     def gather(x: Tensor, w: Tensor, dim: int, returns: bool) -> tuple[Tensor, ...]:
         whole = all_gather_single(x, dim, dist.group.WORLD)
@@ -312,7 +312,7 @@ def test_activations_that_are_inputs_are_no_parameters() -> None:
 
 
 def test_near_misses() -> None:
-    """What looks like a site and is none says why."""
+    """A form that resembles a site and is none is rejected with its reason."""
 
     def scatter(x: Tensor, op: str = "sum") -> Tensor:
         return reduce_scatter_single(x, op, 0, dist.group.WORLD)

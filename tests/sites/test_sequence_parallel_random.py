@@ -54,7 +54,7 @@ def blocks(whole: Tensor, world: int) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def numbered(ranks: Ranks, source: fx.Node, numbers: Tensor, node: fx.Node) -> Tensor:
-    """What `node` would hold if `source` held `numbers`."""
+    """The value of `node` if `source` held `numbers`."""
     held: dict[fx.Node, object] = {source: numbers}
 
     def of(each: fx.Node) -> object:

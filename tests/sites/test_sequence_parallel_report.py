@@ -1,4 +1,4 @@
-"""What sequence-parallel sites change in a report: left, they change nothing of the others; taken, they are as any."""
+"""Sequence-parallel sites in a report: if left, they change nothing of the others; if taken, they are as any."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def problems(machine: Machine, num_sites: int = 3, world: int = 2) -> Callable[[
 
 
 def scanned(at: Callable[[int], Problem], last: int) -> list[Stretch]:
-    """By looking at every count."""
+    """Stretches found by a scan of every token count."""
     structures = [structure_of(at(tokens), at(tokens).best()) for tokens in range(1, last + 1)]
     found, first = [], 1
     for _, run in itertools.groupby(structures):

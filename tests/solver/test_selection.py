@@ -16,7 +16,7 @@ Costs = list[list[float]]
 
 
 def exhaustive(costs: Costs, interactions: Sequence[Interaction]) -> tuple[int, ...]:
-    """By trying everything, in exact arithmetic: least cost, fewest changes, earliest choices."""
+    """Best selection by trying all in exact arithmetic: least cost, fewest changes, earliest choices."""
 
     def key(choices: tuple[int, ...]) -> tuple[Fraction, int, tuple[int, ...]] | None:
         terms = [each.us(choices) for each in interactions]

@@ -76,7 +76,7 @@ def decided(make: Slow, config: Config, rules: RuleSet, rows: int = ROWS) -> Dec
 
 
 def reported(make: Slow, config: Config, rules: RuleSet, rows: int = ROWS, dynamic: bool = False) -> GraphReport:
-    """Of the only graph; what it computes is compared with eager."""
+    """Report of the only graph, whose results are compared with eager."""
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     inputs = chain_inputs(rows)
@@ -91,7 +91,7 @@ def reported(make: Slow, config: Config, rules: RuleSet, rows: int = ROWS, dynam
 
 
 def measured(decision: Decision) -> dict[str, float]:
-    """By candidate, those that were timed."""
+    """Measured times of the candidates that were timed, by name."""
     every = [(each.choice, each.estimate) for each in (decision.chosen, *decision.alternatives)]
     return {name: each.measured.us for name, each in [*every, (LEAVE, decision.baseline)] if each and each.measured}
 
