@@ -129,7 +129,7 @@ def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def run(case: Case, mistake: str = "") -> tuple[Made, str]:
-    """Runs the calls; returns their results, and why they did not end or an empty text. `mistake`: one of `MISTAKES`."""
+    """Runs the calls; returns their results, and an error or an empty text. `mistake`: one of `MISTAKES`."""
     random = torch.Generator().manual_seed(case.seed)
     counts = [tokens for call in case.tokens for tokens in call]
     x = [torch.randint(-3, 4, (tokens, case.hidden), generator=random).bfloat16() for tokens in counts]

@@ -68,7 +68,7 @@ def test_plugin_has_accelerate_compile_with_weave() -> None:
 
 
 def test_closed_list_refuses_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusals that docs/trainer.md names. If this fails, accelerate has opened its list, and the page can say so."""
+    """The refusals that docs/trainer.md names. If this fails, accelerate has opened its list, and so can the page."""
     with pytest.raises(ValueError, match="'WEAVE' is not a valid DynamoBackend"):
         WeavePlugin.__base__(backend="weave")  # type: ignore[misc]
     with pytest.raises(ValueError, match="'WEAVE' is not a valid DynamoBackend"):

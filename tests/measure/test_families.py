@@ -147,7 +147,8 @@ def test_what_is_measured_between_gpus_tells_its_range() -> None:
 
 
 def test_gemms_that_overlap_an_exchange_are_curves_by_depth(tmp_path: Path) -> None:
-    """One curve for each tile configuration and each GEMM size that rows do not imply; on GPUs the exchanges alone too."""
+    """One curve for each tile configuration and each GEMM size that rows do not imply; exchanges alone are
+    curves too."""
     tiles, pushed, normed = (
         tuple(dict.fromkeys(each.cut for each in found(True))) for found in (tile_cases, pushed_cases, norm_cases)
     )

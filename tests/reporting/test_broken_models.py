@@ -69,7 +69,7 @@ def _report(model: nn.Module, *, train: bool = False) -> Report:
 
 
 def _reports(rank: int) -> tuple[Report, Report, Report, Report]:
-    """Reports of a broken model, one without a break, one whose graphs communicate themselves, and one that is trained."""
+    """Reports of models: one broken, one without a break, one whose graphs communicate themselves, one trained."""
     broken, whole = _report(Block(hooked=True)), _report(Block(hooked=False, summed=False))
     assert pickle.loads(pickle.dumps(broken)) == broken == copy.deepcopy(broken)
     trained = _report(Block(hooked=True, summed=False), train=True)

@@ -228,7 +228,7 @@ def test_masks_of_fewer_dimensions() -> None:
 
 @pytest.mark.parametrize("facts", [{}, {"window": 4096}, {"chunk": 8192}])
 def test_long_masks_are_read_in_a_fraction_of_a_second(facts: dict[str, int]) -> None:
-    """The masks that transformers makes for 16384 tokens: two sequences, and the test for packed ones, which are not."""
+    """The masks that transformers makes for 16384 tokens: two sequences, and its test for packed ones."""
     size = 16384
 
     def mask() -> torch.Tensor:
