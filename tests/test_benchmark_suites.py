@@ -147,10 +147,11 @@ def test_what_cannot_run_here_is_refused_or_listed(
     monkeypatch.setattr(run, "run_one", lambda suite, asked: int(suite.name == "moe_experts"))
     assert main(["run", "--all", "--machine", "gh200-infiniband", "--device", "gpu", "--quick"]) == 1
     said = capsys.readouterr().out
-    lines = {words[0]: " ".join(words[1:]) for words in map(str.split, said.splitlines()) if len(words) > 3}
-    assert lines["gemm_all_reduce"] == "gpu not run: needs 2 GPUs, found 1"
-    assert lines["next_token"] == "gpu done in 0 s" and lines["moe_experts"] == "gpu failed in 0 s"
-    assert "experts_lags" not in lines, "by name only"
+    lines = {tuple(words[:2]): " ".join(words[2:]) for words in map(str.split, said.splitlines()) if len(words) > 3}
+    assert lines["gemm_all_reduce", "gpu"] == "not run: needs 2 GPUs, found 1"
+    assert lines["next_token", "gpu"] == "done in 0 s" and lines["moe_experts", "gpu"] == "failed in 0 s"
+    assert lines["moe_experts", "cpu"] == "not run: needs --device cpu"
+    assert "experts_lags" not in said, "by name only"
 
 
 def test_every_rank_is_asked_the_same() -> None:
