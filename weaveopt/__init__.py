@@ -31,7 +31,7 @@ __all__ = ["WeaveError", "__version__", "generate", "replicated_key_heads", "rep
 
 
 def report(model: object | None = None) -> Report:
-    """What was rewritten in `model`, what was not, and why; printing it gives the tables of `weaveopt explain`.
+    """Report what was rewritten in `model`, what was not, and why; printed, it gives the tables of `weaveopt explain`.
 
     `model` is what `torch.compile` returned, or a module on which `.compile(backend="weave")` was called; None
     stands for everything that this process compiled.

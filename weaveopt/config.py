@@ -26,7 +26,7 @@ class Option:
     help: str
     least: float = 0
     most: float = 0
-    """Of an option that is a number. No infinity: it ends in a timer, a native count or the size of a buffer."""
+    """Largest value of a numeric option. Never infinite: it ends in a timer, a native count or the size of a buffer."""
 
     @property
     def expected(self) -> str:
@@ -43,7 +43,7 @@ class Option:
 
 
 SHORTEST_S, LONGEST_S = 1e-3, 1e6
-"""Of a wait. Eleven days in milliseconds still fit 31 bits, and in nanoseconds 63."""
+"""Shortest and longest wait. Eleven days in milliseconds still fit 31 bits, and in nanoseconds 63."""
 MOST_TOKENS, MOST_BYTES = (1 << 31) - 1, 1 << 48
 
 OPTIONS: tuple[Option, ...] = (
@@ -118,7 +118,7 @@ class Config:
     """Options handed on to Inductor."""
 
     def agreed(self) -> dict[str, str]:
-        """What must be the same on every rank of a group, as text."""
+        """Options that must be the same on every rank of a group, as text."""
         return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
 

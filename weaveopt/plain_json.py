@@ -14,7 +14,7 @@ from typing import TypeVar
 R = TypeVar("R")
 Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 MOST_DIGITS = 4300
-"""Of an integer that Python converts; msgspec refuses longer ones without saying where."""
+"""Largest number of digits of an integer that Python converts; msgspec rejects longer ones without their position."""
 _LONG = re.compile(rf"(?<![\d.])-?\d{{{MOST_DIGITS + 1},}}")
 _SHOWN = 80
 _WORDS = {
@@ -128,7 +128,7 @@ def _named(kinds: str) -> str:
 
 
 def _at(value: Json, path: str) -> str:
-    """What stands at msgspec's path; it writes `[...]` for a key of a table, where nothing is looked for."""
+    """Show the value at msgspec's path; a `[...]` in the path is a key of a table and is not followed."""
     for name, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", path):
         if index == "...":
             return "a wrong value"

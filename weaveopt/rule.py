@@ -1,4 +1,4 @@
-"""What matchers and rules are, and what the steps hand to them.
+"""Interfaces of matchers and rules, and the records that pipeline steps pass to them.
 
 A matcher finds the sites of one kind. A site rule proposes candidates at sites of the kinds that it knows, asks for
 memory and splices its replacement in. A graph rule proposes variants of a whole graph. None of them looks at another
@@ -27,12 +27,12 @@ from weaveopt.records.site import Site, TokenCounts
 
 @dataclass(frozen=True)
 class Context:
-    """What every step and rule may ask; the same on all ranks but for `topologies[...].group.rank`."""
+    """Facts that every step and rule may read; the same on all ranks except for `topologies[...].group.rank`."""
 
     config: Config
     machine: Machine
     topologies: Mapping[str, Topology]
-    """By process-group name: every group that the graph communicates in."""
+    """Topology of each process group in which the graph communicates, by the group's name."""
     not_measured: Rejection | None = None
     """Why no rule may be used unless it is forced: `machine` only stands in for GPUs that have no profile."""
 
@@ -64,10 +64,10 @@ class CapturedGraph:
 
 
 class Facts(Protocol):
-    """What a kind of site knows of one, whatever its token count: frozen, hashable, without graph nodes."""
+    """Facts of a site that do not depend on its token count: frozen, hashable, without graph nodes."""
 
     def values(self) -> Values:
-        """For the report, and for the comparison between ranks."""
+        """Name-value pairs for the report and for the comparison between ranks."""
         ...
 
     def __hash__(self) -> int: ...
@@ -94,7 +94,7 @@ class FoundSite:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether the token count is no number; `site.tokens` may still be priced as if one count alone came."""
+        """True if the token count is symbolic; `site.tokens` may still be priced at a single count."""
         value = None if self.token_value is None else tensor_of(self.token_value)
         return value is not None and not isinstance(tokens_of(value), int)
 
@@ -124,12 +124,12 @@ class BufferRequest:
 
     buffer: Buffer
     last_reader: fx.Node | None = None
-    """Of a buffer that lives until it is read: the node that reads it last."""
+    """Last reader of a buffer that lives until it is read."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rewritten site needs of the arena of its group."""
+    """Arena memory that a rewritten site needs."""
 
     buffers: tuple[BufferRequest, ...] = ()
     channel: str = "main"
@@ -140,7 +140,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rewritten site works in the arena of its group."""
+    """Offsets and channel of a rewritten site in the arena of its group."""
 
     buffers: Mapping[str, PlacedBuffer]
     channel: int = 0
@@ -161,7 +161,7 @@ class PricedSite:
 
     @property
     def takes_behind(self) -> bool:
-        """Whether an allowed proposal replaces nodes behind the site."""
+        """True if an allowed proposal also replaces consumers of the site."""
         return any(self.proposals[position].consumes - self.found.nodes for position in self.choices)
 
     @property
@@ -174,7 +174,7 @@ class PricedSite:
 
 
 class Interaction(Protocol):
-    """What some choices at a few sites change together; a property of the graph, priced at any token count."""
+    """Joint effect of choices at a few sites; a property of the graph, priced at any token count."""
 
     @property
     def sites(self) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ class SiteRule(Protocol):
         ...
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
-        """What a chosen proposal needs of the arena of its group; None: nothing."""
+        """Return the arena memory that a chosen proposal needs; None if it needs none."""
         ...
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ class ReuseHook:
 
 class ReusePredicate(Protocol):
     def __call__(self, arguments: Sequence[object]) -> Sequence[int]:
-        """Of a call's arguments: positions of the results that Inductor has to leave alone."""
+        """Return the positions of the results, among a call's arguments, that Inductor must not change."""
         ...
 
 

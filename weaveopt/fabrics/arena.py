@@ -27,12 +27,12 @@ class Arena(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's part, header included."""
+        """Size of this rank's part, header included."""
         ...
 
     @property
     def transient_begin(self) -> int:
-        """Where the transient zone begins."""
+        """Offset of the transient zone."""
         ...
 
     def buffer(self, name: str) -> PlacedBuffer:

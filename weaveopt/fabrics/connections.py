@@ -34,10 +34,10 @@ _HELLO = struct.Struct("!8sII32s")
 _MAGIC = b"weavetcp"
 _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _STRANGER_S = 5.0
-"""What somebody who connects gets to show who he is, all in all."""
+"""Total time that a connecting process has to authenticate."""
 _BACKLOG = 128
 _MOST_HEARD = 256
-"""Of those who have not shown who they are; for one more the oldest goes, who is no peer, or tries again."""
+"""Maximum number of unauthenticated connections; one more closes the oldest, which is no peer, or tries again."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 """Errors of `accept` that pass."""
 _BROKEN = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP}
@@ -101,12 +101,12 @@ class _Visit:
     peer: int = -1
     """Who he says he is; -1: he has not said it."""
     proof: bytes = b""
-    """What he has to answer."""
+    """Proof expected from the connecting process."""
     heard: bytearray = field(default_factory=bytearray)
 
     @property
     def num_bytes(self) -> int:
-        """Of what he says next."""
+        """Number of bytes in its next message."""
         return _HELLO.size if self.peer < 0 else _PROOF_BYTES
 
 
@@ -120,7 +120,7 @@ class _Meeting:
         self._unproven: set[socket.socket] = set()
         """Connections that this rank makes, whose other end has yet to show that it is a peer."""
         self._visits: dict[socket.socket, _Visit] = {}
-        """By arrival; the accepting thread's own."""
+        """Unauthenticated connections in order of arrival; used only by the accepting thread."""
         self.found: dict[int, socket.socket] = {}
         self.errors: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What a rank says of its GPU, and which peers' GPUs it cannot reach."""
+"""Description that a rank publishes of its GPU, and the peers' GPUs that it cannot reach."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def describe(index: int | None = None) -> dict[str, str | int]:
 
 
 def gpus_of(told: Sequence[Described]) -> tuple[Gpu, ...]:
-    """Of all ranks; none where one did not say."""
+    """Parse the GPUs of all ranks; empty if some rank published none."""
     if not all("gpu" in each for each in told):
         return ()
     return tuple(Gpu(str(each["gpu"]), int(each["processors"]), float(each["bytes_per_s"])) for each in told)

@@ -22,11 +22,11 @@ def ranks_by_host(topology: Topology) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a group are, in group order; equal on all ranks but for `own`."""
+    """Ranks of a group by host, in group order; equal on all ranks except for `own`."""
 
     own: int
     ranks: tuple[tuple[int, ...], ...]
-    """By host, in the order of their first ranks."""
+    """Ranks of each host; hosts are ordered by their first ranks."""
 
     @staticmethod
     def of(topology: Topology) -> Hosts:

@@ -1,4 +1,4 @@
-"""Where tensors are made that outlive the call in which they are made, whatever mode that call runs in."""
+"""Allocation of tensors that outlive the call that creates them, whatever torch mode that call runs in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What lies where in an arena: named buffers that stay, then one zone for all that lives only for a while.
+"""Memory layout of an arena: named persistent buffers, followed by one zone for all transient ones.
 
-Offsets count from the first byte behind the arena's header. They are a function of the plans that the arena was made
-for, in their order, so they are the same on all ranks.
+Offsets count from the end of the arena's header. They are a function of the plans for which the arena was made, in
+their order, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Layout:
     buffers: tuple[PlacedBuffer, ...] = ()
     """Those that live as long as the arena, in the order of their names."""
     transient_bytes: int = 0
-    """What the largest plan needs of the transient zone."""
+    """Transient bytes of the largest plan."""
     floor_bytes: int = 0
     """The arena is no smaller than this, header excluded; the transient zone has what is left."""
 
@@ -88,7 +88,7 @@ class Layout:
         return Layout(place_kept(buffers), transient_bytes, self.floor_bytes)
 
     def holds(self, other: Layout) -> bool:
-        """Whether an arena laid out like this has room for what `other` asks for."""
+        """True if an arena with this layout has room for the buffers of `other`."""
         own = {buffer.name: buffer for buffer in self.buffers}
         return (
             all(b.name in own and own[b.name].num_bytes >= b.num_bytes for b in other.buffers)
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Of a rank's arena, header excluded."""
+        """Size of a rank's arena without its header."""
         return max(self.num_bytes_asked, self.floor_bytes)
 
     @property
@@ -112,7 +112,7 @@ class Layout:
         return self.transient_begin + self.transient_bytes if self.transient_bytes else arena_bytes(self.buffers)
 
     def buffer(self, name: str) -> PlacedBuffer:
-        """Where the named buffer lies. Raises `ArenaError` if there is none."""
+        """Return the placement of the named buffer. Raises `ArenaError` if there is none."""
         for buffer in self.buffers:
             if buffer.name == name:
                 return buffer

@@ -37,7 +37,7 @@ class FirstCall(Protocol[A]):
     """Calls of one operation, small ones of every kind that it has, in an arena of type `A`."""
 
     def layout(self, group: Group) -> Layout:
-        """What the calls need of the arena."""
+        """Return the buffers that the calls need in the arena."""
         ...
 
     def prepare(self, arena: A) -> Run:

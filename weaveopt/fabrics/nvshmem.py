@@ -83,7 +83,7 @@ def module() -> ModuleType:
 
 
 def total_bytes(layout: Layout) -> int:
-    """Of a rank's arena: the header and all buffers."""
+    """Size of a rank's arena: the header and all buffers."""
     return _TRAITS.header_bytes + layout.num_bytes
 
 
@@ -125,7 +125,7 @@ def _obstacle(topology: Topology) -> str:
 
 
 def _host(name: str) -> str:
-    """What people call a host that `topology` names: its network name, and `WEAVE_HOST` where that is set."""
+    """Readable name of a host from `topology`: its network name, and `WEAVE_HOST` if that is set."""
     return "/".join(word for word in name.split("/")[:2] if word)
 
 

@@ -78,7 +78,7 @@ class PeerArena:
 
     @property
     def transient_begin(self) -> int:
-        """Where the transient zone begins, from the first byte behind the header on."""
+        """Offset of the transient zone from the end of the header."""
         return self.layout.transient_begin
 
     def buffer(self, name: str) -> PlacedBuffer:
@@ -149,7 +149,7 @@ def _retire(arena: PeerArena) -> None:
 
 
 def total_bytes(layout: Layout) -> int:
-    """Of a rank's arena: the header and all buffers."""
+    """Size of a rank's arena: the header and all buffers."""
     return _TRAITS.header_bytes + layout.num_bytes
 
 
@@ -307,7 +307,7 @@ def _announcement(device: int, layout: Layout) -> Payload:
 
 
 def missing_code(device: int, arch: str) -> str:
-    """That this build's kernels cannot run on the GPU; empty where they can."""
+    """Error text if this build has no kernels for the GPU's architecture; empty if it has."""
     if _native.has_code(device):
         return ""
     return (

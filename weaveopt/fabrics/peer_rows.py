@@ -26,7 +26,7 @@ except ImportError:  # built without it: peer.of() says so before anything here 
 
 Tensor = torch.Tensor
 VECTOR_BYTES = 16
-"""What a thread moves at once; rows, results and parameters begin at such a boundary."""
+"""Bytes that a thread moves in one access; rows, results and parameters are aligned to them."""
 HIGH_PRIORITY = -1
 
 

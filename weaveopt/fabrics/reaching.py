@@ -29,7 +29,7 @@ def reaching(
 
 
 def world_refused(fabric: Fabric, world: int) -> tuple[Rejection, ...]:
-    """Where kernels on the fabric do not join so many ranks."""
+    """Reject a fabric whose kernels do not support so many ranks."""
     most = TRAITS[fabric].max_world
     if most is None or world <= most:
         return ()

@@ -22,14 +22,15 @@ Named = tuple[str, torch.Tensor | None]
 RESIDUAL = "residual"
 """The name of what differs from call to call; all other values are parameters, which may well be zeros for good."""
 _TOLERANCE = 0.02
-"""Of the value's own norm: far above what rounding on unlike processors makes, far below another value."""
+"""Tolerance relative to the value's norm: far above rounding differences between processors, far below another
+value."""
 _SAMPLES = 1 << 20
 """Elements that are looked at, evenly spread: a whole residual in float64 could take gigabytes of a GPU."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ranks found of their values in one call; the same on all of them."""
+    """Result of comparing the ranks' values in one call; the same on all of them."""
 
     difference: str | None
     """The site, the value and two ranks, where a value differs beyond rounding."""

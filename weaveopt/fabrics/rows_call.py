@@ -27,7 +27,7 @@ class RowsCall:
     hidden: int
     """Elements of a row."""
     dtype: str
-    """Of the rows: `bfloat16`, `float16` or `float32`."""
+    """Dtype of the rows: `bfloat16`, `float16` or `float32`."""
     max_tokens: int
     """Rows of all ranks together; more go through the library."""
     timeout_s: float
@@ -38,7 +38,8 @@ class RowsCall:
         return json.dumps(vars(self), separators=(",", ":"), sort_keys=True)
 
     def rows_of_rank(self, tokens: int, outer: int) -> int:
-        """Of `tokens` rows, which are [outer, world, inner]: `inner`. Raises `WeaveError` where they do not divide."""
+        """Rows of one rank in each block: `inner` of `tokens` rows as [outer, world, inner]. Raises `WeaveError` if
+        they do not divide."""
         parts = outer * self.world
         if outer < 1 or tokens % parts:
             raise WeaveError(
@@ -53,7 +54,7 @@ C = TypeVar("C", bound=RowsCall)
 
 
 _decoded: dict[tuple[str, str], RowsCall] = {}
-"""By the name of the kind and the text: every call of a site has the same."""
+"""Decoded calls by the name of their kind and their text; every call of a site has the same text."""
 
 
 def decode(kind: type[C], text: str) -> C:

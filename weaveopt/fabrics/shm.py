@@ -31,7 +31,7 @@ except ImportError:  # built without it: the library path still works
 
 PAGE_BYTES = 4096
 FIRST_EPOCH = 0
-"""Where epochs start. They wrap at 2^32, so any value is as good."""
+"""Initial epoch. Epochs wrap at 2^32, so any value works."""
 
 
 class ShmArena:
@@ -52,14 +52,14 @@ class ShmArena:
 
     @property
     def native(self) -> _native.Group:
-        """What native calls are bound to. Raises `ArenaError` once closed."""
+        """Native group for calls into native code. Raises `ArenaError` once closed."""
         if self._native is None:
             raise ArenaError(f"the arena of group {self.group.name!r} was released")
         return self._native
 
     @property
     def transient_begin(self) -> int:
-        """Where the transient zone begins."""
+        """Offset of the transient zone."""
         return self.layout.transient_begin
 
     def buffer(self, name: str) -> PlacedBuffer:
@@ -184,7 +184,7 @@ def _open_all(
 
 
 def _fill(segment: _native.Segment, layout: Layout) -> None:
-    """What buffers hold before the first call; peers map the segment later."""
+    """Initialize the buffers before the first call; peers map the segment later."""
     words = torch.frombuffer(segment, dtype=torch.int32)
     for offset, num_bytes, word in layout.fills():
         words[offset // 4 : (offset + num_bytes) // 4] = word if word < 1 << 31 else word - (1 << 32)

@@ -1,4 +1,4 @@
-"""What all calls in shared memory have in common: the tag that peers compare, and the errors that codes stand for."""
+"""Shared parts of all calls in shared memory: the tag that peers compare, and the errors for native codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _names: dict[int, str] = {}
 
 @dataclass(frozen=True)
 class Caller:
-    """What messages say of a call."""
+    """Identification of a call in error messages."""
 
     op: str
     site: str
@@ -39,14 +39,15 @@ class Caller:
 
 
 def tag_of(site: str, text: str) -> int:
-    """Of the whole call, encoded as `text`: ranks whose plans differ in anything notice it as they synchronize."""
+    """Compute and register a call's tag from its encoding `text`; ranks whose plans differ detect it when they
+    synchronize."""
     tag = zlib.crc32(text.encode())
     _names[tag] = site
     return tag
 
 
 def failure(caller: Caller, code: int, status: _native.Status) -> WeaveError:
-    """What `code` stands for; `status` is the first failure of the arena."""
+    """Return the error for `code`; `status` is the first failure of the arena."""
     where, codes = caller.where, _native.Code
     if code == int(codes.BUSY):
         return WeaveError(

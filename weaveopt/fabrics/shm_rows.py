@@ -68,7 +68,7 @@ class SharedRows:
         self.arena.at_close(forget)
 
     def own(self, parity: int, *shape: int) -> torch.Tensor:
-        """Where this rank's rows of the coming epoch go, of that parity."""
+        """Return the buffer of `parity` for this rank's rows of the next epoch."""
         count = 1
         for size in shape:
             count *= size

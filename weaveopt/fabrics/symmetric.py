@@ -39,7 +39,7 @@ _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Handle(Protocol):
-    """What torch gives of a rendezvous; peers' memory is mapped as long as it lives."""
+    """Interface of torch's rendezvous handle; peers' memory is mapped as long as it exists."""
 
     @property
     def rank(self) -> int: ...
@@ -70,7 +70,7 @@ def why_no_multicast(index: int) -> str:
 
 
 def multicast_pointer(handle: Handle) -> int:
-    """Where all ranks' memory is mapped by multicast; 0: torch made no such mapping."""
+    """Address of the multicast mapping of all ranks' memory; 0 if torch made none."""
     return int(getattr(handle, "multicast_ptr", 0) or 0)
 
 
@@ -148,7 +148,7 @@ def _meet(memory: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
 
 @contextmanager
 def _bounded(process_group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
-    """What torch waits for ends after `timeout_s`."""
+    """Limit the waits of torch's rendezvous to `timeout_s`."""
     store = c10d._get_process_group_store(process_group)
     before = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))

@@ -34,7 +34,7 @@ from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.wording import counted, listed
 
 Payload = Mapping[str, str | int]
-"""What a rank publishes: plain values that go to JSON."""
+"""Values that a rank publishes; plain, as they are encoded in JSON."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the ranks of a group run."""
+    """Hosts, device and GPUs of the ranks of a group."""
 
     group: Group
     hosts: tuple[str, ...]
@@ -60,7 +60,7 @@ class Topology:
     fake: bool = False
     """There are no peers; only good for capture."""
     gpus: tuple[Gpu, ...] = ()
-    """Of each rank; none where the ranks use CPUs, or where the group is fake."""
+    """GPU of each rank; empty if the ranks use CPUs, or the group is fake."""
     no_peer_access: tuple[int, int] | None = None
     """Two ranks of one host whose GPUs cannot map each other's memory, the first such pair."""
     no_multicast: Rejection | None = None
@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def num_machines(self) -> int:
-        """That the hosts are: fewer than hosts where `WEAVE_HOST` makes several of one."""
+        """Number of physical machines: fewer than hosts if `WEAVE_HOST` splits a machine into several."""
         return len({tuple(word for at, word in enumerate(name.split("/")) if at != _WEAVE_HOST) for name in self.hosts})
 
     def fabrics(self) -> tuple[tuple[Fabric, Rejection | None], ...]:
@@ -104,7 +104,7 @@ def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
 _WEAVE_HOST = 1
 """Which word of a host's name that variable is, see `_host`."""
 _WHAT = "what"
-"""Beside every payload: what its rank wanted to agree on."""
+"""Key, in every payload, of the subject on which its rank wanted to agree."""
 _ALL_READ_S = 5.0
 """How long rank 0 waits, where it is about to fail, until the others have read what all told."""
 
@@ -200,7 +200,7 @@ _known: dict[str, _Known] = {}
 
 
 def discover(group_name: str, timeout_s: float) -> Topology:
-    """Where the ranks of process group `group_name` run; asks them once per process group.
+    """Discover where the ranks of process group `group_name` run; exchanged once per process group.
 
     All ranks of the group call it at the same point. Raises `AgreementError` if one does not come within
     `timeout_s`, or if ranks use different devices, and `WeaveError` if there is no such group.

@@ -1,4 +1,4 @@
-"""What the fabrics are: one line a fabric, so that nobody else has to ask which one it is."""
+"""Properties of the fabrics, a table with one line for each, so that no other code compares fabric names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ class NativePart(StrEnum):
 
     @property
     def code(self) -> str:
-        """Of the rejection where it is missing."""
+        """Code of the rejection for a part that is not built."""
         return f"{self.value.lower().replace(' ', '_')}_missing"
 
 
 def is_built(part: NativePart) -> bool:
-    """Whether this installation has the part; the CUDA part is built where nvcc and GPUs are, and a module beside it
-    where NVSHMEM is, too: that is not loaded before it is used.
-    """
+    """True if this installation has the part. The CUDA part is built if nvcc and GPUs are found, and a separate
+    module if NVSHMEM is found too; that module is not loaded before it is used."""
     if part is NativePart.NVSHMEM:
         return is_built(NativePart.CUDA) and find_spec("weaveopt._nvshmem") is not None
     return _native is not None and (part is NativePart.HOST or bool(_native.has_cuda))
@@ -40,19 +39,19 @@ def is_built(part: NativePart) -> bool:
 
 @dataclass(frozen=True)
 class Traits:
-    """What holds for a fabric wherever it is used."""
+    """Properties of a fabric, wherever it is used."""
 
     device: str | None
     """`cpu` or `cuda`: whose ranks it joins. None: either's."""
     crosses_hosts: bool
     within_host: bool = True
-    """Whether it is of use where all ranks are on one host."""
+    """True if it is useful when all ranks are on one host."""
     native_part: NativePart | None = None
-    """What has to be built for it."""
+    """Native part that has to be built for it."""
     max_world: int | None = None
     """Ranks that its kernels join at most; None: any number."""
     header_bytes: int = 0
-    """What an arena of it begins with, before the first buffer."""
+    """Size of the header at the start of its arenas, before the first buffer."""
     buffer_alignment: int = 256
     """Bytes at a multiple of which buffers begin."""
     needs_peer_access: bool = False
@@ -90,7 +89,7 @@ TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
 
 
 def header_bytes(fabric: Fabric) -> int:
-    """What an arena of `fabric` begins with, before the first buffer."""
+    """Size of the header at the start of an arena of `fabric`, before the first buffer."""
     return TRAITS[fabric].header_bytes
 
 

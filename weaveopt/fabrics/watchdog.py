@@ -42,7 +42,7 @@ class Process:
 
     pid: int
     start: str
-    """Where and when it started, which tells it from others with that number; empty where it is not known."""
+    """Host and start time, which distinguish it from other processes with the same number; empty if unknown."""
     _seen: _native.Process = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Process:
 
 @dataclass(frozen=True)
 class NamedSite:
-    """What a tag stands for in messages."""
+    """Identification of a site in error messages, registered for its tag."""
 
     op: str
     site: str
@@ -63,7 +63,7 @@ class NamedSite:
 
 
 class NativeGroup(Protocol):
-    """What is needed of `_native.PeerGroup`."""
+    """Methods of `_native.PeerGroup` that the watchdog uses."""
 
     @property
     def status(self) -> _native.Status: ...
@@ -89,7 +89,7 @@ class Watched(Protocol):
 _sites: dict[int, NamedSite] = {}
 _watched: list[Watched] = []
 _suspected: set[int] = set()
-"""Of watched arenas with a peer that was gone at the last check, the `id`."""
+"""`id` of each watched arena with a peer that was gone at the last check."""
 _lock = threading.RLock()
 _wake = threading.Event()
 _thread: threading.Thread | None = None

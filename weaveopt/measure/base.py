@@ -32,7 +32,8 @@ from weaveopt.measure.draft import curve_order, relative_error
 from weaveopt.records.candidate import Fabric
 
 SAME_MEMORY = 0.05
-"""What drivers keep for themselves differs by less; H100 and H200 have as many SMs and not as much memory."""
+"""Largest relative difference in memory for equal hardware: drivers reserve less than this; H100 and H200 have as
+many SMs but differ by more."""
 R = TypeVar("R")
 B = TypeVar("B", AttentionCosts, CompiledCosts, Contention, CopyEngine, Launch, Wiring)
 

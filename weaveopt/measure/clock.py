@@ -57,7 +57,7 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 
 
 def slowest(samples: Sequence[Sample], group: dist.ProcessGroup | None = None) -> list[Sample]:
-    """Of each sample the largest time, and the largest spread, of all ranks."""
+    """Return the largest time and the largest spread of each sample over all ranks."""
     found = torch.tensor([[sample.us, sample.spread] for sample in samples], dtype=torch.float64)
     if len(samples):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -72,7 +72,7 @@ class Meeting(Protocol):
         ...
 
     def slowest(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Of each sample the largest time, and the largest spread, of all ranks."""
+        """Return the largest time and the largest spread of each sample over all ranks."""
         ...
 
     def align(self, signal: torch.Tensor) -> None:
@@ -125,14 +125,14 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """By the host's clock, call by call: of several passes the fastest.
+    """Clock of the host, for single calls: the fastest of several passes.
 
     What other programs of the host add to a pass is not the machine's. Ranks that poll suffer most from it. So passes
     end once the two fastest agree: after two on a quiet host, after `MOST_PASSES` on a busy one.
     """
 
     LONGEST_S = 0.03
-    """Of a pass, unless its `FEWEST_CALLS` take longer."""
+    """Longest duration of a pass, unless its `FEWEST_CALLS` take longer."""
     FEWEST_CALLS, MOST_CALLS, MOST_CALLS_ALONE = 3, 400, 2000
     MOST_PASSES = 5
     AGREE = 0.04
@@ -215,7 +215,7 @@ def capture(step: Callable[[], object], pool: tuple[int, int]) -> torch.cuda.CUD
 
 
 class CudaClock:
-    """By events around replays of a CUDA graph that holds many calls, on a device that is warm.
+    """Clock of CUDA events around replays of a CUDA graph with many calls, on a warm device.
 
     A graph of GEMMs at full power lowers the device's clock after some ten milliseconds; what comes before that
     is not what a model sees, so a kernel runs for `WARM_MS` before it counts. (With 15 ms, large GEMMs took a sixth

@@ -45,7 +45,7 @@ def host(device: torch.device, world: int) -> str:
 
 
 def wiring(device: torch.device) -> Wiring:
-    """What the host is made of, as far as torch tells."""
+    """Describe the host's hardware, as far as torch exposes it."""
     if device.type != "cuda":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return Wiring("host", _num_cores(), pages, (("ranks", "shared memory of one host"),))
@@ -57,7 +57,7 @@ def wiring(device: torch.device) -> Wiring:
 
 
 class Draft:
-    """What is known so far. `machine` needs `memory`, and a link of each fabric that has curves."""
+    """Costs known so far. `machine` needs `memory`, and a link of each fabric that has curves."""
 
     def __init__(self, device: torch.device, world: int, before: Machine | None) -> None:
         self.device, self.world, self.before = device, world, before
@@ -130,7 +130,8 @@ class Draft:
         return link
 
     def _link_before(self, fabric: Fabric) -> Link:
-        """What was not measured, as by one rank: kept from the profile before, or assumed of the library."""
+        """Return a link that could not be measured, as with one rank: that of the previous profile, or an assumed
+        library link."""
         before = self.before
         known = None if before is None else next((c for c in before.fabric_costs if c.fabric is fabric), None)
         if before is not None and known is not None:
@@ -164,7 +165,7 @@ OTHER_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 
 
 def relative_error(machine: Machine) -> float:
-    """What decisions rest on: all-reduces and fused operations, read between the points of their curves."""
+    """Relative error of decisions: the interpolation error of the curves of all-reduces and fused operations."""
     curves = [curve for costs in machine.fabric_costs for curve in costs.curves if curve.op not in OTHER_COLLECTIVES]
     error = fit.between_error(curve.points for curve in curves)
     return round(min(max(LEAST_ERROR, error), MOST_ERROR), 3)

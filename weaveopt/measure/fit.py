@@ -26,9 +26,9 @@ def never_falling(rows: Sequence[tuple[int, float]]) -> tuple[Point, ...]:
 
 
 BETTER = 0.02
-"""Of an error: what one more factor has to bring."""
+"""Smallest reduction of the error that justifies one more factor."""
 SUSPECT = 1.25
-"""Of what its neighbours on a curve let expect: a time above it is measured again."""
+"""Ratio to the time interpolated from the neighbours on a curve above which a sample is measured again."""
 
 
 def suspects(rows: Sequence[tuple[int, Sample]]) -> list[int]:

@@ -48,7 +48,7 @@ class Case(Generic[C]):
 
     @property
     def bytes(self) -> int:
-        """Of all rows that travel."""
+        """Size of all communicated rows."""
         return self.tokens * self.hidden * DTYPE.itemsize
 
     def guess_us(self, link_bytes_per_us: float) -> float:
@@ -58,7 +58,7 @@ class Case(Generic[C]):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Where a cut is worth measuring."""
+    """Token counts and depths at which a cut is measured."""
 
     most_tokens: int = TOKENS[-1]
     most_depth: int = DEPTHS[-1]
@@ -100,7 +100,7 @@ def measured_times(
 def write_curves(
     draft: Draft, times: Times[C], name: str, what: str, op: str, variant_of: Callable[[C, int], str]
 ) -> None:
-    """Of the fabric `peer`, with an origin `name`; nothing where nothing was measured."""
+    """Write the curves of fabric `peer` with an origin `name`; does nothing if nothing was measured."""
     if not times:
         return
     origin = draft.origin(name, (sample for rows in times.values() for _, sample in rows), what)

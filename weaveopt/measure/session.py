@@ -1,4 +1,4 @@
-"""What every family measures with: the device, its clock, and the order in which ranks take steps."""
+"""Context shared by all measurement families: the device, its clock, and the order in which ranks take steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Session:
 
     @contextmanager
     def as_many_as_cores(self) -> Iterator[bool]:
-        """Whether this rank measures now: CPU ranks beyond the cores wait, or they would share what is measured."""
+        """Yield True if this rank measures now: CPU ranks beyond the core count wait, so that measurements do not
+        share cores."""
         yield self.rank < self.num_active
         barrier()
 

@@ -56,12 +56,12 @@ def is_wanted(family: type[Family], only: Sequence[str]) -> bool:
 
 
 def families_on(device: str) -> tuple[type[Family], ...]:
-    """What is measured on such devices, `cpu` or `cuda`."""
+    """Families measured on devices of this type, `cpu` or `cuda`."""
     return tuple(family for family in FAMILIES if device in family.devices)
 
 
 def _needs_peers(family: Family) -> bool:
-    """Whether it has nothing to tell of a rank without peers."""
+    """True if a family cannot measure anything on a rank without peers."""
     return type(family).measure_alone is Family.measure_alone
 
 

@@ -40,7 +40,7 @@ document, and ranks that share one group alone do not see it."""
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks carry out."""
+    """Decision and plan that all ranks carry out."""
 
     decided: DecidedGraph | None
     """None where a step failed on this rank."""
@@ -165,7 +165,7 @@ class _Agreement:
         return planned, tuple(several)
 
     def _take(self, group: str, verdict: Verdict) -> bool:
-        """Whether the decision changes."""
+        """Apply a group's verdict; True if it changes the decision."""
         left, all_left = dict(verdict.left), verdict.all_left
         if verdict.failure:
             self.failure = self.failure or verdict.failure
@@ -243,7 +243,7 @@ def _post(
 
 
 def _closed(group: str, closed: Closed, compile_: recompiles.Compile, context: Context) -> Verdict:
-    """What follows from a round that not all ranks came to."""
+    """Derive the verdict, or raise, after a round in which some ranks did not take part."""
     ranks, own = context.topologies[group].group.ranks, context.topologies[group].group
     peers = listed("rank", closed.peers)
     if closed.why is Why.PAST:
@@ -276,7 +276,7 @@ def release(group: str) -> None:
 
 @dataclass
 class _Memory:
-    """What the ranks compared for the graphs of one frame."""
+    """Results of earlier comparisons between ranks, for the graphs of one frame."""
 
     rewritten: weakref.WeakSet[dist.ProcessGroup] = field(default_factory=weakref.WeakSet)
     """Groups that some graph of the frame has rewritten sites of."""

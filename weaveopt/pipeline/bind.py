@@ -101,8 +101,8 @@ has none hears of it, in whatever order, and in the second round those who share
 
 
 def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:
-    """What one rank has to say, told to all that share groups with it. Names are sorted, so no two ranks wait for
-    each other. Raises `AgreementError` where groups overlap in such a way that some would not hear of it."""
+    """Propagate one rank's reason to all ranks that share groups with it. Names are sorted, so no two ranks wait for
+    each other. Raises `AgreementError` if groups overlap such that some ranks would not receive it."""
     for _ in range(_SPREADS):
         for group in groups:
             told = _gather(group, {"why": why}, "what could be reserved", timeout_s)

@@ -87,9 +87,9 @@ def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) ->
 
 
 def _symbolic_tokens(collectives: list[fx.Node]) -> torch.SymInt | None:
-    """Of the token counts that are no numbers (but have one in this call) the one that most all-reduces have.
+    """Find the symbolic token count, with a value in this call, that most all-reduces have.
 
-    Without any: that most gathers and reduce-scatters have, by their larger side.
+    Without all-reduces: the one that most gathers and reduce-scatters have, by their larger side.
     """
     reductions = [node for node in collectives if "all_reduce" in str(node.target)]
     found: dict[object, list[torch.SymInt]] = {}
@@ -102,7 +102,7 @@ def _symbolic_tokens(collectives: list[fx.Node]) -> torch.SymInt | None:
 
 
 def _larger_side(collective: fx.Node) -> torch.Tensor | None:
-    """What a reduce-scatter takes, what any other collective makes."""
+    """Return the full-size tensor of a collective: a reduce-scatter's input, any other collective's output."""
     source = collective.args[0] if is_call(collective, _REDUCE_SCATTER) else collective
     return tensor_of(source) if isinstance(source, fx.Node) else None
 

@@ -20,7 +20,7 @@ from weaveopt.solver.selection import EXCLUDED
 
 @dataclass(frozen=True)
 class DecidedGraph:
-    """What is done at every site of one graph."""
+    """Decisions at all sites of one graph."""
 
     priced: PricedGraph
     decisions: tuple[Decision, ...]
@@ -28,7 +28,7 @@ class DecidedGraph:
     chosen: tuple[Chosen, ...]
     """The sites that are rewritten, in graph order, as their rules settled them."""
     predicted_us: float | None
-    """Of the whole graph; None where its kernels could not all be priced."""
+    """Predicted time of the whole graph; None if not all of its kernels could be priced."""
 
     @property
     def variant(self) -> Variant:
@@ -115,7 +115,7 @@ def settle(chosen: tuple[Chosen, ...], rules: RuleSet, context: Context) -> tupl
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What was chosen, and from what."""
+    """Solution of a problem: the choices, and the problem that they were chosen from."""
 
     problem: Problem
     choices: Choices

@@ -78,7 +78,7 @@ def _fabric(costs: FabricCosts, bandwidth: float, latency: float) -> FabricCosts
 
 
 def _between(fabrics: tuple[FabricCosts, ...], bandwidth: float, latency: float) -> tuple[FabricCosts, ...]:
-    """What fabrics make of the link between hosts changes with the link."""
+    """Apply a changed link between hosts to the fabrics that use it."""
     return tuple(
         costs if costs.inter_host is None else replace(costs, inter_host=_link(costs.inter_host, bandwidth, latency))
         for costs in fabrics

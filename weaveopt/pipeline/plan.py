@@ -21,7 +21,7 @@ class Planned:
     plans: tuple[MemoryPlan, ...]
     """One for every process group with a rewritten site that needs memory."""
     placements: Mapping[str, Placement]
-    """By site id."""
+    """Placement of each rewritten site, by site id."""
 
 
 def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:

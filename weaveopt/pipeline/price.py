@@ -56,11 +56,11 @@ class PricedGraph:
 
     @property
     def baseline_us(self) -> float | None:
-        """Of the whole graph, every site left as it is."""
+        """Time of the whole graph with every site left as it is."""
         return self._scheduled_us(())
 
     def predicted_us(self, decisions: Sequence[Decision]) -> float | None:
-        """Of the whole graph with these decisions carried out; None where its kernels could not all be priced."""
+        """Time of the whole graph with these decisions carried out; None if not all of its kernels could be priced."""
         return self._scheduled_us(decisions)
 
     @cached_property
@@ -114,7 +114,7 @@ def _waited_at(collective: fx.Node, order: dict[fx.Node, int]) -> int:
 
 
 def price(captured: CapturedGraph, frame: Frame, problem: Problem, context: Context) -> PricedGraph:
-    """What `captured` takes outside its sites; `problem` holds what it takes at them."""
+    """Price the kernels of `captured` outside its sites; `problem` holds the prices of the sites."""
     surroundings = Surroundings.of(context.machine, context.topologies.values())
     kernels: tuple[Kernel, ...] | WorkFailure
     try:

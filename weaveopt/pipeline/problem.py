@@ -41,7 +41,7 @@ Choices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PricedInteraction:
-    """What choices change together at one token count."""
+    """Joint effect of choices at a few sites, at one token count."""
 
     sites: tuple[int, ...]
     term: str
@@ -83,7 +83,7 @@ class Problem:
 
     @cached_property
     def costs_us(self) -> tuple[tuple[float, ...], ...]:
-        """Of every site and choice, against leaving the site, by themselves. Equal rows are one object."""
+        """Costs of every choice at every site relative to leaving it, in isolation. Equal rows are one object."""
         known: dict[object, tuple[float, ...]] = {}
         rows = []
         for site in self.sites:
@@ -110,7 +110,7 @@ class Problem:
         return sum(site.baseline.us for site in self.sites)
 
     def us(self, choices: Choices) -> float:
-        """What these choices cost, against leaving every site."""
+        """Total cost of these choices relative to leaving every site, interactions included."""
         own = sum(row[choice] for row, choice in zip(self.costs_us, choices, strict=True))
         return own + sum(interaction.us(choices) for interaction in self._solver_interactions)
 
@@ -184,7 +184,7 @@ def _sum_of_sizes(values: Iterable[float]) -> float:
 
 
 class Frame:
-    """What of a graph's problem is the same at every token count: kinds of sites, and which depend on each other.
+    """Part of a graph's problem that is the same at every token count: kinds of sites, and their dependencies.
 
     Two sites are of one kind where their facts, groups, token counts and kernels are equal; a kind is priced once.
     """
@@ -235,13 +235,13 @@ class Frame:
         return self.problem_of(sites, asked)
 
     def problem_of(self, sites: Sequence[PricedSite], context: Context | None = None) -> Problem:
-        """Of these sites, whatever they are said to cost."""
+        """Build the problem of these priced sites, whatever their prices."""
         exclusions = _exclusions(self._overlapping, sites)
         interactions = self._interactions(sites, context or self._context)
         return Problem(tuple(sites), interactions, exclusions, self._steps)
 
     def proposals(self, found: FoundSite) -> Sequence[Proposal]:
-        """What the rules propose at a site that a copy of the graph has, in the order of the priced site's own."""
+        """Propose candidates at a copied graph's site, in the same order as those of the priced site."""
         return self._proposals(found, found.site.tokens, self._context, usable_only=False)
 
     def _priced(self, index: int, tokens: TokenCounts, context: Context, usable_only: bool) -> PricedSite:
@@ -313,7 +313,7 @@ class Frame:
         return self._kernels[key]
 
     def kernels(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
-        """What these nodes of a site run as they are."""
+        """Kernels that these nodes of a site run unmodified."""
         return self._within(index, nodes)
 
     def _interactions(self, sites: Sequence[PricedSite], context: Context) -> tuple[PricedInteraction, ...]:
@@ -328,7 +328,7 @@ class Frame:
 
 
 def _negative(estimate: Estimate) -> Estimate:
-    """Of the same kernels with and without a rewrite the error cancels."""
+    """Negate an estimate without its error: the error of kernels that run with and without a rewrite cancels."""
     return Estimate(tuple(Term(term.name, -term.us) for term in estimate.terms))
 
 

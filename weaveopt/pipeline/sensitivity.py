@@ -1,4 +1,4 @@
-"""What would change a decision: other token counts, other constants of the machine. Asked of the step that decided.
+"""Sensitivity of a decision to token counts and machine constants, found by repeating the step that decided.
 
 The choice at a token count is that of a graph compiled for it (of a dynamic one: with it as the hint), all sites with
 as many tokens changed together.

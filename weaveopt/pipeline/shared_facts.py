@@ -1,4 +1,4 @@
-"""What ranks of a group must share of a graph, as one document, and what follows where documents differ.
+"""Facts that ranks of a group must share about a graph, as one document, and the verdict if documents differ.
 
 Shared are the collectives of the group in their order, and of each rewritten site its computation, token counts and
 chosen form, and the arena's plan. What one rank alone has (a bias that its GEMM adds, a narrower shard, more outputs)
@@ -34,7 +34,7 @@ class Document:
     """One rank's facts of one graph in one group."""
 
     rewrites: bool
-    """Whether this rank rewrites a site of the group. Where one does not, none does."""
+    """True if this rank rewrites a site of the group. If one rank does not, none does."""
     skeleton: str
     """Digest of `collectives`."""
     groups: int = 1
@@ -45,7 +45,7 @@ class Document:
     failure: str = ""
     """The step that failed on this rank, and how."""
     variant: str = ""
-    """Of the graph; not empty where it is not the captured one."""
+    """Variant of the graph; empty for the captured one."""
     structure: str = ""
     """Digest of the graph, where its data dependencies alone do not order the group's collectives; else empty."""
     sites: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -67,10 +67,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from the documents of a group."""
+    """Result of comparing the documents of a group."""
 
     error: str = ""
-    """What ranks that rewrite may not differ in; all of them raise it."""
+    """Difference that ranks with rewrites may not have; all of them raise it."""
     failure: str = ""
     """The step that failed on a rank: the graph is left by all."""
     all_left: Rejection | None = None
@@ -130,7 +130,7 @@ def settings(context: Context) -> dict[str, str]:
 
 
 def compare(ranks: Sequence[int], documents: Sequence[Document]) -> Verdict:
-    """What follows for the group of these global ranks; `documents` are theirs, in the same order."""
+    """Compare the documents of a group's global ranks `ranks`, in the same order; returns the group's verdict."""
     failed = next(((rank, each) for rank, each in zip(ranks, documents, strict=True) if each.failure), None)
     if failed is not None:
         return Verdict(failure=f"rank {failed[0]}: {failed[1].failure}")

@@ -116,7 +116,7 @@ def _is_count(node: fx.Node, count: torch.SymInt) -> bool:
 
 
 def _has_promised_range(count: torch.SymInt) -> bool:
-    """Whether the user said in which range a size may be (`mark_dynamic(min=, max=)`): torch refuses to narrow it."""
+    """True if the user declared a size's range (`mark_dynamic(min=, max=)`), which torch refuses to narrow."""
     symbols = count.node.expr.free_symbols
     for tracked in getattr(count.node.shape_env, "tracked_fakes", None) or ():
         constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
@@ -128,7 +128,7 @@ def _has_promised_range(count: torch.SymInt) -> bool:
 
 
 def _regimes(symbolic: _Symbolic, frame: Frame, context: Context) -> tuple[Served, ...]:
-    """Of the counts that are planned for; one for all where they may not be told apart."""
+    """Regimes of the planned token counts; one regime where torch forbids a guard."""
     last = max(symbolic.first, min(context.config.max_tokens, symbolic.end or context.config.max_tokens))
     if not symbolic.may_guard:
         everything = Served(symbolic.first, last, Stretch(symbolic.hint, symbolic.hint))

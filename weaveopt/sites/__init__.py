@@ -1,4 +1,4 @@
-"""What there is to rewrite: one matcher a kind of site, and what matchers share. A new matcher is one line here."""
+"""Matchers: one for each kind of site, and what matchers share. A new matcher adds one line here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weaveopt.sites.reduction import ReductionMatcher
 from weaveopt.sites.scatter import ScatterMatcher
 
 SEQUENCE_PARALLEL: tuple[Matcher, ...] = (GatherMatcher(), ScatterMatcher())
-"""What cuts activations along their rows between the ranks."""
+"""Matchers of sequence parallelism, in which activations are sharded by rows over the ranks."""
 MATCHERS: tuple[Matcher, ...] = (
     ReductionMatcher(),
     AttentionMatcher(),

@@ -34,7 +34,7 @@ PRODUCT = frozenset({torch.ops.aten.bmm.default})
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What an attention computes on every rank; sizes that are symbols by their hints."""
+    """The computation of an attention site, equal on every rank; symbolic sizes are replaced by their hints."""
 
     batch: int
     heads: int
@@ -48,23 +48,23 @@ class AttentionFacts:
     operator: str
     """The library's operator that computes it, without namespace; empty for attention that is written out."""
     is_repeated: bool
-    """Whether the graph writes keys and values out for every query head."""
+    """True if the graph materializes keys and values once for every query head."""
     has_mask: bool
-    """Whether a mask tensor is read."""
+    """True if the attention reads a mask tensor."""
     has_booleans: bool
-    """Whether the graph holds the mask as booleans, which can be read."""
+    """True if the graph holds a boolean form of the mask that can be read."""
     mask: Mask | None
-    """What the mask is for every query and key; None where only its values at run time say."""
+    """The mask proven for every query and key; None if it depends on values known only at run time."""
     reads_of_mask: int = 1
     """How many sites of the graph read the same mask."""
     softcap: float = 0.0
     has_sinks: bool = False
     is_written_out: bool = False
-    """Whether the scores are in memory: attention as the model wrote it, of plain products and a softmax."""
+    """True if the scores are materialized: attention that the model writes out as GEMMs and a softmax."""
     has_symbols: bool = False
-    """Whether the number of queries or keys is a symbol."""
+    """True if the number of queries or keys is symbolic."""
     is_square: bool = False
-    """Whether there are as many keys as queries, whatever the symbols are."""
+    """True if queries and keys are equally many, for every value of the symbols."""
 
     def values(self) -> Values:
         mask = str(self.mask) if self.mask is not None else "read at run time"
@@ -80,12 +80,12 @@ class AttentionNodes:
     """[batch, kv_heads, keys, head_dim]: before it was repeated."""
     value: fx.Node
     interior: frozenset[fx.Node]
-    """What disappears with a rewrite."""
+    """Nodes that a rewrite removes."""
     reading: MaskReading
 
     @property
     def has_one_query(self) -> bool:
-        """Whether the graph is one of a single query a head, whatever the other sizes are."""
+        """True if the graph has a single query for each head, whatever the other sizes are."""
         query = tensor_of(self.form.query)
         return query is not None and isinstance(query.shape[-2], int) and query.shape[-2] == 1
 

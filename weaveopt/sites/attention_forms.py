@@ -41,14 +41,14 @@ class Form:
     """[batch, heads or key heads, keys, head_dim]"""
     value: fx.Node
     mask: fx.Node | None
-    """What is added to the scores, or booleans; [batch or 1, heads or 1, queries or 1, keys]."""
+    """Bias that is added to the scores, or a boolean mask; [batch or 1, heads or 1, queries or 1, keys]."""
     is_causal: bool
-    """Whether the operator masks by itself: query i reads keys up to i."""
+    """True if the operator applies the causal mask itself: query i reads keys up to i."""
     scale: float
     output: fx.Node
     """[batch, heads, queries, value_dim]"""
     nodes: frozenset[fx.Node]
-    """What computes `output` from the others."""
+    """Nodes that compute `output` from the other fields."""
     call: fx.Node | None = None
     """The library's operator; None for attention that is written out."""
     softcap: float = 0.0

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Ends:
-    """What goes into the products, and what comes out, as near to the model as it can be told."""
+    """Operands and result of the two GEMMs, as close to the model's own values as they can be identified."""
 
     query: fx.Node
     key: fx.Node
@@ -155,7 +155,7 @@ def _unguarded(weights: fx.Node, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node
 
 
 def _narrow(ends: _Ends, passed: set[fx.Node]) -> _Ends:
-    """Where all was widened to fp32 and the result rounded back: the values before, and the rounded result."""
+    """Skip casts: the operands before they were widened to fp32, and the result after it was rounded back."""
     sources = [each.args[0] for each in (ends.query, ends.key, ends.value) if is_call(each, CAST)]
     rounded = next(iter(ends.output.users), None)
     if len(sources) < 3 or len(ends.output.users) != 1 or not is_call(rounded, CAST):
@@ -171,7 +171,7 @@ def _narrow(ends: _Ends, passed: set[fx.Node]) -> _Ends:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node computes: one that only lays memory out may serve others too."""
+    """True if the node computes; nodes that only change the layout may have other users too."""
     return not is_call(node, LAYOUTS | {aten.full.default})
 
 
@@ -204,7 +204,7 @@ def _through(node: object, targets: frozenset[object], passed: set[fx.Node]) -> 
 
 
 def _softmax_of(node: fx.Node, passed: set[fx.Node]) -> fx.Node | None:
-    """What `node` is the softmax of along its last dimension, whole or taken apart (`exp(x - max) / sum`)."""
+    """Return the operand of a softmax along the last dimension, one operator or decomposed (`exp(x - max) / sum`)."""
     if is_call(node, frozenset({aten._softmax.default})) and node.args[1] in (-1, 3):
         passed.add(node)
         return _through(node.args[0], CAST, passed)
@@ -249,7 +249,7 @@ def _sinks_of(node: object, passed: set[fx.Node]) -> fx.Node | None:
 
 
 def _is_cut_to(cut: fx.Node, before: fx.Node) -> bool:
-    """Whether a slice keeps the columns of `before`, the first ones, and drops what was put behind them."""
+    """True if a slice keeps the leading columns, those of `before`, and drops the columns appended after them."""
     dim, start = (*cut.args[1:3], 0, 0)[:2]
     shorter, whole = tensor_of(cut), tensor_of(before)
     if shorter is None or whole is None or shorter.ndim != 4:
@@ -258,7 +258,7 @@ def _is_cut_to(cut: fx.Node, before: fx.Node) -> bool:
 
 
 def _scores_and_mask(total: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """Of `scores + mask`, which is which: scores come from a product."""
+    """Distinguish scores and mask in `scores + mask`: the scores are the result of a GEMM."""
     for scores, mask in (total.args[:2], total.args[1::-1]):
         if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and _comes_from_product(scores):
             return scores, mask

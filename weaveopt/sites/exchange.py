@@ -29,7 +29,7 @@ KIND = "expert_exchange"
 
 @dataclass(frozen=True)
 class ExchangeFacts:
-    """What the operation computes on every rank."""
+    """The computation of the operation, equal on every rank."""
 
     group: str
     world: int
@@ -37,19 +37,19 @@ class ExchangeFacts:
     hidden: int
     width: int
     experts: int
-    """Of a rank."""
+    """Experts of one rank."""
     choices: int
     activation: str
     gated: bool
     dtype: str
     same_tokens: bool
-    """Whether all ranks have equally many tokens, and so the same graph."""
+    """True if all ranks have the same number of tokens, and so the same graph."""
 
     def values(self) -> Values:
         return values_of(self)
 
     def sharded(self, tokens: int, skew: Skew) -> ShardedMixture:
-        """Of so many tokens on each rank, whose choices spread like that."""
+        """Return the sharded mixture for `tokens` tokens on each rank and choices distributed as `skew` says."""
         of_rank = Mixture(tokens, self.choices, self.experts, self.hidden, self.width, self.gated, self.dtype)
         return ShardedMixture(of_rank, self.world, skew)
 

@@ -36,7 +36,8 @@ OWN_FACTS = ("n", "num_gemms", "num_contractions", "has_bias", "gathered_is_read
 
 @dataclass(frozen=True)
 class GatherFacts:
-    """What an all-gather and its GEMMs compute on every rank; sizes that are symbols by their hints."""
+    """The computation of an all-gather and its GEMMs, equal on every rank; symbolic sizes are replaced by their
+    hints."""
 
     group: str
     world: int
@@ -50,9 +51,9 @@ class GatherFacts:
     """Columns of all GEMMs together."""
     k: int
     dtype: str
-    """Of what travels."""
+    """Dtype of the gathered shards."""
     gemm_dtype: str
-    """Of what the GEMMs read."""
+    """Dtype of the GEMMs' operands."""
     num_gemms: int = 1
     num_gathers: int = 1
     """All-gathers of the same shard."""
@@ -60,9 +61,9 @@ class GatherFacts:
     """GEMMs that contract over the gathered rows (gradients of weights); they read the whole value."""
     has_bias: bool = False
     is_scaled: bool = False
-    """Whether the operands are FP8 with scales."""
+    """True if the operands are FP8 with scales."""
     gathered_is_read: bool = False
-    """Whether anything beside `num_gemms` GEMMs reads the gathered value."""
+    """True if anything other than the `num_gemms` GEMMs reads the gathered value."""
 
     def values(self) -> Values:
         return values_of(self)

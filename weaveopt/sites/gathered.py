@@ -52,14 +52,14 @@ class _Role(Enum):
 
 @dataclass
 class _Readers:
-    """What a walk from the gathers finds."""
+    """Consumers found by a walk from the gathers."""
 
     gemms: dict[tuple[Rows, torch.dtype | None], list[tuple[Gemm, fx.Node]]] = field(default_factory=dict)
-    """By the order of their rows and the dtype that they read: with their operands."""
+    """GEMMs with their operands, by the order of their rows and the dtype that they read."""
     contractions: list[Gemm] = field(default_factory=list)
     columns: list[Gemm] = field(default_factory=list)
     is_contracted_as_first: bool = False
-    """Whether a GEMM contracts over the gathered dimension of its first operand: no weight is that."""
+    """True if a GEMM contracts over the gathered dimension of its first operand, which no weight has."""
     reasons: dict[Rejection, None] = field(default_factory=dict)
 
 
@@ -153,7 +153,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _role(gemm: Gemm, operand: fx.Node, arrangement: Arrangement) -> _Role:
-    """What the rank is to a GEMM: part of its rows, of what it contracts, of its columns."""
+    """Return the role of the gathered dimension in a GEMM: rows, contraction or columns."""
     if len(arrangement.dims) != 2 or operand not in (gemm.a, gemm.b):
         return _Role.OTHER
     here = [any(factor.dim == RANK for factor in dim) for dim in arrangement.dims]

@@ -29,7 +29,7 @@ class Gemm:
     bias: fx.Node | None = None
     addend: fx.Node | None = None
     has_factors: bool = False
-    """Whether alpha or beta of addmm are not 1."""
+    """True if alpha or beta of addmm is not 1."""
 
     @property
     def is_scaled(self) -> bool:
@@ -59,7 +59,7 @@ class Gemm:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """Dtype of the result."""
         value = tensor_of(self.node)
         assert value is not None, f"{self.node.name} makes no tensor"
         return value.dtype
@@ -84,7 +84,7 @@ def gemm_at(node: object) -> Gemm | None:
 
 
 def leads_to_gemm(node: fx.Node) -> bool:
-    """Whether a GEMM reads `node`, behind any movement of its elements."""
+    """True if a GEMM reads `node`, directly or through views, transposes, casts and copies."""
     seen, pending = {node}, [node]
     while pending:
         for user in pending.pop().users:
@@ -97,11 +97,11 @@ def leads_to_gemm(node: fx.Node) -> bool:
 
 
 _OF_WEIGHTS = MOVES | OTHER_MOVES | MUL | ALL_GATHER | WAIT
-"""What lies between a parameter and the GEMM that reads it: casts and views, its own gather, a scale."""
+"""Operators between a parameter and the GEMM that reads it: casts, views, its all-gather, a scale."""
 
 
 def is_input(node: fx.Node, through: frozenset[object] = MOVES | OTHER_MOVES) -> bool:
-    """Whether `node` is an input of the graph, moved and cast at most: a parameter, or activations as they came."""
+    """True if `node` is a graph input after views and casts at most: a parameter, or unmodified activations."""
     seen, pending = {node}, [node]
     while pending:
         each = pending.pop()
@@ -115,5 +115,5 @@ def is_input(node: fx.Node, through: frozenset[object] = MOVES | OTHER_MOVES) ->
 
 
 def may_be_weight(node: fx.Node) -> bool:
-    """Whether `node` is made of inputs of the graph as parameters are: by views, casts, a gather, a scale."""
+    """True if `node` is derived from graph inputs the way parameters are: by views, casts, a gather, a scale."""
     return is_input(node, _OF_WEIGHTS)

@@ -31,17 +31,17 @@ KIND = "mixture"
 
 @dataclass(frozen=True)
 class MixtureFacts:
-    """What a mixture computes on every rank."""
+    """The computation of a mixture on every rank."""
 
     experts: int
-    """That this rank holds, or a part of each."""
+    """Number of experts stored on this rank, whole or as a shard of each."""
     experts_in_all: int
-    """That tokens choose from; 0: not known."""
+    """Number of experts that tokens choose from; 0 if unknown."""
     choices: int
-    """Of every token."""
+    """Number of experts chosen for each token."""
     hidden: int
     width: int
-    """Of an expert between its GEMMs, on this rank."""
+    """Intermediate width of an expert on this rank."""
     dtype: str
     weights_dtype: str
     form: str
@@ -49,7 +49,7 @@ class MixtureFacts:
     activation: Activation
     has_biases: bool
     has_foreign: bool
-    """Whether choices of other ranks' experts come in, and are masked."""
+    """True if the input includes choices of other ranks' experts, which are masked."""
     scores: str
     groups: int
 

@@ -85,7 +85,7 @@ class Norm:
     """A normalization found in a graph: `output = norm(source) * (weight + form.weight_offset) + bias`."""
 
     source: fx.Node
-    """What is normalized, before any cast."""
+    """Operand of the normalization, before any cast."""
     form: NormSpec
     weight: fx.Node | None
     bias: fx.Node | None
@@ -93,7 +93,7 @@ class Norm:
     nodes: tuple[fx.Node, ...]
     """Everything after `source` up to and with `output`, in graph order."""
     eps: fx.Node | float | int
-    """What `form.eps` is the value of: that number, or a Python float that comes as a tensor."""
+    """Node or number whose value is `form.eps`: a number, or a Python float that was lifted to a tensor."""
 
     @property
     def text(self) -> str:

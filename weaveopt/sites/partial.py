@@ -1,4 +1,4 @@
-"""What a reduce-scatter sums: the GEMMs behind its input, under every movement, cast, scale and sum in between.
+"""Producers of a reduce-scatter's input: GEMMs, followed by views, transposes, casts, scales and sums.
 
     x = cat(split((a @ b).view(B, S, N), S // W, 1))                        # scatter along dim 1
     x = ((a1 @ b1).view(B, S, N) + (a2 @ b2).view(B, S, N)) / W             # several projections' gradients
@@ -28,7 +28,7 @@ class Partial:
     """`scale * (sum of GEMMs + biases) + addends` of one rank, and how its elements [m, n] lie in a value."""
 
     arrangement: Arrangement
-    """Of the value, by the dimensions m and n of the GEMMs."""
+    """Arrangement of the value by the dimensions m and n of the GEMMs."""
     gemms: tuple[Gemm, ...]
     biases: tuple[fx.Node, ...] = ()
     """Vectors [n] that this rank adds: every rank adds its own before the sum."""
@@ -36,13 +36,13 @@ class Partial:
     """[m, n] elements that are no GEMM's, in the order of m and n, after the scale."""
     scale: float = 1.0
     scalars: tuple[fx.Node | float | int, ...] = ()
-    """What `scale` is made of: numbers, or Python floats that come as tensors."""
+    """Factors of `scale`: numbers, or Python floats that were lifted to tensors."""
     nodes: frozenset[fx.Node] = frozenset()
     """Every node from the GEMMs to the value."""
 
 
 def partial_at(value: fx.Node) -> Partial | Rejection | None:
-    """What makes `value`; None where no GEMM does, a rejection where one does in a form that is not known."""
+    """Read the GEMMs that make `value`; None if no GEMM does, a rejection if the form is not supported."""
     start = value
     while is_call(start, MOVES | OTHER_MOVES):
         before = start.args[0]

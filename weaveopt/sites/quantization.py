@@ -26,11 +26,11 @@ from weaveopt.records.candidate import Rejection
 from weaveopt.records.norm import Quant
 
 LARGEST = 448.0
-"""Of e4m3."""
+"""Largest finite e4m3 value."""
 KERNEL_LEAST_AMAX = 1e-12
 """The op's lower bound of a row's largest value."""
 LEAST_AMAX = 1e-4
-"""What a model's lower bound may be: a norm's rows are that small only where they are zeros."""
+"""Largest lower bound of amax that a model may use: rows of a norm are smaller only if they are zeros."""
 PER_ROW_SCALE = 1.0 / LARGEST
 
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
@@ -57,7 +57,7 @@ class _Kind(Enum):
 
 @dataclass(frozen=True)
 class _Held:
-    """What a node holds, as a function of the rows."""
+    """Contents of a node as a function of the rows."""
 
     kind: _Kind
     path: tuple[fx.Node, ...] = ()
@@ -102,9 +102,9 @@ class Quantized:
     nodes: frozenset[fx.Node]
     """All steps; nothing but `rows` and `scales` is read by others."""
     least: float
-    """What the largest value of a row is kept from below by; 0: by nothing."""
+    """Lower bound of a row's largest magnitude; 0 if there is none."""
     narrow: bool
-    """Whether a step is rounded to 16 bits."""
+    """True if a step is rounded to 16 bits."""
 
     @property
     def text(self) -> str:
@@ -112,7 +112,7 @@ class Quantized:
 
     @property
     def rounding(self) -> tuple[str, ...]:
-        """What the op rounds in another way, a line each."""
+        """Describe how the op rounds differently from the model, a line for each difference."""
         lines = [
             "normalized rows are rounded to the activations' dtype, then multiplied in fp32 with the inverse scale"
         ]
@@ -157,7 +157,7 @@ def find_quantized(output: fx.Node) -> Quantized | Rejection | None:
 
 
 def _follow(output: fx.Node) -> dict[fx.Node, _Held]:
-    """What every node holds that is made of the rows of `output` in steps of a quantization."""
+    """Follow the quantization's steps from `output`: the contents of every node that they compute."""
     held = {output: _Held(_Kind.ROWS)}
     value = tensor_of(output)
     if value is None or value.ndim < 2:
@@ -183,7 +183,7 @@ def _without_derived(held: dict[fx.Node, _Held]) -> dict[fx.Node, _Held]:
 
 
 def _is_made_of_scales(node: fx.Node, held: Mapping[fx.Node, _Held]) -> bool:
-    """Whether `node` holds another value for each row than its scale, but one that is computed from that."""
+    """True if `node` holds a value for each row that is computed from the row's scale, but is not that scale."""
     if held[node].is_row_scale:
         return False
     source = node.args[0] if node.args else None
@@ -195,7 +195,7 @@ def _is_made_of_scales(node: fx.Node, held: Mapping[fx.Node, _Held]) -> bool:
 
 
 def _step(node: fx.Node, held: Mapping[fx.Node, _Held], hidden: int) -> _Held | None:
-    """What `node` holds, or None where it is no step of a quantization."""
+    """Return the contents of `node`, or None if it is no step of a quantization."""
     if is_call(node, MUL | _DIV):
         return _product(node, held)
     source = held.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
@@ -256,14 +256,14 @@ def _clamped(node: fx.Node, source: _Held) -> _Held | None:
 
 
 def _is_over_rows(node: fx.Node) -> bool:
-    """Whether a reduction is over the last dimension, and only over that one."""
+    """True if a reduction is over the last dimension only."""
     dims = node.args[1] if len(node.args) > 1 else []
     found = list(dims) if isinstance(dims, list | tuple) else [dims]
     return len(found) == 1 and found[0] in (-1, len(_shape(node.args[0])) - 1)
 
 
 def _product(node: fx.Node, held: Mapping[fx.Node, _Held]) -> _Held | None:
-    """Of a row value and a number; of rows and their scale or its inverse."""
+    """Follow a multiplication or division: a row value by a number, or rows by their scale or its inverse."""
     if node.kwargs or len(node.args) != 2:
         return None
     divides = is_call(node, _DIV)
@@ -288,7 +288,7 @@ def _product(node: fx.Node, held: Mapping[fx.Node, _Held]) -> _Held | None:
 
 
 def is_stored_value(node: fx.Node) -> bool:
-    """Whether `node` is one value that is there before the graph runs, or made of such a one alone."""
+    """True if `node` is a single value stored before the graph runs, or computed from one such value alone."""
     value = tensor_of(node)
     if value is None or value.dtype not in _FLOATS or any(size != 1 for size in _shape(node)):
         return False
@@ -319,7 +319,7 @@ def _other_readers(held: Mapping[fx.Node, _Held]) -> list[tuple[fx.Node, fx.Node
 
 
 def _leads_to_fp8(node: fx.Node, steps: int = 6) -> bool:
-    """Whether some quantization, not one that is known here, begins at `node`."""
+    """True if a quantization that this module does not recognize starts at `node`."""
     value = tensor_of(node)
     if value is None or not is_call(node, _ELEMENTWISE):
         return False
@@ -335,7 +335,7 @@ def _read(held: Mapping[fx.Node, _Held], nodes: set[fx.Node]) -> tuple[Place, ..
 
 
 def _is_narrow(node: fx.Node, value: _Held) -> bool:
-    """Whether a scale or a quotient is rounded to 16 bits; the largest value of a row is one of its values."""
+    """True if a scale or quotient is rounded to 16 bits; the largest magnitude of a row is not, as it is an element."""
     made = tensor_of(node)
     computed = value.kind is _Kind.SCALED or (value.kind is _Kind.ROW_VALUE and (value.factor, value.power) != (1.0, 1))
     return computed and made is not None and made.dtype.itemsize == 2

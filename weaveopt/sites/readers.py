@@ -16,7 +16,7 @@ from weaveopt.sites.linear import Gemm, gemm_at
 
 @dataclass(frozen=True)
 class Readers:
-    """What reads some rows `[..., hidden]`."""
+    """Consumers of rows `[..., hidden]`."""
 
     gemms: tuple[Gemm, ...]
     """They read the rows as `a [tokens, hidden]`, in graph order."""
@@ -32,7 +32,7 @@ class Readers:
 
 
 def readers_of(rows: fx.Node) -> Readers:
-    """Of the value `rows`, under any view of it."""
+    """Collect the consumers of the value `rows` and of its views."""
     hidden = _length(rows)
     gemms: dict[fx.Node, Gemm] = {}
     others: dict[fx.Node, None] = {}

@@ -35,14 +35,14 @@ WAIT = frozenset({_c10d.wait_tensor.default})
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the graph does with one or more all-reduces that meet in one sum."""
+    """Epilogue of one or more all-reduces that are added into one sum."""
 
     collectives: tuple[fx.Node, ...]
     biases: tuple[fx.Node, ...]
     """Vectors [hidden] that are added after the reduction, before the scale."""
     scale: float
     scales: tuple[fx.Node | float | int, ...]
-    """What `scale` is the product of: numbers, or Python floats that come as tensors."""
+    """Factors of `scale`: numbers, or Python floats that were lifted to tensors."""
     scale_tensor: fx.Node | None
     post: Norm | None
     residuals: tuple[fx.Node, ...]
@@ -81,7 +81,7 @@ class Reduced:
 
     @property
     def total_is_read(self) -> bool:
-        """Whether anything but the site's own norm reads the sum."""
+        """True if the sum has a consumer other than the site's norm."""
         own = set(self.norm.nodes) if self.norm is not None else set()
         if any(user not in own for user in self.total.users):
             return True
@@ -112,7 +112,7 @@ class _Walk:
 
     @property
     def linear(self) -> bool:
-        """Whether the value is still a plain sum of reduced values, biases and residuals."""
+        """True if the value is still a plain sum of reduced values, biases and residuals."""
         return self.post is None and self.scale == 1.0 and self.scale_tensor is None
 
     def step_to(self, node: fx.Node) -> None:
@@ -307,7 +307,7 @@ class _Partner:
 
 
 def _reduced_by(other: fx.Node, walk: _Walk) -> _Partner | None:
-    """What leads from another all-reduce of the same group to `other`, if only this sum reads it."""
+    """Return the chain from another all-reduce of the same group to `other`, if this sum is its only consumer."""
     if not walk.linear:
         return None
     chain = [other]

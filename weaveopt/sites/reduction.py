@@ -41,7 +41,7 @@ OWN_FACTS = ("gemm_depth", "gemm_has_bias")
 
 @dataclass(frozen=True)
 class ReductionFacts:
-    """What a reduction computes on every rank, whatever its token count."""
+    """The computation of a reduction site on every rank, for any token count."""
 
     group: str
     """Name of the process group."""
@@ -49,25 +49,25 @@ class ReductionFacts:
     hosts: int
     hidden: int
     dtype: str
-    """Of the partial results and of the sum; the name of a torch dtype."""
+    """Name of the torch dtype of the partial results and of the sum."""
     out_dtype: str = ""
-    """Of the normalized rows, where it is not `dtype`."""
+    """Dtype of the normalized rows if it differs from `dtype`."""
     quantization: str = "none"
     """How e4m3 rows are made of the normalized ones: `none`, `static` or `per_token`."""
     gemm_depth: int = 0
     """`k` of the GEMM `[tokens, k] @ [k, hidden]` that makes the partial result; 0: there is none."""
     gemm_has_bias: bool = False
-    """Whether that GEMM adds to its result (addmm)."""
+    """True if that GEMM adds a bias (addmm)."""
     num_partials: int = 1
     """All-reduces that meet in one sum."""
     num_norms: int = 1
     has_norm: bool = True
-    """Whether a norm of the sum ends the site."""
+    """True if the site ends with a norm of the sum."""
     has_residual: bool = True
     sum_is_read: bool = True
-    """Whether the graph reads the sum (partial results + residual) after this site."""
+    """True if the graph reads the sum (partial results + residual) after this site."""
     sum_read_by_reductions: bool = False
-    """Whether only other reductions read the sum, as their residual."""
+    """True if the sum is read only by other reductions, as their residual."""
 
     def values(self) -> Values:
         return values_of(self)
@@ -79,14 +79,15 @@ class Reduction:
 
     reduced: Reduced
     interior: frozenset[fx.Node]
-    """What disappears where the norm is taken in: the collectives, what follows them up to the sum, and the norm."""
+    """Nodes that a rewrite including the norm removes: the collectives, the nodes from them to the sum, and the
+    norm."""
     quantized: Quantized | None = None
     gemm: fx.Node | None = None
     """The GEMM that makes the partial result, read by nothing else; of two partial results, one that can accumulate."""
     addend: fx.Node | None = None
-    """What is added to the GEMM before the reduction: another partial result."""
+    """Value that is added to the GEMM before the reduction: another partial result."""
     readers: Readers | None = None
-    """Of the normalized rows; None where no norm ends the site."""
+    """Consumers of the normalized rows; None if the site has no norm."""
 
     @property
     def sum_is_read(self) -> bool:
@@ -183,7 +184,7 @@ def _structure(reduced: Reduced, quantized: Quantized | None) -> Reduction:
 
 
 def _gemm_and_addend(reduced: Reduced, gemms: list[fx.Node | None]) -> tuple[fx.Node | None, fx.Node | None]:
-    """Of two partial results, a plain GEMM that can accumulate onto the other one, given as [tokens, hidden]."""
+    """Find, among two partial results, a plain GEMM that can accumulate onto the other, given as [tokens, hidden]."""
     for index in (1, 0) if len(gemms) == 2 else ():
         gemm, other = gemms[index], gemms[1 - index]
         addend = other if other is not None else reduced.partials[1 - index]
@@ -234,7 +235,7 @@ def _nodes_of(quantized: Quantized | None) -> frozenset[fx.Node]:
 
 
 def _out_dtype(reduced: Reduced) -> str:
-    """Of the normalized rows, where it is not that of the activations."""
+    """Dtype of the normalized rows if it differs from that of the activations."""
     value = tensor_of(reduced.collectives[0])
     output = None if reduced.norm is None else tensor_of(reduced.norm.output)
     if value is None or output is None or output.dtype == value.dtype:

@@ -37,9 +37,10 @@ SHARD = 1
 
 
 def scattered_rows(partial: Arrangement, world: int, shape: Sequence[int | torch.SymInt]) -> Rows | Rejection:
-    """Of a GEMM's result [m, n] (`shape`) that a reduce-scatter reads as `partial`, and cuts along its first dimension.
+    """Locate the ranks' rows in a GEMM's result [m, n] (`shape`) that a reduce-scatter reads as `partial` and splits
+    along its first dimension.
 
-    A rejection where the shard's elements are not [outer, inner, n] or [m, inner] in this order.
+    Returns a rejection if the shard's elements are not [outer, inner, n] or [m, inner] in this order.
     """
     parts = taken(merged(partial.dims[0]), world) if partial.dims else None
     if parts is None or partial.picked:
@@ -74,9 +75,10 @@ def gathered(shard: Sequence[int | torch.SymInt], world: int) -> Arrangement:
 
 
 def gathered_rows(rows: Dim, columns: Dim, world: int) -> Rows | None:
-    """Of a GEMM's operand [rows, columns] made of gathered shards; None where they are not [outer, world, inner].
+    """Locate the ranks' rows in a GEMM's operand [rows, columns] made of gathered shards; None unless [outer, world,
+    inner].
 
-    A rank's own elements have to be in the order in which it has them.
+    The elements of one rank have to be in that rank's own order.
     """
     rank = Factor(RANK, 1, world)
     if rank not in rows:
@@ -121,7 +123,7 @@ def hint_of(size: Size, like: torch.Tensor) -> int:
 
 
 def against_group(collective: fx.Node, world: int, topology: Topology | None) -> tuple[Rejection, ...]:
-    """What speaks against any rewrite of a collective in its process group."""
+    """Return the reasons against any rewrite of a collective in its process group."""
     group = group_of(collective)
     if topology is None:
         return (Rejection("group_not_known", "the process group is not known in this process", (("group", group),)),)

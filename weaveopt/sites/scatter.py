@@ -39,7 +39,8 @@ OWN_FACTS = ("k", "num_gemms", "has_addend", "has_bias")
 
 @dataclass(frozen=True)
 class ScatterFacts:
-    """What a GEMM and its reduce-scatter compute on every rank; sizes that are symbols by their hints."""
+    """The computation of a GEMM and its reduce-scatter, equal on every rank; symbolic sizes are replaced by their
+    hints."""
 
     group: str
     world: int
@@ -51,39 +52,39 @@ class ScatterFacts:
     """Rows of the partial result."""
     n: int
     k: int
-    """Of all GEMMs whose results are added, together."""
+    """Sum of the contracted sizes of all GEMMs whose results are added."""
     dtype: str
-    """Of what travels."""
+    """Dtype of the communicated partial result."""
     gemm_dtype: str
-    """Of what the GEMM makes."""
+    """Dtype of the GEMM's result."""
     out_dtype: str
-    """Of the shard as it is read, after casts."""
+    """Dtype of the shard after casts."""
     reduce_op: str = "sum"
     """`sum` or `avg`."""
     scale: float = 1.0
-    """What else the sum is multiplied by before anything is added to it, on either side of the network."""
+    """Factor of the sum before anything is added to it, applied before or after communication."""
     num_gemms: int = 1
     """GEMMs whose results are added, those of `num_partials` together."""
     num_partials: int = 1
     """Reduce-scatters whose results are added."""
     has_addend: bool = False
-    """Whether rows that no GEMM makes are part of the partial result."""
+    """True if the partial result includes rows that no GEMM computes."""
     is_scaled: bool = False
-    """Whether the operands are FP8 with scales."""
+    """True if the operands are FP8 with scales."""
     has_bias: bool = False
-    """Whether every rank adds a vector before the sum."""
+    """True if every rank adds a bias vector before the reduction."""
     has_bias_after: bool = False
     has_scale_after: bool = False
-    """Whether the sum and its bias are scaled before the residual is added."""
+    """True if the sum with its bias is scaled before the residual is added."""
     has_post_norm: bool = False
-    """Whether they are normalized before the residual is added."""
+    """True if the sum with its bias is normalized before the residual is added."""
     has_residual: bool = False
     has_norm: bool = False
-    """Whether a norm of the shard ends the site."""
+    """True if the site ends with a norm of the shard."""
     shard_is_saved: bool = False
-    """Whether the shard is a result of the graph before the residual is added: a backward pass reads it."""
+    """True if the shard before the residual is a graph output, which a backward pass reads."""
     sum_is_read: bool = True
-    """Whether the graph reads the shard (with its residual) elsewhere than in the site's norm."""
+    """True if the shard, with its residual, has a consumer other than the site's norm."""
 
     def values(self) -> Values:
         return values_of(self)

@@ -1,4 +1,4 @@
-"""What surrounds a reduce-scatter of GEMMs: from the GEMMs to the shard, and to the norm that may end the site.
+"""Surroundings of a reduce-scatter of GEMMs: from the GEMMs to the shard, and to the norm that may end the site.
 
 wait(reduce_scatter(partial)) [* scale] [-> narrower dtype] [+ reduce_scatter(...)] [+ bias] [+ residual] [-> norm]
 """
@@ -27,15 +27,15 @@ class Scattered:
 
     collectives: tuple[fx.Node, ...]
     partials: tuple[Partial, ...]
-    """What each collective sums."""
+    """Partial result that each collective reduces."""
     shard: fx.Node
     """The result as the graph reads it: `wait`, after a scale and a cast; its elements are [outer * inner, n]."""
     scales: tuple[float, ...]
-    """What the shard is multiplied by behind the wait."""
+    """Factors of the shard after the wait."""
     scalars: tuple[fx.Node | float | int, ...]
-    """What `scales` are made of: numbers, or Python floats that come as tensors."""
+    """Factors of `scales`: numbers, or Python floats that were lifted to tensors."""
     after: Reduced | None
-    """What is added to the shard, and its norm; None where the shard is read as it is."""
+    """Epilogue of the shard, its norm included; None if consumers read the shard as it is."""
     saved: tuple[fx.Node, ...]
     """Values before the last sum of the site that are results of the graph too: a backward pass reads them."""
     nodes: frozenset[fx.Node]
@@ -56,7 +56,7 @@ class _Behind:
 
 
 def partial_of(collective: fx.Node) -> Partial | Rejection | None:
-    """What `collective` sums, if nothing else reads it; None where no GEMM makes it."""
+    """Read the GEMMs that `collective` reduces, if it is their only consumer; None if no GEMM makes its input."""
     value = collective.args[0]
     assert isinstance(value, fx.Node), collective.args
     found = partial_at(value)
@@ -127,7 +127,7 @@ def _behind(wait: fx.Node) -> _Behind:
 
 
 def _scalar_of(reader: fx.Node, node: fx.Node) -> fx.Node | float | int | None:
-    """What `reader` multiplies or divides `node` by, if that is a number."""
+    """Return the number by which `reader` multiplies or divides `node`; None if it does neither."""
     if not is_call(reader, MUL | DIV) or reader.kwargs:
         return None
     others = [each for each in reader.args[:2] if each is not node]

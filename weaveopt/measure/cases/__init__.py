@@ -52,5 +52,5 @@ FAMILIES: tuple[type[Family], ...] = (
 
 
 def name_of(family: type) -> str:
-    """What `calibrate --only` calls it: `tile_kernels` of `TileKernels`."""
+    """Name of a family for `calibrate --only`: `tile_kernels` for `TileKernels`."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", family.__name__).lower()

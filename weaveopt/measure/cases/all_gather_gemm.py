@@ -31,7 +31,7 @@ ROW = 1024
 """Elements of a row; times go by bytes alone."""
 OP, VARIANT = "all_gather", "segment"
 EXPONENTS = range(11, 26, 2)
-"""Of the bytes of the gathered rows."""
+"""Exponents (base 2) of the sizes of the gathered rows in bytes."""
 GPU_VARIANT = "copies"
 TIMEOUT_S = 60.0
 
@@ -106,7 +106,7 @@ def cases(quick: bool) -> Iterator[Case[Cut]]:
 
 
 def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
-    """Whether the device has it, and rows divide; the op would go another way without a word."""
+    """True if the device supports the kernel and the rows divide; otherwise the op silently uses another path."""
     from weaveopt import _native
 
     why = _native.gemm_unsupported(_native.DType.bfloat16, case.depth, case.hidden, ranks.device.index or 0)

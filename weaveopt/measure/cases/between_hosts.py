@@ -36,7 +36,7 @@ from weaveopt.wording import counted
 
 TIMEOUT_S = 60.0
 LITTLE_BYTES = 64
-"""Of a message of a burst."""
+"""Size of one message of a burst."""
 NUM_BURSTS = 25
 NUM_FITS = 10
 ARRIVES_S = 0.002
@@ -45,7 +45,7 @@ PING_BYTES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10)
 BURSTS = (1, 2, 4, 8, 16, 32)
 EXCHANGE_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 MOST_BYTES = 64 << 20
-"""Of an exchange: sizes grow to it until their bytes show."""
+"""Maximum size of an exchange: sizes grow up to it until bandwidth dominates."""
 REDUCED_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 ORIGIN, LIBRARY_ORIGIN = "between", "between.gloo"
 
@@ -73,7 +73,7 @@ class _Form:
 
 @dataclass
 class HostLink:
-    """What was measured between the first two hosts, and by the library among all of them."""
+    """Measurements between the first two hosts, and of the library among all of them."""
 
     hosts: int
     ranks_per_host: int
@@ -188,8 +188,8 @@ def _spread(samples: Sequence[Sample]) -> float:
 
 
 def shows_bytes(rows: Rows) -> bool:
-    """Whether most of what the largest size takes is for its bytes, as on links that are slow enough. The rows, and so
-    the answer, are the same on all ranks."""
+    """True if the bytes account for most of the largest size's time, as on slow links. The rows, and so the answer,
+    are the same on all ranks."""
     fixed_us, us_per_byte = fit.relative_line([(float(size), sample.us) for size, sample in rows])
     return us_per_byte * rows[-1][0] > fixed_us
 
@@ -234,7 +234,7 @@ def _take(wire: socket.socket, into: memoryview) -> None:
 
 
 def _nothing(index: int) -> None:
-    """Of ranks that only wait for the others."""
+    """Do nothing, on ranks that only wait for the others."""
 
 
 def _ping(wire: socket.socket | None, begins: bool, num_bytes: int) -> Launch:
@@ -253,7 +253,7 @@ def _ping(wire: socket.socket | None, begins: bool, num_bytes: int) -> Launch:
 
 
 def _burst(session: Session, wire: socket.socket | None, sends: bool, count: int) -> Sample:
-    """What each of `count` little messages takes of its sender and of its receiver, together, halved.
+    """Measure the sender's and the receiver's time for each of `count` little messages; returns their mean.
 
     The receiver begins when all of them are there: its time is its own work, as is the sender's, and no wait.
     """

@@ -1,4 +1,4 @@
-"""What every family of measurements has in common."""
+"""Base class of all families of measurements."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Gemms(Family):
     devices: ClassVar = frozenset({"cpu", "cuda"})
     grids: dict[str, Grid] = field(default_factory=dict)
     times: dict[str, dict[Corner, Sample]] = field(default_factory=dict)
-    """By dtype."""
+    """Times of the corners, by dtype."""
 
     def measure_alone(self, session: Session) -> None:
         grid = GPU_GRID if session.is_gpu else CPU_GRID

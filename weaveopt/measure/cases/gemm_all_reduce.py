@@ -45,8 +45,8 @@ CUTS: Mapping[Kernel, Sizes] = MappingProxyType({
     (HandsOut.SUM, Cut(256, 1, 4)): Sizes(),
     (HandsOut.BOTH, Cut(256, 1, 4)): Sizes(),
 })  # fmt: skip
-"""What was fastest of several: where the GEMM is the longer part, with a longer weight, where the exchange is, and with
-few waves of tiles."""
+"""Fastest of several: for a GEMM that dominates, with a longer weight, for an exchange that dominates, and with few
+waves of tiles."""
 EPS = 1e-5
 TIMEOUT_S = 60.0
 TAKEN_BYTES_PER_US = 2e5
@@ -54,7 +54,7 @@ TAKEN_BYTES_PER_US = 2e5
 
 
 def cases(quick: bool) -> Iterator[Case[Kernel]]:
-    """Of both operations."""
+    """Generate the cases of both operations."""
     for hands_out in HandsOut:
         yield from cases_of({kernel: sizes for kernel, sizes in CUTS.items() if kernel[0] is hands_out}, quick)
 
@@ -64,7 +64,7 @@ def variant_of(kernel: Kernel, depth: int) -> str:
 
 
 def is_supported(case: Case[Kernel], ranks: Ranks) -> bool:
-    """Whether the device has the kernel; the op would go through the library without a word."""
+    """True if the device supports the kernel; otherwise the op silently uses the library."""
     from weaveopt import _native
 
     device, depth = ranks.device.index or 0, case.depth

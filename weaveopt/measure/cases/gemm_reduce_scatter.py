@@ -33,7 +33,7 @@ DEPTH = 0
 """k of the GEMM: it only writes zeros where it would write what it makes, and that is taken off again."""
 OP, VARIANT = "reduce_scatter", "segment"
 EXPONENTS = range(11, 26, 2)
-"""Of the bytes of a partial result."""
+"""Exponents (base 2) of the sizes of a partial result in bytes."""
 GPU_VARIANT = "partials"
 TIMEOUT_S = 60.0
 
@@ -42,8 +42,7 @@ TILE_CUTS = {
     Cut(256, 4, 4, own_last=False): Sizes(),
     Cut(256, 2, 16, own_last=False): Sizes(most_depth=SHALLOW),
 }
-"""What was fastest of several: where sums are ready early, where the weight is long, and where the exchange is the
-longer part."""
+"""Fastest of several: for sums that are ready early, for a long weight, and for an exchange that dominates."""
 TAKEN_BYTES_PER_US = 3e5
 """About what the link does, for how many calls a measurement makes."""
 
@@ -113,7 +112,7 @@ def cases(quick: bool) -> Iterator[Case[Cut]]:
 
 
 def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
-    """Whether the device has it, and rows divide; the op would go another way without a word."""
+    """True if the device supports the kernel and the rows divide; otherwise the op silently uses another path."""
     from weaveopt import _native
 
     why = _native.product_unsupported(

@@ -40,12 +40,12 @@ class GroupedCase:
 
     @property
     def rows_of_active(self) -> int:
-        """Of an expert that has any, on average, as the cost model takes it."""
+        """Mean rows of an active expert, as the cost model computes it."""
         return max(round(self.rows / num_active_experts(self.experts, self.rows)), 1)
 
     @property
     def one(self) -> Gemm:
-        """Of the same work, as the cost model prices it."""
+        """GEMM of the same work, as the cost model prices it."""
         return same_work(num_active_experts(self.experts, self.rows), Gemm(self.rows, self.k, self.n))
 
 
@@ -60,7 +60,7 @@ CASES = tuple(
 
 
 def has_grouped(device: torch.device) -> bool:
-    """Whether this torch has grouped GEMMs for the device: older ones have them for some GPUs only."""
+    """True if this torch supports grouped GEMMs on the device: older versions support only some GPUs."""
     rows, weights = torch.zeros(32, 16, device=device), torch.zeros(2, 16, 16, device=device)
     ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
     try:
@@ -82,7 +82,7 @@ def grouped(clock: Clock, device: torch.device, case: GroupedCase, expected_us: 
 
 
 def grouped_slowdown(pairs: Iterable[tuple[Sample, Sample]]) -> float:
-    """Of a grouped GEMM against one GEMM of the same work: the median over the cases."""
+    """Slowdown of a grouped GEMM relative to one GEMM of the same work: the median over the cases."""
     return median(by_expert.us / at_once.us for by_expert, at_once in pairs)
 
 
@@ -118,7 +118,7 @@ class GroupedGemms(Family):
 
 
 def _by_rows(times: Mapping[GroupedCase, tuple[Sample, Sample]], elements: int) -> tuple[Slowdown, ...]:
-    """Of experts of that size, fewest rows first."""
+    """Slowdowns for experts of that size, fewest rows first."""
     of_size = {case: pair for case, pair in times.items() if case.elements == elements}
     counts = sorted({case.rows_of_active for case in of_size})
     return tuple(

@@ -28,7 +28,7 @@ CPU_ROW = 4096
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What follows the all-reduce in most models."""
+    """Residual add and RMSNorm, the kernel after the all-reduce in most models."""
     total = x + residual
     wide = total.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)

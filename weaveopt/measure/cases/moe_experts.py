@@ -26,7 +26,7 @@ from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session
 
 NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.ONE: "one_kernel", Kernels.WIDE: WIDE}
-"""Of kernels, in the profile."""
+"""Names of the kernels in the profile."""
 DTYPE, CHOICES = "bfloat16", 4
 FEW = tuple(
     Mixture(tokens, float(CHOICES), experts, hidden, width, True, DTYPE)
@@ -120,7 +120,7 @@ class ExpertKernels(Family):
 
 
 def _cases(quick: bool, with_hopper: bool) -> tuple[tuple[Kernels, Mixture], ...]:
-    """What is timed: with `quick` a third of it."""
+    """Cases to time; a third of them with `quick`."""
     measured = (Kernels.TRITON, Kernels.HOPPER, Kernels.ONE) if with_hopper else (Kernels.TRITON,)
     cases = (*FEW, *SOME, *MANY)[:: 3 if quick else 1]
     # Those are never a choice for few rows; what they take at least is in the time of the weights.

@@ -27,7 +27,7 @@ from weaveopt.records.candidate import Fabric
 
 DTYPE, HIDDEN, CHOICES, EXPERTS = torch.bfloat16, 4096, 2, 8
 TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192)
-"""Of a rank."""
+"""Token counts of one rank."""
 ROW_BYTES = HIDDEN * DTYPE.itemsize
 TIMEOUT_S = 60.0
 TAKEN_BYTES_PER_US = 2e5
@@ -48,7 +48,7 @@ def owners(tokens: int, world: int) -> torch.Tensor:
 
 
 def pushed_bytes(tokens: int, world: int) -> int:
-    """By a rank to others, on average over the ranks."""
+    """Bytes that a rank sends to others, averaged over the ranks."""
     return max(tokens * CHOICES * (world - 1) * ROW_BYTES // world, ROW_BYTES)
 
 
@@ -105,5 +105,5 @@ class ShardedKernels(Family):
 
 
 def size_of(variant: str, tokens: int, world: int) -> int:
-    """What the kernel's curve goes by."""
+    """Size in bytes that indexes the kernel's curve."""
     return pushed_bytes(tokens, world) if variant == DISPATCH else tokens * CHOICES * ROW_BYTES

@@ -1,4 +1,4 @@
-"""What an attention mask in a graph means: its boolean form, and the class of masks that it is proven equal to."""
+"""Meaning of the attention masks in a graph: their boolean form, and the mask class that they are proven equal to."""
 
 from __future__ import annotations
 

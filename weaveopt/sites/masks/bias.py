@@ -27,12 +27,12 @@ _NOT = frozenset({aten.logical_not.default, aten.bitwise_not.default})
 
 @dataclass(frozen=True)
 class BooleanForm:
-    """What is true where a key is admitted (`is_inverted`: where it is not), broadcastable to the mask's shape."""
+    """The boolean under a mask, true for admitted keys (`is_inverted`: for the others), broadcastable to the mask."""
 
     node: fx.Node
     is_inverted: bool
     fill: float | None
-    """What is added to the score of a key that is not admitted; None where the mask is boolean as it comes."""
+    """Bias on the scores of keys that are not admitted; None if the mask itself is boolean."""
 
 
 def boolean_form(mask: fx.Node) -> BooleanForm | Rejection:

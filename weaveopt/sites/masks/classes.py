@@ -69,7 +69,7 @@ class Mask:
         return (keys >= first[:, None]) & (keys < end[:, None])
 
     def every_query_sees(self, num_queries: int, num_keys: int) -> bool:
-        """Whether no query is left without a key: what such a query gets, kernels disagree about."""
+        """True if every query sees at least one key; kernels disagree about the result for a query without keys."""
         first, end = self.bounds(num_queries, num_keys)
         return bool((end > first).all())
 
@@ -109,7 +109,7 @@ def classify(first: torch.Tensor, end: torch.Tensor, num_queries: int, num_keys:
 
 
 def _hypotheses(first: torch.Tensor, end: torch.Tensor, num_keys: int) -> list[Mask]:
-    """What the mask could be, guessed from a few queries; the caller compares all of them."""
+    """Guess candidate masks from a few queries; the caller compares each of them in full."""
     last = int(end.max())
     num_filled = last if last < num_keys else None
     some = end > 0

@@ -210,7 +210,7 @@ class Values:
 
 
 def _is_function(target: torch._ops.OpOverload) -> bool:
-    """Whether an op's result hangs on nothing but its arguments, and is all that it does."""
+    """True if an op is pure: its result depends only on its arguments, and it has no other effect."""
     random = torch.Tag.nondeterministic_seeded in target.tags
     empty = target._schema.name.startswith(("aten::empty", "prims::empty"))
     return target.namespace in ("aten", "prims") and not target._schema.is_mutable and not random and not empty

@@ -69,7 +69,7 @@ def find_intervals(node: fx.Node, is_inverted: bool, values: Values, max_element
 
 
 def _derived(node: Argument, is_inverted: bool, values: Values) -> Intervals | None:
-    """By rule, without the elements; None where no rule applies."""
+    """Derive the intervals by rules, without evaluating elements; None if no rule applies."""
     if not isinstance(node, fx.Node) or _dtype_of(node) is not torch.bool:
         return None
     shape = shape_of(node)
@@ -211,7 +211,7 @@ def _with_rank(value: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _measured(node: fx.Node, is_inverted: bool, values: Values) -> Intervals | None:
-    """By evaluating every element, a block at a time."""
+    """Evaluate every element, one block at a time; None if some query's keys are not contiguous."""
     shape = shape_of(node)
     first = torch.zeros(shape[:-1], dtype=torch.int64)
     end = torch.zeros(shape[:-1], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What the mask of an attention call means: read once for each node of a graph, however many layers ask."""
+"""Reader of the mask of an attention call: each node of a graph is read once, however many layers use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_ELEMENTS = 1 << 30
 
 @dataclass(frozen=True)
 class MaskReading:
-    """What is known of one mask when the graph is compiled. `reason` says why `mask` is None where it is."""
+    """Compile-time facts of one mask. `reason` says why `mask` is None if it is."""
 
     mask: Mask | None
     """The class that the mask was proven equal to, for every sequence, head, query and key."""
@@ -33,14 +33,15 @@ class MaskReading:
     read when the graph runs. None where there is no mask, and where a bias is not made from a boolean."""
     is_inverted: bool = False
     fill: float | None = None
-    """What a bias adds to the score of a key that is not admitted; None where the mask is boolean as it comes."""
+    """Bias on the scores of keys that are not admitted; None if the mask itself is boolean."""
     inputs: tuple[fx.Node, ...] = ()
     """Inputs of the graph whose values the mask hangs on."""
     reason: Rejection | None = None
 
     @property
     def hangs_on_lengths_only(self) -> bool:
-        """Whether all inputs it hangs on are single integers, such as the filled length of a static cache."""
+        """True if all inputs that the mask depends on are single integers, such as the filled length of a static
+        cache."""
         values = [tensor_of(node) for node in self.inputs]
         integers = [value is not None and value.numel() == 1 and not value.is_floating_point() for value in values]
         return bool(integers) and all(integers)
@@ -51,7 +52,7 @@ Decided = tuple[Mask | None, Rejection | None, tuple[fx.Node, ...]]
 
 
 class MaskCache:
-    """What was read in one graph. Layers share their masks, or the booleans that each makes a mask of its own from.
+    """Cache of the masks read in one graph. Layers share their masks, or the booleans from which each builds its mask.
 
     Keys hold sizes as text: symbolic ones have no hash.
     """
@@ -64,7 +65,7 @@ class MaskCache:
 def read_mask(
     node: fx.Node | None, is_causal: bool, num_queries: Size, num_keys: Size, cache: MaskCache | None = None
 ) -> MaskReading:
-    """What `scaled_dot_product_attention(..., attn_mask=node, is_causal=is_causal)` admits.
+    """Read what `scaled_dot_product_attention(..., attn_mask=node, is_causal=is_causal)` admits.
 
     `node`: bool, or a number that is added to the scores, broadcastable to `[batch, heads, num_queries, num_keys]`.
     `is_causal` without a mask aligns at the upper left, as torch does. Nothing in the graph is changed.

@@ -197,7 +197,7 @@ def _unsqueeze(node: fx.Node, rank: int) -> _Affine | None:
 
 
 def _view(node: fx.Node, rank: int) -> _Affine | None:
-    """Where dimensions of size 1 come and go, and the others stay."""
+    """Follow a view that only adds or removes dimensions of size 1."""
     inner = _affine(node.args[0])
     source, value = tensor_of(node.args[0]), tensor_of(node)  # type: ignore[arg-type]
     if inner is None or source is None or value is None:
@@ -239,7 +239,7 @@ def _cat(node: fx.Node, rank: int) -> _Affine | None:
 
 
 def _cumsum(node: fx.Node, rank: int) -> _Affine | None:
-    """Of a comparison that holds nowhere: 0 everywhere."""
+    """Follow a cumulative sum of a comparison that holds nowhere: 0 everywhere."""
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.target not in COMPARE or COMPARE[source.target] not in ("ne", "eq"):
         return None

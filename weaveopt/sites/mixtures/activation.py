@@ -33,7 +33,7 @@ class Between:
     first: fx.Node
     """The GEMM before them."""
     last: fx.Node
-    """What the GEMM behind them reads, [rows, width] as far as sizes of 1 are left out."""
+    """Operand of the second GEMM, [rows, width] when dimensions of size 1 are ignored."""
     nodes: frozenset[fx.Node]
     """All of them, without the two GEMMs and what several of them share with others."""
     biases: tuple[fx.Node, ...]
@@ -43,7 +43,7 @@ class Between:
 
 
 def between(first: fx.Node, last: fx.Node) -> Between | Rejection:
-    """What lies between a GEMM and the operand `last` of the next one; no other tensor may come in."""
+    """Collect the nodes between a GEMM and the operand `last` of the next one; rejects any other tensor operand."""
     nodes: set[fx.Node] = set()
     biases: list[fx.Node] = []
     masks: list[fx.Node] = []

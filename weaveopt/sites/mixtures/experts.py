@@ -31,7 +31,7 @@ class Experts:
     experts: fx.Node
     """The experts that each token chose, tokens * choices of them."""
     weights: fx.Node
-    """What each choice counts, as many."""
+    """Weights of the choices, one for each."""
     num_choices: int
     up: Linear
     down: Linear
@@ -39,6 +39,6 @@ class Experts:
     output: fx.Node
     """[tokens, hidden]"""
     has_foreign: bool = False
-    """Whether choices of experts that this rank does not have are masked."""
+    """True if choices of experts that this rank does not store are masked."""
     nodes: frozenset[fx.Node] = frozenset()
     """Everything from the operands above to `output`, with it; some of it may serve others too."""

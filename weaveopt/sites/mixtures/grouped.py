@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether a node is a GEMM grouped by expert: torch's, or transformers' loop for what torch's does not take."""
+    """True for a GEMM grouped by expert: torch's, or transformers' loop for what torch's does not support."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
     return name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 

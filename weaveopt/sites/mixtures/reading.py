@@ -23,7 +23,7 @@ GETITEM = frozenset({operator.getitem})
 
 
 class Unknown(Exception):
-    """Where a form ends that is not known."""
+    """Raised at the first node that does not fit a supported form."""
 
     def __init__(self, node: object, expected: str) -> None:
         name = node.name if isinstance(node, fx.Node) else repr(node)
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 @dataclass
 class Reading:
-    """What was read so far."""
+    """Nodes that were read so far."""
 
     passed: set[fx.Node] = field(default_factory=set)
     masks: list[fx.Node] = field(default_factory=list)
@@ -75,7 +75,7 @@ def read_by_others(node: fx.Node, readers: list[fx.Node]) -> Rejection:
 
 
 def index_of(gathered: fx.Node) -> object:
-    """What rows are taken by along the first dimension."""
+    """Return the index by which rows are gathered along the first dimension."""
     if gathered.target is aten.index_select.default:
         return gathered.args[2] if gathered.args[1] == 0 else None
     indices = gathered.args[1]

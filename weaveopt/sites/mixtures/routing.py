@@ -1,4 +1,4 @@
-"""What chose the experts of a mixture: scores, the largest of them, and whose experts they are.
+"""Routing of a mixture: how experts are chosen (scores, top-k), and which ranks store them.
 
     chosen = topk(softmax(logits)), or topk(logits) with a softmax of what it chose, or topk(sigmoid(logits) + bias)
     chosen = topk(where(scores of the best groups, scores, -inf))
@@ -32,7 +32,7 @@ class Routing:
     """How tokens get to experts, as far as the graph tells."""
 
     num_experts: int = 0
-    """Of all ranks; 0: not known."""
+    """Number of experts on all ranks; 0 if unknown."""
     scores: str = ""
     """`softmax`, `sigmoid`, `softmax of the chosen`; empty: not known."""
     groups: int = 0

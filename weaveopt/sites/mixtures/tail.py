@@ -1,4 +1,4 @@
-"""What grouped and batched experts have in common: the activation, biases, and what follows the second GEMM."""
+"""Shared readers of grouped and batched experts: the activation, biases, and the nodes after the second GEMM."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def with_bias(linear: Linear, biases: tuple[fx.Node, ...], ids: fx.Node, reading
 
 @dataclass(frozen=True)
 class Tail:
-    """What follows the second GEMM."""
+    """Nodes after the second GEMM, by role."""
 
     biases: tuple[fx.Node, ...]
     weights: fx.Node
@@ -131,7 +131,7 @@ def _inverse(index: object, order: fx.Node, reading: Reading) -> None:
 
 
 _SHARED = VIEWS | TRANSPOSE | {aten.full.default, aten.scalar_tensor.default, torch.ops.prims.iota.default}
-"""What lays memory out, and constants: they may serve others too."""
+"""Layout operators and constants, which may have other users too."""
 
 
 def owning(experts: Experts, reading: Reading) -> Experts:

@@ -37,7 +37,7 @@ class Fused:
 
 
 def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
-    """Whether the device has this kernel for such rows; the op would go through the library without a word."""
+    """True if the device supports this kernel for such rows; otherwise the op silently uses the library."""
     if device.type != "cuda":
         return True
     from weaveopt import _native
@@ -101,7 +101,8 @@ def fused_peer(ranks: Ranks, fused: Fused) -> Launch:
 
 
 def copy_us(clock: Clock, ranks: Ranks, tokens: int, hidden: int) -> float:
-    """What the op on `shm` copies into the arena, where in a model the GEMM writes: no part of the exchange."""
+    """Time of the op's copy into the arena on `shm`, which in a model is the GEMM's write and no part of the
+    exchange."""
     source, target = torch.randn(2, tokens, hidden, device=ranks.device).to(DTYPE).unbind()
     return clock.together(lambda index: target.copy_(source), 10.0, ranks.process_group).us
 

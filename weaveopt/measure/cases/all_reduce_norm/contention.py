@@ -54,7 +54,7 @@ def _numbered(launch: Launch) -> Step:
 
 @dataclass
 class StreamContention(Family):
-    """Of the largest group, whose exchanges move most bytes a rank."""
+    """Contention of the largest group, whose exchanges move the most bytes per rank."""
 
     devices: ClassVar = frozenset({"cuda"})
     rows: list[ContentionRow] = field(default_factory=list)

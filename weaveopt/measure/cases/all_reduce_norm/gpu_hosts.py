@@ -29,9 +29,9 @@ from weaveopt.reductions.variant import BETWEEN_GPUS, Algorithm, KernelRow, Tran
 ROWS = (2048, 4096, 8192, 16384)
 """Elements of a row; the kernel takes none that are longer."""
 MOST_BYTES = 8 << 20
-"""Of rows that are exchanged whole: beyond them all-reduces that divide the rows move less."""
+"""Maximum size of rows that are exchanged whole: beyond it all-reduces that divide the rows move fewer bytes."""
 REDUCED_BYTES = tuple(1 << exponent for exponent in range(11, 27))
-"""Of the library's all-reduce: to 64 MiB, so that prefill is priced beside decode."""
+"""Sizes of the library's all-reduce: up to 64 MiB, so that both prefill and decode can be priced."""
 WHAT = "fused all-reduce + add + RMSNorm between hosts of {}, NVSHMEM, residual and sum whole, bfloat16"
 """Rows as packets and as they are."""
 LIBRARY_WHAT = "NCCL's all-reduce as compiled graphs call it, hosts of {}, bfloat16"
@@ -49,16 +49,16 @@ def kernels(quick: bool) -> Iterator[Fused]:
 
 @dataclass
 class GpuHosts:
-    """What was measured among all ranks."""
+    """Measurements among all ranks."""
 
     hosts: int
     ranks_of_host: int
     machines: int
-    """That the hosts are made of: fewer than hosts where `WEAVE_HOST` makes several of one."""
+    """Number of physical machines: fewer than hosts if `WEAVE_HOST` splits a machine into several."""
     times: Times = field(default_factory=dict)
-    """Of the fused kernels."""
+    """Times of the fused kernels."""
     reduced: Rows = field(default_factory=list)
-    """Of the library's all-reduce."""
+    """Times of the library's all-reduce."""
 
     def measure(self, session: Session) -> None:
         """Every rank calls it, after it has measured what a launch takes."""

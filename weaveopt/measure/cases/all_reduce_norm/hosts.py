@@ -47,13 +47,13 @@ Case = tuple[Algorithm, int]
 
 @dataclass
 class HostExchanges:
-    """What was measured among all ranks."""
+    """Measurements among all ranks."""
 
     hosts: int
     ranks_per_host: int
     times: dict[Case, Sample] = field(default_factory=dict)
     slowdown: float = 1.0
-    """Of a loop that one rank of each host runs at once, against the first host's alone."""
+    """Slowdown of a loop run by one rank of each host at once, relative to the first host alone."""
 
     def measure(self, session: Session, topology: Topology) -> None:
         """Every rank calls it."""

@@ -28,7 +28,7 @@ class ShmKernels(Family):
     devices: ClassVar = frozenset({"cpu"})
     times: Times = field(default_factory=dict)
     whole_us: dict[int, float] = field(default_factory=dict)
-    """By world: the largest two-shot exchange with the rows of the sum handed out too."""
+    """Time of the largest two-shot exchange that also distributes the rows of the sum, by world size."""
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         tokens = TOKENS[::3] if session.quick else TOKENS
