@@ -225,7 +225,7 @@ def _measure(asked: Question, device: torch.device, base: Machine | None) -> Non
 
 
 def _refuse_hosts(base: Machine | None, num_hosts: int) -> None:
-    """What cannot be measured on ranks of several hosts."""
+    """Raise `OptionError` if ranks of several hosts cannot be measured."""
     if base is None:
         raise OptionError(
             f"these ranks are on {counted(num_hosts, 'host')}: what is measured is what joins them, for a profile of "

@@ -217,7 +217,7 @@ def _cuda() -> Check:
 
 
 def _cuda_part() -> Check:
-    """Whether the GPU kernels were built, and for the GPUs that are here."""
+    """Check that the GPU kernels were built, and for the GPUs of this host."""
     try:
         import torch
 
@@ -237,7 +237,7 @@ def _cuda_part() -> Check:
 
 
 def _nvshmem_part() -> Check:
-    """Whether the module that joins GPUs of several hosts was built, and finds NVSHMEM's library."""
+    """Check that the module for GPUs of several hosts was built, and that it finds NVSHMEM's library."""
     name = "nvshmem part"
     rebuild = "pip install nvidia-nvshmem-cu13, then pip install --no-build-isolation --no-deps -e . where nvcc is"
     if importlib.util.find_spec("weaveopt._nvshmem") is None:

@@ -72,7 +72,8 @@ def reduce(kinds: Sequence[Hashable]) -> LayerPlan:
 
 
 def kinds_of(model: nn.Module, config: PreTrainedConfig) -> tuple[Hashable, ...]:
-    """What tells the decoder layers of a model (on the meta device) apart: modules, shapes and plain attributes."""
+    """Key of each decoder layer of a model (on the meta device), equal for equal modules, shapes and plain
+    attributes."""
     layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return tuple((_kind(layer), kind) for layer, kind in zip(decoder_layers(model, config), layer_types, strict=True))
 

@@ -111,7 +111,7 @@ def _streams() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """What is still buffered must not raise again at exit."""
+    """Redirect stdout to the null device, so that buffered output does not raise again at exit."""
     with suppress(io.UnsupportedOperation):  # a stream in memory
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

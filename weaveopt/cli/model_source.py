@@ -25,7 +25,7 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be captured. `tp` and `ep` are ranks; 0 stands for "not asked for"."""
+    """Request for a capture. `tp` and `ep` are ranks; 0 stands for "not asked for"."""
 
     model: str
     tp: int = 0

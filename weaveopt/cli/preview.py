@@ -121,7 +121,7 @@ def sharding(source: Source, request: Request) -> str:
 
 
 def _parallelism(source: Source, config: PreTrainedConfig, request: Request) -> DistributedConfig | None:
-    """What transformers is asked for. `config` is what is built of `source`."""
+    """Build the parallel plan for transformers. `config` is the configuration built from `source`."""
     from transformers.distributed import DistributedConfig
 
     if request.world == 1:

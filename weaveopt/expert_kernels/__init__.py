@@ -1,1 +1,1 @@
-"""What operations on a mixture's experts run on GPUs: routing and GEMMs, how they are launched, and their calls."""
+"""GPU kernels for operations on a mixture's experts: routing and GEMMs, their launch, and their calls."""

@@ -1,4 +1,4 @@
-"""What is constant over the calls of a mixture's experts, and its encoding as the op's string argument."""
+"""Constants of the calls of a mixture's experts, and their encoding as the op's string argument."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ExpertsCall:
     activation: str
     """A word of `ActivationName`."""
     gated: bool
-    """Whether the first GEMM makes gate and up, so that the second one's input is `activation(gate) * up`."""
+    """True if the first GEMM computes gate and up, so that the second one's input is `activation(gate) * up`."""
     interleaved: bool = False
     """Its rows are gate 0, up 0, gate 1, up 1, ...; else those of all gates come first, then those of all ups."""
     alpha: float = 0.0
-    """Of `clamped_swish`."""
+    """Parameter of `clamped_swish`."""
     limit: float = 0.0
     """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
     kernels: str = Kernels.TRITON
@@ -47,7 +47,7 @@ class ExpertsCall:
 
     @property
     def act(self) -> Activation:
-        """What stands between the GEMMs."""
+        """Activation between the two GEMMs."""
         return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
 
     def kernels_at(self, tokens: int) -> str:

@@ -26,7 +26,7 @@ ROUTE_BLOCK = 1024
 """Rows that a program of `route` looks at in one step."""
 LEAST_BINS = 64
 MAX_EXPERTS = 1023
-"""Of this rank: the routing kernels hold a count of each in registers."""
+"""Maximum number of experts on this rank: the routing kernels hold a count of each in registers."""
 MAX_CHOICES = 64
 """`combine` is unrolled over them."""
 
@@ -43,13 +43,13 @@ def num_sms(device: torch.device) -> int:
 
 @cache
 def has_tensor_cores(device: torch.device) -> bool:
-    """Whether they take bf16: compute capability 8.0 on."""
+    """True if the device's tensor cores support bf16: compute capability 8.0 and later."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
 def has_native_routing(device: torch.device) -> bool:
-    """Whether the native module has code for the device."""
+    """True if the native module has code for the device."""
     if device.type != "cuda" or not is_built(NativePart.CUDA):
         return False
     return _native.has_code(device.index)
@@ -62,7 +62,7 @@ def may_launch_early(device: torch.device) -> bool:
 
 
 def has_kernels(operands: Operands, shape: Shape) -> bool:
-    """Whether the Triton kernels take the call."""
+    """True if the Triton kernels support the call."""
     half = operands.x.dtype in (torch.bfloat16, torch.float16)
     few = shape.experts <= MAX_EXPERTS and shape.choices <= MAX_CHOICES
     near = all(_last_offset(weight) < 1 << 31 for weight in (operands.gate_up, operands.down))
@@ -180,7 +180,7 @@ def sort_natively(experts: Tensor, shape: Shape, tile_rows: int, early: bool, or
 
 
 def _last_offset(weight: Tensor) -> int:
-    """Of an element of an expert, from its first."""
+    """Offset of an expert's last element from its first."""
     return sum((size - 1) * stride for size, stride in zip(weight.shape[1:], weight.stride()[1:], strict=True))
 
 

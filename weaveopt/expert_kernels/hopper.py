@@ -47,11 +47,11 @@ class HopperPlan(RowTiles):
     rows: int
     group: int
     wide: bool = False
-    """Whether each multiply takes all rows of a tile (csrc/moe_experts/wide.cuh), or half of them."""
+    """True if each multiply covers all rows of a tile (csrc/moe_experts/wide.cuh) instead of half of them."""
     one_kernel: bool = False
-    """Whether both GEMMs are one kernel (csrc/moe_experts/both.cuh)."""
+    """True if both GEMMs are one kernel (csrc/moe_experts/both.cuh)."""
     lag: int = LAG
-    """Of that kernel."""
+    """Lag between the two GEMMs of that kernel."""
     combine_columns: int = 2048
     early: bool = True
 
@@ -83,14 +83,14 @@ def plan_of(kernels: str, operands: Operands, shape: Shape) -> HopperPlan:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the device is one that the kernels were built for, and Triton is there for the others of a call."""
+    """True if the kernels were built for this device, and Triton is installed for the other kernels of a call."""
     if device.type != "cuda" or not is_built(NativePart.CUDA) or not gpu.has_triton():
         return False
     return torch.cuda.get_device_capability(device) == HOPPER
 
 
 def lacks_hopper() -> bool:
-    """Whether this host has GPUs, on one of which calls would run Triton's kernels instead."""
+    """True if this host has GPUs and calls on the current one would run Triton's kernels instead."""
     return torch.cuda.is_available() and not runs_on(torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -191,7 +191,7 @@ def gate_of(call: ExpertsCall) -> _native.ExpertGate:
 
 
 def activation_number(name: str) -> int:
-    """Of csrc/moe_experts/activation.cuh, which has them in the order of `ActivationName`."""
+    """Number of an activation in csrc/moe_experts/activation.cuh, which follows the order of `ActivationName`."""
     return tuple(ActivationName).index(ActivationName(name))
 
 

@@ -13,24 +13,27 @@ from dataclasses import dataclass, replace
 from weaveopt.expert_kernels.shapes import Shape
 
 LEAST_ROWS, MOST_ROWS = 16, 128
-"""Of a tile: what a product takes, and what one program's registers hold beside 256 columns."""
+"""Smallest and largest number of rows of a tile: the minimum of a GEMM instruction, and the rows that one program's
+registers can hold with 256 columns."""
 FEW_ROWS = 32
 """Rows of a tile up to which the weights bind, and several programs share an SM."""
 TRANSPOSED_ROWS = 64
-"""Of a tile of more rows, of weights that lie transposed."""
+"""Rows of a tile with more than `FEW_ROWS` rows if the weights are transposed."""
 ROOM = 1.25
 """Rows of a tile, relative to an expert's mean: most experts have one tile then."""
 RESIDENT = 3
 """Programs that an SM holds at a time, of tiles of few rows: each asks for 48 KiB of weights ahead."""
 LEAST_WAVES = 1.33
-"""Of the first GEMM's programs, else its tiles are halved: on average half of the choices may be foreign."""
+"""Least waves of the first GEMM's programs; with fewer its tiles are halved, as on average half of the choices may
+belong to other ranks."""
 MAX_SPLITS = 8
 LEAST_DEPTH = 512
-"""Of a split of the second GEMM: a shorter one takes longer to begin and to combine than it saves."""
+"""Least depth of a split of the second GEMM: a shorter one takes longer to begin and to combine than it saves."""
 GOOD_ENOUGH = 0.9
 """More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
 FOREIGN = 2
-"""What is split among slots has to be even for all choices, and where only one in so many is own."""
+"""Ratio of all choices to this rank's: splits have to fill the slots evenly both with all choices and with one in so
+many."""
 TRITON_ROUTING_ROWS = 1024
 """More rows are routed by native kernels, where they were built: each program of Triton's looks at all rows."""
 SHARED_MEMORY = 227 * 1024
@@ -42,24 +45,24 @@ class Tile:
     """One program of a GEMM."""
 
     columns: int
-    """Of the result; gated, the first GEMM reads twice as many rows of the weight."""
+    """Columns of the result; gated, the first GEMM reads twice as many rows of the weight."""
     depth: int
-    """Of a step."""
+    """Depth of one step."""
     num_warps: int
     num_stages: int
     swap: bool = False
     """The weights are the left operand."""
 
     def shared_bytes(self, rows: int, gated: bool) -> int:
-        """Of all stages, with operands of 2 bytes an element."""
+        """Shared memory of all stages, with operands of 2 bytes an element."""
         return (rows + self.columns * (2 if gated else 1)) * self.depth * 2 * self.num_stages
 
 
 class RowTiles:
-    """What a launch says to the kernels that sort rows and add them up."""
+    """Launch parameters of the kernels that sort rows and add them up."""
 
     rows: int
-    """Of a tile, in both GEMMs."""
+    """Rows of a tile, in both GEMMs."""
     combine_columns: int
     early: bool
     """Kernels are launched while the one before still runs, and wait on the device, where that can do it."""
@@ -70,7 +73,8 @@ class RowTiles:
         return active + (shape.rows - active) // self.rows
 
     def table_rows(self, shape: Shape) -> int:
-        """Of 4 numbers, of the table of the routing kernels: its own, one of each tile, and a number of each tile."""
+        """Rows, of 4 numbers each, in the routing kernels' table: its own, one for each tile, and a number for each
+        tile."""
         tiles = self.max_tiles(shape)
         return 1 + tiles + -(-tiles // 4)
 
@@ -152,7 +156,7 @@ MANY_TILES = (
 
 
 def candidates(shape: Shape, num_sms: int) -> tuple[Plan, ...]:
-    """What a sweep of gated experts tries: the planned launch first, then changes of it, each once."""
+    """Launches that a sweep of gated experts tries: the planned one first, then variations of it, each once."""
     planned = plan(shape, num_sms)
     return tuple(dict.fromkeys((planned, *_changes(planned, shape))))
 

@@ -1,4 +1,4 @@
-"""What a call of the op is made of: its tensors, its sizes, and what may be asked."""
+"""Operands and sizes of a call of the op, and the limits on them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Shape:
     choices: int
     """Experts that each token goes to, of all ranks."""
     experts: int
-    """Of this rank."""
+    """Number of experts on this rank."""
     hidden: int
     inner: int
     """Columns between the two GEMMs."""
     transposed: bool = False
-    """Whether an expert's first weight lies as [H, N1], so that its rows lie side by side."""
+    """True if an expert's first weight is stored as [H, N1], so that its rows are adjacent in memory."""
 
     @property
     def rows(self) -> int:

@@ -1,4 +1,4 @@
-"""What the experts of a transformers module compute between their GEMMs, found by trying it on numbers."""
+"""Form of a transformers module's experts between their GEMMs, found by running it on numbers."""
 
 from __future__ import annotations
 

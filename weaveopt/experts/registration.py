@@ -12,7 +12,7 @@ from types import ModuleType
 
 NAME = "weave"
 MODULE = "transformers.distributed.expert_parallel"
-"""Where transformers 5.23 and later keep the registry."""
+"""Module that contains the registry in transformers 5.23 and later."""
 
 
 def register() -> None:

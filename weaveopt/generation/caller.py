@@ -1,4 +1,4 @@
-"""What `generate` was given and does not hand on to a function in `custom_generate`.
+"""Arguments of `generate` that transformers does not pass on to a function in `custom_generate`.
 
 transformers (5.17 to 5.23 at least) passes such a function no streamer, no `synced_gpus` and no assistant model, though
 `_sample`, in whose place it is called, gets them. They are in the frame that calls us.

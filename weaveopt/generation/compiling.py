@@ -1,4 +1,4 @@
-"""What a step is compiled with, and functions that Dynamo compiles apart from one another."""
+"""Compiler backend of a decode step, and functions that Dynamo compiles independently of one another."""
 
 from __future__ import annotations
 
@@ -64,12 +64,14 @@ class Backend:
         return replace(self, options=(*self.options, (ONE_ROW, True), *beside))
 
     def for_choosing(self) -> Backend:
-        """What chooses tokens has nothing to rewrite: Inductor alone compiles it, and no report lists it."""
+        """Backend of token selection: Inductor alone if the step's is weave, since nothing there can be rewritten
+        and no report should list it."""
         return Backend("inductor", "inductor") if self.name == "weave" else self
 
 
 def backend_for(model: torch.nn.Module, config: GenerationConfig) -> Backend | None:
-    """What `compile_config` names, else what the model was compiled with, else weave; None: nothing is compiled."""
+    """Select the backend: that of `compile_config`, else that of the compiled model, else weave; None if compiling
+    is off."""
     if config.disable_compile:
         return None
     asked = config.compile_config
@@ -90,7 +92,7 @@ def _backend(compiler: object, mode: str | None, options: Mapping[str, object] |
 
 
 def _compiler_of(model: torch.nn.Module) -> torch._TorchCompileWrapper | None:
-    """What `model.compile(backend=...)` was given. torch keeps it inside the function that it made."""
+    """Find the arguments of `model.compile(backend=...)`, which torch keeps inside the function that it made."""
     found: object = getattr(model, "_compiled_call_impl", None)
     if found is None:
         return None

@@ -31,7 +31,7 @@ SLEEP_S = 2e-5
 
 
 class Event(Protocol):
-    """What is used of `torch.cuda.Event`."""
+    """Methods of `torch.cuda.Event` that the loop uses."""
 
     def record(self) -> object: ...
     def query(self) -> bool: ...
@@ -70,7 +70,7 @@ class Ahead:
 
 @dataclass
 class Outcome:
-    """What a loop did."""
+    """Result of a loop: how many tokens and steps it ran, and its times."""
 
     num_tokens: int = 0
     """Tokens of each sequence that count, the prefill's first one included."""
@@ -89,7 +89,7 @@ class Loop:
     sink: Sink
     max_tokens: int
     together: bool = False
-    """Whether other ranks take the same steps: then all launch equally many, whenever each of them sees the stop."""
+    """True if other ranks take the same steps: all then launch equally many, whenever each of them sees the stop."""
     outcome: Outcome = field(default_factory=Outcome)
 
     def run(self, step: Callable[[], bool], after_launch: Callable[[], None]) -> Outcome:
@@ -138,7 +138,7 @@ class Loop:
         pending.append(place)
 
     def _is_ready(self, pending: deque[int], ahead: Ahead, more: bool) -> bool:
-        """Whether the oldest step's tokens are there, waiting for them where nothing else is to be launched."""
+        """True if the oldest step's tokens have arrived; waits for them if there is nothing else to launch."""
         if not self.places.events:
             return True
         event = self.places.events[pending[0]]
@@ -172,7 +172,7 @@ def _query(event: Event) -> bool:
 
 
 def _raise(error: RuntimeError) -> NoReturn:
-    """What a kernel said before it gave up, in place of the CUDA error that follows from it."""
+    """Raise the error that a kernel reported before it gave up, in place of the CUDA error that follows from it."""
     if not isinstance(error, WeaveError):
         watchdog.raise_said(error)
     raise error

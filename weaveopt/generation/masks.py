@@ -14,7 +14,7 @@ Masks = Tensor | dict[str, Tensor]
 
 @dataclass(frozen=True)
 class MaskForm:
-    """What masks a model takes."""
+    """Form of the attention masks that a model takes."""
 
     layer_types: tuple[str, ...]
     """Names under which it takes one mask each; empty where it takes a single mask for all layers."""

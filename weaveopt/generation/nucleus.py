@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PARTS = 64
-"""Of a row of scores, each searched by a program of its own."""
+"""Number of parts of a row of scores, each searched by a program of its own."""
 MOST_ROWS_BY_PARTS = 4
-"""Of more the whole row is searched at once: docs/generate.md has the times of both."""
+"""Maximum number of rows that are searched by parts; docs/generate.md has the times of both forms."""
 MOST_BY_PARTS = 256
-"""Of k: more are searched for in the row at once."""
+"""Maximum k for a search by parts; larger ones are searched in the whole row."""
 BLOCK = 256
 """Scores that equal ones are numbered among at a time: a sum along a whole row would be one program's."""
 

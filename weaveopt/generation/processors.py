@@ -40,7 +40,7 @@ class TensorProcessor:
     """Processors of one name and form are the same function of scores, history and numbers."""
     apply: Apply
     numbers: tuple[Tensor, ...] = ()
-    """What this call has in place of another's; the same shapes and dtypes for every processor of this form."""
+    """Values that differ between calls; the same shapes and dtypes for every processor of this form."""
 
 
 def as_tensors(
@@ -242,4 +242,4 @@ _MAKERS: dict[type[LogitsProcessor], Callable[..., TensorProcessor]] = {
     hf.SequenceBiasLogitsProcessor: _bias,
     hf.NoBadWordsLogitsProcessor: _bias,
 }
-"""By exact type: a user's own subclass may do anything."""
+"""Makers by exact type: a user's subclass may do anything."""

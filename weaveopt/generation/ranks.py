@@ -1,4 +1,4 @@
-"""What ranks that generate together have to have in common."""
+"""Requirements on ranks that generate together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weaveopt.fabrics import topology
 
 
 def are_several() -> bool:
-    """Whether steps of this process may wait for those of others."""
+    """True if steps of this process may wait for other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -37,7 +37,7 @@ def agree_on_randomness(model: PreTrainedModel) -> None:
 
 
 def group_name(model: PreTrainedModel) -> str:
-    """Of the ranks that this model is spread over; empty where it is whole on this one."""
+    """Name of the process group that shards this model; empty if the model is whole on this rank."""
     group = _group(model)
     return "" if group is None else str(group.group_name)
 

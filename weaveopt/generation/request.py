@@ -30,7 +30,7 @@ SHORTEST = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What a call wants, in numbers; everything else is in the tensors that it brings."""
+    """Parameters of a call, as numbers; everything else is in the tensors that it passes."""
 
     batch: int
     max_new: int
@@ -49,7 +49,7 @@ class Request:
     past: int
     """Positions that the user's cache holds already."""
     positions: bool
-    """Whether the model takes position ids."""
+    """True if the model takes position ids."""
 
 
 def read(

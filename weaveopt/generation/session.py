@@ -1,4 +1,4 @@
-"""What calls of one shape share: the cache, the buffers, the compiled step and its captured graphs."""
+"""State shared by calls of one shape: the cache, the buffers, the compiled step and its captured graphs."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Session:
         chosen.report = replace(chosen.report, captured=True)
 
     def report_of(self, chosen: Chosen) -> StepReport:
-        """What is known of `chosen` by now."""
+        """Report of `chosen`, with the compile failures known so far."""
         return replace(chosen.report, not_compiled=self._run_model.failure, choosing_not_compiled=chosen.choose.failure)
 
     def replay_us(self, chosen: Chosen, length: int, num_replays: int) -> float:

@@ -86,17 +86,17 @@ def _make(model: PreTrainedModel, request: Request, backend: Backend | None, kep
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts."""
+"""Configuration attributes that hold the number of experts."""
 
 
 def _routes(model: PreTrainedModel) -> bool:
-    """Whether a router chooses experts for tokens: all ranks have to choose the same."""
+    """True if a router chooses experts for tokens, so that all ranks have to choose the same."""
     config = model.config.get_text_config(decoder=True)
     return any(getattr(config, name, None) for name in EXPERTS)
 
 
 def _key(model: PreTrainedModel, request: Request, backend: Backend | None) -> Hashable:
-    """What a captured step has taken as it was."""
+    """Key of everything that a captured step has baked in."""
     kind = model.device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     shape = (request.batch, request.slots, request.positions, model.dtype, model.training)

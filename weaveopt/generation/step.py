@@ -21,7 +21,7 @@ _CACHE = cache_argument()
 
 @dataclass
 class Buffers:
-    """What a step reads and writes, on the model's device. A captured step knows it by its addresses."""
+    """Tensors that a step reads and writes, on the model's device. A captured step refers to them by address."""
 
     ids: Tensor
     """`[batch, 1]` int64: the tokens that the next step feeds to the model."""
@@ -76,7 +76,7 @@ class Form:
 
 @dataclass
 class Kept:
-    """What choosing reads and writes besides `Buffers`."""
+    """Tensors that token selection reads and writes besides `Buffers`."""
 
     noise: Tensor
     """`[batch, vocabulary]` float32, exponential with rate 1; empty for greedy steps."""
@@ -122,7 +122,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def chooser(form: Form) -> Callable[[Tensor, Buffers, Kept], None]:
-    """What makes the next token of `logits` `[batch, vocabulary]` float32 and notes it in the buffers:
+    """Build the function that selects the next token from `logits` `[batch, vocabulary]` float32 and stores it in the
+    buffers:
 
         scores = processors(history, logits)
         tokens = argmax(softmax(scores) / noise) if sampled else argmax(scores)

@@ -1,4 +1,4 @@
-"""Where the elements of a value lie after views, transposes, splits and concatenations, as an exact value.
+"""Order of a value's elements after views, transposes, splits and concatenations, as an exact value.
 
 Frameworks move the elements of a tensor around a collective in many spellings: `cat(split(x, n, 1))`, a `view` and a
 `permute`, `chunk` and `stack`, slices. An `Arrangement` is what all spellings of one movement have in common. Each
@@ -103,7 +103,7 @@ def joined(pieces: Sequence[Arrangement], dim: int) -> Arrangement | None:
 
 
 def _in_order(pieces: Sequence[Arrangement], position: int) -> bool:
-    """Whether piece i of the ones picked at `position` is the i-th, all else equal."""
+    """True if piece i of those picked at `position` is the i-th, all else being equal."""
     first = pieces[0]
     return all(
         piece.dims == first.dims

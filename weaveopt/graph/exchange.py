@@ -17,7 +17,7 @@ _NAME = "weave::expert_exchange"
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the text of a call says that others than the operator ask for."""
+    """Facts in a call's text that code other than the operator reads."""
 
     group: str
     fabric: str
@@ -25,11 +25,11 @@ class Exchange:
     hidden: int
     dtype: str
     num_experts: int
-    """Of a rank."""
+    """Experts of one rank."""
     activation: str
     gated: bool
     same_tokens: bool
-    """Whether all ranks have equally many tokens, and so the same graph."""
+    """True if all ranks have the same number of tokens, and so the same graph."""
 
 
 def exchange_of(node: fx.Node) -> Exchange | None:
@@ -45,8 +45,8 @@ def exchange_of(node: fx.Node) -> Exchange | None:
 
 
 def sharded_of(node: fx.Node, exchange: Exchange) -> ShardedMixture:
-    """What the call computes. Tokens are those of this call where they are a symbol; where ranks hold batches of their
-    own, `OWN_BATCH_TOKENS` whatever there are, so that all ranks see the same."""
+    """Read the mixture that the call computes. A symbolic token count is replaced by its hint; if ranks hold
+    different batches, by `OWN_BATCH_TOKENS`, so that all ranks see the same."""
     shapes = []
     for at in (1, 3, 5):
         argument = node.args[at]

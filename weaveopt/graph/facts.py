@@ -16,7 +16,7 @@ from weaveopt.graph.splice import call_after
 aten = torch.ops.aten
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _ROOT = re.compile(r"^[LG]\['(?:(?:args|kwargs)'\]\[[^\]]*\]|\w+'\])(?:\.__self__)?\.?")
-"""Where Dynamo found the outermost module: a local or a global of the compiled function, an argument of a wrapper
+"""Dynamo's source of the outermost module: a local or a global of the compiled function, an argument of a wrapper
 `def wrapped(*args, **kwargs)` around its `forward`, or the object of a bound method that such a wrapper calls."""
 _NOT_PATH = re.compile(r"(?:\.forward)?\.__closure__\[\d+\]\.cell_contents\.__self__|\.__closure__.*$|_modules\['|'\]")
 """First the method that a wrapper in the place of a module's `forward` calls: the module goes on behind it."""
@@ -50,7 +50,7 @@ def devices_in(graph: fx.Graph) -> dict[str, str]:
 
 
 def runs_on_gpu(graph: fx.Graph) -> bool:
-    """Whether a graph takes or makes tensors on a GPU."""
+    """True if a graph takes or makes tensors on a GPU."""
     values = (tensor_of(node) for node in graph.nodes)
     return any(value is not None and value.device.type == "cuda" for value in values)
 
@@ -61,7 +61,7 @@ def groups_in(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def events_of(graph: fx.Graph, group: str) -> tuple[fx.Node, ...]:
-    """What communicates in a group, in the order of the graph."""
+    """Nodes that communicate in a group, in graph order."""
     found = {node for node, name in (*_collectives_in(graph), *_exchanges_in(graph, same_tokens=True)) if name == group}
     return tuple(node for node in graph.nodes if node in found)
 
@@ -98,7 +98,7 @@ def tokens_of(value: torch.Tensor) -> int | torch.SymInt:
 
 
 def is_empty(value: torch.Tensor) -> bool:
-    """Whether the graph was compiled for a value without elements."""
+    """True if the graph was compiled for a value without elements."""
     return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 

@@ -41,11 +41,12 @@ OTHER_MOVES = frozenset(
 """Operations that move elements in ways that no arrangement says: what is behind them is no longer whole, or padded."""
 
 Moved = Arrangement | tuple[Arrangement, ...] | Rejection | None
-"""Of a node: an arrangement, one for each of several results, why there is none, or None: it is no movement."""
+"""Arrangement of a node, one for each of several results, the reason why there is none, or None if it is no
+movement."""
 
 
 class Moves:
-    """What nodes hold of one or more sources, remembered."""
+    """Arrangements of nodes relative to one or more sources, memoized."""
 
     def __init__(self, sources: Mapping[fx.Node, Arrangement]) -> None:
         self.known: dict[fx.Node, Moved] = dict(sources)
@@ -58,7 +59,7 @@ class Moves:
         return self.known[node]
 
     def arrangement(self, node: object) -> Arrangement | Rejection | None:
-        """Of a node with one result."""
+        """Return the arrangement of a node with one result."""
         found = self.of(node) if isinstance(node, fx.Node) else None
         return None if isinstance(found, tuple) else found
 

@@ -21,7 +21,7 @@ prims = torch.ops.prims
 Bound = fx.Node | float | int
 Bindings = Mapping[str, Bound]
 Argument = object
-"""What FX allows as an argument: a node, a number, a list, a dtype, None, ..."""
+"""Any argument that FX allows: a node, a number, a list, a dtype, None, ..."""
 
 CAST = frozenset({prims.convert_element_type.default, aten._to_copy.default})
 ADD = frozenset({aten.add.Tensor, aten.add.Scalar})

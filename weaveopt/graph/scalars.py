@@ -58,7 +58,7 @@ def symbols_of(arguments: Iterable[Argument]) -> tuple[torch.SymFloat, ...]:
 
 
 def casts_of(argument: Argument) -> tuple[fx.Node, ...]:
-    """What stands between a Python float's placeholder and its reader, the last one first."""
+    """Nodes between a Python float's placeholder and its reader, the last one first."""
     return tuple(node for node in _under_casts(argument) if node.op != "placeholder")
 
 

@@ -18,14 +18,14 @@ _SYM_SIZE = torch.ops.aten.sym_size.int
 
 @dataclass(frozen=True)
 class SizeAt:
-    """Where the graph holds a size: a node that is it, or a dimension of a node's value."""
+    """Location of a size in the graph: a node that is the size, or a dimension of a node's value."""
 
     node: fx.Node
     dim: int | None = None
 
 
 def find_size(size: Size | torch.SymInt, sources: Iterable[fx.Node]) -> int | SizeAt | None:
-    """Where one of `sources`, or their graph's inputs, hold `size`; None where a symbol is in none of them."""
+    """Find `size` in `sources` or the inputs of their graph; None if a symbol is in none of them."""
     wanted = size_of(size) if isinstance(size, int | torch.SymInt) else size
     if isinstance(wanted, int):
         return wanted
@@ -41,7 +41,7 @@ def find_size(size: Size | torch.SymInt, sources: Iterable[fx.Node]) -> int | Si
 
 
 def argument_of(graph: fx.Graph, found: int | SizeAt) -> Argument:
-    """What a call takes for it."""
+    """Return the argument for a call: the number, or a node that computes the size."""
     if isinstance(found, int):
         return found
     node = current(found.node)

@@ -33,7 +33,7 @@ def _value(argument: Argument) -> object:
 
 
 def current(argument: Argument) -> Argument:
-    """What stands for `argument` now: an earlier rewrite may have replaced the node that a match names."""
+    """Return the node that now stands for `argument`: an earlier rewrite may have replaced it."""
     while isinstance(argument, fx.Node) and _REPLACED_BY in argument.meta:
         argument = argument.meta[_REPLACED_BY]
     return argument

@@ -43,7 +43,7 @@ def bytes_of(value: torch.Tensor) -> int:
 
 
 def has_rows(value: torch.Tensor, tokens: int) -> bool:
-    """Whether a value has `tokens` rows, or so many for each of several heads or choices: then it grows with them."""
+    """True if a value's rows scale with the tokens: `tokens` rows, or a multiple, as for several heads or choices."""
     if tokens < 1 or value.ndim < 2:
         return False
     rows = math.prod(shape_of(value)[:-1])

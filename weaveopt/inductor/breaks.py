@@ -22,7 +22,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def noted(graph_module: fx.GraphModule | None) -> GraphCompileReason | None:
-    """What Dynamo hangs on the graph that it hands to a backend: the break that ended it, None where it returned."""
+    """Return the graph break that Dynamo attached to a graph for the backend; None if the function returned there."""
     reason: GraphCompileReason | None = getattr(graph_module, "compile_subgraph_reason", None)
     return reason if reason is not None and reason.graph_break else None
 

@@ -74,7 +74,7 @@ def kind_of(target: object) -> str | None:
 
 
 class Call(Protocol):
-    """What a call of a library's kernel computes, and what that takes."""
+    """A library kernel's call: its computation, and how to price it."""
 
     @property
     def name(self) -> str: ...
@@ -93,7 +93,7 @@ class GemmCall:
     batch: int = 1
     groups: int = 0
     grows: bool = False
-    """Whether `m` grows with the token count."""
+    """True if `m` grows with the token count."""
     name: str = GEMM
 
     def us(self, machine: Machine, ratio: float) -> float:
@@ -215,7 +215,7 @@ def _operand(node: fx.Node, which: str) -> torch.Tensor | None:
 
 
 def attention_of(node: fx.Node) -> Attention | None:
-    """What one attention node computes; None where its operands are not `[batch, heads, length, head_dim]`.
+    """Read the computation of an attention node; None if its operands are not `[batch, heads, length, head_dim]`.
 
     The blocks of a flex attention's mask are data that no graph holds: taken as causal where queries and keys are
     equally many.

@@ -1,6 +1,6 @@
-"""What Dynamo knows of a compile and of calls that it left uncompiled: frames, recompile limits, stances.
+"""Dynamo's state of a compile and of calls that it left uncompiled: frames, recompile limits, stances.
 
-All of it is torch's own state, private to a degree: each look at it gives nothing where this torch has it otherwise.
+All of it is private to torch: each look at it gives nothing if this torch version stores it differently.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Frame:
     translator: weakref.ref[symbolic_convert.InstructionTranslator]
     """Lives as long as this compile."""
     began_us: int
-    """By the clock of torch's own records of compiles."""
+    """Start time, on the clock of torch's own compile records."""
 
     @property
     def number(self) -> str:

@@ -75,7 +75,8 @@ def _partners(
 
 
 def _fits(a: LoopKernel, b: LoopKernel) -> bool:
-    """Whether two loop nests run over the same elements: a reduction also takes in what makes or reads its rows."""
+    """True if two loop nests run over the same elements; a reduction also fuses with producers or consumers of its
+    rows."""
     if a.call or b.call or len(a.steps) + len(b.steps) > _MAX_STEPS:
         return False
     if a.reduced == b.reduced:
@@ -85,12 +86,12 @@ def _fits(a: LoopKernel, b: LoopKernel) -> bool:
 
 
 def _apart(a: LoopKernel, b: LoopKernel, kernel_of: Sequence[LoopKernel]) -> bool:
-    """Whether a third kernel has to run between the two."""
+    """True if a third kernel has to run between the two."""
     return _passes(a, b, kernel_of) or _passes(b, a, kernel_of)
 
 
 def _passes(last: LoopKernel, first: LoopKernel, kernel_of: Sequence[LoopKernel]) -> bool:
-    """Whether a way from `first` to `last` leads through another kernel."""
+    """True if a dependency path from `first` to `last` passes through another kernel."""
     earliest = min(first.steps)
     pending = [kernel_of[step] for step in last.parents if kernel_of[step] is not first and step > earliest]
     seen: set[int] = set()

@@ -26,7 +26,7 @@ class Traffic:
     """A kernel of point-wise operations and reductions: what it reads and writes."""
 
     scaling_bytes: int
-    """Of values that grow with the token count."""
+    """Bytes of values that grow with the token count."""
     fixed_bytes: int
     row: int = 1
     """Elements that each result of a reduction is reduced from; 1: the kernel reduces nothing."""
@@ -44,7 +44,7 @@ class Kernel:
     kind: str
     """`gemm`, `attention`, `memory` or `collective`."""
     name: str
-    """Of the term that it is in an estimate: its kind, or the collective's name."""
+    """Name of its term in an estimate: the kernel's kind, or the collective's name."""
     work: Call | Traffic
 
     @property
@@ -54,7 +54,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the price of a kernel depends on beside the kernel."""
+    """Context that a kernel's price depends on in addition to the kernel."""
 
     machine: Machine
     oversubscription: float = 1.0
@@ -136,7 +136,7 @@ def within(
 
 
 def _inputs(nodes: frozenset[fx.Node]) -> list[fx.Node]:
-    """What nodes read, each once, in no order."""
+    """Collect the nodes that `nodes` read from outside, each once, in no order."""
     return list({each: None for node in nodes for each in node.all_input_nodes if each not in nodes})
 
 

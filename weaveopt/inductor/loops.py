@@ -1,4 +1,4 @@
-"""What Inductor's lowering is about: stored and inlined values, views of them, loop nests, and kinds of operators."""
+"""Objects of Inductor's lowering: stored and inlined values, views of them, loop nests, and kinds of operators."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Reads = dict[tuple[int, object], int]
 
 @dataclass
 class Value:
-    """What a node computes: stored (`reads` empty) or still inlined, with what its loops read and how much they do."""
+    """Result of a node: stored (`reads` empty), or still inlined, with the reads and operations of its loops."""
 
     number: int
     num_bytes: int
@@ -60,7 +60,7 @@ class View:
     layout: Layout | None
     """None: all of them, as they are stored."""
     num_bytes: int
-    """Of the distinct ones."""
+    """Bytes of the distinct elements."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Step:
     """One loop nest (`call` None) or one call of a library's kernel, in the order of lowering."""
 
     node: fx.Node
-    """What is computed; of a call, the call."""
+    """Node that is computed, or the call."""
     reads: Reads
     writes: tuple[int, ...]
     written_bytes: int
@@ -102,7 +102,7 @@ def is_written_back(node: fx.Node) -> bool:
 
 
 def dies_in(base: fx.Node, node: fx.Node) -> bool:
-    """Whether nothing reads `base` after `node` but the copy of the result into it."""
+    """True if `base` has no reader after `node` other than the copy of the result into it."""
     return all(
         user is node or user < node or (name_of(user.target)[1] == "copy_" and user.args[0] is base)
         for user in base.users

@@ -34,7 +34,7 @@ def store_rows(graph: fx.Graph) -> int:
 
 
 def _is_row_of(side: fx.Node, product: fx.Node) -> bool:
-    """Whether `side` is broadcast along the columns: [1, K, 1] beside [1, K, N]. Sizes that are symbols are no 1."""
+    """True if `side` is broadcast along the columns: [1, K, 1] with [1, K, N]. A symbolic size does not count as 1."""
     shapes = [each.shape for node in (side, product) for each in tensors_of(node)]
     if len(shapes) != 2 or any(len(shape) != 3 for shape in shapes):
         return False
@@ -47,7 +47,8 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 
 def _store(graph: fx.Graph, side: fx.Node, stored: dict[fx.Node, fx.Node]) -> None:
-    """Behind views of it and its conversion to fp32: what is stored has the product's own dtype."""
+    """Store the computed value under `side`, before its views and cast to fp32, so that it keeps the model's own
+    dtype."""
     reader, value = side, side
     while value.target in VIEWS or _widens(value):
         reader, value = value, value.all_input_nodes[0]

@@ -23,7 +23,7 @@ InnerCompile = Callable[..., object]
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where the compile of a graph ended."""
+    """Mark at the end of a graph's compile."""
 
     call: tuple[object, ...]
     ended_at: str

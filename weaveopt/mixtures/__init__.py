@@ -1,1 +1,1 @@
-"""What the experts of a mixture compute, for all who recognize, price or run them."""
+"""Computation of a mixture's experts, shared by the code that recognizes, prices and runs them."""

@@ -28,12 +28,12 @@ class ActivationName(StrEnum):
 
     SILU = "silu"
     GELU = "gelu"
-    """By the error function."""
+    """Exact form, by the error function."""
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
     RELU_SQUARED = "relu_squared"
     CLAMPED_SWISH = "clamped_swish"
-    """Of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`."""
+    """Clamped swish of gate and up together: `(up + 1) * gate * sigmoid(alpha * gate)`."""
 
 
 _OF_THE_GATE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -54,11 +54,11 @@ class Activation:
     name: str
     """A word of `ActivationName`."""
     gated: bool = True
-    """Whether the first GEMM makes gate and up, so that the second one's input is `name(gate) * up`."""
+    """True if the first GEMM computes gate and up, so that the second one's input is `name(gate) * up`."""
     interleaved: bool = False
-    """Whether gate and up alternate along a row, else the gates come first."""
+    """True if gate and up alternate along a row; otherwise all gates come first."""
     alpha: float = 1.0
-    """Of `clamped_swish`."""
+    """Parameter of `clamped_swish`."""
     limit: float = 0.0
     """0: nothing is clamped."""
 

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 WIDEN_ROWS = 4
 """From more rows on, a half-precision GEMM that this CPU has no instructions for runs in fp32 instead."""
 WIDEN_BLOCK_ELEMENTS = 1 << 19
-"""Of a weight, widened at a time: 2 MiB, which the next GEMM finds in the cache."""
+"""Elements of a weight that are widened at a time: 2 MiB, which the next GEMM finds in the cache."""
 
 
 class ExpertWeights(NamedTuple):
@@ -53,7 +53,7 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, ranges: Sequence
 
 
 def ranges_of(counts: Sequence[int]) -> list[Range]:
-    """Of the experts that have rows, where each has `counts[expert]` of them."""
+    """Row ranges of the experts that have rows, where each has `counts[expert]` of them."""
     ranges, end = [], 0
     for expert, count in enumerate(counts):
         if count:
@@ -92,7 +92,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 @cache
 def has_gemm(dtype: torch.dtype) -> bool:
-    """Whether the library multiplies this dtype on this CPU itself; else torch has loops that use one core's FMAs."""
+    """True if the library has GEMMs of this dtype on this CPU; torch's fallback loops use one core's FMAs."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def decided_us(self) -> float:
-        """What decides: the measured time, where there is one."""
+        """Time that decides: the measured one if there is one, else the predicted one."""
         return self.us if self.measured is None else self.measured.us
 
     @property
@@ -83,7 +83,7 @@ class Estimate:
 
     @property
     def us_with_margin(self) -> float:
-        """What a rewrite is charged: its time, and on top the model's own error, or what a measured time varies by."""
+        """Cost charged to a rewrite: its time plus the model's error, or plus the spread of a measured time."""
         return self.decided_us + self.error_us
 
     def plus(self, other: Estimate) -> Estimate:
@@ -134,12 +134,12 @@ class Candidate:
     """The kernel that serves the token count that was decided for: `two_shot bulk`."""
     parameters: Values = ()
     estimate: Estimate | None = None
-    """Of everything at the site: what the rule puts in place of nodes, and the nodes of the site that stay."""
+    """Estimate of the whole site: the nodes that the rule inserts, and those of the site that stay."""
     rejections: tuple[Rejection, ...] = ()
     table: tuple[TableRow, ...] = ()
     """The run-time table by token count, ascending; more tokens than the last row has go through the library."""
     notes: tuple[str, ...] = ()
-    """What the rule has to say of this candidate among the others' choices, a line each."""
+    """Remarks of the rule on this candidate among the other choices, one line each."""
 
     @property
     def allowed(self) -> bool:

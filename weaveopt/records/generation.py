@@ -1,4 +1,4 @@
-"""What the decode loop did for a model, and why it left calls to transformers' own loop."""
+"""Report of the decode loop for a model: its steps, and why calls were left to transformers' own loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StepReport:
     choice: str
     """`greedy` or `sampled`, and the names of the logits processors."""
     backend: str
-    """What the step was compiled with; `none` where it was not."""
+    """Backend that compiled the step; `none` if it was not compiled."""
     captured: bool
-    """Whether steps are replays of one CUDA graph."""
+    """True if steps are replays of one CUDA graph."""
     not_captured: str = ""
     """Why not; empty where it is captured."""
     not_compiled: str = ""
@@ -30,13 +30,13 @@ class StepReport:
     steps: int = 0
     """Decode steps launched, those beyond the stop included."""
     replays: int = 0
-    """Of `steps`, those that were one launch of the captured graph."""
+    """Number of `steps` that were a single launch of the captured graph."""
     beyond_stop: int = 0
-    """Of `steps`, those that ran before the host saw that every sequence had ended; their tokens were dropped."""
+    """Number of `steps` that ran before the host saw that every sequence had ended; their tokens were dropped."""
     loop_us: float = 0.0
     """Time from the launch of a call's first step to the end of its last one, summed over calls."""
     step_us: float = 0.0
-    """Of `loop_us`, what was spent inside steps, where they run on the host's own processor; else 0."""
+    """Part of `loop_us` spent inside steps, if they run on the host's processor; else 0."""
 
     @property
     def host_share(self) -> float | None:

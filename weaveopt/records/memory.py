@@ -47,11 +47,12 @@ class PlacedBuffer:
     fill: int | None = None
     alignment: int = 256
     zone_begin: int = 0
-    """Where its zone begins: 0 of buffers that live as long as the arena; the others lie in the zone behind those."""
+    """Offset of its zone: 0 for buffers that live as long as the arena; all others are in the zone after those."""
 
     @property
     def offset_in_zone(self) -> int:
-        """What stays true in an arena whose ARENA buffers are more or larger than this plan's: ops keep this one."""
+        """Offset from the start of its zone, stored by ops: it holds in arenas with more or larger ARENA buffers
+        too."""
         return self.offset - self.zone_begin
 
 
@@ -70,7 +71,7 @@ class MemoryPlan:
     group: str
     fabric: Fabric
     num_bytes: int
-    """Of a rank's arena, header included."""
+    """Size of a rank's arena, header included."""
     buffers: tuple[PlacedBuffer, ...] = ()
     channels: tuple[Channel, ...] = ()
     wiring: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a norm computes, and how its rows are quantized: as a matcher finds it and as an op takes it."""
+"""Computation of a norm and quantization of its rows, as matchers find them and ops take them."""
 
 from __future__ import annotations
 

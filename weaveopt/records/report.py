@@ -1,4 +1,4 @@
-"""What was decided for a graph and for a model: the only thing that `explain` and `weaveopt.report` print."""
+"""Records of the decisions for a graph and for a model: the only thing that `explain` and `weaveopt.report` print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Decision:
     chosen: Candidate
     alternatives: tuple[Candidate, ...]
     baseline: Estimate | None
-    """What the nodes of the site cost as they are; None where they could not be priced."""
+    """Price of the site's unmodified nodes; None if they could not be priced."""
 
     @property
     def rewritten(self) -> bool:
@@ -79,7 +79,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What would change the decision at sites of one kind, everything else held."""
+    """Changes that would alter the decision at sites of one kind, everything else held constant."""
 
     sites: tuple[str, ...]
     tokens: int
@@ -132,11 +132,11 @@ class GraphReport:
     steps_us: Values = ()
     """Time that each step of weaveopt took in this compile."""
     work: tuple[Work, ...] = ()
-    """What the graph runs outside its sites, in its order."""
+    """Work outside the sites, in graph order."""
     work_failure: WorkFailure | None = None
     """Set where `work` is empty because estimating it failed."""
     sensitivity: tuple[Sensitivity, ...] = ()
-    """Of the sites whose choice rests on their own price; only `weaveopt explain` asks for it."""
+    """Sensitivity of sites whose choice depends on their own price alone; computed only by `weaveopt explain`."""
     regime: Regime | None = None
     """The token counts that it was compiled for; None where its sizes are numbers."""
     variants: tuple[Variant, ...] = ()
@@ -144,7 +144,8 @@ class GraphReport:
     variant: str = "captured"
     """The one that runs."""
     timed: tuple[str, ...] = ()
-    """What the option `verify` had the ranks measure, a line each, and what it left to the prediction, and why."""
+    """Measurements by the ranks under the option `verify`, and those left to the prediction with the reason; one
+    line each."""
 
     @property
     def num_rewritten(self) -> int:
@@ -174,14 +175,14 @@ class MachineSummary:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo ended a graph of the model before the model's end. No rewrite reaches across it."""
+    """A graph break: Dynamo ended a graph before the model's end. No rewrite crosses it."""
 
     reason: str
-    """What Dynamo noted, in one line."""
+    """Reason that Dynamo recorded, in one line."""
     where: str
     """`file:line in function`, the innermost that is not torch's own; empty where Dynamo kept no stack."""
     hint: str = ""
-    """What Dynamo says can be done about it."""
+    """Dynamo's suggestion for a remedy."""
     count: int = 1
     """How often Dynamo stopped there for this reason."""
 
@@ -205,7 +206,7 @@ class Uncompiled:
     """`function (file:line)`; empty where it is the model itself."""
     reason: str
     hint: str = ""
-    """What can be done about it."""
+    """Suggestion for a remedy."""
     calls: int | None = None
     """How many there were; None where torch does not count them."""
 
@@ -226,7 +227,7 @@ class Report:
     uncompiled: tuple[Uncompiled, ...] = ()
     """Calls that ran uncompiled: Dynamo's recompile limit, a stance."""
     generation: GenerationReport = field(default=GenerationReport())
-    """What `weaveopt.generate` did for the model."""
+    """Report of `weaveopt.generate` for the model."""
 
     @property
     def num_graphs(self) -> int:

@@ -25,7 +25,7 @@ class TokenCounts:
 
     @property
     def is_static(self) -> bool:
-        """Whether the compiled graph sees this one count only."""
+        """True if the compiled graph is used for this token count only."""
         return self.most == self.hint and self.least in (0, self.hint)
 
 
@@ -46,7 +46,7 @@ class Site:
     """The computation in words of torch: `all_reduce(mm) + residual -> rms_norm(eps=1e-05)`."""
     tokens: TokenCounts = TokenCounts(0)
     facts: Values = ()
-    """What the matcher found, for the report and for the comparison between ranks."""
+    """Facts found by the matcher, for the report and for the comparison between ranks."""
     rejections: tuple[Rejection, ...] = ()
     """Reasons that hold for every rule: the matcher did not recognize the place."""
     count: int = 1

@@ -18,7 +18,7 @@ class Skew:
 
     @staticmethod
     def parse(text: str) -> Skew:
-        """Of `uniform`, or `ROWS:EXPERTS`: `0.5:0.125` is half of the rows on an eighth of the experts.
+        """Parse `uniform`, or `ROWS:EXPERTS`: `0.5:0.125` is half of the rows on an eighth of the experts.
 
         Raises `ValueError` for anything else.
         """

@@ -37,7 +37,8 @@ def _text(document: Json) -> str:
 
 
 def to_dict(report: Report) -> dict[str, Json]:
-    """What `to_json` writes, as plain values. `predicted_us` and `unfused_us` are None where nothing was estimated."""
+    """Convert a report to the plain values that `to_json` writes. `predicted_us` and `unfused_us` are None if
+    nothing was estimated."""
     machine = report.machine
     return {
         "schema": SCHEMA,

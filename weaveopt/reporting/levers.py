@@ -1,4 +1,4 @@
-"""What would make a model faster: what was not measured, graph breaks, candidates that are slower, by time at stake."""
+"""Levers on a model's speed: missing measurements, graph breaks, candidates that are slower, by time at stake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALIBRATE = "weaveopt calibrate"
 UNMEASURED = frozenset(("not_measured", "contention_not_measured", "beyond_measured", "machine_not_measured"))
 """Codes of candidates that lack a measurement and nothing else."""
 SHOWN_US = 0.05
-"""What is less is shown as 0.0."""
+"""Smallest time that is not shown as 0.0."""
 SLOWER = frozenset(("no_saving", "library_faster", "slower_algorithm", "slower_candidate", "slower_variant"))
 
 
@@ -99,7 +99,7 @@ def _levers_of(decision: Decision, here: list[Candidate], report: Report) -> Ite
 
 
 def _slower(decision: Decision, best: Candidate) -> str:
-    """By how much the fastest candidate of a place that is left is slower, or too little faster."""
+    """Describe by how much the fastest candidate of an unmodified site is slower, or too little faster."""
     assert best.estimate is not None and decision.chosen.estimate is not None, decision
     more_us = best.estimate.decided_us - decision.chosen.estimate.decided_us
     named = f"{_named(best)} ({best.variant})" if best.variant else _named(best)

@@ -1,4 +1,4 @@
-"""What rewritten sites share, in words: run-time tables, buffers of an arena, what rules have to say."""
+"""Lines about resources that rewritten sites share: run-time tables, buffers of an arena, remarks of rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table_lines(graph: GraphReport) -> Iterator[str]:
 
 
 def routing_lines(graph: GraphReport) -> Iterator[str]:
-    """What estimates of mixtures rest on: how many rows experts are taken to have."""
+    """Lines on the number of rows for each expert that estimates of mixtures assume."""
     lines: dict[str, None] = {}
     for decision in graph.decisions:
         for candidate in (decision.chosen, *decision.alternatives):
@@ -40,7 +40,8 @@ def routing_lines(graph: GraphReport) -> Iterator[str]:
 
 
 def table_text(table: Sequence[TableRow], max_tokens: int) -> str:
-    """What runs by token count; where it ends before `max_tokens`, what runs above."""
+    """Describe the kernel for each range of token counts, and the fallback above the table's end if it is below
+    `max_tokens`."""
     rows: list[str] = []
     for row in table:
         ctas = dict(row.values).get("num_ctas")
@@ -86,7 +87,7 @@ def arena_rows(plan: MemoryPlan, decisions: Sequence[Decision]) -> Iterator[tupl
 
 
 def note_lines(graph: GraphReport) -> Iterator[str]:
-    """What rules say of the candidates that were chosen, each line once, with the places that it is about."""
+    """Lines of the rules' remarks on the chosen candidates, each once, with the modules that it concerns."""
     found: dict[str, list[Decision]] = {}
     for decision in graph.decisions:
         for note in decision.chosen.notes:

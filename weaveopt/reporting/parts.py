@@ -13,7 +13,7 @@ EMBEDDING = "embedding"
 HEAD = "head"
 BETWEEN = "between layers"
 WHOLE = "whole"
-"""Of a graph in which no module path names a layer."""
+"""Name of the only part of a graph in which no module path names a layer."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Part:
     count: int
     """Places of the whole model that it stands for."""
     blocks: tuple[Block, ...]
-    """Of one place."""
+    """Blocks of one instance of the part."""
     before: Times
     after: Times
 
@@ -76,7 +76,7 @@ def _stretches(graph: GraphReport) -> Iterator[tuple[str, int | None, int, tuple
 
 
 def _kind(block: Block) -> Hashable:
-    """What makes two blocks of different layers equal."""
+    """Key that is equal for matching blocks of different layers."""
     module = collapse(module_of(block))
     if isinstance(block, Work):
         return (module, block.kind, block.us)

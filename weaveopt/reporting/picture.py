@@ -21,7 +21,7 @@ COLORS = {
     "compute": ("#3b6ea5", "#7fb069", "#1f4468", "#8fb8de", "#4a8c84", "#b4c7a5", "#6a7fa8", "#2f5d50"),
     "communication": ("#c8553d", "#e08e45", "#8c2f39", "#f2b880", "#b56576", "#d9a441"),
 }
-"""By stream, given out to names in the order in which they are met."""
+"""Colors by stream, assigned to names in order of first appearance."""
 EXPOSED = "#c8553d"
 REST = "#3b6ea5"
 INCHES_WIDE, INCHES_HIGH = 13.0, 4.6

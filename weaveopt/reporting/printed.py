@@ -12,7 +12,7 @@ from weaveopt.reporting.terminal import to_html
 
 
 class PrintedReport(Report):
-    """What `weaveopt.report` returns. It can be pickled, copied, and compared."""
+    """Result of `weaveopt.report`. It can be pickled, copied, and compared."""
 
     def __str__(self) -> str:
         return screen.text(self)

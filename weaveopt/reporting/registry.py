@@ -35,7 +35,7 @@ class Entry:
     modules: tuple[weakref.ref[torch.nn.Module], ...] = ()
     """Modules that own its parameters, that were being called, or that the compiled function was called with."""
     classes: frozenset[type[torch.nn.Module]] = frozenset()
-    """Of the modules that were being called, or that the function was called with."""
+    """Classes of the modules that were being called, or that the function was called with."""
     loose: tuple[tuple[int, StorageWeakRef], ...] = ()
     """Identities of parameters whose owner is not known, valid as long as their first storage lives."""
     caller: int | None = None
@@ -158,7 +158,7 @@ def note_left(model: torch.nn.Module, loop: str, reasons: tuple[Rejection, ...])
 
 
 def report(model: object | None = None) -> Report:
-    """What weaveopt decided for `model`, or for everything compiled in this process if it is None.
+    """Report the decisions for `model`, or for everything compiled in this process if it is None.
 
     Graphs are told apart by the modules that own their parameters, and by the function that was compiled. Raises
     `WeaveError` for what nothing can be compiled of.
@@ -179,7 +179,7 @@ def report(model: object | None = None) -> Report:
 
 @dataclass(frozen=True)
 class _Found:
-    """What belongs to a model."""
+    """Compile results that belong to one model."""
 
     name: str
     entries: Sequence[Entry]

@@ -1,4 +1,4 @@
-"""What the text report says below the sites: the whole model by part, the arena, what would change a choice."""
+"""Sections of the text report after the sites: the whole model by part, the arena, what would change a choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SHOWN_AROUND = 2
 
 
 def broken(report: Report) -> Iterator[str]:
-    """Of a model that is several graphs: how many, why, what communicated outside of them; and calls without any."""
+    """Lines on a model of several graphs: their number, graph breaks, communication outside them, and uncompiled
+    calls."""
     yield from graph_count_lines(report)
     for found in report.breaks:
         hint = f" ({found.hint})" if found.hint else ""
@@ -40,7 +41,7 @@ def graph_count_lines(report: Report) -> Iterator[str]:
 
 
 def outside_lines(report: Report) -> Iterator[str]:
-    """What ran outside of the graphs: communication, and calls without compiled code."""
+    """Lines on what ran outside of the graphs: communication, and calls without compiled code."""
     for each in report.outside:
         yield (
             f"communication outside the graphs: at least {counted(each.collectives, 'collective')} of group "

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 DEFAULT_WIDTH = 120
-"""Where there is neither a terminal nor COLUMNS."""
+"""Width used if there is neither a terminal nor COLUMNS."""
 MINIMUM_WIDTH = 60
 """Below this the words of the tables do not fit side by side; a narrower terminal folds the lines."""
 

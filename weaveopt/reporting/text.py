@@ -81,7 +81,7 @@ def _graph(graph: GraphReport, machine: MachineSummary | None, width: int) -> li
 
 
 def _variant_lines(graph: GraphReport) -> Iterator[str]:
-    """What other graphs were compared with the captured one, and which of them runs."""
+    """Lines on the variants that were compared with the captured graph, and which of them runs."""
     for variant in graph.variants if len(graph.variants) > 1 else ():
         times = f"{_us(variant.baseline_us)} -> {_us(variant.predicted_us)} us"
         why = "; ".join(f"{each.code}: {each.message}" for each in variant.rejections)

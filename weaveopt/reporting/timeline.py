@@ -1,4 +1,4 @@
-"""What a graph runs, in order, and when: its sites and the kernels between them, before and after rewriting.
+"""Timeline of a graph: its sites and the kernels between them in order, before and after rewriting.
 
 A block is a site or a kernel outside the sites. Blocks follow one another; within a site, communication may lie
 under computation (negative terms). What of it does not is exposed: nothing else runs meanwhile.

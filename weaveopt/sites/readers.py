@@ -27,7 +27,7 @@ class Readers:
 
     @property
     def nodes(self) -> frozenset[fx.Node]:
-        """What a rewrite that takes the GEMMs in replaces; empty where others read the rows too."""
+        """Nodes that a rewrite including the GEMMs replaces; empty if the rows have other consumers too."""
         return frozenset() if self.others else frozenset((*self.views, *(gemm.node for gemm in self.gemms)))
 
 

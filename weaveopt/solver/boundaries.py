@@ -1,4 +1,4 @@
-"""Where, along token counts, a function changes its value: found exactly by bisection between counts of a grid."""
+"""Boundaries of a piecewise constant function of the token count, found exactly by bisection between grid points."""
 
 from __future__ import annotations
 

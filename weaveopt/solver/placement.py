@@ -102,7 +102,7 @@ def _at(buffer: PlacedBuffer, offset: int, zone_begin: int) -> PlacedBuffer:
 
 
 def transient_begin(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> int:
-    """Where the transient zone begins behind these ARENA buffers."""
+    """Offset of the transient zone after these ARENA buffers."""
     ends = (buffer.offset + buffer.num_bytes for buffer in buffers if buffer.lifetime is Lifetime.ARENA)
     return aligned(max(ends, default=zone_start), ZONE_ALIGNMENT)
 

@@ -1,4 +1,4 @@
-"""Where, by token count, the decision for a graph changes; and at most four regimes that lose least by not changing.
+"""Token counts at which the decision for a graph changes, merged into at most four regimes at the least loss.
 
 The structure of a decision is which sites are rewritten, on which fabric, and whose sums stay sharded. Which kernel
 serves a count is no part of it: run-time tables choose that inside one compiled graph, at no cost.
@@ -37,7 +37,7 @@ class Proposal(Protocol):
 
 
 class Problem(Protocol):
-    """What choices at the sites of a graph cost; see `weaveopt.pipeline.problem.Problem`."""
+    """Cost of the choices at a graph's sites; see `weaveopt.pipeline.problem.Problem`."""
 
     @property
     def sites(self) -> Sequence[Site]: ...
@@ -115,7 +115,7 @@ def structure_of(problem: Problem, choices: Choices) -> Structure:
 
 
 def _choices_like(structure: Structure, problem: Problem) -> Choices:
-    """What a graph of this structure does at another count: where its fabric has no kernel then, the library serves."""
+    """Apply a structure at another token count; a site whose fabric has no kernel there uses the library."""
     choices = []
     for part, site, costs_us in zip(structure, problem.sites, problem.costs_us, strict=True):
         able = []
@@ -140,7 +140,7 @@ def _merged(
 
     @cache
     def run(first: int, end: int) -> tuple[float, Served]:
-        """What is lost if stretches `first` to `end - 1` go together."""
+        """Loss of serving stretches `first` to `end - 1` by one regime, and that regime."""
         inside = [tokens for tokens in samples if found[first].first <= tokens <= found[end - 1].last]
         losses = {each: sum(lost(each, tokens) for tokens in inside) for each in found[first:end]}
         best = min(losses, key=losses.__getitem__)

@@ -26,7 +26,7 @@ EXCLUDED = inf
 
 @dataclass(frozen=True)
 class Interaction:
-    """What some choices of a few sites cost together, beyond what each costs by itself."""
+    """Joint cost of some choices at a few sites, beyond the cost of each by itself."""
 
     sites: tuple[int, ...]
     """Positions of the sites, each once."""
@@ -34,7 +34,7 @@ class Interaction:
     """Choices of the sites, in their order -> microseconds, negative where they help; not listed: 0."""
 
     def us(self, choices: Sequence[int]) -> float:
-        """What the choices of all sites cost here."""
+        """Contribution of this interaction to the cost of all sites' choices."""
         return self.terms.get(self.of(choices), 0.0)
 
     def of(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Step:
     due: tuple[tuple[int, tuple[int, ...]], ...]
     """Interactions all of whose sites are now known: position of each, and where in the scope its sites are."""
     kept: tuple[int, ...]
-    """Where in the scope those are that a later site depends on."""
+    """Positions in the scope of the sites that a later site depends on."""
 
 
 def steps_of(num_sites: int, interacting: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
@@ -164,7 +164,7 @@ class _Exact:
 
 
 def _weights(sizes: Sequence[int]) -> list[int]:
-    """Of each site's choice as a digit of one number."""
+    """Weight of each site's choice as a digit of one mixed-radix number."""
     weights = [1] * len(sizes)
     for site in range(len(sizes) - 1, 0, -1):
         weights[site - 1] = weights[site] * sizes[site]

@@ -18,7 +18,7 @@ from weaveopt.rule import Context, PricedSite, Proposal
 Label = tuple[str, Fabric, str, Values]
 """A candidate, whatever it is predicted to take."""
 Outcome = Measured | Rejection
-"""What came of timing a candidate: a time, or why it could not be run."""
+"""Result of timing a candidate: a time, or the reason why it could not be run."""
 _LEFT: Label = (LEAVE, Fabric.LIBRARY, "", ())
 
 
@@ -30,11 +30,11 @@ class Contest:
     """Position of the first site of the kind."""
     site: PricedSite
     positions: tuple[int, ...]
-    """Of the proposals that run."""
+    """Positions of the proposals that run."""
     key: Hashable
-    """What the site computes, whatever its token count, and where."""
+    """Key of the site's computation and group, for any token count."""
     works: Hashable
-    """What its kernels do, token count included."""
+    """Key of its kernels' work, token count included."""
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,7 @@ class Contest:
 
     @property
     def runners(self) -> dict[Label, Estimate]:
-        """What was predicted; first the site as it is."""
+        """Predictions of everything that is timed; the unmodified site comes first."""
         found = {_LEFT: self.site.baseline}
         for position in self.positions:
             candidate = self.site.proposals[position].candidate
@@ -166,7 +166,7 @@ def recall(contest: Contest) -> tuple[int, dict[Label, Outcome]] | None:
 
 
 def _pairs(wanted: Mapping[Label, Estimate], run: _Run) -> dict[Label, Label] | None:
-    """Of each candidate the one that was timed at another token count; None where one was not.
+    """Match each candidate to one that was timed at another token count; None if some candidate has no match.
 
     Parameters change with the token count: a candidate is known by rule, fabric and kernel, if one alone has them.
     """

@@ -1,4 +1,4 @@
-"""What ranks that time candidates tell each other, through the stores of their groups.
+"""Exchange between ranks that time candidates, through the stores of their groups.
 
 No collective of torch runs for it but the small all-reduce that lines GPUs up, so a rank that does not come is an
 error on all others, within the time that ranks wait for one that is still compiling.
@@ -31,7 +31,7 @@ class Council:
     timeout_s: float
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest of all ranks. Raises `AgreementError` where one does not come."""
+        """Maximum of each value over all ranks. Raises `AgreementError` if a rank does not take part."""
         found = list(values)
         for _ in range(_SPREADS):
             for group in self.groups:
@@ -39,7 +39,7 @@ class Council:
         return found
 
     def alike(self, texts: Mapping[str, str]) -> bool:
-        """Whether the ranks of every group have the same text for it; the same answer on all."""
+        """True if in every group all ranks have the same text for it; the same answer on all ranks."""
         differ = 0.0
         for group in self.groups:
             number = float(int(hashlib.sha256(texts[group].encode()).hexdigest()[:12], 16))

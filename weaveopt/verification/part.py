@@ -11,7 +11,7 @@ import torch.fx as fx
 
 SEED = 0
 SCALE = 0.1
-"""Of the random numbers that stand for the values of a model: sums of many of them stay small."""
+"""Scale of the random numbers in place of a model's values: sums of many of them stay small."""
 
 
 class NotTimedError(Exception):
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Of one set of real inputs."""
+        """Size of one set of real inputs."""
         return sum(_storage(value, self.sizes) * value.dtype.itemsize for value in self.inputs)
 
     def real_inputs(self) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ def readers_of(graph: fx.Graph, nodes: frozenset[fx.Node]) -> tuple[fx.Node, ...
 
 
 def part_of(graph: fx.Graph, outside: frozenset[fx.Node], readers: Sequence[fx.Node], sizes: Sizes) -> Part:
-    """What runs between `outside`, nodes that are no part of it, and what `readers` read beside those.
+    """Extract the nodes between `outside` and the inputs of `readers` as a graph.
 
     Raises `NotTimedError` where it reads anything but floating-point tensors and numbers: how long a kernel takes
     rests on what whole numbers and flags say (which expert, how far a cache is filled), and here they would be made up.

@@ -66,7 +66,7 @@ def running() -> Iterator[None]:
 def trial_of(
     priced: PricedGraph, index: int, position: int | None, rules: RuleSet, context: Context, make: Make
 ) -> Trial:
-    """Of the proposal at `position` of the site `index`, alone in its graph; None: of the site as it is.
+    """Build the trial of the proposal at `position` of site `index`, alone in its graph; None: of the unmodified site.
 
     The graph itself is not touched. Raises whatever a step raises, and `NotTimedError`.
     """
@@ -85,7 +85,7 @@ def trial_of(
 
 
 def _timed(found: FoundSite, site: PricedSite) -> frozenset[fx.Node]:
-    """What is run: the site, and what is behind it where one of its candidates takes that in."""
+    """Nodes that run: the site, and its consumers too if one of its candidates replaces those."""
     return found.nodes | found.behind if site.takes_behind else found.nodes
 
 

@@ -26,7 +26,7 @@ from weaveopt.verification.trial import Make, Trial, running, trial_of
 from weaveopt.wording import counted
 
 _RAISED = (AgreementError, PeerTimeoutError)
-"""What ends a run everywhere else ends it here."""
+"""Errors that end a run everywhere else and so here too."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Referee:
         self.said = ""
 
     def outcomes(self, contest: Contest) -> dict[Label, Outcome] | None:
-        """Of every runner; None where the prediction has to decide."""
+        """Time every candidate of a contest; None if the prediction has to decide."""
         found = recall(contest)
         tokens = 0 if found is None else found[0]
         # Ranks may remember differently, those of another group's earlier graphs say.
@@ -176,7 +176,7 @@ class _Referee:
         return Alone()
 
     def _failed(self, label: Label, why: str, failures: dict[Label, Rejection]) -> bool:
-        """Whether some rank has a reason against it."""
+        """Record a failure; True if any rank has one."""
         [failed] = self._council.most([float(bool(why))])
         if failed:
             found = why or "another rank could not"
@@ -184,7 +184,7 @@ class _Referee:
         return bool(failed)
 
     def _has_ended(self, more_s: float) -> bool:
-        """Whether no time is left for what takes `more_s`; the same on all ranks."""
+        """True if the time budget does not allow `more_s` more; the same on all ranks."""
         [spent_s] = self._council.most([time.perf_counter() - self._began + more_s])
         self._is_over = spent_s > self._context.config.verify_budget_s
         return self._is_over
