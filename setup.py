@@ -103,7 +103,7 @@ def asked_of_tool() -> list[str]:
 
 
 def asked_of_driver() -> list[str]:
-    """Where the driver's tool is missing, as in some containers."""
+    """Compute capabilities reported by libcuda, for hosts without the driver's tool, as in some containers."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -167,7 +167,7 @@ def find_nvshmem() -> Path | None:
 
 
 def find_runtime(nvcc: str) -> Path:
-    """Where the CUDA runtime lies: nvcc says so itself, as it may be a link or a script."""
+    """Folder of the CUDA runtime, read from nvcc's own plan, as nvcc may be a link or a script."""
     plan = subprocess.run([nvcc, "--dryrun", sources(".cu")[0]], cwd=ROOT, capture_output=True, text=True, check=True)
     found = [Path(folder) for folder in re.findall(r'"-L([^"]+)"', plan.stderr)]
     found += [Path(top.strip()) / "lib64" for top in re.findall(r"^#\$ TOP=(.*)$", plan.stderr, re.MULTILINE)]
@@ -217,7 +217,7 @@ class CudaCompiler:
         return self.made(text, ["-c", path, *flags, *codes, self.threads])
 
     def link_device(self, objects: list[str], nvshmem: Path) -> str:
-        """What joins device code of `objects` with that of NVSHMEM."""
+        """Links device code of `objects` with that of NVSHMEM; returns the joined object."""
         flags = ["-Xcompiler", "-fPIC", f"-L{nvshmem / 'lib'}", "-lnvshmem_device", *self.machine_codes]
         # Objects are named by what they were made of, wherever they lie.
         text = [*self.surroundings, "-dlink", *(Path(each).name for each in objects), nvshmem_version(nvshmem)]

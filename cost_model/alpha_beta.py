@@ -33,7 +33,7 @@ NOTHING = Cost(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Steps:
-    """What an algorithm does: `num_steps` messages that wait for one another, and `traffic` in whole messages.
+    """Cost of an algorithm: `num_steps` messages that wait for one another, and `traffic` in whole messages.
 
     The traffic is that of the busiest rank in its busier direction: `traffic * M` bytes leave, or reach, it.
     """
@@ -53,12 +53,13 @@ class Steps:
 
 
 def reduce_scatter(ranks: int) -> Steps:
-    """By ring: `(n - 1) α + (n - 1) / n · M / β` (NVRAR eq. 3). `M` is the whole message, before it is scattered."""
+    """Ring reduce-scatter: `(n - 1) α + (n - 1) / n · M / β` (NVRAR eq. 3). `M` is the message before it is
+    scattered."""
     return Steps(ranks - 1, (ranks - 1) / ranks)
 
 
 def all_gather(ranks: int) -> Steps:
-    """By ring: `(n - 1) α + (n - 1) / n · M / β` (NVRAR eq. 5). `M` is the whole message, after it is gathered."""
+    """Ring all-gather: `(n - 1) α + (n - 1) / n · M / β` (NVRAR eq. 5). `M` is the message after it is gathered."""
     return Steps(ranks - 1, (ranks - 1) / ranks)
 
 

@@ -1,4 +1,4 @@
-"""What exchanges take of hosts that all take part in them: terms that add up, as they were measured together.
+"""Time of exchanges in which all hosts take part: additive terms, as they were measured together.
 
 A link that is measured while all else is idle hides what an exchange is made of: every rank sends, receives, adds and
 wakes up at once, and hosts that are emulated on one machine do so on the same processors. So these terms come from
@@ -37,11 +37,11 @@ class BusyHosts:
         return max(1.0, hosts * ranks_per_host / self.processors) if self.processors else 1.0
 
     def fixed_us(self, rounds: int, messages: int) -> float:
-        """What does not grow with the bytes."""
+        """Time that does not grow with the bytes."""
         return self.call_us + rounds * self.round_us + messages * self.message_us
 
     def bytes_us(self, sent_bytes: float, message_bytes: float) -> float:
-        """What does."""
+        """Time that grows with the bytes."""
         return sent_bytes * self.sent_byte_us + message_bytes * self.row_byte_us
 
 

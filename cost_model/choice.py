@@ -51,7 +51,7 @@ def choose(gpus: Sequence[Gpu], ranks_per_host: int) -> Choice:
 
 
 def fits(profile: str, gpu: Gpu) -> bool:
-    """Whether the shipped profile of that name is one of hosts with such GPUs: `h200x4` of `NVIDIA H200`."""
+    """True if the shipped profile of that name is one of hosts with such GPUs: `h200x4` of `NVIDIA H200`."""
     words = set(re.split(r"[^a-z0-9]+", gpu.name.lower()))
     kind = re.split(r"x\d|-", profile)[0]
     return kind in words and not words & _SLICED_OR_SLOWER
@@ -76,7 +76,7 @@ def _profile_of(gpu: Gpu, ranks_per_host: int) -> Machine:
 
 
 def _beyond(machine: Machine, ranks_per_host: int) -> tuple[bool, int]:
-    """Whether these ranks are more than the profile's, and how many lie between."""
+    """Sort key of a profile: true if these ranks are more than the profile's, and the difference."""
     return machine.ranks_per_host < ranks_per_host, abs(machine.ranks_per_host - ranks_per_host)
 
 

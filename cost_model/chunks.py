@@ -23,7 +23,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """Of one chunk, each alone."""
+    """Times of one chunk, each without the other."""
 
     gemm_us: float
     exchange_us: float
@@ -31,7 +31,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Where the time of chunks goes; the parts add up to `us`."""
+    """Time of all chunks, by parts that add up to `us`."""
 
     us: float
     gemm_us: float
@@ -43,7 +43,7 @@ class Pipeline:
 
     @property
     def overlapped_us(self) -> float:
-        """What running them at once changes; below 0 where it hides work."""
+        """Change of the total because parts run concurrently; below 0 where it hides work."""
         return self.us - self.gemm_us - self.exchange_us - self.last_us
 
 
@@ -112,7 +112,7 @@ def pipelined(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor:
 
 
 def beside_gemm(machine: Machine, num_ctas: int) -> ContentionRow | None:
-    """What a GEMM and an exchange by `num_ctas` CTAs do to each other, from the nearest number measured, by ratio.
+    """Contention of a GEMM and an exchange by `num_ctas` CTAs, from the nearest number measured, by ratio.
 
     None where nobody knows: nothing was measured, or only with fewer CTAs, whose GEMM had more of the device; 0 CTAs
     stand for as many as fit, which leave it none.

@@ -1,4 +1,4 @@
-"""What kernels of compiled graphs take, in a profile, beyond what is known of their arithmetic and traffic."""
+"""Costs of kernels in compiled graphs, in a profile, beyond what is known of their arithmetic and traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SizedSlowdowns:
 
 @dataclass(frozen=True)
 class CompiledCosts:
-    """What kernels of compiled graphs take beyond what is known of their arithmetic and traffic."""
+    """Costs of kernels in compiled graphs beyond what is known of their arithmetic and traffic."""
 
     origin: str
     host_us: float = 0.0

@@ -1,4 +1,4 @@
-"""What a profile's schema cannot say: curves that grow, origins that are known, grids that are complete."""
+"""Checks that a profile's schema cannot express: curves that grow, origins that are known, grids that are complete."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def at_depth_us(by_depth: Mapping[int, float], depth: int) -> float | None:
 
 
 def between(by_depth: Mapping[int, float], depth: int) -> float:
-    """What is known at some depths, at `depth`: on a line between its neighbours, and the outermost beyond them."""
+    """Interpolates `by_depth` at `depth`: linear between its neighbours, constant beyond the ends."""
     depths = sorted(by_depth)
     right = bisect_left(depths, depth)
     if right in (0, len(depths)):

@@ -1,4 +1,4 @@
-"""What a mixture takes whose tokens travel to the ranks of their experts and whose results come home.
+"""Time of an expert-parallel mixture, whose tokens are dispatched to the ranks of their experts and combined.
 
 All wait for the busiest rank: what counts is the share of all choices that are of its experts, `1 / world` where
 routing is uniform, and the rows that come to it. A row travels once for each (token, destination), a result for each
@@ -51,12 +51,12 @@ class ShardedMixture:
 
     @property
     def busiest_share(self) -> float:
-        """Of all choices, those of the busiest rank's experts."""
+        """Fraction of all choices that are of the busiest rank's experts."""
         return self.skew.of_busiest_rank(self.of_rank.experts, self.world)[0]
 
     @property
     def of_busiest(self) -> Mixture:
-        """What the busiest rank computes, of all ranks' tokens; its `tokens` are one rank's."""
+        """Mixture that the busiest rank computes, of all ranks' tokens; its `tokens` are one rank's."""
         share, skew = self.skew.of_busiest_rank(self.of_rank.experts, self.world)
         return replace(self.of_rank, choices=self.of_rank.choices * share * self.world, skew=skew)
 
@@ -80,13 +80,13 @@ class ShardedMixture:
 
     @property
     def wire_bytes(self) -> int:
-        """Of the busiest rank's link: rows to experts, and results home."""
+        """Bytes on the busiest rank's link: rows to experts, and results to the owners of the tokens."""
         return round(self.sent_bytes + self.returned_bytes)
 
 
 @dataclass(frozen=True)
 class PushedParts:
-    """What the operation takes on a fabric where rows are pushed into other ranks' memory, in microseconds."""
+    """Times of the operation on a fabric where rows are stored into other ranks' memory, in microseconds."""
 
     experts: float
     weights: float
@@ -117,7 +117,7 @@ def pushed_parts(machine: Machine, fabric: Fabric, sharded: ShardedMixture, batc
 
 @dataclass(frozen=True)
 class GpuParts:
-    """What the operation takes between GPUs that reach each other's memory, in microseconds."""
+    """Times of the operation between GPUs that reach each other's memory, in microseconds."""
 
     experts: float
     """As measured of a mixture whose tokens every rank has, its sum over choices included."""
@@ -160,7 +160,7 @@ def gpu_parts(
 
 
 def _points(machine: Machine, fabric: Fabric, variant: str, world: int) -> tuple[Point, ...]:
-    """Of the curve that was measured among the most alike number of ranks; none where nothing was."""
+    """Points of the curve of the nearest world size; empty if there is none."""
     if fabric not in {costs.fabric for costs in machine.fabric_costs}:
         return ()
     curve = nearest_curve(fabric_costs(machine, fabric).curves_of(OP, variant), world)
@@ -198,7 +198,7 @@ def library_exchange_us(machine: Machine, sharded: ShardedMixture, hosts: int = 
 
 
 def library_kernels_us(machine: Machine, sharded: ShardedMixture) -> float:
-    """What runs around the library's exchanges on every rank."""
+    """Time of the kernels around the library's exchanges on every rank."""
     moved = combine_us(machine, sharded) + gather_us(machine, sharded)
     return moved + _LIBRARY_KERNELS * (memory_us(machine, 1) + host_us(machine))
 

@@ -1,4 +1,4 @@
-"""What the host does around each kernel of a compiled graph."""
+"""Time of the host around each kernel of a compiled graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an all-reduce among hosts takes, by algorithm: messages, bytes, memory and time, in closed form.
+"""All-reduces among hosts by algorithm: messages, bytes, memory and time, in closed form.
 
 `N` hosts of `G` ranks; a message of `M` bytes in elements of `e` bytes. Rank `l` of each host works on share `l`, of
 `M / G` bytes, and all ranks of a host at once. Sums travel in `max(4, e)` bytes an element, `w` for short the factor
@@ -33,17 +33,18 @@ class Problem:
 
     @property
     def share_bytes(self) -> float:
-        """Of one rank's share, in the message's dtype."""
+        """Bytes of one rank's share, in the message's dtype."""
         return self.message_bytes / self.ranks_per_host
 
     @property
     def sum_bytes(self) -> float:
-        """Of one rank's share in sums."""
+        """Bytes of one rank's share in the dtype of sums."""
         return self.share_bytes * max(SUM_BYTES, self.element_bytes) / self.element_bytes
 
     @property
     def first_bytes(self) -> float:
-        """Of a share before anything arrived: the partial result itself where a host has one rank, else its sum."""
+        """Bytes of a share before anything arrived: the partial result itself if a host has one rank, otherwise its
+        sum."""
         return self.share_bytes if self.ranks_per_host == 1 else self.sum_bytes
 
 
@@ -61,7 +62,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the busiest rank sends, and what it needs for that."""
+    """Messages and bytes of the busiest rank, and the memory and connections that it needs for them."""
 
     steps: int
     """Rounds that wait for one another, of the whole algorithm."""
@@ -86,7 +87,7 @@ class HostAlgorithm:
     """Whether sums of some hosts travel: a sum of its own then needs memory."""
 
     def traffic(self, problem: Problem) -> Traffic:
-        """Of the busiest rank."""
+        """Traffic of the busiest rank."""
         if problem.hosts <= 1 or problem.message_bytes <= 0:
             return Traffic(0, 0, 0.0, 0.0, 0, 0.0)
         phases = self.phases(problem)

@@ -19,7 +19,7 @@ from weaveopt.errors import WeaveError
 
 
 class Payload(StrEnum):
-    """What the elements of a message are."""
+    """Contents of a message."""
 
     PARTIALS = "partials"
     """The partial results of each of the host's ranks, as they are: in the message's dtype."""
@@ -30,7 +30,7 @@ class Payload(StrEnum):
 
 
 class Then(StrEnum):
-    """What becomes of a message at its receiver."""
+    """Operation of the receiver on a message."""
 
     REDUCE = "reduce"
     """Added to what the receiver has of these parts; of several in one round in the order of the hosts."""
@@ -69,7 +69,7 @@ class Round:
 
 @dataclass(frozen=True)
 class HostSchedule:
-    """What one host does."""
+    """Rounds of one host."""
 
     num_parts: int
     rounds: tuple[Round, ...]
@@ -81,7 +81,7 @@ def doublings(hosts: int) -> int:
 
 
 def host_schedule(algorithm: str, host: int, hosts: int, ranks_per_host: int = 1) -> HostSchedule:
-    """What `host` of `hosts` does. `ranks_per_host` tells whether the first messages hold partial results or sums.
+    """Schedule of `host` among `hosts`. `ranks_per_host` decides if the first messages hold partial results or sums.
 
     Raises `WeaveError` for an unknown algorithm and for a host that there is not.
     """

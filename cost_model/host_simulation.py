@@ -21,7 +21,7 @@ from weaveopt.cost_model.machine import Link
 
 @dataclass(frozen=True)
 class Simulated:
-    """What was seen. Of ranks always the one with the most."""
+    """Result of a simulation. Of per-rank numbers, the largest."""
 
     us: float
     """Until the last rank has the result, the exchange within the hosts included."""

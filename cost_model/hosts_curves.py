@@ -33,12 +33,12 @@ def curves_between(
 
 
 def at_least(factor: float) -> float:
-    """Of a kernel of ours."""
+    """Bounds the factor of one of our kernels from below by 1."""
     return max(factor, 1.0)
 
 
 def at_most(factor: float) -> float:
-    """Of the library."""
+    """Bounds the factor of the library from above by 1."""
     return min(factor, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What the cost model knows of a machine: records that mirror a profile's JSON, field by field.
+"""Records of a machine in the cost model, which mirror a profile's JSON field by field.
 
 Units are in the names (`_us`, `_bytes`, `_per_s`). Every block names its origin, so a report can say of
 each constant whether it was measured or taken from a datasheet or a paper.
@@ -26,7 +26,7 @@ behind each; loads that reduce and stores that broadcast, in place.
 
 @dataclass(frozen=True)
 class Origin:
-    """Where numbers come from. `kind`: `measured`, `datasheet`, `paper` or `estimate`."""
+    """Origin of numbers. `kind`: `measured`, `datasheet`, `paper` or `estimate`."""
 
     kind: str
     date: str
@@ -71,7 +71,7 @@ class Curve:
     """That the ranks are spread over, evenly."""
 
     def covers(self, message_bytes: float) -> bool:
-        """Whether such a message may be read from it."""
+        """True if the curve holds for such a message."""
         return self.first_bytes <= message_bytes and (self.last_bytes is None or message_bytes <= self.last_bytes)
 
 
@@ -168,7 +168,7 @@ class Samples:
     us: tuple[float, ...]
 
     def at(self, m: int, n: int, k: int) -> float:
-        """Of a corner of the grid, given by indices."""
+        """Time at a corner of the grid, given by indices."""
         return self.us[(n * len(self.k) + k) * len(self.m) + m]
 
     def __hash__(self) -> int:
@@ -276,7 +276,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a host is made of, for people and for `doctor`."""
+    """Hardware of a host, for people and for `doctor`."""
 
     origin: str
     processors: int

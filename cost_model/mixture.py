@@ -67,7 +67,7 @@ class Mixture:
 
     @property
     def rows_of_expert(self) -> tuple[float, float]:
-        """Of one of this rank's on average, and of the busiest."""
+        """Rows of one of this rank's experts on average, and of the busiest."""
         return self.rows / self.experts, self.skew.rows_of_busiest(self.experts, self.rows)
 
     @property
@@ -87,17 +87,17 @@ def rows_by_expert(mixture: Mixture, assumed: Skew) -> Values:
 
 
 def variant_of(kernels: str, dtype: str, counted: str, transposed: bool = False) -> str:
-    """Of a curve: `kernels` is empty for those without a name; `counted` is `weights` or `rows`."""
+    """Variant name of a curve: `kernels` is empty for those without a name; `counted` is `weights` or `rows`."""
     return " ".join(word for word in (kernels, "transposed" * transposed, dtype, counted) if word)
 
 
 def has_few_rows(mixture: Mixture, kernels: str) -> bool:
-    """Whether experts have too few rows for the kernels of that name."""
+    """True if experts have too few rows for the kernels of that name."""
     return mixture.rows_of_expert[0] < LEAST_ROWS.get(kernels, 0)
 
 
 def few_rows(mixture: Mixture, kernels: str) -> Rejection:
-    """What is said then."""
+    """Rejection of kernels whose experts have too few rows."""
     message = f"with fewer than {LEAST_ROWS[kernels]} rows an expert other kernels are the faster ones"
     return Rejection("few_rows", message, (("expert_rows", round(mixture.rows_of_expert[0], 1)),))
 
@@ -147,7 +147,7 @@ def gemms_us(machine: Machine, mixture: Mixture) -> float:
 
 @dataclass(frozen=True)
 class CpuParts:
-    """What the operation takes on a CPU, in microseconds."""
+    """Times of the operation on a CPU, in microseconds."""
 
     gemm_us: float
     memory_us: float

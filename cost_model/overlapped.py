@@ -37,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Kernels(Generic[C]):
-    """What a profile keeps of an operation's kernels with so many ranks; other numbers of ranks tell nothing of it."""
+    """Curves of an operation's kernels at one world size; those of other world sizes do not apply."""
 
     machine: str
     world: int
@@ -58,7 +58,8 @@ class Unmeasured:
 def kernels_of(
     machine: Machine, fabric: Fabric, world: int, op: str, depth: str, parse: Callable[[str], tuple[C, int] | None]
 ) -> Kernels[C]:
-    """By `parse`: the cut and depth of the curve of a variant; None: of other kernels of the operation."""
+    """Collects an operation's curves at a world size. `parse` returns the cut and depth of a variant, or None for other
+    kernels of the operation."""
     found: dict[C, dict[int, tuple[Curve, ...]]] = {}
     for curve in fabric_costs(machine, fabric).curves_of(op) if fabric in machine.fabrics else ():
         parsed = parse(curve.variant)
@@ -96,7 +97,7 @@ def fastest(
 
 
 def _longest_row(kernels: Kernels[C]) -> float:
-    """Of those measured; without end where curves do not tell."""
+    """Longest measured row; infinite if curves do not record it."""
     rows = {curve.row for by_depth in kernels.by_cut.values() for curves in by_depth.values() for curve in curves}
     return max(rows) if all(rows) else float("inf")
 

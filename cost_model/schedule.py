@@ -15,7 +15,7 @@ from weaveopt.cost_model.machine import Machine
 
 
 class Stream(StrEnum):
-    """Where a task runs."""
+    """Stream that a task runs on."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"

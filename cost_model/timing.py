@@ -44,11 +44,11 @@ def shortlist(runners: Sequence[Runner]) -> tuple[int, ...]:
 
 
 def error_of(spread: float) -> float:
-    """What the median of times varies by, as a part of it; `spread` is (third quartile - first quartile) / median."""
+    """Relative error of a median of times; `spread` is (third quartile - first quartile) / median."""
     return max(LEAST_ERROR, SPREAD_SHARE * spread)
 
 
 def nearest(known: Sequence[int], tokens: int) -> int | None:
-    """Of the token counts that were measured the one nearest to `tokens` by ratio; None where none is near."""
+    """Measured token count nearest to `tokens` by ratio; None if none is near."""
     near = [count for count in known if max(count, tokens) <= NEAR * min(count, tokens)]
     return min(near, key=lambda count: (max(count, tokens) / min(count, tokens), count), default=None)

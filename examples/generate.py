@@ -81,7 +81,8 @@ def generate(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, backend
 
 
 def difference(eager: Generated, other: Generated, tie: float) -> str | None:
-    """Where `other` leaves eager's tokens for one that eager thought clearly worse, in words; None if nowhere."""
+    """First token at which `other` differs from eager by more than `tie` in eager's logits, in words; None if there is
+    none."""
     for row in range(eager.tokens.shape[0]):
         unequal = (eager.tokens[row] != other.tokens[row]).nonzero()
         if len(unequal) == 0:
@@ -112,7 +113,7 @@ def compare_speed(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, nu
 
 
 def host_share(model: PreTrainedModel, prompt: torch.Tensor, num_new: int, step_us: float) -> str:
-    """What share of weave's step is not its kernels', in words.
+    """Share of weave's step that is not spent in its kernels, in words.
 
     On GPUs: the step's time beyond that of its captured graph back to back. On CPU ranks: the time outside of steps.
     A model whose step was left to transformers has no session.

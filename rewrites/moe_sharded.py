@@ -57,7 +57,7 @@ BATCHES = (1, 2)
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the rule remembers of a candidate."""
+    """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     fabric: Fabric
     max_tokens: int
@@ -208,7 +208,7 @@ def _parameters(facts: ExchangeFacts, tokens: TokenCounts, machine: Machine, low
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Whether the first weight lies as `[experts, in, out]`."""
+    """True if the first weight is stored as `[experts, in, out]`."""
     weight = node.args[3]
     value = tensor_of(weight) if isinstance(weight, fx.Node) else None
     if value is None:

@@ -29,7 +29,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Form:
-    """What of a site the operation takes in."""
+    """The part of a site that the operation computes."""
 
     gemms: tuple[Gemm, ...]
     outer: int | SizeAt
@@ -97,7 +97,7 @@ def _flat(arrangement: Arrangement) -> object:
 
 
 def _is_cast(node: fx.Node, structure: Gathered) -> bool:
-    """Whether a node has another dtype than what travels."""
+    """True if the node's dtype differs from that of the gathered shard."""
     value, shard = tensor_of(node), tensor_of(structure.shard)
     return is_call(node, CAST) or value is None or shard is None or value.dtype != shard.dtype
 

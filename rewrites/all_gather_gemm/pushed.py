@@ -8,7 +8,7 @@ from weaveopt.sites.gather import GatherFacts
 
 
 def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
-    """What the kernel does not do at a site, whatever its sizes."""
+    """Rejections for what the kernel does not support at a site, whatever its sizes."""
     reasons: list[Rejection] = []
     if not form.gemms:
         reasons.append(Rejection("no_gemm", "there is no GEMM that could begin"))

@@ -63,7 +63,7 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Terms:
-    """What proposals depend on beside the site."""
+    """Facts of the host that proposals depend on, apart from the site."""
 
     surroundings: Surroundings
     has_triton: bool = True

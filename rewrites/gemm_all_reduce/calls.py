@@ -1,4 +1,4 @@
-"""What a chosen candidate becomes: the call of its operation."""
+"""The operation's call that a chosen candidate is rewritten to."""
 
 from __future__ import annotations
 

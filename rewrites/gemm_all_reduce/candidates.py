@@ -29,7 +29,7 @@ NORM_APART = "norm apart: the sum is handed out whole and alone, and every rank 
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the rule remembers of a candidate."""
+    """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     workload: Workload
     fabric: Fabric
@@ -57,7 +57,7 @@ class Lowered:
 
     @property
     def may_alias_arena(self) -> bool:
-        """Whether peers can write normalized rows where they are read."""
+        """True if peers can store normalized rows where they are read."""
         return self.variant == TILES and self.workload.has_norm
 
     @property
@@ -71,7 +71,7 @@ Found = tuple[Candidate, Lowered | None]
 
 @dataclass(frozen=True)
 class Form:
-    """What the operation can make of a site."""
+    """The part of a site that the operation can compute."""
 
     workload: Workload
     group: str
@@ -87,7 +87,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Terms:
-    """What candidates depend on beside a site: equal for all sites of a group in one compile."""
+    """Inputs of the candidates apart from the site: equal for all sites of a group in one compile."""
 
     topology: Topology
     machine: Machine
@@ -119,7 +119,8 @@ def candidates(
 
 
 def _forms(facts: ReductionFacts, tokens: TokenCounts, known: Terms) -> Iterator[Form]:
-    """What the operation can make of a site: all of it; and the whole sum alone, where every rank needs that."""
+    """Forms of a site that the operation supports: all of it; and the unnormalized sum alone, if every rank
+    needs it."""
     whole = workload_of(facts, tokens, takes_gemm=True, quantizes=False)
     if not known.norm_refused:
         yield Form(whole, facts.group, tiles_refused=known.tiles_refused)
@@ -198,7 +199,7 @@ def _tiles(form: Form, machine: Machine) -> Found:
 
 
 def tile_notes(lowered: Lowered) -> tuple[str, ...]:
-    """What reports say of tiles beside their price."""
+    """Notes of the report on tiles, in addition to their price."""
     notes = []
     if lowered.norm_apart:
         notes.append(NORM_APART)

@@ -30,7 +30,7 @@ from weaveopt.reductions.variant import Algorithm
 
 @dataclass(frozen=True)
 class Exchange:
-    """What exchanges every chunk's rows."""
+    """The kernel that exchanges every chunk's rows."""
 
     fabric: Fabric
     algorithm: Algorithm
@@ -95,7 +95,7 @@ class _Sizes:
         return at_least([times[each] for each in rows], self.times(exchange, self.workload.tokens).gemm_us)
 
     def waited_us(self, num_chunks: int) -> float:
-        """What the host takes."""
+        """Time of the host for so many chunks."""
         slowdown = self.machine.oversubscription(self.workload.world, self.workload.hosts)
         return num_chunks * host_us(self.machine) * slowdown
 
@@ -157,7 +157,7 @@ def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exch
 
 
 def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Exchange]:
-    """Of exchanges that disturb a GEMM alike, the fastest for chunks of `rows`."""
+    """Fastest exchange for chunks of `rows`, one for each level of contention with a GEMM."""
     message_bytes = sizes.workload.message_bytes // max(sizes.workload.tokens, 1) * rows
     best: dict[ContentionRow | None, tuple[float, Exchange]] = {}
     for exchange in exchanges:

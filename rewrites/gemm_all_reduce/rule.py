@@ -127,7 +127,7 @@ def _lowered(chosen: Chosen) -> Lowered:
 
 
 def _consumed(structure: Reduction, lowered: Lowered | None) -> frozenset[fx.Node]:
-    """What disappears from the graph with a candidate."""
+    """Nodes that a candidate removes from the graph."""
     if lowered is None:
         return frozenset()
     rows = structure.reduced.passed if lowered.norm_apart else structure.interior

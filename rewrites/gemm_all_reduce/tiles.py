@@ -48,7 +48,8 @@ class Priced:
 def form_rejections(
     reduced: Reduced, layout: WeightLayout, symbolic_tokens: bool, takes_norm: bool
 ) -> tuple[Rejection, ...]:
-    """What the kernel does not do at a site, whatever its sizes; `takes_norm`: the norm of the sum is its part."""
+    """Rejections for what the kernel does not support at a site, whatever its sizes; `takes_norm`: it computes the norm
+    of the sum too."""
     reasons: list[Rejection] = []
     if symbolic_tokens:
         reasons.append(SYMBOLIC)
@@ -119,8 +120,8 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
 
 
 def _hands_out(workload: Workload) -> HandsOut:
-    """What the site needs on every rank. A sum that other sites alone read may stay sharded among them; where it does
-    not, handing it out is charged beside the time that was measured without."""
+    """Results that the site needs on every rank. A sum that only other sites read may stay sharded among them; where it
+    does not, its gather is charged in addition to the time that was measured without."""
     if not workload.has_norm:
         return HandsOut.SUM
     return HandsOut.BOTH if workload.sum_is_used and not workload.sum_may_shard else HandsOut.NORM

@@ -1,4 +1,4 @@
-"""What a site of this rule is to the operation's prices."""
+"""A site of this rule as the work that the operation's cost model prices."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from weaveopt.sites.scattered import Scattered
 
 @dataclass(frozen=True)
 class Form:
-    """What of a site the operation takes in."""
+    """The part of a site that the operation computes."""
 
     gemms: tuple[Gemm, ...]
     addends: tuple[fx.Node, ...]

@@ -8,7 +8,7 @@ from weaveopt.sites.scatter import ScatterFacts
 
 
 def form_refused(facts: ScatterFacts, form: Form) -> tuple[Rejection, ...]:
-    """What the kernel does not do at a site, whatever its sizes."""
+    """Rejections for what the kernel does not support at a site, whatever its sizes."""
     reasons: list[Rejection] = []
     if len(form.gemms) != 1:
         values = (("gemms", len(form.gemms)),)

@@ -48,7 +48,7 @@ ROW_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Host:
-    """What this process has of what the kernels need."""
+    """Requirements of the kernels that this process fulfils."""
 
     has_triton: bool
     lacks_hopper: bool = False
@@ -61,7 +61,7 @@ VARIANTS = {name: variant for variant, name in CURVES.items()}
 
 
 def mixture_of(facts: MixtureFacts, transposed: bool, tokens: int, skew: Skew) -> Mixture:
-    """What the rank computes that has the busiest experts, whose choices spread like that over all experts."""
+    """Mixture that the rank with the busiest experts computes, if choices are spread over all experts by `skew`."""
     ranks = max(facts.experts_in_all // facts.experts, 1) if facts.has_foreign else 1
     share, here = skew.of_busiest_rank(facts.experts, ranks) if ranks > 1 else (1.0, skew)
     return Mixture(

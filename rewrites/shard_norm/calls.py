@@ -14,7 +14,7 @@ from weaveopt.sites.reduction import ReductionFacts
 
 @dataclass(frozen=True)
 class Calls:
-    """Of the operations of one site."""
+    """Calls of the operations of one site."""
 
     scatter: GemmReduceScatterCall
     normed: GemmReduceScatterNormCall | None

@@ -31,7 +31,7 @@ _NAMES: Mapping[str, str] = MappingProxyType({"reduce": "reduce_scatter", "gathe
 
 @dataclass(frozen=True)
 class Chain:
-    """What the chain computes on every rank."""
+    """Work of the chain on every rank, with the kernels' rejections."""
 
     facts: ReductionFacts
     tokens: TokenCounts
@@ -50,7 +50,7 @@ class Chain:
 
     @property
     def is_padded(self) -> bool:
-        """Whether rows of zeros fill up the last rank's."""
+        """True if rows of zeros are appended so that all ranks have equally many."""
         return self.is_symbolic or bool(self.tokens.hint % self.facts.world)
 
     @property
@@ -66,7 +66,7 @@ class Chain:
 
     @property
     def shard_bytes(self) -> float:
-        """Of this rank's rows of the sum."""
+        """Bytes of this rank's rows of the sum."""
         return self.padded.hint * self.row_bytes / self.facts.world
 
     @property
@@ -83,14 +83,14 @@ class Chain:
 
     @property
     def sum_gather(self) -> gathering.Work:
-        """Of the rows of the sum, where every rank needs them."""
+        """All-gather of the sum's rows, for sites whose sum every rank needs."""
         facts = self.facts
         return gathering.Work(self.padded.hint, facts.hidden, (), facts.dtype, facts.world, facts.hosts, True)
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the rule remembers of a candidate."""
+    """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     fabric: Fabric
     max_tokens: int
@@ -229,10 +229,10 @@ def _joined(chain: Chain, machine: Machine, fabric: Fabric, parts: list[Part]) -
 
 
 def _between(chain: Chain, machine: Machine) -> Estimate:
-    """What the graph itself runs, and the host's part of it.
+    """Estimate of the kernels that the graph itself runs between both operations, with the host's part of them.
 
-    Of this rank's rows: `norm`, the addition and the norm in one kernel, two where a norm stands before the residual.
-    Of all rows: `pad`, copies of the GEMMs' operands with rows of zeros behind them, and what GEMMs gain by those.
+    On this rank's rows: `norm`, the addition and the norm in one kernel, two if a norm precedes the residual. On all
+    rows: `pad`, copies of the GEMMs' operands with rows of zeros appended, and what GEMMs gain by those.
     """
     facts = chain.facts
     slowdown = machine.oversubscription(facts.world, facts.hosts)
@@ -254,8 +254,8 @@ def _between(chain: Chain, machine: Machine) -> Estimate:
 
 
 def _sped_up_us(chain: Chain, machine: Machine) -> float:
-    """What rows of zeros would save: on CPUs a GEMM of two rows may take less than of one. That is not for this rule
-    to gain by, so it is charged."""
+    """Time that rows of zeros would save: on CPUs a GEMM of two rows may be faster than one of one row. The rule must
+    not win by that, so it is charged."""
     faster = 0.0
     for work in (*chain.scatter.gemms, *chain.gather.gemms):
         as_it_is = replace(work, m=chain.tokens.hint)
@@ -270,7 +270,7 @@ def _named(estimate: Estimate) -> Estimate:
 
 
 def notes_of(lowered: Lowered, facts: ReductionFacts) -> tuple[str, ...]:
-    """What reports say of a candidate beside its price."""
+    """Notes of the report on a candidate, in addition to its price."""
     where = " in the kernel that sums them" if lowered.takes_norm else ""
     notes = [f"every rank adds and normalizes its own rows{where}; GEMMs read them gathered"]
     if facts.sum_is_read and not lowered.sum_sharded:

@@ -27,7 +27,7 @@ _DIMS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.var_mean.correction})
 
 @dataclass(frozen=True)
 class Form:
-    """What of a site the chain takes in."""
+    """The part of a site that the chain computes."""
 
     gemms: tuple[Gemm, ...]
     """Whose results are the partial results: several are added."""
@@ -49,7 +49,7 @@ class Form:
 
     @property
     def biases(self) -> tuple[fx.Node | None, ...]:
-        """Of each reader."""
+        """Bias of each GEMM in `readers`, None if it has none."""
         return tuple(gemm.bias for gemm in self.readers)
 
 
@@ -158,5 +158,5 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def reduces_over(node: fx.Node) -> bool:
-    """Whether a node of a norm names the dimension that it reduces, which is the last one of any rows."""
+    """True if a node of a norm names the dimension that it reduces, which is the last one of any rows."""
     return node.target in _DIMS

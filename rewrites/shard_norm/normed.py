@@ -17,7 +17,8 @@ from weaveopt.sites.reduction import ReductionFacts
 def against_norm(
     facts: ReductionFacts, reduced: Reduced, form: Form, tiles_refused: Sequence[Rejection]
 ) -> Iterator[Rejection]:
-    """What that kernel does not do, whatever the sizes; `tiles_refused`: what the one that only sums does not do."""
+    """Rejections for what that kernel does not support, whatever the sizes; `tiles_refused`: those of the kernel that
+    only sums."""
     yield from tiles_refused
     if reduced.biases:
         yield Rejection("bias_not_supported", "the kernel adds no bias to the sum over ranks")

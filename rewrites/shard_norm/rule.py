@@ -56,7 +56,8 @@ aten, weave = torch.ops.aten, torch.ops.weave
 
 @dataclass(frozen=True)
 class WidenedSum:
-    """What a sharded sum costs where another rule's operation reads it: that looks for its rows among all."""
+    """Cost of a sharded sum that another rule's operation reads, since it expects this rank's rows in a full-size
+    buffer."""
 
     shared: SharedSum
 
@@ -220,7 +221,8 @@ def _calls(chosen: Chosen, context: Context, channel: int = 0) -> Calls:
 
 
 def _replicated(reduced: Reduced, lowered: Lowered) -> list[tuple[str, fx.Node]]:
-    """What a rank's rows are made of beside partial results, with names: the same on all ranks, or rows differ."""
+    """Inputs of a rank's rows other than partial results, with names. They must be equal on all ranks, or
+    rows differ."""
     found = [("bias", bias) for bias in reduced.biases]
     if not lowered.residual_sharded:
         found += [("residual", residual) for residual in reduced.residuals]
@@ -246,7 +248,7 @@ def _chain(found: FoundSite, facts: ReductionFacts, structure: Reduction, form: 
 
 
 def _against_tiles(found: FoundSite, form: Form) -> Sequence[Rejection]:
-    """What the kernel that sends its tiles does not do, whatever the sizes."""
+    """Rejections for what the kernel that sends its tiles does not support, whatever the sizes."""
     reasons = [_SYMBOLIC] if found.is_symbolic else []
     if len(form.gemms) != 1:
         values = (("gemms", len(form.gemms)),)
@@ -259,7 +261,7 @@ def _against_tiles(found: FoundSite, form: Form) -> Sequence[Rejection]:
 
 
 def _against_pushed(found: FoundSite, form: Form) -> Sequence[Rejection]:
-    """What GEMMs that begin before all rows are here do not do, whatever the sizes."""
+    """Rejections for what GEMMs that start before all rows have arrived do not support, whatever the sizes."""
     reasons = [_SYMBOLIC] if found.is_symbolic else []
     if any(gemm.transposed_b is None for gemm in form.readers):
         reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [n, hidden]"))

@@ -52,7 +52,7 @@ class Shards:
         return Shards(graph, like, rank, world, hidden, tokens, own, is_padded)
 
     def call(self, target: object, *args: Argument, named: Mapping[str, Argument] = MappingProxyType({})) -> fx.Node:
-        """Behind all that it reads."""
+        """Inserts a call after all nodes that it reads."""
         position = last_of(self.graph, [*_nodes(args), *_nodes(tuple(named.values()))])
         return call_after(self.graph, position, target, args, self.like, named)
 
@@ -70,7 +70,8 @@ class Shards:
         return self.call(_SLICE, rows, 0, 0, self.tokens) if self.is_padded else rows
 
     def own_rows(self, whole: fx.Node) -> fx.Node:
-        """Of a value of `[..., hidden]` this rank's rows [own, hidden]; of one that `widened` made, what it was."""
+        """This rank's rows [own, hidden] of a value `[..., hidden]`; the shard itself if `widened` made the value of
+        it."""
         sharded = self._narrowed(whole)
         if sharded is not None:
             return sharded
@@ -86,7 +87,7 @@ class Shards:
         return self.cut(self.call(_PAD, shard, [0, 0, before, behind]))
 
     def _narrowed(self, whole: fx.Node) -> fx.Node | None:
-        """What `widened` made `whole` of, under views; None for any other value."""
+        """The shard that `widened` made `whole` of, through views; None for any other value."""
         node = skip_shapes(whole)
         if self.is_padded and is_call(node, frozenset({_SLICE})) and isinstance(node.args[0], fx.Node):
             node = node.args[0]
