@@ -72,7 +72,7 @@ def _output(chosen: Chosen) -> fx.Node | None:
 
 
 def _sites_ahead(graph: fx.Graph, interiors: Sequence[frozenset[fx.Node]]) -> dict[fx.Node, int]:
-    """Of every node, as bits: the sites that cannot begin before it is through."""
+    """For each node, a bit mask of the sites that cannot begin before it has run."""
     own: dict[fx.Node, int] = {}
     for index, interior in enumerate(interiors):
         for node in interior:
@@ -110,9 +110,9 @@ def _is_gemm(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def _may_be_split(value: fx.Node) -> bool:
-    """Whether Inductor may make more than one CUDA graph of the value's graph.
+    """True if Inductor may make more than one CUDA graph of the value's graph.
 
-    What one of them hands to the next has to lie in the memory of CUDA graphs, where the arena does not.
+    A value passed from one of them to the next has to reside in the memory of CUDA graphs, which the arena does not.
     """
     tensor = tensor_of(value)
     device = None if tensor is None else tensor.device.type
@@ -124,7 +124,7 @@ def _may_be_split(value: fx.Node) -> bool:
 
 
 def _target_splits(target: object, asked: frozenset[str]) -> bool:
-    """Whether Inductor splits a graph at every call of an operator."""
+    """True if Inductor splits a graph at every call of an operator."""
     if not isinstance(target, torch._ops.OpOverload):
         return isinstance(target, torch._ops.HigherOrderOperator)
     name = target.name()
@@ -132,14 +132,15 @@ def _target_splits(target: object, asked: frozenset[str]) -> bool:
 
 
 def _value_splits(node: fx.Node, device: str | None) -> bool:
-    """Whether Inductor splits a graph at a node for what it reads or makes: another device, sizes known late."""
+    """True if Inductor splits a graph at a node for its inputs or outputs: another device, or sizes that are known
+    late."""
     if node.meta.get("unbacked_bindings") or _looks_for_true(node):
         return True
     return any(value is not None and value.device.type != device for value in map(tensor_of, _seen(node)))
 
 
 def _looks_for_true(node: fx.Node) -> bool:
-    """Whether a write at a mask becomes a kernel of the library, which counts what is true: no CUDA graph holds it.
+    """True if a masked write becomes a library kernel that counts the true values, which no CUDA graph supports.
 
     One value at all places of one mask is element-wise work.
     """

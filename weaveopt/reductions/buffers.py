@@ -67,9 +67,9 @@ class Range:
 
 
 def buffers_of(fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence[KernelRow] = ()) -> tuple[Buffer, ...]:
-    """What calls of up to `max_tokens` tokens need on `fabric`, in every rank's arena, by any kernel of `table`.
+    """Arena buffers on every rank for calls of up to `max_tokens` tokens on `fabric`, by any kernel of `table`.
 
-    The sum may be handed out whole, and normalized rows may have scales of their own. Raises `WeaveError` without the
+    The sum may be returned full-size, and normalized rows may have scales of their own. Raises `WeaveError` without the
     native module, whose formulas these are.
     """
     if _native is None:
@@ -110,7 +110,7 @@ def _needs_of_row(rows: RowFormat, row: KernelRow) -> Sequence[_native.BufferNee
 
 
 def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:
-    """What the call needs in every rank's arena; nothing where the library runs."""
+    """Arena buffers of the call on every rank; none if the library runs it."""
     if call.fabric not in FEATURES:
         return ()
     rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world // call.hosts, call.hosts)
@@ -140,7 +140,7 @@ def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
 
 
 def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
-    """Where in an arena of `layout` the call's buffers lie, by name. Raises `ArenaError` if one does not fit."""
+    """Ranges of the call's buffers in an arena of `layout`, by name. Raises `ArenaError` if one does not fit."""
     transient = {PARTIAL: call.partial_offset, OUTPUT: call.output_offset}
     found = {}
     for need in buffers_of_call(call):

@@ -1,4 +1,4 @@
-"""What is constant over the calls of an `all_reduce_norm` site, and its encoding as the op's string argument."""
+"""Constants over the calls of an `all_reduce_norm` site, and their encoding as the op's string argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 @dataclass(frozen=True)
 class Features:
-    """What this family's kernels can do on a fabric."""
+    """Capabilities of this family's kernels on a fabric."""
 
     tabled: bool
     """A table says by token count which kernel runs; else one-shot up to a threshold, two-shot above."""
@@ -166,5 +166,5 @@ def _check(call: ReductionCall) -> None:
 
 
 def results_in_arena(arguments: Sequence[object]) -> tuple[int, ...]:
-    """Of a call of `weave::all_reduce_norm`: its results that lie in the arena, by position."""
+    """Positions of the results of a call of `weave::all_reduce_norm` that alias the arena."""
     return (0,) if decode(str(arguments[-1])).normalized_aliases_arena else ()

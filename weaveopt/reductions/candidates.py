@@ -35,7 +35,7 @@ and the GEMM stays in the graph, where Inductor picks its kernel."""
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the rule remembers of a candidate."""
+    """Plan of a candidate, as the rule keeps it until the rewrite."""
 
     workload: Workload
     fabric: Fabric
@@ -62,7 +62,7 @@ class Lowered:
 
     @property
     def may_alias_arena(self) -> bool:
-        """Whether peers can write normalized rows where they are read; rows with scales of their own come singly."""
+        """True if peers can store normalized rows where they are read; rows that have scales of their own cannot be."""
         return (
             self.fabric is Fabric.PEER
             and not self.quantizes
@@ -81,7 +81,7 @@ Found = tuple[Candidate, Lowered]
 
 @dataclass(frozen=True)
 class Terms:
-    """What candidates depend on beside a site: equal for all sites of a group in one compile."""
+    """Inputs of the candidates apart from the site: equal for all sites of a group in one compile."""
 
     rule: str
     between_hosts: bool
@@ -148,7 +148,8 @@ def _beyond_times(workload: Workload, fabric: Fabric, machine: Machine) -> Itera
 
 
 def _forms(base: Lowered, facts: ReductionFacts, known: Terms) -> Iterator[Lowered]:
-    """What the operation can make of a site: all of it; and the whole sum alone, where every rank needs that."""
+    """Forms of a site that the operation supports: all of it; and the unnormalized sum alone, if every rank
+    needs it."""
     if not known.norm_refused:
         yield base
     if facts.has_norm and (known.norm_refused or (facts.sum_is_read and not facts.sum_read_by_reductions)):
@@ -156,7 +157,8 @@ def _forms(base: Lowered, facts: ReductionFacts, known: Terms) -> Iterator[Lower
 
 
 def _may_pay(candidate: Candidate, lowered: Lowered, reasons: list[Rejection]) -> bool:
-    """Whether a norm left in the graph may be faster than one taken in: where rows of both would be handed out."""
+    """True if a norm left in the graph may be faster than a fused one: the fused op would gather rows of
+    both results."""
     return lowered.algorithm is Algorithm.TWO_SHOT and len(candidate.rejections) == len(reasons)
 
 
@@ -167,7 +169,7 @@ def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: Lowered) ->
 
 
 def can_quantize(hidden: int) -> bool:
-    """Whether the kernels that quantize take such rows."""
+    """True if the kernels that quantize support rows of this length."""
     return hidden % FP8_ROW_ALIGNMENT == 0
 
 

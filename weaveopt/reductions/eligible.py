@@ -1,4 +1,4 @@
-"""What no kernel of a reduction takes, whichever operation calls it."""
+"""Conditions of a reduction that no kernel lifts, whichever operation calls it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Prepared:
 
 
 def _partial(rank: int, dtype: str) -> Tensor:
-    """What `rank` brings into the sum; every rank knows all of them."""
+    """Partial result of `rank`; every rank can compute all of them."""
     values = torch.randint(-_LARGEST, _LARGEST + 1, (_TOKENS, _HIDDEN), generator=torch.Generator().manual_seed(rank))
     return values.to(getattr(torch, dtype))
 

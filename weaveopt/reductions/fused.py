@@ -1,4 +1,4 @@
-"""What rules that fuse all-reduce, addition and norm have in common: candidates at a site, and the operation's place.
+"""Candidates and rewrite shared by the rules that fuse all-reduce, addition and norm.
 
 A rule says which fabrics it is for. The operations are `weave::mm_all_reduce_norm`, which lets the GEMM write into the
 arena, `weave::all_reduce_norm`, and where FP8 linears alone read the rows `weave::all_reduce_norm_quant`.
@@ -80,13 +80,13 @@ def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, co
 
 
 def lowered_of(chosen: Chosen) -> Lowered:
-    """What the chosen candidate of such a rule remembers."""
+    """Plan of the chosen candidate of such a rule."""
     assert isinstance(chosen.proposal.plan, Lowered), f"{chosen.found.site.id} was lowered by another rule"
     return chosen.proposal.plan
 
 
 def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
-    """What disappears from the graph with a candidate."""
+    """Nodes that a candidate removes from the graph."""
     consumed = structure.reduced.passed if lowered.norm_apart else structure.interior
     if lowered.quantizes and structure.quantized is not None:
         consumed |= structure.quantized.nodes
@@ -96,7 +96,7 @@ def _consumed(structure: Reduction, lowered: Lowered) -> frozenset[fx.Node]:
 
 
 def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
-    """What reports say of a candidate beside its price."""
+    """Notes of the report on a candidate, in addition to its price."""
     notes = []
     if isinstance(facts, ReductionFacts) and facts.quantization != "none" and not lowered.quantizes:
         why = f"{lowered.fabric.value} has no kernel that does"
@@ -114,6 +114,6 @@ def notes_of(lowered: Lowered, facts: object) -> tuple[str, ...]:
 
 
 def _gathers(lowered: Lowered) -> bool:
-    """Whether rows of the sum are handed out beside normalized ones."""
+    """True if rows of the sum are gathered in addition to normalized ones."""
     both = lowered.workload.has_norm and lowered.workload.sum_is_used and not lowered.sum_sharded
     return both and lowered.algorithm is Algorithm.TWO_SHOT

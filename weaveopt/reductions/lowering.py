@@ -1,4 +1,4 @@
-"""What a chosen candidate becomes: the call of its operation, and the memory that the call works in."""
+"""The operation's call that a chosen candidate is rewritten to, and the memory that the call works in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weaveopt.sites.reduced import Reduced
 
 
 class Lowering(Protocol):
-    """What any rule's lowering has of the exchange in it."""
+    """The exchange in the lowering of any rule."""
 
     @property
     def workload(self) -> Workload: ...
@@ -31,7 +31,7 @@ class Lowering(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Of one exchange."""
+        """Most tokens of one exchange."""
         ...
 
     @property

@@ -38,7 +38,7 @@ class Gemm(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What follows the reduction; every one is optional. Vectors are [hidden], scales []."""
+    """Operands of the computation after the reduction; every one is optional. Vectors are [hidden], scales []."""
 
     reduced_bias: Tensor | None = None
     scale: Tensor | None = None
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
         return self.reduced_bias, self.post_weight, self.post_bias, self.weight, self.bias
 
     def replicated(self, call: ReductionCall) -> tuple[tuple[str, Tensor | None], ...]:
-        """By name, what must be the same on every rank: each computes its own rows with its own copy."""
+        """Operands that must be equal on every rank, by name: each rank computes its own rows with its own copy."""
         return (
             ("bias", self.reduced_bias),
             ("scale", self.scale),

@@ -272,7 +272,7 @@ class PeerSite:
             )
 
     def _results(self, like: Tensor, pieces: tuple[Piece, ...], tokens: int) -> Returned:
-        """Of the shape of `like`; empty where a result is not wanted."""
+        """Allocates the results in the shape of `like`; empty if a result is not wanted."""
         dtype, wide = self._dtype, self._normalized_dtype
         if wide is None:
             normalized = like.new_empty(0, dtype=getattr(torch, self._call.out_dtype))
@@ -291,7 +291,8 @@ class PeerSite:
         return gemm.compute(self._partial[:tokens])
 
     def _into_arena(self, partial: Tensor, first: int, count: int) -> int:
-        """Where the peers read this rank's partial result. Free again: the last call ended after they had read it."""
+        """Copies this rank's partial result to the range that peers read, and returns its offset. The range is free:
+        the last call ended after the peers had read it."""
         assert self._partial is not None
         out = self._partial[:count]
         if partial.data_ptr() != out.data_ptr():

@@ -1,4 +1,4 @@
-"""What neighbours have to know of a candidate at a reduction site, whichever rule proposes it."""
+"""Plan of a candidate at a reduction site, as neighbouring sites read it, whichever rule proposes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReductionPlan(Protocol):
 
     @property
     def gather_us(self) -> float:
-        """What handing out the rows of the sum to every rank costs."""
+        """Cost of gathering the rows of the sum on every rank."""
         ...
 
     @property
@@ -32,15 +32,15 @@ class ReductionPlan(Protocol):
 
     @property
     def may_alias_arena(self) -> bool:
-        """Whether peers can write normalized rows where they are read."""
+        """True if peers can store normalized rows where they are read."""
         ...
 
 
 def two_shot_division(group: str, fabric: Fabric, workload: Workload) -> tuple[Hashable, ...]:
-    """Of any two-shot exchange of all rows of a graph of one size, on GPUs or between CPU ranks of one host: rank `r`
-    of `n` has rows `tokens * r // n` and on.
+    """Division of token rows by any two-shot exchange of all rows of a graph of one size, on GPUs or between CPU ranks
+    of one host: rank `r` of `n` has the rows from `tokens * r // n`.
 
-    Which kernel makes it, and with how many CTAs, changes nothing about that.
+    It does not depend on the kernel that runs it, nor on its number of CTAs.
     """
     assert workload.is_static, (
         f"a graph of {workload.min_tokens} to {counted(workload.max_tokens, 'token')} goes by its table"

@@ -1,4 +1,4 @@
-"""What `all_reduce_norm` computes, in plain torch, and how it runs over the process group's own all-reduce."""
+"""Reference of `all_reduce_norm` in plain torch, and the op over the process group's own all-reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_AMAX = 1e-12
 
 
 def reference(partials: Sequence[Tensor], operands: Operands, call: ReductionCall) -> Results:
-    """What every rank must get from `partials` [..., hidden], one per rank, in plain torch and one process."""
+    """Results that every rank must get from `partials` [..., hidden], one per rank, in plain torch and one process."""
     return reference_quant(partials, operands, call)[:2]
 
 
@@ -50,7 +50,7 @@ def through_library(partial: Tensor, operands: Operands, call: ReductionCall) ->
 
 
 def row_scale_shape(shape: torch.Size | tuple[int, ...], call: ReductionCall) -> tuple[int, ...]:
-    """Of the third result, where the others have `shape`: one value a row, or none."""
+    """Shape of the third result, if the others have `shape`: one value a row, or none."""
     per_token = call.quant is Quant.PER_TOKEN and call.norm is not None
     return (*shape[:-1], 1) if per_token else (0,)
 

@@ -1,4 +1,4 @@
-"""Whether ranks may share the rows of a site: what each of them adds and multiplies must be the same on all."""
+"""Condition for ranks to share the rows of a site: operands of the addition and the norm are equal on all ranks."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class SharedSum:
         return (GATHER, self.covered)
 
     def terms(self, members: Sequence[PricedSite]) -> Mapping[tuple[int, ...], float]:
-        """What the maker saves, for all choices under which its sum stays sharded."""
+        """Saving of the site that makes the sum, for all choices under which the sum stays sharded."""
         plans = [[plan_of(member.proposal(at)) for at in range(member.num_choices)] for member in members]
         found: dict[tuple[int, ...], float] = {}
         for choices in product(*(range(len(each)) for each in plans)):
@@ -110,24 +110,25 @@ def total_of(found: FoundSite) -> fx.Node | None:
 
 
 def plan_of(proposal: Proposal | None) -> ReductionPlan | None:
-    """What a rule that knows reductions keeps; None where the site is left, or another kind of rule rewrites it."""
+    """Plan of a rule that supports reductions; None if the site is left, or another kind of rule rewrites it."""
     return proposal.plan if proposal is not None and isinstance(proposal.plan, ReductionPlan) else None
 
 
 def _hands_over(made: ReductionPlan, readers: Sequence[ReductionPlan]) -> bool:
-    """Whether readers can take just their own rows of a sum: its maker has no norm in the graph that reads them all."""
+    """True if readers can use just their own rows of a sum: no norm stays in the maker's graph, which would read them
+    all."""
     divided_equally = bool(readers) and all(reader.division == made.division for reader in readers)
     return divided_equally and made.division is not None and not made.norm_apart
 
 
 def _is_covered(value: fx.Node, maker: FoundSite, readers: Sequence[FoundSite]) -> bool:
-    """Whether all that reads `value` vanishes into these sites."""
+    """True if these sites consume all readers of `value`."""
     inside = [vanishing(each) for each in (maker, *readers)]
     return all(any(user in nodes for nodes in inside) for user in value.users)
 
 
 def vanishing(found: FoundSite) -> frozenset[fx.Node]:
-    """What disappears with any rewrite of a site, and the quantization behind it."""
+    """Nodes that any rewrite of a site removes, and those of the quantization downstream of it."""
     structure = found.structure
     assert isinstance(structure, Reduction), f"{found.site.id} was not matched"
     quantized = frozenset() if structure.quantized is None else structure.quantized.nodes

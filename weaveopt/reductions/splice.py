@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def operand_nodes(graph: fx.Graph, reduced: Reduced) -> tuple[fx.Node | None, ...]:
-    """What follows the reduction, as operations take it: bias, scale, residual, parameters of both norms."""
+    """Operands after the reduction, in the operations' order: bias, scale, residual, parameters of both norms."""
     return (
         summed(graph, reduced.biases),
         reduced.scale_tensor,
@@ -95,7 +95,7 @@ def summed(graph: fx.Graph, values: tuple[fx.Node, ...]) -> fx.Node | None:
 
 
 def rounding(rule: str, reduced: Reduced, quantized: Quantized | None) -> tuple[str, ...]:
-    """What changes by a rewrite, a line each."""
+    """Changes of rounding by a rewrite, a line each."""
     lines = ["partial results are summed in fp32 and rounded once, after the residual"]
     if len(reduced.collectives) > 1:
         lines.append("partial results that meet in one sum are added before the reduction")

@@ -1,4 +1,4 @@
-"""What is constant over the calls of an `all_gather_gemm` site, and its GEMMs as one record."""
+"""Constants over the calls of an `all_gather_gemm` site, and its GEMMs as one record."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AllGatherGemmCall(RowsCall):
 
 
 class Weights(NamedTuple):
-    """What the gathered rows are multiplied by: [hidden, n], one n for each GEMM."""
+    """Right operands of the GEMMs on the gathered rows: [hidden, n], one n for each GEMM."""
 
     b: Sequence[Tensor]
     addends: Sequence[Tensor | None]

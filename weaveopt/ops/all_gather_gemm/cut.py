@@ -36,7 +36,7 @@ class Cut:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is such a kernel."""
+        """True if there is such a kernel."""
         columns, pairs, ctas, pieces = self.tile_columns, self.group_pairs, self.spare_ctas, self.num_pieces
         has_tiles = columns in TILE_COLUMNS and pairs >= 1
         return has_tiles and ctas >= 2 and ctas % 2 == 0 and 1 <= pieces <= MOST_PIECES

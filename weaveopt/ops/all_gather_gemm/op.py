@@ -46,7 +46,7 @@ class BoundSite(Protocol):
 
     @staticmethod
     def buffers(call: AllGatherGemmCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena."""
+        """Arena buffers of the call on every rank."""
         ...
 
     @staticmethod

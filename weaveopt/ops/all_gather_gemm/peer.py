@@ -59,7 +59,7 @@ class PeerSite:
 
     @staticmethod
     def buffers(call: AllGatherGemmCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena."""
+        """Arena buffers of the call on every rank."""
         rows = -(-call.max_tokens // call.world) * call.world
         return (buffer_for(GATHERED, rows * call.hidden * DTYPE_BYTES[call.dtype]),)
 
@@ -125,7 +125,7 @@ class PeerSite:
         return [products[index] for index in range(len(weights.b))]
 
     def _early(self, weights: Weights, outer: int) -> list[bool]:
-        """Of the GEMMs that the kernel takes the widest: it hides most, and behind it the library's are the faster."""
+        """Starts only the widest supported GEMM early; the others are faster in cuBLAS afterwards."""
         if self._cut is None or outer != 1:
             return [False] * len(weights.b)
         widths = [
@@ -155,5 +155,5 @@ class PeerSite:
 
 
 def _is_bias(addend: Tensor | None, b: Tensor) -> bool:
-    """Whether the kernel adds it: one value for each column, of the weight's dtype, or nothing."""
+    """True if the kernel can add it: one value for each column, of the weight's dtype, or nothing."""
     return addend is None or (addend.shape == b.shape[1:] and addend.dtype is b.dtype and addend.device == b.device)

@@ -26,7 +26,7 @@ EXCHANGE = "all_gather"
 
 @dataclass(frozen=True)
 class Work:
-    """What the operation computes on every rank, at the hint."""
+    """Work of the operation on every rank, at the hint."""
 
     tokens: int
     """Gathered rows."""
@@ -40,13 +40,13 @@ class Work:
 
     @property
     def message_bytes(self) -> int:
-        """Of the gathered rows."""
+        """Bytes of the gathered rows."""
         return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a rule remembers of a candidate."""
+    """Plan of a candidate, as a rule keeps it until the rewrite."""
 
     fabric: Fabric
     max_tokens: int
@@ -63,7 +63,7 @@ def candidates(
     usable_only: bool,
     pushed_refused: tuple[Rejection, ...] = (),
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    """Of `rule`. `pushed_refused`: why the kernel of `pushed` does not make the site at all."""
+    """Candidates of `rule`. `pushed_refused`: rejections of the kernel `pushed` at the site, whatever the sizes."""
     for fabric, unreachable in reaching(topology, machine, SITES):
         if unreachable:
             found = [_behind(rule, work, tokens, machine, fabric, "", unreachable)]

@@ -1,4 +1,4 @@
-"""What variant `pushed` takes: GEMMs that begin with the rows that are here, while copy engines push others.
+"""Requirements and price of variant `pushed`: its GEMM starts with the local rows while copy engines push others.
 
 The time is not modelled: a profile keeps that of the gather with one GEMM, see `weaveopt.ops.all_gather_gemm.cut`.
 """
@@ -44,13 +44,13 @@ def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iter
 def price(
     machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, hands_out_rows: bool
 ) -> tuple[Cut, Estimate] | Rejection:
-    """By the cut that is predicted fastest; or why the time is not known.
+    """The tile configuration that is predicted fastest, with its estimate; or the rejection if its time is not known.
 
-    Terms: `gemm`, as the graph's own would take; `exposed`, what the gather and the widest GEMM take beyond that;
-    `synchronize`, the kernel that lets the library's other GEMMs begin behind it; `rows`, a copy of all of them where
-    they are handed out, in full, though it runs beside the GEMMs; `host`. The model's own error is charged for all of
-    it but the other GEMMs, which are the graph's: what is wrong with their price is wrong without a rewrite too. The
-    widest GEMM is not the graph's, so what is wrong with its price need not be with this one's.
+    Terms: `gemm`, the time in the graph; `exposed`, the time of the gather and the widest GEMM beyond that;
+    `synchronize`, the kernel after which the library's other GEMMs may start; `rows`, a copy of all of them if they are
+    returned, in full, though it overlaps with the GEMMs; `host`. The model's own error is charged for all of it but the
+    other GEMMs, which are the graph's: an error of their price is the same without a rewrite. The widest GEMM is not
+    the graph's, so its price may have another error than this one's.
     """
     early = widest_of([gemm.n for gemm in gemms])
     assert early is not None, "no GEMM"
@@ -79,5 +79,5 @@ def price(
 
 @cache
 def known_kernels(machine: Machine, fabric: Fabric, world: int) -> Kernels[Cut]:
-    """By columns of the GEMM: they are what rows do not tell."""
+    """Measured kernels by the columns of the GEMM, which rows do not imply."""
     return kernels_of(machine, fabric, world, OP, "n", parse_variant)

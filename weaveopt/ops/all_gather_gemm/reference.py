@@ -1,4 +1,4 @@
-"""What `all_gather_gemm` computes, in plain torch, and how it runs over the process group's own collective."""
+"""Reference of `all_gather_gemm` in plain torch, and the gather over the process group's own collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gathered(shards: Sequence[Tensor], outer: int, call: AllGatherGemmCall) -> T
 
 
 def reference(shards: Sequence[Tensor], weights: Weights, outer: int, call: AllGatherGemmCall) -> list[Tensor]:
-    """What the rank with `weights` must get: the rows, then the results of its GEMMs, these by products in fp32."""
+    """Results that the rank with `weights` must get: the rows, then the results of its GEMMs, multiplied in fp32."""
     rows = gathered(shards, outer, call)
     products = [
         rows.float() @ b.float() + (0 if addend is None else addend.float())

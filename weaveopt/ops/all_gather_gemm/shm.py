@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 def _num_bytes(call: AllGatherGemmCall) -> int:
-    """Of one rank's shard of as many rows as were planned for."""
+    """Bytes of one rank's shard at the planned number of rows."""
     return -(-call.max_tokens // call.world) * call.hidden * DTYPE_BYTES[call.dtype]
 
 
@@ -37,7 +37,7 @@ class ShmSite:
 
     @staticmethod
     def buffers(call: AllGatherGemmCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena."""
+        """Arena buffers of the call on every rank."""
         return buffers_for(_num_bytes(call))
 
     @staticmethod

@@ -31,7 +31,7 @@ def all_reduce_norm_quant(partial: Tensor, *rest: Argument) -> QuantResults:
 
 
 def _shape(shape: torch.Size | tuple[int, ...], operands: Operands) -> torch.Size | tuple[int, ...]:
-    """Of results: the residual's, if there is one."""
+    """Shape of the results: the residual's, if there is one."""
     return shape if operands.residual is None else operands.residual.shape
 
 

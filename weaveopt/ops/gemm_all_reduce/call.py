@@ -1,4 +1,4 @@
-"""What is constant over the calls of a `gemm_all_reduce_norm` site, and its encoding as the op's string argument."""
+"""Constants over the calls of a `gemm_all_reduce_norm` site, and their encoding as the op's string argument."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ def num_chunks(call: GemmReductionCall, tokens: int) -> int:
 
 
 def results_in_arena(arguments: Sequence[object]) -> tuple[int, ...]:
-    """Of a call of `weave::gemm_all_reduce_norm`: its results that lie in the arena, by position."""
+    """Positions of the results of a call of `weave::gemm_all_reduce_norm` that alias the arena."""
     return (0,) if decode(str(arguments[-1])).reduction.normalized_aliases_arena else ()

@@ -43,14 +43,14 @@ class Cut:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is such a kernel."""
+        """True if there is such a kernel."""
         columns, pairs, ctas = self.tile_columns, self.group_pairs, self.finisher_ctas
         return columns in TILE_COLUMNS and pairs >= 1 and ctas >= 0 and ctas % 2 == 0
 
 
 @dataclass(frozen=True)
 class MeasuredAs:
-    """What a curve is of."""
+    """Kernel configuration that a curve was measured with."""
 
     hands_out: HandsOut
     cut: Cut
@@ -68,7 +68,7 @@ _NAME = re.compile(rf"{TILES} ({'|'.join(HandsOut)}) columns=(\d+) pairs=(\d+) c
 
 @cache
 def parse_variant(name: str) -> MeasuredAs:
-    """What the curve of that name is of. Raises `ProfileError` where there is no such kernel."""
+    """Parses a curve's name into the measured configuration. Raises `ProfileError` if there is no such kernel."""
     found = _NAME.fullmatch(name)
     if found is not None:
         columns, pairs, ctas, depth = (int(number) for number in found.groups()[1:])

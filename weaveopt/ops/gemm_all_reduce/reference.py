@@ -1,4 +1,4 @@
-"""What `gemm_all_reduce_norm` computes, in plain torch."""
+"""Reference of `gemm_all_reduce_norm` in plain torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ Tensor = torch.Tensor
 def reference(
     factors: Sequence[tuple[Tensor, Tensor]], layout: str, operands: Operands, call: GemmReductionCall
 ) -> Results:
-    """What every rank must get from `factors`, an input and a weight per rank, in one process."""
+    """Results that every rank must get from `factors`, an input and a weight per rank, in one process."""
     partials = [gemm_of(input, weight, layout, call).compute() for input, weight in factors]
     return reductions.reference(partials, operands, call.reduction)

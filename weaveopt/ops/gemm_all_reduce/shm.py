@@ -57,5 +57,5 @@ class ShmGemm:
 
 
 def _rows(x: Tensor, first: int, count: int, hidden: int) -> Tensor:
-    """Of a result, or of one that is not wanted."""
+    """Rows of a result; the empty tensor if the result is not wanted."""
     return x.view(-1, hidden)[first : first + count] if x.numel() else x

@@ -1,4 +1,4 @@
-"""What is constant over the calls of a site of both operators, and their tensor arguments as one record."""
+"""Constants over the calls of a site of both operators, and their tensor arguments as one record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GemmReduceScatterCall(RowsCall):
 
 @dataclass(frozen=True)
 class GemmReduceScatterNormCall(RowsCall):
-    """Of `gemm_reduce_scatter_norm`: the sum over ranks is of one GEMM, and each rank gets its rows."""
+    """Constants of `gemm_reduce_scatter_norm`: the sum over ranks is of one GEMM, and each rank gets its rows."""
 
     cut: str = ""
     """As in `GemmReduceScatterCall`; empty: the norm is computed behind the reduce-scatter."""
@@ -48,12 +48,12 @@ class GemmReduceScatterNormCall(RowsCall):
     """Whether this rank's rows of the sum lie where they are among those of all ranks, which hold no data."""
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """Of the sum as it is handed out, where this rank has `num_rows`: those."""
+        """This rank's `num_rows` rows in the sum as it is returned."""
         first = rank * num_rows if self.among_all else 0
         return slice(first, first + num_rows)
 
     def sum_rows(self, num_rows: int) -> int:
-        """Of the sum as it is handed out."""
+        """Number of rows of the sum as it is returned."""
         return num_rows * self.world if self.among_all else num_rows
 
     @property
@@ -73,12 +73,12 @@ class Part(NamedTuple):
     row: int
 
     def shape(self, call: GemmReduceScatterCall) -> tuple[int, int]:
-        """Of the result: rows of all columns, or all rows of some columns."""
+        """Shape of the result: rows of all columns, or all rows of some columns."""
         return (self.outer, self.row) if call.columns else (self.outer * self.inner, self.row)
 
 
 def part_of(call: GemmReduceScatterCall, tokens: int, outer: int) -> Part:
-    """Of a partial result of `tokens` rows. Raises `WeaveError` where it does not divide by the ranks."""
+    """This rank's part of a partial result of `tokens` rows. Raises `WeaveError` if it does not divide by the ranks."""
     if not call.columns:
         return Part(outer, call.rows_of_rank(tokens, outer), call.hidden)
     if call.hidden % call.world:

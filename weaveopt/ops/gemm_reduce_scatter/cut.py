@@ -40,7 +40,7 @@ class Cut:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is such a kernel."""
+        """True if there is such a kernel."""
         columns, pairs, ctas = self.tile_columns, self.group_pairs, self.finisher_ctas
         return columns in TILE_COLUMNS and pairs >= 1 and ctas >= 0 and ctas % 2 == 0
 

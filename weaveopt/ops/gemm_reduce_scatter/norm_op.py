@@ -41,7 +41,7 @@ NAME = "gemm_reduce_scatter_norm"
 
 
 def _bind(call: GemmReduceScatterNormCall, text: str, forget: Callable[[], None]) -> BoundSite | None:
-    """What sums the rows."""
+    """Binds the reduce-scatter that sums the rows."""
 
     def forget_all() -> None:
         compare_again(text)

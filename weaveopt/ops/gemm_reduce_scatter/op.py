@@ -51,7 +51,7 @@ class BoundSite(Protocol):
 
     @staticmethod
     def buffers(call: GemmReduceScatterCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena."""
+        """Arena buffers of the call on every rank."""
         ...
 
     @staticmethod

@@ -62,8 +62,8 @@ class PeerSite:
 
     @staticmethod
     def buffers(call: GemmReduceScatterCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena: partial rows of all ranks for those that a rank owns, or this
-        rank's for all."""
+        """Arena buffers of the call on every rank: partial rows of all ranks for those that a rank owns, or this rank's
+        for all."""
         rows = -(-call.max_tokens // call.world) * call.world
         return (buffer_for(STAGING, rows * call.hidden * DTYPE_BYTES[call.dtype]),)
 

@@ -28,7 +28,7 @@ EXCHANGE = "reduce_scatter"
 
 @dataclass(frozen=True)
 class Work:
-    """What the operation computes on every rank, at the hint."""
+    """Work of the operation on every rank, at the hint."""
 
     gemms: tuple[Gemm, ...]
     dtype: str
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a rule remembers of a candidate."""
+    """Plan of a candidate, as a rule keeps it until the rewrite."""
 
     fabric: Fabric
     max_tokens: int
@@ -64,8 +64,8 @@ def candidates(
     tiles_refused: tuple[Rejection, ...] = (),
     norm_refused: tuple[Rejection, ...] | None = None,
 ) -> Iterator[tuple[Candidate, Lowered]]:
-    """Of `rule`. `tiles_refused`: why the kernel of tiles does not make the site, whatever the sizes; `norm_refused`:
-    why it does not with the addition and the norm that follow, and None where the rule leaves those alone."""
+    """Candidates of `rule`. `tiles_refused`: rejections of the kernel of tiles at the site, whatever the sizes;
+    `norm_refused`: its rejections with the addition and the norm that follow, None if the rule leaves those alone."""
     for fabric, unreachable in reaching(topology, machine, SITES):
         if unreachable:
             found = [_summed(rule, work, tokens, machine, fabric, "", unreachable)]

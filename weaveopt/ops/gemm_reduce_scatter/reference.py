@@ -1,4 +1,4 @@
-"""What the operators compute, in plain torch, and how they run over the process group's own collective."""
+"""References of the operators in plain torch, and the operators over the process group's own collective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def reference(partials: Sequence[Tensor], outer: int, call: GemmReduceScatterCall) -> list[Tensor]:
-    """Of every rank its part of the sum of `partials` [tokens, hidden], one per rank, in one process."""
+    """Each rank's part of the sum of `partials` [tokens, hidden], one per rank, in one process."""
     total = partials[0].float()
     for partial in partials[1:]:
         total = total + partial.float()
@@ -40,7 +40,7 @@ def through_library(products: Products, outer: int, call: GemmReduceScatterCall)
 def reference_norm(
     partials: Sequence[Tensor], residual: Tensor, weight: Tensor | None, call: GemmReduceScatterNormCall
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of every rank its normalized rows and its rows of the sum, of `partials` and `residual` [tokens, hidden]."""
+    """Each rank's normalized rows and rows of the sum, of `partials` and `residual` [tokens, hidden]."""
     total = partials[0].float()
     for partial in partials[1:]:
         total = total + partial.float()

@@ -37,7 +37,7 @@ class ShmSite:
 
     @staticmethod
     def buffers(call: GemmReduceScatterCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena."""
+        """Arena buffers of the call on every rank."""
         return buffers_for(_num_bytes(call))
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""What variant `tiles` takes: one kernel that computes the GEMM, pushes its tiles to their owners, and sums; and
-`tiles norm`, in which owners add a residual and normalize too.
+"""Requirements and price of variant `tiles`: one kernel that computes the GEMM, pushes its tiles to their owners, and
+sums; and of `tiles norm`, in which owners add a residual and normalize too.
 
 Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm_reduce_scatter.cut`.
 """

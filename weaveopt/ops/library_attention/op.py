@@ -75,7 +75,7 @@ def admitted(queries: int, keys: int, window: int, device: torch.device) -> Tens
 
 @cache
 def _is_recent(device: torch.device) -> bool:
-    """Whether both of torch's kernels know this GPU: compute capability 8.0 on."""
+    """True if both of torch's kernels support this GPU: compute capability 8.0 or later."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

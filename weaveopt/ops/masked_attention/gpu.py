@@ -28,7 +28,7 @@ def has_triton() -> bool:
 
 
 def lacks_triton() -> bool:
-    """Whether this host has GPUs, on which calls would run the plain expression for want of Triton."""
+    """True if this host has GPUs but no Triton, so that calls would run the plain expression."""
     return torch.cuda.is_available() and not has_triton()
 
 

@@ -72,7 +72,7 @@ class Plan:
         return -(-shape.queries * self.packed // self.block_m)
 
     def num_bundles(self, shape: Shape) -> int:
-        """Of query heads, over the batch."""
+        """Number of bundles of query heads, over the batch."""
         return shape.batch * (shape.heads // self.packed)
 
 
@@ -143,7 +143,7 @@ def filled(programs: int, slots: int) -> float:
 
 
 def columns_to_combine(num_splits: int) -> int:
-    """Of a program of `combine`: the more splits, the fewer, so that its warp has all of them in flight at a time."""
+    """Columns of a program of `combine`: fewer for more splits, so that its warp loads all of them at once."""
     return 128 if num_splits <= 4 else 64 if num_splits <= 16 else 32
 
 

@@ -1,4 +1,4 @@
-"""What the ops compute, in plain torch; what runs on CPUs, and for dtypes that the kernel does not take."""
+"""References of the ops in plain torch; they run on CPUs, and for dtypes that the kernel does not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 def key_ranges(mask: Tensor, rows: int) -> Tensor:
-    """Of each tile: first and end of what any query admits, then of the first run that all admit.
+    """Key ranges of each tile: begin and end of the keys that any query admits, then of the first run that all admit.
 
     int32 [Bm, Hm, ceil(Sm / rows), 4].
     """
@@ -37,7 +37,7 @@ def key_ranges(mask: Tensor, rows: int) -> Tensor:
 
 
 def admitted_keys(operands: Operands, causal: bool) -> Tensor | None:
-    """What mask (without one: ranges) and causal order admit, broadcastable to [B, H, S, L]; None: everything."""
+    """Keys that mask (without one: ranges) and causal order admit, broadcastable to [B, H, S, L]; None: all keys."""
     queries, keys = operands.query.shape[2], operands.key.shape[2]
     admitted = operands.mask
     if admitted is None and operands.ranges is not None:

@@ -1,4 +1,4 @@
-"""What a call of the family is made of: sizes, what it asks for, and what may be asked."""
+"""Sizes, tensors and options of a call of the family, and the checks of them."""
 
 from __future__ import annotations
 

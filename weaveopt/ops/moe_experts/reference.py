@@ -1,4 +1,4 @@
-"""What the op computes, in plain torch, expert by expert, with every sum in fp32."""
+"""Reference of the op in plain torch, expert by expert, with every sum in fp32."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class HasBuffers(Protocol):
 
 
 def needed(call: ExpertExchangeCall, fabric: Fabric) -> tuple[Buffer, ...]:
-    """What the call needs in every rank's arena: dispatch, combine. Raises `WeaveError` without the native module."""
+    """Arena buffers of the call on every rank: dispatch, combine. Raises `WeaveError` without the native module."""
     if _native is None:
         raise WeaveError("weaveopt was installed without its native part, which knows what its kernels need: build it")
     needs_of = _native.gpu_sharded_mixture_needs if fabric is Fabric.PEER else _native.sharded_mixture_needs
@@ -34,7 +34,7 @@ def needed(call: ExpertExchangeCall, fabric: Fabric) -> tuple[Buffer, ...]:
 
 
 def placed(call: ExpertExchangeCall, needs: tuple[Buffer, ...], arena: HasBuffers) -> tuple[int, int]:
-    """Where both begin in `arena`, as its layout counts. Raises `ArenaError` where one does not fit."""
+    """Offsets of both buffers in `arena`, as its layout counts. Raises `ArenaError` if one does not fit."""
     for need in needs:
         found = arena.buffer(need.name)
         if found.num_bytes < need.num_bytes:

@@ -1,4 +1,4 @@
-"""What is constant over the calls of an `expert_exchange`, and which operands fit it."""
+"""Constants over the calls of an `expert_exchange`, and the check that operands fit them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExpertExchangeCall(RowsCall):
 
     @property
     def act(self) -> Activation:
-        """What stands between the GEMMs."""
+        """Activation between the two GEMMs."""
         return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
 
     def sources(self) -> Iterator[tuple[int, int]]:

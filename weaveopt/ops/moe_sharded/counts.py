@@ -29,7 +29,7 @@ except ImportError:  # built without it: buffer() says so
 
 
 def buffer() -> Buffer:
-    """What a call needs in the memory of every rank's host. Raises `WeaveError` without the native module."""
+    """Buffer of a call in the memory of every rank's host. Raises `WeaveError` without the native module."""
     if _native is None:
         raise WeaveError("weaveopt was installed without its native part, which knows what its kernels need: build it")
     need = _native.token_counts_need()

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 def expert_rows(
     x: Tensor, experts: Tensor, operands: ExpertWeights, call: ExpertExchangeCall, differentiable: bool = False
 ) -> Tensor:
-    """What expert `experts[r]` makes of `x[r]`: [rows, hidden] in the dtype of `x`, rounded after each GEMM.
+    """Applies expert `experts[r]` to `x[r]`: [rows, hidden] in the dtype of `x`, rounded after each GEMM.
 
     `experts` [rows] are ids of this rank's experts in ascending order.
     """

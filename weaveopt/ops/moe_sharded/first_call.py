@@ -1,4 +1,4 @@
-"""What ranks that hold batches of their own do together in the first call of a kind: agree, and reserve its memory.
+"""Agreement and reservation in the first call of a kind, among ranks that hold batches of their own.
 
 Such ranks compile graphs of other sizes, at other times, so nothing can be compared or reserved while they compile.
 But they make the same calls in the same order, and every rank comes to its first one.
@@ -20,7 +20,8 @@ from weaveopt.records.memory import Buffer
 
 
 def reserve(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> bool:
-    """Whether there is an arena for `call`, the same on all ranks; a warning says why not, and the library runs then.
+    """Reserves an arena for `call` and returns true on all ranks, or warns of the reason and returns false: the library
+    runs then.
 
     `text` is the encoded call. Raises `AgreementError` where a rank calls something else, or does not come within the
     call's timeout.

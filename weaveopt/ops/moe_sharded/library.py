@@ -66,7 +66,8 @@ def combine(by_choice: Tensor, is_someones: Tensor, weights: Tensor) -> Tensor:
 def derivative(
     grad: Tensor, x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, call: ExpertExchangeCall
 ) -> tuple[Tensor, ...]:
-    """Of the op by `x`, `weights` and the operands that are there; the forward runs once more, nothing is saved.
+    """Derivative of the op by `x`, `weights` and the operands that are there. It runs the forward again; nothing is
+    saved.
 
     Every rank gets the gradients of its own tokens, and for its experts those of the tokens of all ranks.
     """

@@ -71,7 +71,7 @@ class FabricSite(BoundSite, Protocol):
 
     @staticmethod
     def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena."""
+        """Arena buffers of the call on every rank."""
         ...
 
     @staticmethod
@@ -109,7 +109,7 @@ _bound: BoundCalls[ExpertExchangeCall, BoundSite] = BoundCalls(ExpertExchangeCal
 
 
 def traffic(call: str, device: str = "cpu") -> Traffic | None:
-    """What the encoded `call` has sent so far; None where no fabric of ranks of that device runs it."""
+    """Traffic of the encoded `call` so far; None if no fabric of ranks of that device runs it."""
     site = _bound.of(device, call)
     return None if site is None else site.traffic
 

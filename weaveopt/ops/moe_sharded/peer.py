@@ -82,7 +82,7 @@ class PeerSite:
 
     @staticmethod
     def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena: what all ranks push here, and what comes home.
+        """Arena buffers of the call on every rank: rows that all ranks push here, and results returned to this one.
 
         Raises `WeaveError` without the native module.
         """
@@ -130,7 +130,7 @@ class PeerSite:
         return self._exchange(x, experts.contiguous(), weights, operands, shape, slot_tokens)
 
     def _most_tokens(self, tokens: int) -> int:
-        """Of any rank, of which this one has `tokens`; the same on all."""
+        """Largest token count of any rank, of which this one has `tokens`; the same on all."""
         if self._counts is None:
             return tokens
         self._arena.begin_call()  # before this rank waits for others: they may have given up on it
@@ -198,13 +198,14 @@ class PeerSite:
         hopper.expect_taken(code, "second GEMM", shape)
 
     def _received(self, slot_tokens: int, operands: ExpertWeights) -> Operands:
-        """What came, as one rank's tokens; there are no routing weights here."""
+        """Received rows as one rank's tokens; there are no routing weights here."""
         slots = self._call.world * slot_tokens
         ids = self._ids[:slots]
         return Operands(self._rows[:slots], ids, ids, *operands)
 
     def _shape(self, slot_tokens: int, operands: ExpertWeights) -> Shape:
-        """Of the experts' kernels: all ranks' tokens, of which nobody knows here which ones came."""
+        """Shape of the experts' kernels: all ranks' tokens, since the host does not know which of them were
+        received."""
         call, gate_up = self._call, operands.gate_up
         transposed = gate_up.stride(1) == 1 != gate_up.stride(2)
         return Shape(

@@ -1,4 +1,4 @@
-"""What `expert_exchange` computes, in one process that has all ranks' tokens and experts."""
+"""Reference of `expert_exchange` in one process that has all ranks' tokens and experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reference(
     operands: Sequence[ExpertWeights],
     call: ExpertExchangeCall,
 ) -> list[Tensor]:
-    """Of every rank its [tokens, hidden], from all ranks' arguments."""
+    """Result [tokens, hidden] of every rank, from all ranks' arguments."""
     return [_of_rank(*mine, operands, call) for mine in zip(x, experts, weights, strict=True)]
 
 

@@ -49,7 +49,7 @@ class ShmSite:
 
     @staticmethod
     def buffers(call: ExpertExchangeCall) -> tuple[Buffer, ...]:
-        """What the call needs in every rank's arena: what peers push here, and what comes home.
+        """Arena buffers of the call on every rank: rows that peers push here, and results returned to this one.
 
         Raises `WeaveError` without the native module.
         """

@@ -1,4 +1,4 @@
-"""What a bound `expert_exchange` has moved."""
+"""Rows that a bound `expert_exchange` has moved."""
 
 from __future__ import annotations
 

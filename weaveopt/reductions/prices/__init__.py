@@ -1,1 +1,1 @@
-"""What the kernels of a reduction take, and which of them serves which token count."""
+"""Times of a reduction's kernels, and the choice of the kernel for each token count."""

@@ -62,7 +62,7 @@ def estimate_unfused(machine: Machine, workload: Workload) -> Estimate:
 
 
 def gather_us(machine: Machine, workload: Workload, fabric: Fabric) -> float:
-    """What a two-shot exchange takes to hand out rows of the sum beside normalized ones, where the sum is read."""
+    """Time of a two-shot exchange for gathering rows of the sum in addition to normalized ones, if the sum is read."""
     if not (workload.has_norm and workload.sum_is_used) or workload.world <= 1:
         return 0.0
     half = all_reduce_steps(fabric, Algorithm.TWO_SHOT, workload.world).traffic / 2

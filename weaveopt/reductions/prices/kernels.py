@@ -57,7 +57,7 @@ class KernelVariant:
     """Whether its time was measured on such a machine with as many ranks."""
 
     def covers(self, message_bytes: int) -> bool:
-        """Whether anything is known of messages of that size."""
+        """True if the variant's curve covers messages of that size, or it has no curve."""
         return self.curve is None or self.curve.covers(message_bytes)
 
 
@@ -120,7 +120,7 @@ def _between_gpus(machine: Machine, fabric: Fabric, hidden: int, world: int, hos
 
 
 def longest_row_bytes(machine: Machine, fabric: Fabric, ranks_of_host: int) -> int:
-    """Of the rows that kernels between hosts of so many GPUs were measured with; 0: none was."""
+    """Longest row that kernels between hosts of so many GPUs were measured with, in bytes; 0: none was."""
     if fabric not in machine.fabrics:
         return 0
     curves = curves_between(fabric_costs(machine, fabric), OP, ranks_of_host=ranks_of_host)

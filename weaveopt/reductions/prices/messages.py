@@ -16,8 +16,8 @@ from weaveopt.reductions.variant import Algorithm
 
 
 def problem_of(workload: Workload, algorithm: Algorithm) -> Problem:
-    """What the busiest host has to do. Hosts divide whole rows among each other: a share of one row among 8 hosts is
-    one host's alone, which gets 8 times what it would of many.
+    """Exchange of the busiest host. Hosts divide whole rows among each other: one row among 8 hosts is a single host's
+    share, 8 times what it would have of many rows.
     """
     ranks_per_host, hosts = workload.world // workload.hosts, workload.hosts
     unevenness = 1.0

@@ -113,7 +113,7 @@ class _Race:
         return variant is not None and us <= library_us
 
     def lost(self, tokens: int) -> bool:
-        """Whether no kernel can serve, or the library is faster by more than the model's error."""
+        """True if no kernel can serve, or the library is faster by more than the model's error."""
         variant, us, library_us = self._at(tokens)
         return variant is None or us > library_us * (1 + self._machine.relative_error)
 

@@ -1,4 +1,4 @@
-"""What the rule's kernel computes at one site, with its token counts."""
+"""Workload of the rule's kernel at one site, with its token counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weaveopt.sites.reduction import ReductionFacts
 
 @dataclass(frozen=True)
 class Workload:
-    """What one site computes on every rank, unfused: all-reduce of `[tokens, hidden]`, add, norm.
+    """Unfused computation of one site on every rank: all-reduce of `[tokens, hidden]`, add, norm.
 
     `tokens` is the token count that estimates are made for (the hint, if shapes are dynamic);
     `max_tokens` is the largest count that the compiled graph may see (equal to `tokens` if static).
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def is_static(self) -> bool:
-        """Whether the compiled graph sees this one count only."""
+        """True if the compiled graph sees this one count only."""
         return self.max_tokens == self.tokens and self.min_tokens in (0, self.tokens)
 
     @property
