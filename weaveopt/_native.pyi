@@ -248,6 +248,8 @@ def product_most_tokens(world: int) -> int: ...
 def product_waves(tokens: int, hidden: int, tile_columns: int, finisher_ctas: int, world: int, num_sms: int) -> int: ...
 
 PRODUCT_MOST_HIDDEN: int
+GATHER_SPARE_CTAS: int
+"""SMs that GEMMs of `all_gather_gemm` leave free."""
 
 def shm_buffers(max_tokens: int, hidden: int, dtype: DType, out_dtype: DType, world: int) -> list[BufferNeed]: ...
 
@@ -371,7 +373,6 @@ class GpuGemmReduceScatter:
         tile_columns: int,
         group_pairs: int,
         finisher_ctas: int,
-        own_last: bool,
         a: int,
         a_stride: int,
         weight: int,
@@ -387,7 +388,6 @@ class GpuGemmReduceScatter:
         tile_columns: int,
         group_pairs: int,
         finisher_ctas: int,
-        own_last: bool,
         a: int,
         a_stride: int,
         weight: int,
@@ -417,15 +417,12 @@ class GpuAllGatherGemm:
         rows_offset: int,
         rows_bytes: int,
     ) -> None: ...
-    def begin(
-        self, outer: int, inner: int, num_pieces: int, shard: int, keeps_own: bool, main: int, side: int, /
-    ) -> int: ...
+    def begin(self, outer: int, inner: int, shard: int, keeps_own: bool, main: int, side: int, /) -> int: ...
     def await_shards(self, main: int, /) -> int: ...
     def multiply(
         self,
         tile_columns: int,
         group_pairs: int,
-        spare_ctas: int,
         weight: int,
         weight_stride: int,
         bias: int,

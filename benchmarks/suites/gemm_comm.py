@@ -7,16 +7,16 @@ bf16, random data. Every case runs as chains in CUDA graphs that take turns; the
 that finish rows. `strong_sequence` is cuBLAS and then weave's own fused all-reduce + norm, `sequence` cuBLAS, NCCL and
 Inductor's addition and norm. `gemm`: the GEMM alone.
 
-`gemm_reduce_scatter` and `all_gather_gemm`: a cut is columns of a tile, pairs of panels in a wave group, then CTAs that
-finish rows and whether own rows come last, or spare CTAs and pieces of a shard; `partials` and `copies` are cuBLAS and
-an exchange. `async_tp` is torch's fused functions: left out, with a line, where they raise. Inductor's addition and
-norm on this rank's rows follow a reduce-scatter; `norm C:P:F:L` is one kernel for all of that.
+`gemm_reduce_scatter` and `all_gather_gemm`: a cut is columns of a tile, pairs of panels in a wave group and, of the
+former, CTAs that finish rows; `partials` and `copies` are cuBLAS and an exchange. `async_tp` is torch's fused
+functions: left out, with a line, where they raise. Inductor's addition and norm on this rank's rows follow a
+reduce-scatter; `norm C:P:F` is one kernel for all of that.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -27,10 +27,9 @@ from benchmarks.suite import GPU, Asked, Needs, Setting, Suite, UsageError, prod
 from benchmarks.workloads import gemm_all_reduce, scatter_gather
 from benchmarks.workloads.gemm_all_reduce import Cut, Inputs, chains_us
 from benchmarks.workloads.scatter_gather import ASYNC_TP, SEQUENCE, Gather, Scatter
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
 from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter, gemm_reduce_scatter_norm
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 
 TOKENS = Setting("tokens", (1024, 2048, 4096, 8192, 16384), "of all ranks together", quick=(2048,))
 HIDDENS = Setting("hiddens", (8192,), "elements of a row that travels")
@@ -45,13 +44,13 @@ SHARDS_CHECKED = ((128, 512), (250, 520), (1, 64), (194, 2048))
 """Rows of a rank, and k or n."""
 
 
-def names_of(cuts: Sequence[TileCut] | Sequence[GatherCut]) -> tuple[str, ...]:
-    return tuple(":".join(str(int(value)) for value in astuple(cut)) for cut in cuts)
+def names_of(cuts: Iterable[TileConfig]) -> tuple[str, ...]:
+    return tuple(":".join(str(value) for value in astuple(cut) if value) for cut in cuts)
 
 
-SCATTER_CUTS = Setting("cuts", names_of(gemm_reduce_scatter.TILE_CUTS), "COLUMNS:PAIRS:CTAS:OWN_LAST")
-NORM_CUTS = Setting("norm_cuts", names_of(gemm_reduce_scatter_norm.CUTS), "COLUMNS:PAIRS:CTAS:OWN_LAST")
-GATHER_CUTS = Setting("cuts", names_of(all_gather_gemm.PUSHED_CUTS), "COLUMNS:PAIRS:SPARE:PIECES")
+SCATTER_CUTS = Setting("cuts", names_of(gemm_reduce_scatter.TILE_CUTS), "COLUMNS:PAIRS:CTAS")
+NORM_CUTS = Setting("norm_cuts", names_of(gemm_reduce_scatter_norm.CUTS), "COLUMNS:PAIRS:CTAS")
+GATHER_CUTS = Setting("cuts", names_of(all_gather_gemm.PUSHED_CUTS), "COLUMNS:PAIRS")
 
 
 @dataclass(frozen=True)

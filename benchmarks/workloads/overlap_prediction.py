@@ -7,7 +7,7 @@ cut, and predicts each of these times by the profile's curves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -16,41 +16,43 @@ from benchmarks import record
 from weaveopt import _native
 from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.machine import Machine
-from weaveopt.cost_model.overlapped import Kernels, Message, overlapped_us
-from weaveopt.ops.all_gather_gemm import cut as gathers
-from weaveopt.ops.all_gather_gemm.pushed import known_kernels as gather_kernels
-from weaveopt.ops.gemm_all_reduce import cut as reduces
+from weaveopt.cost_model.overlapped import Message, overlapped_us
+from weaveopt.cost_model.tile_config import TileConfig, TileKernels
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut
 from weaveopt.records.candidate import Fabric
-from weaveopt.rewrites.gemm_all_reduce.tiles import known_kernels as reduce_kernels
 
 DTYPE, ELEMENT_BYTES = "bfloat16", 2
 PREFIX = "us "
 """Prefix of the parameters that hold a cut's time."""
-Cut = reduces.Cut | gathers.Cut
 
 
 @dataclass(frozen=True)
 class Measured:
     """The kernels of one suite: how its rows name a size and a cut, and what the profile knows of them."""
 
-    suite: str
-    depth: str
-    parse: Callable[[list[int]], Cut]
-    spare: Callable[[Cut], int]
-    """CTAs of the grid that compute no tiles."""
-    kernels: Callable[[Machine, int], Kernels[Cut]]
+    kernels: TileKernels
+    variant: str = ""
+    spare_ctas: int = 0
+    """CTAs that compute no tiles, beside those of a config."""
+
+    @property
+    def suite(self) -> str:
+        return self.kernels.op
+
+    @property
+    def depth(self) -> str:
+        return self.kernels.size
+
+    def parse(self, values: list[int]) -> TileConfig:
+        """The config of a row; what follows columns and pairs of a gather was never another than today's."""
+        return TileConfig(*values[: 3 if self.kernels.has_finishers else 2])
 
 
 SUITES = (
-    Measured(
-        "gemm_all_reduce", "k", lambda values: reduces.Cut(*values), lambda cut: cut.finisher_ctas,  # type: ignore[union-attr]
-        lambda machine, world: reduce_kernels(machine, Fabric.PEER, world, reduces.HandsOut.NORM),  # type: ignore[return-value]
-    ),
-    Measured(
-        "all_gather_gemm", "n", lambda values: gathers.Cut(*values), lambda cut: cut.spare_ctas,  # type: ignore[union-attr]
-        lambda machine, world: gather_kernels(machine, Fabric.PEER, world),  # type: ignore[return-value]
-    ),
-)  # fmt: skip
+    Measured(ALL_REDUCE, HandsOut.NORM.variant),
+    Measured(ALL_GATHER, spare_ctas=_native.GATHER_SPARE_CTAS),
+)
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,15 @@ class Size:
     hidden: int
     depth: int
     world: int
-    measured_us: dict[Cut, float]
-    predicted_us: dict[Cut, float]
+    measured_us: dict[TileConfig, float]
+    predicted_us: dict[TileConfig, float]
 
     @property
-    def chosen(self) -> Cut:
+    def chosen(self) -> TileConfig:
         return min(self.predicted_us, key=lambda cut: self.predicted_us[cut])
 
     @property
-    def errors(self) -> dict[Cut, float]:
+    def errors(self) -> dict[TileConfig, float]:
         """Signed errors of predictions: above 0 the prediction is too long."""
         return {cut: us / self.measured_us[cut] - 1.0 for cut, us in self.predicted_us.items()}
 
@@ -80,7 +82,7 @@ class Size:
         return min(self.measured_us.values()) / self.measured_us[self.chosen]
 
 
-def times_of(parameters: dict[str, record.Scalar], known: Measured) -> dict[Cut, float]:
+def times_of(parameters: dict[str, record.Scalar], known: Measured) -> dict[TileConfig, float]:
     """Times of every cut that a row holds."""
     found = {}
     for name, us in parameters.items():
@@ -90,16 +92,18 @@ def times_of(parameters: dict[str, record.Scalar], known: Measured) -> dict[Cut,
     return found
 
 
-def predictions(machine: Machine, known: Measured, message: Message, depth: int, world: int) -> dict[Cut, float]:
+def predictions(machine: Machine, known: Measured, message: Message, depth: int, world: int) -> dict[TileConfig, float]:
     """Predictions for every cut that the profile has measured at such a size."""
     units = num_units(machine, DTYPE)
 
-    def waves(cut: Cut, tokens: int, hidden: int, depth: int) -> int:
+    def waves(cut: TileConfig, tokens: int, hidden: int, depth: int) -> int:
         columns = depth if known.depth == "n" else hidden
-        return _native.product_waves(tokens, columns, cut.tile_columns, known.spare(cut), world, units)
+        return _native.product_waves(
+            tokens, columns, cut.tile_columns, cut.finisher_ctas + known.spare_ctas, world, units
+        )
 
     found = {}
-    for cut, by_depth in known.kernels(machine, world).by_cut.items():
+    for cut, by_depth in known.kernels.known(machine, Fabric.PEER, world, known.variant).by_cut.items():
         us = overlapped_us(by_depth, message, depth, partial(waves, cut))
         if us is not None:
             found[cut] = us

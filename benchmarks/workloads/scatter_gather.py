@@ -19,16 +19,15 @@ from benchmarks.timing import Step, attempt
 from benchmarks.workloads.gemm_all_reduce import EXCHANGE_CTAS, Inputs, chains_us
 from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
 from weaveopt import _native
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, rows_call
 from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter
 from weaveopt.measure.cases.all_reduce_norm import calls
 from weaveopt.measure.cases.memory import add_norm
 from weaveopt.ops.all_gather_gemm import op as gathers
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.gemm_reduce_scatter import op as scatters
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.reductions import buffers
@@ -57,7 +56,6 @@ class Bench:
     """The variant without a cut."""
     op: ModuleType
     kind: type[GemmReduceScatterCall] | type[AllGatherGemmCall]
-    cut: type[TileCut] | type[GatherCut]
 
     def __init__(self, place: Place, hiddens: list[int], cuts: list[str], most_tokens: int) -> None:
         self.place, self.hiddens, self.most_tokens = place, hiddens, most_tokens
@@ -71,7 +69,7 @@ class Bench:
         return self.kind(
             site=f"benchmark.{self.suite}.{hidden}.{variant}", group=self.place.group, fabric=Fabric.PEER,
             world=self.place.world, hidden=hidden, dtype="bfloat16", max_tokens=self.most_tokens, timeout_s=TIMEOUT_S,
-            cut="" if variant == self.bare else str(self.cut(*map(int, variant.split(":")))),
+            cut="" if variant == self.bare else str(TileConfig(*map(int, variant.split(":")))),
         )  # fmt: skip
 
     def plans(self) -> Iterator[MemoryPlan]:
@@ -135,7 +133,7 @@ class Bench:
 
 class Scatter(Bench):
     suite, bare = "gemm_reduce_scatter", gemm_reduce_scatter.GPU_VARIANT
-    op, kind, cut = scatters, GemmReduceScatterCall, TileCut
+    op, kind = scatters, GemmReduceScatterCall
 
     def __init__(
         self, place: Place, hiddens: list[int], cuts: list[str], norm_cuts: list[str], most_tokens: int
@@ -149,7 +147,7 @@ class Scatter(Bench):
         call = GemmReduceScatterNormCall(
             site=f"benchmark.{self.suite}.{hidden}.{variant}", group=self.place.group, fabric=Fabric.PEER,
             world=self.place.world, hidden=hidden, dtype="bfloat16", max_tokens=self.most_tokens, timeout_s=TIMEOUT_S,
-            cut=str(TileCut(*map(int, variant.removeprefix("norm ").split(":")))), eps=EPS, cast_before_weight=True,
+            cut=str(TileConfig(*map(int, variant.removeprefix("norm ").split(":")))), eps=EPS, cast_before_weight=True,
         )  # fmt: skip
         op, text, b = torch.ops.weave.gemm_reduce_scatter_norm.default, call.encode(), inputs.weight.t()
         return lambda: op(inputs.a, b, residual, inputs.norm_weight, text)
@@ -234,7 +232,7 @@ class Scatter(Bench):
 
 class Gather(Bench):
     suite, bare = "all_gather_gemm", all_gather_gemm.GPU_VARIANT
-    op, kind, cut = gathers, AllGatherGemmCall, GatherCut
+    op, kind = gathers, AllGatherGemmCall
 
     def products(self, inputs: Inputs, whole: Tensor, room: Tensor) -> dict[str, Product]:
         """`whole` has the rows of all ranks, of which `inputs.a` are this one's; `room` is for a GEMM's results."""

@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "all_gather_gemm/multiply.h"
 #include "all_gather_gemm/shm.h"
 
 namespace py = pybind11;
@@ -50,6 +51,7 @@ void bind_all_gather_gemm(py::module_& m) {
              py::arg("site"), py::arg("max_threads"))
         .def_property_readonly("status", [](const AllGatherGemmHandle& handle) { return handle.owner->group.status(); })
         .def("run", &AllGatherGemmHandle::run);
+    m.attr("GATHER_SPARE_CTAS") = gpu::kGatherSpareCtas;
 }
 
 }  // namespace weave

@@ -40,18 +40,15 @@ class GpuAllGatherGemm {
         call_.site = tag;
     }
 
-    // Of `outer` blocks of `inner` rows a rank, at `shard`, pushed in at most `num_pieces`. `keeps_own`: copied to this
-    // rank's own gathered rows too. CUDA error codes; the same of what follows.
-    int begin(int64_t outer, int64_t inner, int32_t num_pieces, uintptr_t shard, bool keeps_own, uintptr_t main,
-              uintptr_t side) {
-        within("num_pieces", num_pieces, 1, kMostCount);
+    // Of `outer` blocks of `inner` rows a rank, at `shard`. `keeps_own`: copied to this rank's own gathered rows too.
+    // CUDA error codes; the same of what follows.
+    int begin(int64_t outer, int64_t inner, uintptr_t shard, bool keeps_own, uintptr_t main, uintptr_t side) {
         within("tokens", product_of("tokens", {outer, inner, call_.group.world}), 0, kMostCount);
         const int64_t bytes = product_of("the gathered rows", {outer, inner, row_bytes_, call_.group.world});
         if (bytes > rows_bytes_) throw std::invalid_argument("the gathered rows are larger than their buffer");
         expect_address("shard", shard, bytes > 0);
         call_.outer = outer;
         call_.block_bytes = inner * row_bytes_;
-        call_.piece_bytes = gpu::piece_bytes(inner, row_bytes_, num_pieces);
         call_.shard = reinterpret_cast<const void*>(shard);
         call_.tokens = static_cast<int32_t>(outer * inner * call_.group.world);
         // A launch blocks where the queue is full, which may be because a kernel waits for a peer: the watchdog,
@@ -67,8 +64,8 @@ class GpuAllGatherGemm {
         py::gil_scoped_release release;
         return gpu::await_shards(call_, reinterpret_cast<void*>(main));
     }
-    int multiply(int32_t tile_columns, int32_t group_pairs, int32_t spare_ctas, uintptr_t weight, int64_t weight_stride,
-                 uintptr_t bias, int64_t n, uintptr_t out, uintptr_t main) const {
+    int multiply(int32_t tile_columns, int32_t group_pairs, uintptr_t weight, int64_t weight_stride, uintptr_t bias,
+                 int64_t n, uintptr_t out, uintptr_t main) const {
         within("n", n, 0, kMostCount);
         within("tile_columns", tile_columns, 1, kMostCount);
         expect_address("weight", weight, n > 0);
@@ -76,7 +73,7 @@ class GpuAllGatherGemm {
         const gpu::GatheredProduct product{reinterpret_cast<const void*>(weight), reinterpret_cast<const void*>(bias),
                                            reinterpret_cast<void*>(out),          n,
                                            row_bytes_ / size_of(dtype_),          weight_stride};
-        const gpu::GatherCut cut{tile_columns, group_pairs, spare_ctas};
+        const gpu::GatherCut cut{tile_columns, group_pairs};
         py::gil_scoped_release release;
         return gpu::run_gathered_product(call_, product, cut, dtype_, reinterpret_cast<void*>(main));
     }

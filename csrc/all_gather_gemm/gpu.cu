@@ -3,7 +3,7 @@
 //   gathered rows of every rank
 //     store   the source's copies (copy engines), on its side stream
 //     fence   the copy ends before the kernel behind it in the stream begins; release, in signal of that kernel
-//     flag    rows[source][piece]
+//     flag    rows[source][0]
 //     wait    a thread that loads tiles, acquire, then fence.proxy.async; or await_shards, acquire, in which case
 //             kernels behind that one read
 //     again   in the source's next gather, behind open_gather: it has seen this rank's tag of that call, which says
@@ -36,18 +36,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Fits beside a CTA of the GEMM.
-__global__ void __launch_bounds__(1)
-    say_arrived(const __grid_constant__ fabric::GroupView group, int32_t peer, int32_t piece) {
-    fabric::signal(shard_flag(group, peer, group.rank, piece), fabric::signal_word(running_call(group), 1));
+__global__ void __launch_bounds__(1) say_arrived(const __grid_constant__ fabric::GroupView group, int32_t peer) {
+    fabric::signal(shard_flag(group, peer, group.rank), fabric::signal_word(running_call(group), 1));
 }
 
 __global__ void __launch_bounds__(kThreads)
-    await_all(const __grid_constant__ fabric::GroupView group, int32_t tokens, uint32_t site, int32_t num_pieces) {
+    await_all(const __grid_constant__ fabric::GroupView group, int32_t tokens, uint32_t site) {
     const uint64_t epoch = running_call(group);
     const fabric::Watch watch{group, fabric::tag_word(epoch, tokens, site)};
-    // The last piece of a shard comes behind its others.
     const int32_t source = threadIdx.x;
-    if (source < group.world && source != group.rank) await_piece(watch, epoch, source, num_pieces - 1);
+    if (source < group.world && source != group.rank) await_shard(watch, epoch, source);
 }
 
 int copy(char* to, const char* from, int64_t num_bytes, cudaStream_t stream) {
@@ -73,27 +71,16 @@ int open_gather(const Gather& given, void* main) {
 
 int push_shard(const Gather& given, void* side) {
     const auto stream = static_cast<cudaStream_t>(side);
-    const int32_t rank = given.group.rank, num_pieces = given.num_pieces();
-    if (num_pieces > kMostPieces) return cudaErrorInvalidValue;
     // A rank multiplies the rows of the ranks after it in turn, so the first one that a shard goes to is the rank
     // before.
     for (int32_t step = given.group.world - 1; step >= 1; --step) {
         const int32_t peer = given.group.after(step);
         char* rows = given.group.base[peer] + given.rows_offset;
-        for (int32_t piece = 0; piece < num_pieces; ++piece) {
-            int error = cudaSuccess;
-            if (given.outer > 1) {
-                error = copy_blocks(given, rows, rank, stream);
-            } else {
-                const int64_t first = piece * given.piece_bytes, rest = given.block_bytes - first;
-                error = copy(rows + rank * given.block_bytes + first, static_cast<const char*>(given.shard) + first,
-                             rest < given.piece_bytes ? rest : given.piece_bytes, stream);
-            }
-            if (error != cudaSuccess) return error;
-            say_arrived<<<1, 1, 0, stream>>>(given.group, peer, piece);
-            error = cudaGetLastError();
-            if (error != cudaSuccess) return error;
-        }
+        int error = copy_blocks(given, rows, given.group.rank, stream);
+        if (error != cudaSuccess) return error;
+        say_arrived<<<1, 1, 0, stream>>>(given.group, peer);
+        error = cudaGetLastError();
+        if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
 }
@@ -104,8 +91,7 @@ int keep_shard(const Gather& given, void* main) {
 }
 
 int await_shards(const Gather& given, void* main) {
-    await_all<<<1, kThreads, 0, static_cast<cudaStream_t>(main)>>>(given.group, given.tokens, given.site,
-                                                                   given.num_pieces());
+    await_all<<<1, kThreads, 0, static_cast<cudaStream_t>(main)>>>(given.group, given.tokens, given.site);
     return cudaGetLastError();
 }
 

@@ -4,7 +4,7 @@
 // A call is, in this order of launches (`main` is the caller's stream, `side` one beside it):
 //
 //   open_gather    main   a barrier of all ranks: behind it peers may be written to
-//   push_shard     side   behind open_gather: copies, a signal behind each
+//   push_shard     side   behind open_gather: a copy to each peer, a signal behind each
 //   multiply       main   GEMMs that wait for rows as they need them (multiply.h); or
 //   await_shards   main   all rows are here; then any kernel may read them
 //   hand_out       side   all rows are here; copies them out
@@ -25,18 +25,10 @@ struct Gather {
     int64_t rows_offset;  // of the gathered rows, in every arena, from its first byte
     int64_t outer;
     int64_t block_bytes;
-    int64_t piece_bytes;  // of one copy; `outer` > 1: a shard goes in one
     const void* shard;
     int32_t tokens;  // of all ranks together
     uint32_t site;   // equal on all ranks if they run the same
-
-    int32_t num_pieces() const {
-        return outer > 1 ? 1 : static_cast<int32_t>((block_bytes + piece_bytes - 1) / piece_bytes);
-    }
 };
-
-// The most pieces of a shard.
-constexpr int32_t kMostPieces = 32;
 
 // Each enqueues and returns a CUDA error code; 0 is success. None is for an empty shard.
 int open_gather(const Gather& given, void* main);

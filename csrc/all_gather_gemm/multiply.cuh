@@ -1,7 +1,7 @@
 // The kernel of multiply.h (sm_90a). Own rows come first, out of the shard itself; then those of the ranks after this
-// one, in the order in which they are pushed. The loading thread waits for the pieces that have a tile's rows.
+// one, in the order in which they are pushed. The loading thread waits for the shard that has a tile's rows.
 //
-// What orders memory is told in gpu.cu. Here: acquire of the piece's flag, fence.proxy.async, then loads by TMA, all in
+// What orders memory is told in gpu.cu. Here: acquire of the shard's flag, fence.proxy.async, then loads by TMA, all in
 // one thread. This kernel lets no other one begin before it ends, not even the next GEMM of the call: its CTAs would
 // take the SMs that are left to the kernels that signal, and wait there for this one, which may wait for a signal.
 #pragma once
@@ -18,7 +18,6 @@ struct GatheredWork {
     fabric::GroupView group;
     int32_t tokens;
     uint32_t site;
-    int32_t piece_rows;
 };
 
 template <typename T, int kColumns>
@@ -35,16 +34,13 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) multiply_gathered(const __g
         if (lane == 0 && warp == 0) {
             const uint64_t epoch = running_call(given.group);
             const fabric::Watch watch{given.group, fabric::tag_word(epoch, given.tokens, given.site)};
-            int32_t source = given.group.rank, last = 0;  // pieces of `source` that are here, up to this one
+            int32_t source = given.group.rank;  // whose rows are here
             gemm::load_tiles(work, shared, [&](const gemm::Tile& tile) {
                 if (tile.owner == given.group.rank) return gemm::RowsOfA{&given.own_rows, tile.row};
-                const int32_t rows = work.order.rows_of(tile.owner), end = tile.row + gemm::kPairRows;
-                const int32_t piece = ((end < rows ? end : rows) - 1) / given.piece_rows;
-                if (source != tile.owner || last < piece) {
-                    await_piece(watch, epoch, tile.owner, piece);
+                if (source != tile.owner) {
+                    await_shard(watch, epoch, tile.owner);
                     fabric::order_accesses_before_copies();
                     source = tile.owner;
-                    last = piece;
                 }
                 return gemm::RowsOfA{&work.a, work.order.begin[tile.owner] + tile.row};
             });

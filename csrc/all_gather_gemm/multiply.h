@@ -21,11 +21,10 @@ struct GatheredProduct {
 struct GatherCut {
     int32_t tile_columns;  // 128, 160 or 256
     int32_t group_pairs;   // pairs of panels in a wave group
-    int32_t spare_ctas;    // SMs that it leaves free, where kernels that signal run: an even number, at least 2
 };
 
-// Bytes of a piece of a shard of `rows` rows that goes in at most `num_pieces`: whole pairs of panels.
-int64_t piece_bytes(int64_t rows, int64_t row_bytes, int32_t num_pieces);
+// SMs that it leaves free: a grid that waits for peers must leave room for the kernels that signal, there as here.
+constexpr int32_t kGatherSpareCtas = 2;
 
 // Enqueues it behind open_gather; `given.outer` is 1. Returns a CUDA error code; 0 is success.
 int run_gathered_product(const Gather& given, const GatheredProduct& product, const GatherCut& cut, DType dtype,

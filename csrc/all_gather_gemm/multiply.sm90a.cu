@@ -30,19 +30,13 @@ int make_maps(GatheredWork& made, const Gather& given, const GatheredProduct& pr
 
 }  // namespace
 
-int64_t piece_bytes(int64_t rows, int64_t row_bytes, int32_t num_pieces) {
-    const int64_t pairs = gemm::ceiling(rows, gemm::kPairRows);
-    const int64_t count = std::clamp<int64_t>(num_pieces, 1, kMostPieces);
-    return std::max<int64_t>(gemm::ceiling(pairs, count), 1) * gemm::kPairRows * row_bytes;
-}
-
 int run_gathered_product(const Gather& given, const GatheredProduct& product, const GatherCut& cut, DType dtype,
                          void* main) {
     const int32_t world = given.group.world;
     if (given.tokens == 0 || product.n == 0) return cudaSuccess;
     const int64_t row_bytes = product.k * size_of(dtype);
     if (given.outer != 1 || product.k < 1 || given.tokens % world != 0 ||
-        given.block_bytes != given.tokens / world * row_bytes || given.piece_bytes % (gemm::kPairRows * row_bytes) != 0)
+        given.block_bytes != given.tokens / world * row_bytes)
         return cudaErrorInvalidValue;
     GatheredWork made{};
     gemm::TileOrder& order = made.work.order;
@@ -61,13 +55,11 @@ int run_gathered_product(const Gather& given, const GatheredProduct& product, co
     made.group = given.group;
     made.tokens = given.tokens;
     made.site = given.site;
-    made.piece_rows = static_cast<int32_t>(given.piece_bytes / row_bytes);
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    // This grid waits for peers, whose kernels that signal need an SM there, as this rank's need one here.
-    const int32_t spare = std::max(cut.spare_ctas / gemm::kClusterCtas, 1);
-    made.work.num_clusters = std::min(std::max(num_sms / gemm::kClusterCtas - spare, 1), order.num_tiles());
+    constexpr int32_t kSpare = kGatherSpareCtas / gemm::kClusterCtas;
+    made.work.num_clusters = std::min(std::max(num_sms / gemm::kClusterCtas - kSpare, 1), order.num_tiles());
     const int error = make_maps(made, given, product, cut, dtype);
     if (error != 0) return error;
     const int32_t num_ctas = made.work.num_clusters * gemm::kClusterCtas;

@@ -1,4 +1,4 @@
-// Arrival of shards, as kernels see it: word rows[source][piece] of the channel, by the number of the running call.
+// Arrival of shards, as kernels see it: word rows[source][0] of the channel, by the number of the running call.
 #pragma once
 
 #include "fabric/call.cuh"
@@ -11,13 +11,12 @@ __device__ __forceinline__ uint64_t running_call(const fabric::GroupView& group)
 }
 
 // In `of`'s arena.
-__device__ __forceinline__ uint64_t* shard_flag(const fabric::GroupView& group, int32_t of, int32_t source,
-                                                int32_t piece) {
-    return &group.channel(of)->rows[source][piece];
+__device__ __forceinline__ uint64_t* shard_flag(const fabric::GroupView& group, int32_t of, int32_t source) {
+    return &group.channel(of)->rows[source][0];
 }
 
-__device__ __forceinline__ void await_piece(const fabric::Watch& watch, uint64_t epoch, int32_t source, int32_t piece) {
-    fabric::wait(shard_flag(watch.group, watch.group.rank, source, piece), fabric::signal_word(epoch, 1), watch, source,
+__device__ __forceinline__ void await_shard(const fabric::Watch& watch, uint64_t epoch, int32_t source) {
+    fabric::wait(shard_flag(watch.group, watch.group.rank, source), fabric::signal_word(epoch, 1), watch, source,
                  fabric::Slot::kRows);
 }
 

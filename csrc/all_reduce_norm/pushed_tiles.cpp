@@ -36,7 +36,7 @@ gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const Cut& cu
     order.pairs = gemm::ceiling(share_of(tokens, world), gemm::kPairRows);
     order.columns = gemm::ceiling(hidden, cut.tile_columns);
     order.group_pairs = std::max(cut.group_pairs, 1);
-    order.owner_order = cut.owner_order;
+    order.owner_order = gemm::OwnerOrder::kInterleaved;
     return order;
 }
 

@@ -26,7 +26,6 @@ struct Cut {
     int32_t tile_columns;   // 128 or 256
     int32_t group_pairs;    // pairs of panels in a wave group
     int32_t finisher_ctas;  // that compute no tiles: an even number
-    gemm::OwnerOrder owner_order = gemm::OwnerOrder::kInterleaved;
 };
 
 // Who gets normalized rows.

@@ -25,8 +25,7 @@ constexpr int32_t ceiling(int64_t a, int64_t b) {
 // Whose pairs come first.
 enum class OwnerOrder : int32_t {
     kInterleaved = 0,  // one of each owner in turn: every owner's rows finish from the beginning on
-    kOwnLast = 1,      // owner by owner, from the rank after this one: what has the longest way goes first
-    kOwnFirst = 2,     // owner by owner, from this rank: what is here already goes first
+    kOwnFirst = 1,     // owner by owner, from this rank: what is here already goes first
 };
 
 struct Tile {
@@ -58,7 +57,7 @@ struct TileOrder {
             found.owner = pair % num_owners;
             found.row = pair / num_owners * kPairRows;
         } else {
-            found.owner = (rank + (owner_order == OwnerOrder::kOwnLast ? 1 : 0) + pair / pairs) % num_owners;
+            found.owner = (rank + pair / pairs) % num_owners;
             found.row = pair % pairs * kPairRows;
         }
         return found;

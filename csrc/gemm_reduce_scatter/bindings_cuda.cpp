@@ -68,21 +68,21 @@ class GpuGemmReduceScatter {
 
     // The sum of this rank's rows of the product `a` [tokens, k] times `weight` [hidden, k]^T, in one kernel that sends
     // tiles to the owners of their rows. `tokens` divide by the ranks. A CUDA error code.
-    int run_tiles(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, bool own_last,
-                  uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t out,
+    int run_tiles(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t a,
+                  int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t out,
                   uintptr_t stream) const {
         gpu::Call call = tiles_call(tokens);
         call.sum = reinterpret_cast<void*>(out - before_own_rows(call));
-        return launched(call, {tile_columns, group_pairs, finisher_ctas, order_of(own_last)},
+        return launched(call, {tile_columns, group_pairs, finisher_ctas},
                         product_of(a, a_stride, weight, weight_stride, k), stream);
     }
 
     // The same of the sum and `residual`, and the RMS norm of that: all of them this rank's rows [own rows, hidden].
     // `norm_weight` of 0: none; `weight_is_fp32`: else of the rows' type. Whether a row is rounded before the weight is
     // applied, what is added to the weight, and eps are the model's. A CUDA error code.
-    int run_tiles_norm(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, bool own_last,
-                       uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k,
-                       uintptr_t residual, uintptr_t norm_weight, bool weight_is_fp32, float eps, float weight_offset,
+    int run_tiles_norm(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t a,
+                       int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t residual,
+                       uintptr_t norm_weight, bool weight_is_fp32, float eps, float weight_offset,
                        bool cast_before_weight, uintptr_t normalized, uintptr_t sum, uintptr_t stream) const {
         gpu::Call call = tiles_call(tokens);
         call.residual = reinterpret_cast<const void*>(residual - before_own_rows(call));
@@ -90,7 +90,7 @@ class GpuGemmReduceScatter {
         call.normalized = reinterpret_cast<void*>(normalized);
         call.norm.spec = {NormKind::kRms, eps, weight_offset, cast_before_weight};
         call.norm.weight = {reinterpret_cast<const void*>(norm_weight), weight_is_fp32 ? 1 : 0};
-        return launched(call, {tile_columns, group_pairs, finisher_ctas, order_of(own_last)},
+        return launched(call, {tile_columns, group_pairs, finisher_ctas},
                         product_of(a, a_stride, weight, weight_stride, k), stream);
     }
 
@@ -108,10 +108,6 @@ class GpuGemmReduceScatter {
     uintptr_t before_own_rows(const gpu::Call& call) const {
         const int64_t own_rows = call.tokens / call.group.world;
         return static_cast<uintptr_t>(call.group.rank * own_rows * call.hidden * size_of(dtype_));
-    }
-
-    static gemm::OwnerOrder order_of(bool own_last) {
-        return own_last ? gemm::OwnerOrder::kOwnLast : gemm::OwnerOrder::kInterleaved;
     }
 
     static gpu::Product product_of(uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k) {

@@ -8,10 +8,10 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from weaveopt.cost_model import Machine
+from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_all_reduce.call import CHUNKS, ChunkRow
-from weaveopt.ops.gemm_all_reduce.cut import TILES, Cut
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
 from weaveopt.reductions.eligible import shape_rejections
@@ -42,7 +42,7 @@ class Lowered:
     one_shot_max_tokens: int = 0
     norm_apart: bool = False
     """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
-    cut: Cut | None = None
+    cut: TileConfig | None = None
     """Of variant `tiles`."""
     division: tuple[Hashable, ...] | None = None
     """See `ReductionPlan`: chunks are divided among ranks one by one, so what they make is handed out whole."""

@@ -1,20 +1,19 @@
 """Variant `tiles`: one kernel computes the product and pushes every tile to the owner of its rows as it is finished.
 
-Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm_all_reduce.cut`.
+Its time is not modelled: a profile keeps it as measured, see `weaveopt.cost_model.tile_config`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from weaveopt.cost_model import Machine, gemm_us, host_us
 from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.machine import MEASURED
-from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
+from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.gemm_all_reduce.call import WeightLayout
-from weaveopt.ops.gemm_all_reduce.cut import OP, TILE_DTYPES, Cut, HandsOut, parse_variant
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut, WeightLayout
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.norm import NormKind
 from weaveopt.records.site import DTYPE_BYTES
@@ -36,7 +35,7 @@ SYMBOLIC = Rejection("symbolic_tokens", "the kernel is planned for one token cou
 class Priced:
     """The kernel at a site, by the cut that is predicted fastest."""
 
-    cut: Cut
+    cut: TileConfig
     estimate: Estimate
     """With the sum handed out whole, where it is read."""
     gather_us: float
@@ -100,10 +99,10 @@ def price(machine: Machine, workload: Workload, fabric: Fabric) -> Priced | Reje
     """
     assert workload.gemm is not None, "a site without a GEMM has no tiles"
     hands_out = _hands_out(workload)
-    kernels = known_kernels(machine, fabric, workload.world, hands_out)
+    kernels = ALL_REDUCE.known(machine, fabric, workload.world, hands_out.variant)
     units = num_units(machine, workload.dtype)
 
-    def waves(cut: Cut, tokens: int, hidden: int, _: int) -> int:
+    def waves(cut: TileConfig, tokens: int, hidden: int, _: int) -> int:
         sizes = tokens, hidden, cut.tile_columns, cut.finisher_ctas, workload.world, units
         return 0 if _native is None else _native.product_waves(*sizes)
 
@@ -125,17 +124,6 @@ def _hands_out(workload: Workload) -> HandsOut:
     if not workload.has_norm:
         return HandsOut.SUM
     return HandsOut.BOTH if workload.sum_is_used and not workload.sum_may_shard else HandsOut.NORM
-
-
-@cache
-def known_kernels(machine: Machine, fabric: Fabric, world: int, hands_out: HandsOut) -> Kernels[Cut]:
-    """Those that hand out these rows."""
-
-    def parse(variant: str) -> tuple[Cut, int] | None:
-        found = parse_variant(variant)
-        return (found.cut, found.depth) if found.hands_out is hands_out else None
-
-    return kernels_of(machine, fabric, world, OP, "k", parse)
 
 
 def _estimate(machine: Machine, workload: Workload, kernel_us: float, gathered_us: float) -> Estimate:

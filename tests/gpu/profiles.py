@@ -14,11 +14,18 @@ import torch.distributed as dist
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine, validate
 from weaveopt.cost_model.machine import Curve
-from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.plain_json import Json
 from weaveopt.records.candidate import Fabric
 
-COMMUNICATING_GEMMS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", NORM_OP)
+COMMUNICATING_GEMMS = (
+    ALL_REDUCE.op,
+    REDUCE_SCATTER.op,
+    ALL_GATHER.op,
+    REDUCE_SCATTER_NORM.op,
+)
 
 
 def read_unchecked() -> None:

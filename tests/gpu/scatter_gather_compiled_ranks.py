@@ -17,10 +17,9 @@ from tests.gpu.profiles import with_curves, written_once
 from tests.gpu.scatter_gather_ranks import equal, small
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
-from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
-from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
+from weaveopt.cost_model.tile_config import TileConfig
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER
 
 POINTS = (Point(1 << 10, 0.5), Point(1 << 30, 1.0))
 ROWS, HIDDEN, INNER = 512, 1024, 512
@@ -32,13 +31,13 @@ LATE = (("all_gather_gemm", "copies"), ("gemm_reduce_scatter", "partials"))
 def profile(early: bool) -> str:
     base, world = cost_model.load("h200x4"), dist.get_world_size()
     if early:
-        pushed, tiles = GatherCut(256, 1, 2, 2), TileCut(256, 1, 4, True)
+        pushed, tiles = TileConfig(256, 1), TileConfig(256, 1, 4)
         curves = tuple(
             curve
             for size in (64, 8192)
             for curve in (
-                Curve("fused", "all_gather_gemm", gather_variant(pushed, size), world, POINTS, HIDDEN),
-                Curve("fused", "gemm_reduce_scatter", tiles_variant(tiles, size), world, POINTS, HIDDEN),
+                Curve("fused", "all_gather_gemm", ALL_GATHER.name_of(pushed, size), world, POINTS, HIDDEN),
+                Curve("fused", "gemm_reduce_scatter", REDUCE_SCATTER.name_of(tiles, size), world, POINTS, HIDDEN),
             )
         )
     else:

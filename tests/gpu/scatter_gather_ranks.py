@@ -16,25 +16,24 @@ from torch import Tensor
 from benchmarks.ranks import Place, barrier, run_and_exit
 from benchmarks.timing import capture as captured
 from tests.tolerances import KERNEL, assert_close
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import RowsCall, memory_plan
 from weaveopt.ops.all_gather_gemm import op as gathers
 from weaveopt.ops.all_gather_gemm import reference as gathered
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.gemm_reduce_scatter import op as scatters
 from weaveopt.ops.gemm_reduce_scatter import reference as scattered
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0
 MOST_ROWS = 1100
 """Of one rank."""
-TILE_CUTS = (TileCut(256, 1, 4, True), TileCut(128, 2, 2, True), TileCut(256, 2, 0, False), TileCut(128, 1, 16, False))
+TILE_CUTS = (TileConfig(256, 1, 4), TileConfig(128, 2, 2), TileConfig(256, 2, 0), TileConfig(128, 1, 16))
 TILE_SHAPES = ((0, 1024, 64), (1, 1024, 64), (37, 2880, 520), (129, 8192, 256), (300, 1000, 1000), (1050, 1032, 72))
 """Rows of a rank, columns, depth."""
-GATHER_CUTS = (GatherCut(256, 1, 2, 1), GatherCut(128, 2, 2, 4), GatherCut(160, 2, 2, 3), GatherCut(256, 1, 6, 2))
+GATHER_CUTS = (TileConfig(256, 1), TileConfig(128, 2), TileConfig(160, 2), TileConfig(256, 4))
 GATHER_SHAPES = (
     (0, 64, (1024,)),
     (1, 64, (1024, 256)),
@@ -69,7 +68,7 @@ def poison() -> None:
     barrier()
 
 
-def scatter_call(hidden: int, dtype: str, cut: TileCut | None, **more: object) -> GemmReduceScatterCall:
+def scatter_call(hidden: int, dtype: str, cut: TileConfig | None, **more: object) -> GemmReduceScatterCall:
     world = dist.get_world_size()
     call = GemmReduceScatterCall(
         site=f"scatter {hidden} {dtype} {cut} {more}", group="0", fabric=Fabric.PEER, world=world, hidden=hidden,
@@ -78,7 +77,7 @@ def scatter_call(hidden: int, dtype: str, cut: TileCut | None, **more: object) -
     return replace(call, **more)  # type: ignore[arg-type]
 
 
-def gather_call(hidden: int, dtype: str, cut: GatherCut | None, hands_out_rows: bool = False) -> AllGatherGemmCall:
+def gather_call(hidden: int, dtype: str, cut: TileConfig | None, hands_out_rows: bool = False) -> AllGatherGemmCall:
     world = dist.get_world_size()
     return AllGatherGemmCall(
         site=f"gather {hidden} {dtype} {cut} {hands_out_rows}", group="0", fabric=Fabric.PEER, world=world,

@@ -31,23 +31,23 @@ from tests.gpu.scatter_gather_ranks import (
     small,
 )
 from tests.tolerances import KERNEL, assert_close
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.ops.all_gather_gemm.call import Weights
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall, Products
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut
 from weaveopt.ops.gemm_reduce_scatter.reference import add_and_normalize, reference_norm
 from weaveopt.records.candidate import Fabric
 
 CUTS = (
-    Cut(256, 1, 4, False),
-    Cut(256, 4, 4, False),
-    Cut(256, 2, 16, False),
-    Cut(128, 1, 2, True),
-    Cut(256, 2, 0, False),
+    TileConfig(256, 1, 4),
+    TileConfig(256, 4, 4),
+    TileConfig(256, 2, 16),
+    TileConfig(128, 1, 2),
+    TileConfig(256, 2, 0),
 )
 REPLAYS = 400
 
 
-def norm_call(hidden: int, dtype: str, cut: Cut | None, **more: object) -> GemmReduceScatterNormCall:
+def norm_call(hidden: int, dtype: str, cut: TileConfig | None, **more: object) -> GemmReduceScatterNormCall:
     """Its buffer is that of `scatter_call`, for which the arena is reserved here."""
     world = dist.get_world_size()
     call = GemmReduceScatterNormCall(

@@ -23,11 +23,9 @@ from tests.gpu.captured import captured
 from tests.gpu.profiles import with_curves, written_once
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
-from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
-from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
-from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
+from weaveopt.cost_model.tile_config import TileConfig
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.records.report import GraphReport
 
 RULE, OTHER = "shard_norm", "all_reduce_rms_norm"
@@ -81,12 +79,13 @@ def profile(early: bool, takes_norm: bool = False) -> str:
     curves = [Curve("fused", "all_gather", "copies", world, POINTS)]
     if early:
         for size in (64, 8192):
-            tiles, pushed = tiles_variant(TileCut(256, 1, 4, True), size), gather_variant(GatherCut(256, 1, 2, 2), size)
+            tiles = REDUCE_SCATTER.name_of(TileConfig(256, 1, 4), size)
+            pushed = ALL_GATHER.name_of(TileConfig(256, 1), size)
             curves.append(Curve("fused", "gemm_reduce_scatter", tiles, world, POINTS, HIDDEN))
             curves.append(Curve("fused", "all_gather_gemm", pushed, world, POINTS, HIDDEN))
             if takes_norm:
-                normed = tiles_variant(TileCut(256, 2, 16, False), size)
-                curves.append(Curve("fused", NORM_OP, normed, world, POINTS, HIDDEN))
+                normed = REDUCE_SCATTER_NORM.name_of(TileConfig(256, 2, 16), size)
+                curves.append(Curve("fused", REDUCE_SCATTER_NORM.op, normed, world, POINTS, HIDDEN))
     else:
         curves.append(Curve("fused", "reduce_scatter", "partials", world, POINTS))
     return written_once(with_curves(base, f"chain{early}{takes_norm}", curves))

@@ -24,9 +24,9 @@ from tests.gpu.profiles import with_curves, written_once
 from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt import _native, cost_model
 from weaveopt.cost_model.machine import Curve, Point
+from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics import peer, topology
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
-from weaveopt.ops.gemm_all_reduce.cut import TILES, Cut, HandsOut, MeasuredAs
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut
 from weaveopt.ops.gemm_all_reduce.reference import reference
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import SumOut
@@ -34,13 +34,13 @@ from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
 CASES = (Case(), Case(norm=None), Case(residual=False), Case(reduced_bias=True, scale=0.5))
-CUTS = (Cut(256, 1, 4), Cut(128, 2, 0))
+CUTS = (TileConfig(256, 1, 4), TileConfig(128, 2, 0))
 TOKENS = (0, 1, 2, 127, 129, 300, 513, 1000)
 MAX_TOKENS = 1024
 POINTS = (Point(1 << 10, 1.0), Point(1 << 30, 2.0))
 
 
-def call_of(case: Case, hidden: int, dtype: str, cut: Cut) -> GemmReductionCall:
+def call_of(case: Case, hidden: int, dtype: str, cut: TileConfig) -> GemmReductionCall:
     row = KernelRow(MAX_TOKENS, Algorithm.TWO_SHOT, Transfer.TILES)
     reduction = make_call(case, hidden, dtype, dist.get_world_size(), (row,))
     return GemmReductionCall(replace(reduction, site=f"{reduction.site} {cut}", in_pieces=False), TILES, (), cut)
@@ -161,7 +161,7 @@ def profile() -> str:
     """h200x4 with times of the kernel in place of those measured: so short that it is chosen wherever it can run."""
     base, world = cost_model.load("h200x4"), dist.get_world_size()
     curves = (
-        Curve("fused", RULE, MeasuredAs(hands_out, CUTS[0], depth).variant, world, POINTS, 4096)
+        Curve("fused", RULE, ALL_REDUCE.name_of(CUTS[0], depth, hands_out.variant), world, POINTS, 4096)
         for hands_out in HandsOut
         for depth in (64, 8192)
     )

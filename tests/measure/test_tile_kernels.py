@@ -10,13 +10,13 @@ import torch
 from tests.measure.test_families import own_kernels, rows
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
 from weaveopt.measure.cases.gemm_all_reduce import Kernel, TileKernels, call_of, cases, variant_of
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.overlapped import Times
-from weaveopt.ops.gemm_all_reduce.call import decode
-from weaveopt.ops.gemm_all_reduce.cut import Cut, HandsOut, MeasuredAs, parse_variant
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut, decode
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.reductions.prices.workload import Workload
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
@@ -25,7 +25,7 @@ from weaveopt.rewrites.gemm_all_reduce.tiles import Priced, price
 BULK = KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK, 16)
 
 
-def kernel_us(num_bytes: int, depth: int, cut: Cut) -> float:
+def kernel_us(num_bytes: int, depth: int, cut: TileConfig) -> float:
     return 20.0 + num_bytes / 4e5 + num_bytes * depth / 6e8 + cut.finisher_ctas
 
 
@@ -50,7 +50,7 @@ def workload(tokens: int, hidden: int, depth: int, hands_out: HandsOut = HandsOu
     )  # fmt: skip
 
 
-def priced_us(machine: Machine, of: Workload) -> tuple[float, Cut]:
+def priced_us(machine: Machine, of: Workload) -> tuple[float, TileConfig]:
     found = price(machine, of, Fabric.PEER)
     assert isinstance(found, Priced), found
     return sum(term.us for term in found.estimate.terms if term.name in ("gemm", "exposed")), found.cut
@@ -94,4 +94,6 @@ def test_what_is_measured_can_be_called_and_named(quick: bool) -> None:
     for case in every:
         call = call_of(case, "0", 4)
         assert decode(call.encode()) == call
-        assert parse_variant(variant_of(case.cut, case.depth)) == MeasuredAs(*case.cut, case.depth)
+        hands_out, config = case.cut
+        measured = (hands_out.variant, config, case.depth)
+        assert ALL_REDUCE.parse(variant_of(case.cut, case.depth)) == measured

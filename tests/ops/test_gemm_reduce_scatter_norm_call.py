@@ -22,12 +22,12 @@ from tests.ops.test_scatter_gather_peer_call import Launches, launches, ones, sc
 from tests.ranks import run_ranks
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import decode, memory_plan
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall, Products
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.ops.gemm_reduce_scatter.peer import PeerSite
 from weaveopt.ops.gemm_reduce_scatter.reference import add_and_normalize, reference_norm
@@ -37,7 +37,7 @@ from weaveopt.rewrites.shard_norm import candidates as lowering
 from weaveopt.rewrites.shard_norm import rule
 
 TOKENS, HIDDEN, DEPTH = 512, 256, 64
-CUT = Cut(256, 2, 16, False)
+CUT = TileConfig(256, 2, 16)
 CALL = GemmReduceScatterNormCall(
     site="down", group="0", fabric=Fabric.PEER, world=2, hidden=HIDDEN, dtype="bfloat16", max_tokens=TOKENS,
     timeout_s=30.0, cut=str(CUT), eps=1e-5, weight_offset=1.0, cast_before_weight=True,
@@ -83,7 +83,7 @@ def test_one_kernel_gets_all_of_it(site: PeerSite, launches: Launches) -> None: 
         [(name, values)] = launches.take()
         assert name == "run_tiles_norm"
         assert values == (
-            300, 256, 2, 16, False, a.data_ptr(), DEPTH, weight.data_ptr(), 2 * DEPTH, DEPTH, residual.data_ptr(),
+            300, 256, 2, 16, a.data_ptr(), DEPTH, weight.data_ptr(), 2 * DEPTH, DEPTH, residual.data_ptr(),
             0 if scale is None else scale.data_ptr(), is_fp32, 1e-5, 1.0, True, normalized.data_ptr(),
             total.data_ptr(), 77,
         )  # fmt: skip
@@ -102,8 +102,8 @@ def test_rows_that_begin_elsewhere_are_copied(site: PeerSite, launches: Launches
     residual, scale = ones(HIDDEN, 4).t(), ones(HIDDEN + 1)[1:]
     assert site.run_norm(products, residual, scale, CALL) is not None
     [(_, values)] = launches.take()
-    assert residual.data_ptr() != values[10] and scale.data_ptr() != values[11]
-    assert all(isinstance(each, int) and each % 16 == 0 for each in (values[10], values[11]))
+    assert residual.data_ptr() != values[9] and scale.data_ptr() != values[10]
+    assert all(isinstance(each, int) and each % 16 == 0 for each in (values[9], values[10]))
 
 
 def test_what_the_kernel_does_not_take(

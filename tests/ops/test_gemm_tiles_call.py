@@ -13,11 +13,11 @@ from torch._subclasses import FakeTensorMode
 import weaveopt.ops  # noqa: F401
 from tests.ops.test_all_reduce_norm_peer import Launches, MadeUpArena
 from weaveopt import _native
+from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics.layout import Layout
 from weaveopt.ops.gemm_all_reduce.call import ChunkRow, GemmReductionCall, decode, results_in_arena
-from weaveopt.ops.gemm_all_reduce.cut import TILES, Cut
 from weaveopt.ops.gemm_all_reduce.operands import gemm_of
 from weaveopt.ops.gemm_all_reduce.peer import PeerTiles, aligned_rows, bind
 from weaveopt.ops.gemm_all_reduce.shm import ShmGemm
@@ -40,7 +40,7 @@ def make_call(**change: object) -> GemmReductionCall:
         site="tiles", group="0", fabric=Fabric.PEER, world=4, hidden=HIDDEN, dtype="bfloat16", out_dtype="bfloat16",
         max_tokens=TOKENS, post=None, norm=LLAMA, timeout_s=30.0, table=table,
     )  # fmt: skip
-    return GemmReductionCall(replace(reduction, **change), TILES, (), Cut(256, 1, 4))  # type: ignore[arg-type]
+    return GemmReductionCall(replace(reduction, **change), TILES, (), TileConfig(256, 1, 4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,10 @@ def test_what_the_kernel_does_not_do_is_an_error(change: dict[str, object]) -> N
         decode(make_call(**change).encode())
 
 
-@pytest.mark.parametrize("cut", [None, Cut(64, 1, 4), Cut(256, 0, 4), Cut(256, 1, 3), Cut(256, 1, -2)])
-def test_a_cut_that_no_kernel_makes_is_an_error(cut: Cut | None) -> None:
+@pytest.mark.parametrize(
+    "cut", [None, TileConfig(64, 1, 4), TileConfig(256, 0, 4), TileConfig(256, 1, 3), TileConfig(256, 1, -2)]
+)
+def test_a_cut_that_no_kernel_makes_is_an_error(cut: TileConfig | None) -> None:
     with pytest.raises(WeaveError, match="no such kernel"):
         decode(replace(make_call(), cut=cut).encode())
 

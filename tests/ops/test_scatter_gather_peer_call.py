@@ -13,6 +13,7 @@ from torch import Tensor
 import weaveopt.ops  # noqa: F401
 from tests.ops.test_all_reduce_norm_peer import MadeUpArena
 from weaveopt import _native
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics import peer_rows
@@ -21,16 +22,14 @@ from weaveopt.fabrics.rows_call import RowsCall, decode, memory_plan
 from weaveopt.ops.all_gather_gemm import op as gathers
 from weaveopt.ops.all_gather_gemm import peer as gather
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
 from weaveopt.ops.gemm_reduce_scatter import op as scatters
 from weaveopt.ops.gemm_reduce_scatter import peer as scatter
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 
 TOKENS, HIDDEN, DEPTH = 512, 256, 64
-TILES, PUSHED = TileCut(256, 1, 4, True), GatherCut(256, 1, 2, 3)
+TILES, PUSHED = TileConfig(256, 1, 4), TileConfig(256, 1)
 SCATTER = GemmReduceScatterCall(
     site="down", group="0", fabric=Fabric.PEER, world=2, hidden=HIDDEN, dtype="bfloat16", max_tokens=TOKENS,
     timeout_s=30.0, scale=0.5, cut=str(TILES),
@@ -139,7 +138,7 @@ def test_a_product_alone_goes_in_tiles(launches: Launches, monkeypatch: pytest.M
     [(name, values)] = launches.take()
     assert name == "run_tiles"
     assert values == (
-        300, 256, 1, 4, True, a.data_ptr(), DEPTH, weight.data_ptr(), 2 * DEPTH, DEPTH, result.data_ptr(), 77
+        300, 256, 1, 4, a.data_ptr(), DEPTH, weight.data_ptr(), 2 * DEPTH, DEPTH, result.data_ptr(), 77
     )  # fmt: skip
     [made] = launches.made
     assert made[2:7] == (_native.DType.bfloat16, HIDDEN, 0.5, 0, 30.0) and made[7] == _native.HEADER_BYTES
@@ -176,7 +175,7 @@ def test_scatters_that_launch_nothing_or_cannot(launches: Launches, monkeypatch:
     launches.code = 3
     with pytest.raises(WeaveError, match="could not be launched: error 3"):
         site.run(Products([ones(8, DEPTH)], [b]), 1)
-    for change in ({"cut": "tiles columns=64 pairs=1 ctas=4 own_last=1"}, {"dtype": "float32"}):
+    for change in ({"cut": "columns=64 pairs=1 ctas=4"}, {"dtype": "float32"}):
         with pytest.raises(WeaveError, match="there is no such kernel"):
             scatter_site(replace(SCATTER, **change), monkeypatch)  # type: ignore[arg-type]
     scatter_site(SCATTER, monkeypatch)
@@ -202,10 +201,10 @@ def test_a_gemm_begins_before_all_rows_are_here(launches: Launches, monkeypatch:
         assert [each.shape for each in products] == [(200, 64)]
         assert rows.shape == ((200, HIDDEN) if hands_out else (0,))
         calls = launches.take()
-        assert calls[0] == ("begin", (1, 100, 3, shard.data_ptr(), False, 77, 78)), "own rows stay where they are"
+        assert calls[0] == ("begin", (1, 100, shard.data_ptr(), False, 77, 78)), "own rows stay where they are"
         for (name, values), weight, product in zip(calls[1:2], weights, products, strict=True):
             assert name == "multiply"
-            assert values == (256, 1, 2, weight.data_ptr(), HIDDEN, 0, weight.shape[0], product.data_ptr(), 77)
+            assert values == (256, 1, weight.data_ptr(), HIDDEN, 0, weight.shape[0], product.data_ptr(), 77)
         assert calls[2:] == [("hand_out", (rows.data_ptr(), 78))] * hands_out + [("end", (77, 78))]
 
 
@@ -216,8 +215,8 @@ def test_only_the_widest_gemm_begins_early(launches: Launches, monkeypatch: pyte
     found = site.run(shard, Weights([each.t() for each in weights], [None] * 3), 1)
     assert found is not None and [each.shape for each in found[1]] == [(200, 32), (200, 64), (200, 64)]
     begin, multiply, *rest = launches.take()
-    assert begin == ("begin", (1, 100, 3, shard.data_ptr(), True, 77, 78)), "the others read own rows where all are"
-    assert multiply[0] == "multiply" and multiply[1][3] == weights[1].data_ptr()
+    assert begin == ("begin", (1, 100, shard.data_ptr(), True, 77, 78)), "the others read own rows where all are"
+    assert multiply[0] == "multiply" and multiply[1][2] == weights[1].data_ptr()
     assert [name for name, _ in rest] == ["await_shards", "end"]
 
 
@@ -227,8 +226,8 @@ def test_the_early_gemm_adds_its_bias(launches: Launches, monkeypatch: pytest.Mo
     for given, copied in ((bias, False), (ones(65)[1:], True)):
         assert site.run(shard, Weights([b], [given]), 1) is not None
         _, (name, values), _ = launches.take()
-        assert name == "multiply" and (values[5] != given.data_ptr()) is copied
-        assert isinstance(values[5], int) and values[5] % 16 == 0 and values[5]
+        assert name == "multiply" and (values[4] != given.data_ptr()) is copied
+        assert isinstance(values[4], int) and values[4] % 16 == 0 and values[4]
 
 
 def test_what_cannot_begin_early_comes_behind_all_rows(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +238,7 @@ def test_what_cannot_begin_early_comes_behind_all_rows(launches: Launches, monke
     def run(weights: Weights, outer: int = 1) -> list[str]:
         found = site.run(shard, weights, outer)
         assert found is not None and [each.shape for each in found[1]] == [(192, 64)] * len(weights.b)
-        keeps_own = launches.calls[0][1][4]
+        keeps_own = launches.calls[0][1][3]
         taken = names(launches)
         assert keeps_own == ("await_shards" in taken), "the library's GEMMs read own rows where all are"
         return taken

@@ -14,11 +14,11 @@ from tests.functional_collectives import all_gather_single
 from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm, gemm_us, memory_us
 from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.all_gather_gemm import pushed
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.all_gather_gemm.cut import Cut, parse_cut, parse_variant, variant_of
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER, AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.pushed import price, size_refused
 from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
@@ -26,11 +26,11 @@ from weaveopt.records.site import TokenCounts
 RULE = "all_gather_gemm"
 OP = torch.ops.weave.all_gather_gemm.default
 WIDTH = 4096
-ONE, FOUR = Cut(256, 1, 2, 1), Cut(256, 1, 2, 4)
+ONE, FOUR = TileConfig(256, 1), TileConfig(256, 4)
 
 
-def curve(us: float, width: int, cut: Cut = ONE) -> Curve:
-    return fused(us, RULE, variant_of(cut, width))
+def curve(us: float, width: int, cut: TileConfig = ONE) -> Curve:
+    return fused(us, RULE, ALL_GATHER.name_of(cut, width))
 
 
 def copied(us: float) -> Curve:
@@ -46,18 +46,22 @@ def up(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_names_of_curves() -> None:
-    assert parse_variant(variant_of(FOUR, 4096)) == (FOUR, 4096)
-    assert parse_cut(str(ONE)) == ONE and str(ONE) != str(FOUR)
-    for name in (
-        "pushed columns=64 pairs=1 spare=2 pieces=1 n=64",
-        "pushed columns=256 pairs=1 spare=0 pieces=1 n=64",
-        "pushed columns=256 pairs=1 spare=3 pieces=1 n=64",
-        "pushed columns=256 pairs=1 spare=2 pieces=33 n=64",
-        str(ONE),
-        f"{ONE} n=0",
+    name = ALL_GATHER.name_of(FOUR, 4096)
+    assert name == "pushed columns=256 pairs=4 n=4096"
+    assert ALL_GATHER.parse(name) == ("pushed", FOUR, 4096)
+    assert ALL_GATHER.parse(name.replace(" n", " spare=2 pieces=1 n")) == ("pushed", FOUR, 4096), "as profiles had it"
+    assert ALL_GATHER.config_of(str(ONE)) == ONE and str(ONE) != str(FOUR)
+    for wrong in (
+        "pushed columns=64 pairs=1 n=64",
+        "pushed columns=256 pairs=0 n=64",
+        "pushed columns=256 pairs=1 ctas=2 n=64",
+        "pushed columns=256 pairs=1 spare=2 pieces=2 n=64",
+        f"pushed {ONE}",
+        f"pushed {ONE} n=0",
     ):
-        with pytest.raises(ProfileError, match="a curve of all_gather_gemm"):
-            parse_variant(name)
+        with pytest.raises(ProfileError, match="a curve of all_gather_gemm") as caught:
+            ALL_GATHER.parse(wrong)
+        assert "\n" not in str(caught.value) and "--only pushed_gathers" in str(caught.value)
 
 
 def test_the_widest_gemm_has_the_gather_and_the_others_follow() -> None:
@@ -82,7 +86,11 @@ def test_the_widest_gemm_has_the_gather_and_the_others_follow() -> None:
 def test_more_columns_may_begin_another_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = toy(curve(200.0, 4096), curve(400.0, 8192))
     waves = {4096: 1, 5120: 2, 8192: 2, 16384: 5}
-    monkeypatch.setattr(pushed, "_native", SimpleNamespace(product_waves=lambda tokens, columns, *_: waves[columns]))
+    monkeypatch.setattr(
+        pushed,
+        "_native",
+        SimpleNamespace(product_waves=lambda tokens, columns, *_: waves[columns], GATHER_SPARE_CTAS=2),
+    )
     for width, want_us in ((4096, 200.0), (5120, 400.0), (8192, 400.0), (16384, 1000.0)):
         found = price(machine, Fabric.PEER, (Gemm(TOKENS, HIDDEN, width),), "bfloat16", 4, False)
         assert not isinstance(found, Rejection)
@@ -97,10 +105,10 @@ def test_it_is_chosen_where_it_was_measured_fast(reported: Reported, graphs: lis
     report = reported(up, inputs, curve(baseline.us / 3, 512), curve(baseline.us / 2, 8192))
     [decision] = report.decisions
     assert (decision.chosen.choice, decision.chosen.fabric, decision.chosen.variant) == (RULE, Fabric.PEER, "pushed")
-    assert dict(decision.chosen.parameters)["num_pieces"] == 1
+    assert dict(decision.chosen.parameters)["group_pairs"] == 1
     [node] = [node for node in graphs[-1].nodes if node.target is OP]
     call = decode(AllGatherGemmCall, str(node.args[-1]))
-    assert (call.fabric, parse_cut(call.cut), call.max_tokens) == (Fabric.PEER, ONE, TOKENS)
+    assert (call.fabric, ALL_GATHER.config_of(call.cut), call.max_tokens) == (Fabric.PEER, ONE, TOKENS)
     [plan] = report.plans
     [buffer] = plan.buffers
     assert buffer.name == "gathered" and buffer.num_bytes >= MESSAGE_BYTES

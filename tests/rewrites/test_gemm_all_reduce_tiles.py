@@ -15,9 +15,9 @@ from tests.overlapped_gemms import toy
 from tests.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode, results_in_arena
-from weaveopt.ops.gemm_all_reduce.cut import Cut, HandsOut, MeasuredAs, parse_variant
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, decode, results_in_arena
 from weaveopt.records.candidate import Candidate, Fabric, Rejection
 from weaveopt.records.report import GraphReport
 from weaveopt.reductions.call import ReductionCall, SumOut
@@ -31,23 +31,27 @@ H200 = cost_model.load("h200x4")
 TOKENS, DEPTH, HIDDEN = 4096, 7168, 8192
 MIB = 1 << 20
 MESSAGE_BYTES = TOKENS * HIDDEN * 2
-CUT = Cut(256, 1, 4)
+CUT = TileConfig(256, 1, 4)
 SHALLOW_US, DEEP_US = 320.0, 800.0
 """Of the kernel at `MESSAGE_BYTES` and depths of 512 and 8192."""
 KERNEL_US = SHALLOW_US + (DEEP_US - SHALLOW_US) * (DEPTH - 512) / (8192 - 512)
 
 
+def name_of(hands_out: HandsOut, cut: TileConfig, depth: int) -> str:
+    return ALL_REDUCE.name_of(cut, depth, hands_out.variant)
+
+
 def curve(
     us: float,
     depth: int,
-    cut: Cut = CUT,
+    cut: TileConfig = CUT,
     hands_out: HandsOut = HandsOut.NORM,
     world: int = 4,
     sizes: tuple[int, int] = (MIB, 1 << 30),
 ) -> Curve:
     """Proportional to bytes: `us` at `MESSAGE_BYTES`."""
     points = tuple(Point(size, us * size / MESSAGE_BYTES) for size in sizes)
-    return Curve("fused", RULE, MeasuredAs(hands_out, cut, depth).variant, world, points, HIDDEN, *sizes)
+    return Curve("fused", RULE, name_of(hands_out, cut, depth), world, points, HIDDEN, *sizes)
 
 
 NORMALIZED = (HandsOut.NORM, HandsOut.BOTH)
@@ -160,7 +164,7 @@ def test_it_is_chosen_by_its_price(profile: Profile) -> None:
 
 
 def test_the_fastest_cut_is_taken(profile: Profile) -> None:
-    other = Cut(128, 2, 16)
+    other = TileConfig(128, 2, 16)
     whole, _ = tiles(on_gpus(profile(*pair(), *pair(deep_us=700.0, cut=other))))
     assert dict(whole.parameters)["tile_columns"] == 128 and dict(whole.parameters)["finisher_ctas"] == 16
     # Where the exchange is the longer part the other one is faster.
@@ -316,9 +320,9 @@ def test_normalized_rows_may_lie_in_the_arena(profile: Profile, graphs: list[fx.
 
 @pytest.mark.parametrize("hands_out", HandsOut)
 def test_names_of_curves(hands_out: HandsOut) -> None:
-    measured = MeasuredAs(hands_out, CUT, 4096)
-    assert measured.variant == f"tiles {hands_out} columns=256 pairs=1 ctas=4 k=4096"
-    assert parse_variant(measured.variant) == measured
+    name = name_of(hands_out, CUT, 4096)
+    assert name == f"tiles {hands_out} columns=256 pairs=1 ctas=4 k=4096"
+    assert ALL_REDUCE.parse(name) == (f"tiles {hands_out}", CUT, 4096)
 
 
 @pytest.mark.parametrize(
@@ -335,5 +339,5 @@ def test_names_of_curves(hands_out: HandsOut) -> None:
 )
 def test_what_is_no_kernel_is_refused_by_name(name: str) -> None:
     with pytest.raises(ProfileError, match=RULE) as caught:
-        parse_variant(name)
+        ALL_REDUCE.parse(name)
     assert repr(name) in str(caught.value) and "\n" not in str(caught.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +12,10 @@ from tests.functional_collectives import reduce_scatter_single
 from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm
 from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut, parse_cut, parse_variant, variant_of
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
 from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
 from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
@@ -25,11 +23,11 @@ from weaveopt.records.site import TokenCounts
 RULE = "gemm_reduce_scatter"
 OP = torch.ops.weave.gemm_reduce_scatter.default
 DEPTH = 4096
-LAST, TURNS = Cut(256, 1, 4, True), Cut(256, 2, 16, False)
+FEW, MANY = TileConfig(256, 1, 4), TileConfig(256, 2, 16)
 
 
-def curve(us: float, depth: int, cut: Cut = LAST) -> Curve:
-    return fused(us, RULE, variant_of(cut, depth))
+def curve(us: float, depth: int, cut: TileConfig = FEW) -> Curve:
+    return fused(us, RULE, REDUCE_SCATTER.name_of(cut, depth))
 
 
 def summed(us: float) -> Curve:
@@ -45,24 +43,28 @@ def down(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_names_of_curves() -> None:
-    assert parse_variant(variant_of(LAST, 4096)) == (LAST, 4096)
-    assert parse_cut(str(TURNS)) == TURNS and str(TURNS) != str(replace(TURNS, own_last=True))
-    for name in (
-        "tiles columns=64 pairs=1 ctas=4 own_last=1 k=64",
-        "tiles columns=256 pairs=1 ctas=3 own_last=1 k=64",
-        "tiles columns=256 pairs=0 ctas=4 own_last=0 k=64",
-        "tiles columns=256 pairs=1 ctas=4 k=64",
-        str(LAST),
-        f"{LAST} k=0",
+    name = REDUCE_SCATTER.name_of(FEW, 4096)
+    assert name == "tiles columns=256 pairs=1 ctas=4 k=4096"
+    assert REDUCE_SCATTER.parse(name) == ("tiles", FEW, 4096)
+    assert REDUCE_SCATTER.parse(name.replace(" k", " own_last=0 k")) == ("tiles", FEW, 4096), "as profiles had it"
+    assert REDUCE_SCATTER.config_of(str(MANY)) == MANY
+    for wrong in (
+        "tiles columns=64 pairs=1 ctas=4 k=64",
+        "tiles columns=256 pairs=1 ctas=3 k=64",
+        "tiles columns=256 pairs=0 ctas=4 k=64",
+        "tiles columns=256 pairs=1 ctas=4 own_last=1 k=64",
+        f"tiles {FEW}",
+        f"tiles {FEW} k=0",
     ):
-        with pytest.raises(ProfileError, match="a curve of gemm_reduce_scatter"):
-            parse_variant(name)
-    assert parse_cut(variant_of(LAST, 4096)) is None
+        with pytest.raises(ProfileError, match="a curve of gemm_reduce_scatter") as caught:
+            REDUCE_SCATTER.parse(wrong)
+        assert "\n" not in str(caught.value) and "--only scattered_tiles" in str(caught.value)
+    assert REDUCE_SCATTER.config_of(name) is None
 
 
 def test_the_kernel_is_priced_by_the_fastest_cut_at_the_depth() -> None:
-    machine = toy(curve(200.0, 512), curve(700.0, 8192), curve(250.0, 512, TURNS), curve(600.0, 8192, TURNS))
-    for depth, want_cut, want_us in ((512, LAST, 200.0), (8192, TURNS, 600.0)):
+    machine = toy(curve(200.0, 512), curve(700.0, 8192), curve(250.0, 512, MANY), curve(600.0, 8192, MANY))
+    for depth, want_cut, want_us in ((512, FEW, 200.0), (8192, MANY, 600.0)):
         found = price(machine, Fabric.PEER, Gemm(TOKENS, depth, HIDDEN), "bfloat16", 4)
         assert not isinstance(found, Rejection)
         cut, estimate = found
@@ -95,10 +97,10 @@ def test_tiles_are_chosen_where_they_were_measured_fast(reported: Reported, grap
     report = reported(down, inputs, *fast)
     [decision] = report.decisions
     assert (decision.chosen.choice, decision.chosen.fabric, decision.chosen.variant) == (RULE, Fabric.PEER, "tiles")
-    assert dict(decision.chosen.parameters)["own_last"] is True
+    assert dict(decision.chosen.parameters)["finisher_ctas"] == 4
     [node] = [node for node in graphs[-1].nodes if node.target is OP]
     call = decode(GemmReduceScatterCall, str(node.args[-1]))
-    assert (call.fabric, parse_cut(call.cut), call.max_tokens) == (Fabric.PEER, LAST, TOKENS)
+    assert (call.fabric, REDUCE_SCATTER.config_of(call.cut), call.max_tokens) == (Fabric.PEER, FEW, TOKENS)
     [plan] = report.plans
     [buffer] = plan.buffers
     assert buffer.name == "staging" and buffer.num_bytes >= MESSAGE_BYTES

@@ -25,17 +25,17 @@ from tests.shard_norm_graphs import (
     zeros,
 )
 from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.graph.pattern import skip_shapes
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
-from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
-from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, Cut, variant_of
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.call import SumOut
 from weaveopt.reductions.call import decode as decode_reduction
 from weaveopt.rewrites.shard_norm.candidates import RULE
 
 OTHER = "all_reduce_rms_norm"
-NORMED, TILES, PUSHED = Cut(256, 1, 4, False), Cut(256, 1, 4, True), GatherCut(256, 1, 2, 2)
+NORMED, TILES, PUSHED = TileConfig(256, 1, 4), TileConfig(256, 1, 4), TileConfig(256, 1)
 
 
 def big(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS, hidden: int = HIDDEN) -> tuple[Tensor, ...]:
@@ -45,11 +45,15 @@ def big(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS, hidden: int =
 
 def curves(normed_us: float, tiles_us: float | None = 0.5) -> list[Curve]:
     """Curves of all halves that hide their exchange."""
-    pushed = [fused(0.5, "all_gather_gemm", gather_variant(PUSHED, n)) for n in (512, 8192)]
-    normed = [fused(normed_us, NORM_OP, variant_of(NORMED, k)) for k in (512, 8192)]
+    pushed = [fused(0.5, "all_gather_gemm", ALL_GATHER.name_of(PUSHED, n)) for n in (512, 8192)]
+    normed = [fused(normed_us, REDUCE_SCATTER_NORM.op, REDUCE_SCATTER_NORM.name_of(NORMED, k)) for k in (512, 8192)]
     if tiles_us is None:
         return [*normed, *pushed]
-    return [*normed, *(fused(tiles_us, "gemm_reduce_scatter", variant_of(TILES, k)) for k in (512, 8192)), *pushed]
+    return [
+        *normed,
+        *(fused(tiles_us, "gemm_reduce_scatter", REDUCE_SCATTER.name_of(TILES, k)) for k in (512, 8192)),
+        *pushed,
+    ]
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
@@ -77,7 +81,7 @@ def test_it_is_chosen_without_force(reported: Reported) -> None:
 
 
 def test_what_was_not_measured_is_not_used(reported: Reported) -> None:
-    measured = [each for each in curves(1.0) if each.op != NORM_OP]
+    measured = [each for each in curves(1.0) if each.op != REDUCE_SCATTER_NORM.op]
     [decision] = reported(block, big(), *measured, force=(RULE,)).decisions
     assert decision.chosen.variant == "tiles, pushed"
     assert [each.code for each in on(decision, Fabric.PEER, takes_norm=True).rejections] == ["not_measured"]

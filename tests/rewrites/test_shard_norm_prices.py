@@ -16,11 +16,10 @@ from tests.shard_norm_graphs import OTHER, H, K, block, gather_calls, inputs, on
 from tests.shard_norm_graphs import reported as on_cpus
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_gather_gemm.cut import Cut as GatherCut
-from weaveopt.ops.all_gather_gemm.cut import variant_of as gather_variant
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut as TileCut
-from weaveopt.ops.gemm_reduce_scatter.cut import variant_of as tiles_variant
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, candidates
@@ -32,13 +31,13 @@ def big(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS) -> tuple[Tens
     return tuple(zeros(*each, dtype=dtype) for each in sizes)
 
 
-TILES, PUSHED = TileCut(256, 1, 4, True), GatherCut(256, 1, 2, 2)
+TILES, PUSHED = TileConfig(256, 1, 4), TileConfig(256, 1)
 
 
 def early(us: float) -> list[Curve]:
     """Kernels that hide their exchange, each of so many microseconds."""
-    tiles = (fused(us, "gemm_reduce_scatter", tiles_variant(TILES, k)) for k in (512, 8192))
-    pushed = (fused(us, "all_gather_gemm", gather_variant(PUSHED, n)) for n in (512, 8192))
+    tiles = (fused(us, "gemm_reduce_scatter", REDUCE_SCATTER.name_of(TILES, k)) for k in (512, 8192))
+    pushed = (fused(us, "all_gather_gemm", ALL_GATHER.name_of(PUSHED, n)) for n in (512, 8192))
     return [*tiles, *pushed]
 
 

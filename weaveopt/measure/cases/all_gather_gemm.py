@@ -10,6 +10,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rows_call import memory_plan
@@ -20,9 +21,7 @@ from weaveopt.measure.fit import never_falling
 from weaveopt.measure.overlapped import FEW_TOKENS, Case, Sizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.all_gather_gemm.cut import OP as PUSHED_OP
-from weaveopt.ops.all_gather_gemm.cut import Cut, variant_of
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER, AllGatherGemmCall
 from weaveopt.ops.all_gather_gemm.op import SITES
 from weaveopt.records.candidate import Fabric
 
@@ -36,11 +35,11 @@ GPU_VARIANT = "copies"
 TIMEOUT_S = 60.0
 
 PUSHED_CUTS = {
-    Cut(256, 1, 2, 1): Sizes(),
-    Cut(256, 4, 2, 1): Sizes(),
-    Cut(256, 8, 2, 1): Sizes(),
-    Cut(160, 2, 2, 1): Sizes(most_tokens=FEW_TOKENS),
-    Cut(128, 2, 2, 1): Sizes(most_tokens=FEW_TOKENS),
+    TileConfig(256, 1): Sizes(),
+    TileConfig(256, 4): Sizes(),
+    TileConfig(256, 8): Sizes(),
+    TileConfig(160, 2): Sizes(most_tokens=FEW_TOKENS),
+    TileConfig(128, 2): Sizes(most_tokens=FEW_TOKENS),
 }
 """With few pairs in a group rows are read in the order in which they come; with more the weight is read from memory
 less often. Where tokens are few the tiles of one width fill whole waves, and those of another do not."""
@@ -49,7 +48,7 @@ TAKEN_BYTES_PER_US = 3e5
 
 
 def call_of(
-    ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: Cut | None = None
+    ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: TileConfig | None = None
 ) -> AllGatherGemmCall:
     """On CPU ranks rows are gathered where they are handed out; on GPUs that is a copy, with a price of its own."""
     return AllGatherGemmCall(
@@ -100,12 +99,12 @@ class AllGathers(Family):
             draft.add_curve(fabric, Curve(origin, OP, variant, world, points))
 
 
-def cases(quick: bool) -> Iterator[Case[Cut]]:
+def cases(quick: bool) -> Iterator[Case[TileConfig]]:
     """A gather and the GEMM that begins before all rows are here, at each size."""
     return cases_of(PUSHED_CUTS, quick)
 
 
-def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
+def has_kernel(case: Case[TileConfig], ranks: Ranks) -> bool:
     """True if the device supports the kernel and the rows divide; otherwise the op silently uses another path."""
     from weaveopt import _native
 
@@ -113,7 +112,7 @@ def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
     return not why and ranks.world <= _native.MAX_WORLD and case.tokens % ranks.world == 0
 
 
-def pushed_launch(case: Case[Cut], ranks: Ranks) -> Launch:
+def pushed_launch(case: Case[TileConfig], ranks: Ranks) -> Launch:
     device, own = ranks.device, case.tokens // ranks.world
     shards = [torch.randn(own, case.hidden, device=device, dtype=DTYPE) for _ in range(2)]
     weights = [torch.randn(case.depth, case.hidden, device=device, dtype=DTYPE) / case.hidden**0.5 for _ in range(2)]
@@ -127,7 +126,7 @@ class PushedGathers(Family):
     """On the fabric `peer`: the time of the gather with one GEMM, at each number of its columns."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: Times[Cut] = field(default_factory=dict)
+    times: Times[TileConfig] = field(default_factory=dict)
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
@@ -140,4 +139,4 @@ class PushedGathers(Family):
 
     def write(self, draft: Draft) -> None:
         what = "all-gather by copy engines and a GEMM that begins before it ends, bfloat16"
-        write_curves(draft, self.times, "pushed", what, PUSHED_OP, variant_of)
+        write_curves(draft, self.times, "pushed", what, ALL_GATHER.op, ALL_GATHER.name_of)

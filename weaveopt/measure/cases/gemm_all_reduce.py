@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.measure.cases.family import Family
@@ -28,22 +29,21 @@ from weaveopt.measure.overlapped import (
 )  # fmt: skip
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, WeightLayout
-from weaveopt.ops.gemm_all_reduce.cut import OP, TILES, Cut, HandsOut, MeasuredAs
+from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, WeightLayout
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
 from weaveopt.reductions.buffers import memory_plan
 from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
-Kernel = tuple[HandsOut, Cut]
+Kernel = tuple[HandsOut, TileConfig]
 CUTS: Mapping[Kernel, Sizes] = MappingProxyType({
-    (HandsOut.NORM, Cut(256, 1, 4)): Sizes(),
-    (HandsOut.NORM, Cut(256, 4, 4)): Sizes(),
-    (HandsOut.NORM, Cut(256, 2, 16)): Sizes(most_depth=SHALLOW),
-    (HandsOut.NORM, Cut(128, 2, 4)): Sizes(most_tokens=FEW_TOKENS),
-    (HandsOut.SUM, Cut(256, 1, 4)): Sizes(),
-    (HandsOut.BOTH, Cut(256, 1, 4)): Sizes(),
+    (HandsOut.NORM, TileConfig(256, 1, 4)): Sizes(),
+    (HandsOut.NORM, TileConfig(256, 4, 4)): Sizes(),
+    (HandsOut.NORM, TileConfig(256, 2, 16)): Sizes(most_depth=SHALLOW),
+    (HandsOut.NORM, TileConfig(128, 2, 4)): Sizes(most_tokens=FEW_TOKENS),
+    (HandsOut.SUM, TileConfig(256, 1, 4)): Sizes(),
+    (HandsOut.BOTH, TileConfig(256, 1, 4)): Sizes(),
 })  # fmt: skip
 """Fastest of several: for a GEMM that dominates, with a longer weight, for an exchange that dominates, and with few
 waves of tiles."""
@@ -60,7 +60,8 @@ def cases(quick: bool) -> Iterator[Case[Kernel]]:
 
 
 def variant_of(kernel: Kernel, depth: int) -> str:
-    return MeasuredAs(*kernel, depth).variant
+    hands_out, config = kernel
+    return ALL_REDUCE.name_of(config, depth, hands_out.variant)
 
 
 def is_supported(case: Case[Kernel], ranks: Ranks) -> bool:
@@ -121,4 +122,4 @@ class TileKernels(Family):
 
     def write(self, draft: Draft) -> None:
         what = "GEMM, all-reduce, add and RMSNorm in one kernel, bfloat16"
-        write_curves(draft, self.times, "tiles", what, OP, variant_of)
+        write_curves(draft, self.times, "tiles", what, ALL_REDUCE.op, variant_of)

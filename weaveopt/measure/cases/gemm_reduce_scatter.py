@@ -10,6 +10,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.machine import Curve
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.fabrics.rows_call import memory_plan
@@ -20,9 +21,7 @@ from weaveopt.measure.fit import never_falling
 from weaveopt.measure.overlapped import SHALLOW, Case, Sizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
-from weaveopt.ops.gemm_reduce_scatter.cut import OP as TILES_OP
-from weaveopt.ops.gemm_reduce_scatter.cut import Cut, variant_of
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.records.candidate import Fabric
 
@@ -38,9 +37,9 @@ GPU_VARIANT = "partials"
 TIMEOUT_S = 60.0
 
 TILE_CUTS = {
-    Cut(256, 1, 4, own_last=False): Sizes(),
-    Cut(256, 4, 4, own_last=False): Sizes(),
-    Cut(256, 2, 16, own_last=False): Sizes(most_depth=SHALLOW),
+    TileConfig(256, 1, 4): Sizes(),
+    TileConfig(256, 4, 4): Sizes(),
+    TileConfig(256, 2, 16): Sizes(most_depth=SHALLOW),
 }
 """Fastest of several: for sums that are ready early, for a long weight, and for an exchange that dominates."""
 TAKEN_BYTES_PER_US = 3e5
@@ -48,7 +47,7 @@ TAKEN_BYTES_PER_US = 3e5
 
 
 def call_of(
-    ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: Cut | None = None
+    ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: TileConfig | None = None
 ) -> GemmReduceScatterCall:
     return GemmReduceScatterCall(
         site=f"calibrate.{OP} {hidden} {cut}", group=ranks.name, fabric=fabric, world=ranks.world, hidden=hidden,
@@ -106,12 +105,12 @@ class ReduceScatters(Family):
             draft.add_curve(fabric, Curve(origin, OP, variant, world, points))
 
 
-def cases(quick: bool) -> Iterator[Case[Cut]]:
+def cases(quick: bool) -> Iterator[Case[TileConfig]]:
     """The kernel that computes the GEMM too, at each size."""
     return cases_of(TILE_CUTS, quick)
 
 
-def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
+def has_kernel(case: Case[TileConfig], ranks: Ranks) -> bool:
     """True if the device supports the kernel and the rows divide; otherwise the op silently uses another path."""
     from weaveopt import _native
 
@@ -121,7 +120,7 @@ def has_kernel(case: Case[Cut], ranks: Ranks) -> bool:
     return not why and case.tokens % ranks.world == 0
 
 
-def tiles_launch(case: Case[Cut], ranks: Ranks) -> Launch:
+def tiles_launch(case: Case[TileConfig], ranks: Ranks) -> Launch:
     device = ranks.device
     rows = [torch.randn(case.tokens, case.depth, device=device, dtype=DTYPE) for _ in range(2)]
     weights = [torch.randn(case.hidden, case.depth, device=device, dtype=DTYPE) / case.depth**0.5 for _ in range(2)]
@@ -135,7 +134,7 @@ class ScatteredTiles(Family):
     """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: Times[Cut] = field(default_factory=dict)
+    times: Times[TileConfig] = field(default_factory=dict)
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
@@ -148,4 +147,4 @@ class ScatteredTiles(Family):
 
     def write(self, draft: Draft) -> None:
         what = "GEMM and reduce-scatter in one kernel, bfloat16"
-        write_curves(draft, self.times, "scattered tiles", what, TILES_OP, variant_of)
+        write_curves(draft, self.times, "scattered tiles", what, REDUCE_SCATTER.op, REDUCE_SCATTER.name_of)

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm_reduce_scatter import TAKEN_BYTES_PER_US, TIMEOUT_S, has_kernel, reserve
 from weaveopt.measure.clock import Launch
@@ -27,34 +28,33 @@ from weaveopt.measure.overlapped import (
 )
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER_NORM as NORMED
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall
-from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, Cut, variant_of
 from weaveopt.records.candidate import Fabric
 
-CUTS: Mapping[Cut, Sizes] = MappingProxyType({
-    Cut(256, 1, 4, own_last=False): Sizes(),
-    Cut(256, 4, 4, own_last=False): Sizes(),
-    Cut(256, 2, 16, own_last=False): Sizes(most_depth=SHALLOW),
-    Cut(128, 2, 4, own_last=False): Sizes(most_tokens=FEW_TOKENS),
+CUTS: Mapping[TileConfig, Sizes] = MappingProxyType({
+    TileConfig(256, 1, 4): Sizes(),
+    TileConfig(256, 4, 4): Sizes(),
+    TileConfig(256, 2, 16): Sizes(most_depth=SHALLOW),
+    TileConfig(128, 2, 4): Sizes(most_tokens=FEW_TOKENS),
 })  # fmt: skip
-"""Rows are finished all the time: with own rows last, all additions and norms would come behind the GEMM."""
 EPS = 1e-5
 
 
-def cases(quick: bool) -> Iterator[Case[Cut]]:
+def cases(quick: bool) -> Iterator[Case[TileConfig]]:
     return cases_of(CUTS, quick)
 
 
-def call_of(case: Case[Cut], group: str, world: int) -> GemmReduceScatterNormCall:
+def call_of(case: Case[TileConfig], group: str, world: int) -> GemmReduceScatterNormCall:
     """The op as compiled graphs call it."""
     return GemmReduceScatterNormCall(
-        site=f"calibrate.{NORM_OP} {case}", group=group, fabric=Fabric.PEER, world=world, hidden=case.hidden,
+        site=f"calibrate.{NORMED.op} {case}", group=group, fabric=Fabric.PEER, world=world, hidden=case.hidden,
         dtype="bfloat16", max_tokens=case.tokens, timeout_s=TIMEOUT_S, cut=str(case.cut), eps=EPS,
         cast_before_weight=True,
     )  # fmt: skip
 
 
-def launch(case: Case[Cut], ranks: Ranks) -> Launch:
+def launch(case: Case[TileConfig], ranks: Ranks) -> Launch:
     tokens, hidden, depth, device = case.tokens, case.hidden, case.depth, ranks.device
     rows = [torch.randn(tokens, depth, device=device, dtype=DTYPE) for _ in range(2)]
     weights = [torch.randn(hidden, depth, device=device, dtype=DTYPE) / depth**0.5 for _ in range(2)]
@@ -69,7 +69,7 @@ class NormedTiles(Family):
     """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
-    times: Times[Cut] = field(default_factory=dict)
+    times: Times[TileConfig] = field(default_factory=dict)
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         every = [case for case in cases(session.quick) if has_kernel(case, ranks)]
@@ -82,4 +82,4 @@ class NormedTiles(Family):
 
     def write(self, draft: Draft) -> None:
         what = "GEMM, reduce-scatter, add and RMSNorm in one kernel, bfloat16"
-        write_curves(draft, self.times, "normed tiles", what, NORM_OP, variant_of)
+        write_curves(draft, self.times, "normed tiles", what, NORMED.op, NORMED.name_of)

@@ -8,9 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from weaveopt.cost_model.tile_config import PUSHED, TileKernels
 from weaveopt.fabrics.rows_call import RowsCall
 
 Tensor = torch.Tensor
+
+
+ALL_GATHER = TileKernels("all_gather_gemm", (PUSHED,), "n", (128, 160, 256), False, "pushed_gathers")
+"""Kernels of variant `pushed`."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class AllGatherGemmCall(RowsCall):
     hands_out_rows: bool = False
     """Whether anything beside the GEMMs reads the gathered rows."""
     cut: str = ""
-    """On GPUs, how GEMMs that begin before all rows are here are cut (`str(Cut)`); empty: the library's, behind all
-    rows."""
+    """On GPUs, tiles of GEMMs that start before all rows are gathered (`str(TileConfig)`); empty: the library's GEMMs,
+    after all rows."""
 
 
 class Weights(NamedTuple):
@@ -36,3 +41,8 @@ class Weights(NamedTuple):
             torch.mm(rows, b) if addend is None else torch.addmm(addend, rows, b)
             for b, addend in zip(self.b, self.addends, strict=True)
         ]
+
+
+def widest_of(widths: Sequence[int]) -> int | None:
+    """Index of the first widest of GEMMs with so many columns, which starts before all rows are gathered."""
+    return max(range(len(widths)), key=lambda index: widths[index]) if widths else None

@@ -1,7 +1,7 @@
 """`all_gather_gemm` between GPUs of one host: copy engines push shards, and GEMMs begin with the rows that are here.
 
 A call opens with a barrier of all ranks, behind which peers' buffers may be written to. Then every rank pushes its
-shard to all others on a second stream, with a signal behind each piece, and this stream goes on:
+shard to all others on a second stream, with a signal behind each copy, and this stream goes on:
 
 with `call.cut`   the widest GEMM, with its bias, whose loading threads wait for the rows of a tile; own rows come
                   first, out of the shard itself. The others are the library's, behind all rows: they are here by then
@@ -22,10 +22,10 @@ from collections.abc import Callable
 
 import torch
 
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, aligned_vector, buffer_for, second_stream
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.all_gather_gemm.cut import TILE_DTYPES, Cut, parse_cut, widest_of
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER, AllGatherGemmCall, Weights, widest_of
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.wording import counted
@@ -46,7 +46,7 @@ class PeerSite:
 
     def __init__(self, call: AllGatherGemmCall, rows: PeerRows) -> None:
         self._call, self._rows = call, rows
-        self._cut = parse_cut(call.cut) if call.cut else None
+        self._cut = ALL_GATHER.config_of(call.cut) if call.cut else None
         if call.cut and (self._cut is None or call.dtype not in TILE_DTYPES):
             raise WeaveError(f"site {call.site}: GEMMs of {call.dtype} cut as {call.cut!r}: there is no such kernel")
         self._native = _native.GpuAllGatherGemm(
@@ -96,12 +96,11 @@ class PeerSite:
         own = shard.numel() // call.hidden
         tokens, stream, side = own * call.world, main.cuda_stream, self._side.cuda_stream
         all_early = all(early) and outer == 1 and cut is not None
-        pieces = cut.num_pieces if cut is not None and any(early) else 1
         products: dict[int, Tensor] = {}
         try:
             # What is not early reads all rows where they are gathered.
             keeps_own = not all_early
-            rows.check(native.begin(outer, own // outer, pieces, shard.data_ptr(), keeps_own, stream, side))
+            rows.check(native.begin(outer, own // outer, shard.data_ptr(), keeps_own, stream, side))
             for index, is_early in enumerate(early):
                 if is_early:
                     assert cut is not None, f"site {call.site}: no cut"
@@ -143,11 +142,13 @@ class PeerSite:
             self._unsupported[width] = _native.gemm_unsupported(dtype, width, self._call.hidden, self._rows.device)
         return self._unsupported[width]
 
-    def _multiply(self, shard: Tensor, b: Tensor, bias: Tensor | None, tokens: int, cut: Cut, stream: int) -> Tensor:
+    def _multiply(
+        self, shard: Tensor, b: Tensor, bias: Tensor | None, tokens: int, cut: TileConfig, stream: int
+    ) -> Tensor:
         weight, out = aligned_rows(b.t()), shard.new_empty(tokens, b.shape[1])
         added = None if bias is None else aligned_vector(bias)
         code = self._native.multiply(
-            cut.tile_columns, cut.group_pairs, cut.spare_ctas, weight.data_ptr(), weight.stride(0),
+            cut.tile_columns, cut.group_pairs, weight.data_ptr(), weight.stride(0),
             0 if added is None else added.data_ptr(), b.shape[1], out.data_ptr(), stream,
         )  # fmt: skip
         self._rows.check(code)

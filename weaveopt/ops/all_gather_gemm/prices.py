@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, measured_parts_us, memory_us
+from weaveopt.cost_model.tile_config import PUSHED
 from weaveopt.fabrics.reaching import not_measured, reaching, world_refused
 from weaveopt.fabrics.topology import Topology
-from weaveopt.ops.all_gather_gemm.cut import PUSHED
 from weaveopt.ops.all_gather_gemm.op import SITES
 from weaveopt.ops.all_gather_gemm.pushed import price, size_refused
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 
 COPIES = "copies"
-"""The other variant on GPUs; see `weaveopt.ops.all_gather_gemm.cut`."""
+"""The other variant on GPUs; see `weaveopt.cost_model.tile_config`."""
 EXCHANGE = "all_gather"
 """Operation of the profile's curves."""
 
@@ -121,8 +121,6 @@ def _beside(
     parameters = (
         ("tile_columns", cut.tile_columns),
         ("group_pairs", cut.group_pairs),
-        ("spare_ctas", cut.spare_ctas),
-        ("num_pieces", cut.num_pieces),
         ("hands_out_rows", work.hands_out_rows),
         ("max_tokens", tokens.most),
     )

@@ -1,18 +1,18 @@
 """Requirements and price of variant `pushed`: its GEMM starts with the local rows while copy engines push others.
 
-The time is not modelled: a profile keeps that of the gather with one GEMM, see `weaveopt.ops.all_gather_gemm.cut`.
+The time is not modelled: a profile keeps that of the gather with one GEMM, see `weaveopt.cost_model.tile_config`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us
 from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
+from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.all_gather_gemm.cut import OP, TILE_DTYPES, Cut, parse_variant, widest_of
+from weaveopt.ops.all_gather_gemm.call import ALL_GATHER, widest_of
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 
@@ -43,8 +43,8 @@ def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iter
 
 def price(
     machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, hands_out_rows: bool
-) -> tuple[Cut, Estimate] | Rejection:
-    """The tile configuration that is predicted fastest, with its estimate; or the rejection if its time is not known.
+) -> tuple[TileConfig, Estimate] | Rejection:
+    """By the cut that is predicted fastest; or why the time is not known.
 
     Terms: `gemm`, the time in the graph; `exposed`, the time of the gather and the widest GEMM beyond that;
     `synchronize`, the kernel after which the library's other GEMMs may start; `rows`, a copy of all of them if they are
@@ -57,12 +57,12 @@ def price(
     widest, units = gemms[early], num_units(machine, dtype)
     message = Message(widest.m, widest.k, DTYPE_BYTES[dtype])
 
-    def waves(cut: Cut, tokens: int, _: int, columns: int) -> int:
-        sizes = tokens, columns, cut.tile_columns, cut.spare_ctas, world, units
-        return 0 if _native is None else _native.product_waves(*sizes)
+    def waves(config: TileConfig, tokens: int, _: int, columns: int) -> int:
+        sizes = tokens, columns, config.tile_columns
+        return 0 if _native is None else _native.product_waves(*sizes, _native.GATHER_SPARE_CTAS, world, units)
 
     multiplied_us = [gemm_us(machine, gemm, dtype) for gemm in gemms]
-    found = fastest(known_kernels(machine, fabric, world), message, widest.n, waves, multiplied_us[early])
+    found = fastest(ALL_GATHER.known(machine, fabric, world), message, widest.n, waves, multiplied_us[early])
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
@@ -75,9 +75,3 @@ def price(
     )
     others = Estimate((Term("gemm", sum(multiplied_us) - multiplied_us[early]),))
     return cut, Estimate(terms, machine.relative_error).plus(others)
-
-
-@cache
-def known_kernels(machine: Machine, fabric: Fabric, world: int) -> Kernels[Cut]:
-    """Measured kernels by the columns of the GEMM, which rows do not imply."""
-    return kernels_of(machine, fabric, world, OP, "n", parse_variant)

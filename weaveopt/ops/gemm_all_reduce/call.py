@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TILES, TileConfig, TileKernels
 from weaveopt.errors import WeaveError
-from weaveopt.ops.gemm_all_reduce.cut import TILE_DTYPES, TILES, Cut
 from weaveopt.records.norm import NormKind, Quant
 from weaveopt.reductions import call as reductions
 from weaveopt.reductions.call import ReductionCall, SumOut
@@ -24,6 +24,26 @@ class WeightLayout(StrEnum):
     """`[k, hidden]`: the GEMM is `input @ weight`."""
 
 
+class HandsOut(StrEnum):
+    """Rows that every rank gets of variant `tiles`."""
+
+    NORM = "norm"
+    """Normalized ones; the sum's stay with their owners."""
+    SUM = "sum"
+    BOTH = "both"
+
+    @property
+    def variant(self) -> str:
+        """Variant of the curves."""
+        return f"{TILES} {self.value}"
+
+
+ALL_REDUCE = TileKernels(
+    "gemm_all_reduce", tuple(each.variant for each in HandsOut), "k", (128, 256), True, "tile_kernels"
+)
+"""Kernels of variant `tiles`."""
+
+
 @dataclass(frozen=True)
 class ChunkRow:
     """One row of a site's run-time table: calls of up to `max_tokens` tokens go in chunks of `chunk_tokens`."""
@@ -33,7 +53,7 @@ class ChunkRow:
 
 
 CHUNKS = "chunks"
-"""The other variant; see `weaveopt.ops.gemm_all_reduce.cut`."""
+"""The other variant; see `weaveopt.cost_model.tile_config`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,7 @@ class GemmReductionCall:
     """How the GEMM and the reduction run beside each other: a word that the fabric's file knows, such as `chunks`."""
     chunks: tuple[ChunkRow, ...] = ()
     """By token count, ascending; calls of more tokens go by the last row. Empty: chunks of `reduction.max_tokens`."""
-    cut: Cut | None = None
+    cut: TileConfig | None = None
     """Of variant `tiles`."""
 
     def chunk_tokens(self, tokens: int) -> int:
@@ -67,7 +87,7 @@ def decode(text: str) -> GemmReductionCall:
     try:
         record = json.loads(text)
         chunks = tuple(ChunkRow(int(most), int(rows)) for most, rows in record["chunks"])
-        cut = None if record["cut"] is None else Cut(*(int(each) for each in record["cut"]))
+        cut = None if record["cut"] is None else TileConfig(*(int(each) for each in record["cut"]))
         call = GemmReductionCall(reductions.decode(record["reduction"]), str(record["variant"]), chunks, cut)
     except (ValueError, TypeError, KeyError) as error:
         raise WeaveError(f"not an encoded gemm_all_reduce_norm call: {text!r}: {error}") from None
@@ -83,7 +103,7 @@ def decode(text: str) -> GemmReductionCall:
 
 def _check_tiles(call: GemmReductionCall, where: str) -> None:
     reduction, cut = call.reduction, call.cut
-    if cut is None or call.chunks or not cut.is_known:
+    if cut is None or call.chunks or not ALL_REDUCE.takes(cut):
         raise WeaveError(f"{where}: tiles cut as {cut}, in chunks {call.chunks}: there is no such kernel")
     if reduction.post is not None or (reduction.norm is not None and reduction.norm.kind is not NormKind.RMS):
         raise WeaveError(f"{where}: the kernel of tiles knows one RMS norm, or none")

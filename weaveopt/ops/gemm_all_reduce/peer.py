@@ -41,11 +41,11 @@ from types import MappingProxyType
 
 import torch
 
+from weaveopt.cost_model.tile_config import TILES
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.peer_rows import aligned_rows as aligned_rows
 from weaveopt.fabrics.peer_rows import second_stream
 from weaveopt.ops.gemm_all_reduce.call import CHUNKS, GemmReductionCall
-from weaveopt.ops.gemm_all_reduce.cut import TILES
 from weaveopt.ops.gemm_all_reduce.operands import rows_of
 from weaveopt.reductions.launches import Tiled
 from weaveopt.reductions.operands import Gemm, Operands, Results

@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 import torch
 
+from weaveopt.cost_model.tile_config import TILES, TileKernels
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import RowsCall
 from weaveopt.wording import counted
 
 Tensor = torch.Tensor
+
+
+REDUCE_SCATTER = TileKernels("gemm_reduce_scatter", (TILES,), "k", (128, 256), True, "scattered_tiles")
+REDUCE_SCATTER_NORM = TileKernels("gemm_reduce_scatter_norm", (TILES,), "k", (128, 256), True, "normed_tiles")
+"""Kernels of the variants `tiles` and `tiles norm`."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,8 @@ class GemmReduceScatterCall(RowsCall):
     columns: bool = False
     """Whether each rank gets its columns of all rows, else its rows."""
     cut: str = ""
-    """On GPUs, how one kernel that computes the GEMM and sends its tiles cuts it (`str(Cut)`); empty: GEMMs of the
-    library, whose results are summed behind them."""
+    """On GPUs, tiles of the kernel that computes the GEMM and sends them (`str(TileConfig)`); empty: GEMMs of the
+    library, whose results are summed after them."""
     replicated: str = ""
     """Names of values that have to be the same on all ranks, with blanks between them: every rank makes its own rows
     of what all of them read. The first call compares them."""

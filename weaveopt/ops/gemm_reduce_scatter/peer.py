@@ -21,15 +21,16 @@ from collections.abc import Callable
 
 import torch
 
+from weaveopt.cost_model.tile_config import TILE_DTYPES
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, aligned_vector, buffer_for
 from weaveopt.ops.gemm_reduce_scatter.call import (
+    REDUCE_SCATTER,
     GemmReduceScatterCall,
     GemmReduceScatterNormCall,
     Products,
     part_of,
 )
-from weaveopt.ops.gemm_reduce_scatter.cut import TILE_DTYPES, parse_cut
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.wording import counted
@@ -50,7 +51,7 @@ class PeerSite:
 
     def __init__(self, call: GemmReduceScatterCall, rows: PeerRows) -> None:
         self._call, self._rows = call, rows
-        self._cut = parse_cut(call.cut) if call.cut else None
+        self._cut = REDUCE_SCATTER.config_of(call.cut) if call.cut else None
         if call.cut and (self._cut is None or call.dtype not in TILE_DTYPES):
             raise WeaveError(f"site {call.site}: tiles of {call.dtype} cut as {call.cut!r}: there is no such kernel")
         self._native = _native.GpuGemmReduceScatter(
@@ -115,7 +116,7 @@ class PeerSite:
         a, b = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
         with self._rows.launching() as stream:
             code = self._native.run_tiles_norm(
-                tokens, cut.tile_columns, cut.group_pairs, cut.finisher_ctas, cut.own_last, a.data_ptr(), a.stride(0),
+                tokens, cut.tile_columns, cut.group_pairs, cut.finisher_ctas, a.data_ptr(), a.stride(0),
                 b.data_ptr(), b.stride(0), a.shape[1], added.data_ptr(), 0 if scale is None else scale.data_ptr(),
                 scale is not None and scale.dtype is not added.dtype, norm.eps, norm.weight_offset,
                 norm.cast_before_weight, normalized.data_ptr(), total.data_ptr(), stream.cuda_stream,
@@ -151,7 +152,7 @@ class PeerSite:
         assert cut is not None, f"site {self._call.site}: tiles without a cut"
         a, weight = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
         code = self._native.run_tiles(
-            a.shape[0], cut.tile_columns, cut.group_pairs, cut.finisher_ctas, cut.own_last, a.data_ptr(), a.stride(0),
+            a.shape[0], cut.tile_columns, cut.group_pairs, cut.finisher_ctas, a.data_ptr(), a.stride(0),
             weight.data_ptr(), weight.stride(0), a.shape[1], out.data_ptr(), stream,
         )  # fmt: skip
         self._rows.check(code)

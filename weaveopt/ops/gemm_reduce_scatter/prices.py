@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, measured_parts_us, memory_us
 from weaveopt.cost_model.kernels import traffic_us
+from weaveopt.cost_model.tile_config import TILES, TILES_NORM, TileKernels
 from weaveopt.fabrics.reaching import not_measured, reaching, world_refused
 from weaveopt.fabrics.topology import Topology
-from weaveopt.ops.gemm_reduce_scatter.cut import NORM_OP, OP, TILES, TILES_NORM
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 
 PARTIALS = "partials"
-"""The other variant on GPUs; see `weaveopt.ops.gemm_reduce_scatter.cut`."""
+"""The other variant on GPUs; see `weaveopt.cost_model.tile_config`."""
 EXCHANGE = "reduce_scatter"
 """Operation of the profile's curves."""
 
@@ -77,7 +78,7 @@ def candidates(
             ]
             if norm_refused is not None:
                 reasons = (*limits, *norm_refused)
-                found.append(_tiled(rule, work, tokens, machine, fabric, reasons, NORM_OP, TILES_NORM))
+                found.append(_tiled(rule, work, tokens, machine, fabric, reasons, REDUCE_SCATTER_NORM, TILES_NORM))
         else:
             found = [_summed(rule, work, tokens, machine, fabric, "", ())]
         for candidate, lowered in found:
@@ -110,13 +111,13 @@ def _tiled(
     machine: Machine,
     fabric: Fabric,
     refused: tuple[Rejection, ...],
-    op: str = OP,
+    kernels: TileKernels = REDUCE_SCATTER,
     variant: str = TILES,
 ) -> tuple[Candidate, Lowered]:
-    """One kernel that sends its tiles; `op`: of the curves with its times."""
+    """One kernel that sends its tiles; `kernels`: of the curves with its times."""
     gemm = work.gemms[0]
     reasons = tuple(dict.fromkeys((*refused, *size_refused(gemm, work.dtype, work.world, tokens))))
-    found = price(machine, fabric, gemm, work.dtype, work.world, op)
+    found = price(machine, fabric, gemm, work.dtype, work.world, kernels)
     if isinstance(found, Rejection) or reasons:
         more = (found,) if isinstance(found, Rejection) else ()
         return Candidate(rule, fabric, variant, rejections=(*reasons, *more)), Lowered(fabric, tokens.most)
@@ -125,7 +126,6 @@ def _tiled(
         ("tile_columns", cut.tile_columns),
         ("group_pairs", cut.group_pairs),
         ("finisher_ctas", cut.finisher_ctas),
-        ("own_last", cut.own_last),
         ("max_tokens", tokens.most),
     )
     return Candidate(rule, fabric, variant, parameters, estimate), Lowered(fabric, tokens.most, str(cut))

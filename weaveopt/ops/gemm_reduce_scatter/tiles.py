@@ -1,19 +1,19 @@
 """Requirements and price of variant `tiles`: one kernel that computes the GEMM, pushes its tiles to their owners, and
 sums; and of `tiles norm`, in which owners add a residual and normalize too.
 
-Its time is not modelled: a profile keeps it as measured, see `weaveopt.ops.gemm_reduce_scatter.cut`.
+Its time is not modelled: a profile keeps it as measured, see `weaveopt.cost_model.tile_config`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us
 from weaveopt.cost_model.gemm import num_units
-from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest, kernels_of
+from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
+from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig, TileKernels
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.gemm_reduce_scatter.cut import OP, TILE_DTYPES, Cut, parse_variant
+from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.wording import counted
@@ -51,9 +51,9 @@ def size_refused(gemm: Gemm, dtype: str, world: int, tokens: TokenCounts) -> Ite
 
 
 def price(
-    machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int, op: str = OP
-) -> tuple[Cut, Estimate] | Rejection:
-    """The kernel by the cut that is predicted fastest; or why its time is not known. `op`: of the curves.
+    machine: Machine, fabric: Fabric, gemm: Gemm, dtype: str, world: int, kernels: TileKernels = REDUCE_SCATTER
+) -> tuple[TileConfig, Estimate] | Rejection:
+    """The kernel by the tiles that are predicted fastest; or why its time is not known.
 
     Terms: `gemm`, as the graph's own would take; `exposed`, what the kernel takes beyond that; `host`. The model's own
     error is charged for all of it: the GEMM is not the graph's, so what is wrong with its price need not be with this
@@ -61,13 +61,13 @@ def price(
     """
     units = num_units(machine, dtype)
 
-    def waves(cut: Cut, tokens: int, hidden: int, _: int) -> int:
+    def waves(cut: TileConfig, tokens: int, hidden: int, _: int) -> int:
         sizes = tokens, hidden, cut.tile_columns, cut.finisher_ctas, world, units
         return 0 if _native is None else _native.product_waves(*sizes)
 
     message = Message(gemm.m, gemm.n, DTYPE_BYTES[dtype])
     multiplied_us = gemm_us(machine, gemm, dtype)
-    found = fastest(known_kernels(machine, fabric, world, op), message, gemm.k, waves, multiplied_us)
+    found = fastest(kernels.known(machine, fabric, world), message, gemm.k, waves, multiplied_us)
     if isinstance(found, Unmeasured):
         return Rejection(found.code, found.message, found.values)
     cut, us = found
@@ -77,8 +77,3 @@ def price(
         Term("host", host_us(machine) * machine.oversubscription(world, 1)),
     )
     return cut, Estimate(tuple(term for term in terms if term.us != 0.0), machine.relative_error)
-
-
-@cache
-def known_kernels(machine: Machine, fabric: Fabric, world: int, op: str) -> Kernels[Cut]:
-    return kernels_of(machine, fabric, world, op, "k", parse_variant)
