@@ -52,9 +52,9 @@ def grouped_gemm_us(machine: Machine, experts: int, gemm: Gemm, dtype: str) -> f
 def grouped_slowdown(costs: CompiledCosts, rows: float, elements: int) -> float:
     """Slowdown of a grouped GEMM against one GEMM of the same work, where an expert has `rows` rows and `elements` of
     weight: interpolated over the logarithm of either, and constant beyond the ends."""
-    if not costs.grouped_sizes:
-        return _by_rows(costs.grouped_rows, rows) if costs.grouped_rows else costs.grouped
-    return _straight([(each.elements, _by_rows(each.rows, rows)) for each in costs.grouped_sizes], elements)
+    if not costs.grouped:
+        return 1.0
+    return _straight([(each.elements, _by_rows(each.rows, rows)) for each in costs.grouped], elements)
 
 
 def _by_rows(points: Sequence[Slowdown], rows: float) -> float:

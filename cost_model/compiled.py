@@ -29,10 +29,6 @@ class CompiledCosts:
     host_us: float = 0.0
     """Of every kernel, for Inductor's wrapper, which allocates, checks and calls. 0 where the host runs ahead of the
     device, or a CUDA graph replays without it."""
-    grouped: float = 1.0
-    """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work."""
-    grouped_rows: tuple[Slowdown, ...] = ()
-    """The same by the rows of an expert, fewest first; empty: `grouped` for any."""
-    grouped_sizes: tuple[SizedSlowdowns, ...] = ()
-    """The same by the size of an expert's weight too, smallest first: many small ones lose more; empty: `grouped_rows`
-    for any."""
+    grouped: tuple[SizedSlowdowns, ...] = ()
+    """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work: by the size of an
+    expert's weight, smallest first, as many small ones lose more. One size holds for any; empty: no slowdown."""

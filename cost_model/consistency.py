@@ -22,8 +22,7 @@ def check(file: str, machine: Machine) -> None:
         _check_points(file, f"{field}.points", points, size)
         _check_rates(file, f"{field}.rates", getattr(record, "rates", ()))
         if isinstance(record, CompiledCosts):
-            _check_slowdowns(file, f"{field}.grouped_rows", record.grouped_rows)
-            _check_sizes(file, f"{field}.grouped_sizes", record.grouped_sizes)
+            _check_sizes(file, f"{field}.grouped", record.grouped)
         elif isinstance(record, Samples):
             _check_samples(file, field, record)
         elif isinstance(record, FabricCosts):

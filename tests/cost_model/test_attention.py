@@ -100,9 +100,9 @@ def test_many_gemms_in_one_kernel(machine: Machine) -> None:
 def test_a_grouped_gemm_is_slowed_by_the_rows_of_an_expert() -> None:
     machine = MACHINES["h200x4"]
     points = (Slowdown(2, 2.0), Slowdown(32, 1.2), Slowdown(128, 1.0))
-    costs = CompiledCosts("memory", grouped=1.5)
+    costs = CompiledCosts("memory", grouped=(SizedSlowdowns(1, (Slowdown(1, 1.5),)),))
     assert [grouped_slowdown(costs, rows, 1 << 20) for rows in (1, 1000)] == [1.5, 1.5]
-    costs = replace(costs, grouped_rows=points)
+    costs = replace(costs, grouped=(SizedSlowdowns(1, points),))
     found = [grouped_slowdown(costs, rows, 1 << 20) for rows in (0.5, 2, 8, 32, 64, 128, 4096)]
     assert found == pytest.approx([2.0, 2.0, 1.6, 1.2, 1.1, 1.0, 1.0])
     routed = replace(machine, compiled=costs)
@@ -113,7 +113,7 @@ def test_a_grouped_gemm_is_slowed_by_the_rows_of_an_expert() -> None:
 def test_many_small_experts_are_slowed_otherwise_than_few_large_ones() -> None:
     small, large = (Slowdown(2, 2.0), Slowdown(8, 1.6)), (Slowdown(2, 1.2),)
     sizes = (SizedSlowdowns(1 << 20, small), SizedSlowdowns(1 << 24, large))
-    costs = CompiledCosts("memory", grouped=1.5, grouped_rows=(Slowdown(1, 9.0),), grouped_sizes=sizes)
+    costs = CompiledCosts("memory", grouped=sizes)
     found = [grouped_slowdown(costs, 4, elements) for elements in (1, 1 << 20, 1 << 22, 1 << 24, 1 << 30)]
     assert found == pytest.approx([1.8, 1.8, 1.5, 1.2, 1.2])
     machine = replace(MACHINES["h200x4"], compiled=costs)
@@ -140,6 +140,8 @@ def test_what_compiled_graphs_take_beyond_is_the_machines(machine: Machine) -> N
     bare = replace(machine, name="bare", compiled=None)
     one = cost_model.gemm_us(machine, same_work(8, gemm), "bfloat16")
     assert cost_model.grouped_gemm_us(bare, 8, gemm, "bfloat16") == one and cost_model.host_us(bare) == 0.0
-    other = replace(machine, name="other", compiled=CompiledCosts("memory", host_us=7.0, grouped=1.5))
+    other = replace(
+        machine, name="other", compiled=CompiledCosts("memory", 7.0, (SizedSlowdowns(1, (Slowdown(1, 1.5),)),))
+    )
     assert cost_model.grouped_gemm_us(other, 8, gemm, "bfloat16") == 1.5 * one
     assert cost_model.host_us(other) == 7.0

@@ -287,6 +287,6 @@ def test_what_compiled_graphs_take_beyond_is_todays_or_kept() -> None:
     none = renew(replace(measured_today(), compiled=None), BASE)
     assert none.machine.compiled == BASE.compiled and "compiled" in none.kept
     assert origin_of(none.machine, "compiled") == origin_of(BASE, "compiled")
-    today = replace(measured_today(), compiled=replace(BASE.compiled, grouped=1.125))
+    today = replace(measured_today(), compiled=replace(BASE.compiled, host_us=1.125))
     again = renew(today, BASE)
     assert again.machine.compiled == today.compiled and "compiled" not in again.kept

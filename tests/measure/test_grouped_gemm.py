@@ -57,9 +57,9 @@ def test_slowdowns_are_written_by_size_and_rows() -> None:
     draft = Draft(torch.device("cpu"), 1, None)
     family.write(draft)
     costs = draft.compiled
-    assert costs is not None and not costs.grouped_rows
-    assert [size.elements for size in costs.grouped_sizes] == sorted({case.elements for case in CASES})
-    for size in costs.grouped_sizes:
+    assert costs is not None
+    assert [size.elements for size in costs.grouped] == sorted({case.elements for case in CASES})
+    for size in costs.grouped:
         of_size = [case for case in CASES if case.elements == size.elements]
         assert [point.rows for point in size.rows] == sorted({case.rows_of_active for case in of_size})
         assert {point.times for point in size.rows} == {float(of_size[0].k)}

@@ -113,8 +113,7 @@ class GroupedGemms(Family):
             origin = draft.origin("compiled", samples, what)
             sizes = sorted({case.elements for case in self.times})
             by_size = tuple(SizedSlowdowns(size, _by_rows(self.times, size)) for size in sizes)
-            whole = round(grouped_slowdown(self.times.values()), 3)
-            draft.compiled = CompiledCosts(origin, grouped=whole, grouped_sizes=by_size)
+            draft.compiled = CompiledCosts(origin, grouped=by_size)
 
 
 def _by_rows(times: Mapping[GroupedCase, tuple[Sample, Sample]], elements: int) -> tuple[Slowdown, ...]:
