@@ -44,7 +44,7 @@ def size_refused(gemms: Sequence[Gemm], dtype: str, tokens: TokenCounts) -> Iter
 def price(
     machine: Machine, fabric: Fabric, gemms: Sequence[Gemm], dtype: str, world: int, hands_out_rows: bool
 ) -> tuple[TileConfig, Estimate] | Rejection:
-    """By the cut that is predicted fastest; or why the time is not known.
+    """The tile configuration that is predicted fastest, with its estimate; or the rejection if its time is not known.
 
     Terms: `gemm`, the time in the graph; `exposed`, the time of the gather and the widest GEMM beyond that;
     `synchronize`, the kernel after which the library's other GEMMs may start; `rows`, a copy of all of them if they are
