@@ -9,7 +9,7 @@ from accelerate.utils import TorchDynamoPlugin
 
 @dataclass
 class WeavePlugin(TorchDynamoPlugin):
-    """accelerate's plugin, with `backend="weave"` in what `Accelerator.prepare` hands to `torch.compile`.
+    """accelerate's plugin with `backend="weave"`, the backend that `Accelerator.prepare` passes to `torch.compile`.
 
     Takes what `TorchDynamoPlugin` takes, but for `backend`. accelerate keeps backends in a closed enum and asks of the
     member only whether there is one, so `backend` reads as inductor, with which weaveopt ends.

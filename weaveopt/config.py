@@ -1,7 +1,7 @@
 """Every option of weaveopt and every `WEAVE_*` variable, in one table.
 
-An option comes from `torch.compile(..., options={name: value})`, else from its environment variable, else
-from its default. Options that weaveopt does not know but Inductor does go on to Inductor unchanged.
+An option comes from `torch.compile(..., options={name: value})`, else from its environment variable, else from its
+default. Options of Inductor are passed to Inductor unchanged.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Config:
     skew: str | None = None
     compile_timeout_s: float = 1800.0
     inductor: tuple[tuple[str, bool | int | float | str | None], ...] = ()
-    """Options handed on to Inductor."""
+    """Options passed on to Inductor."""
 
     def agreed(self) -> dict[str, str]:
         """Options that must be the same on every rank of a group, as text."""

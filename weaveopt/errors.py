@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 class WeaveError(RuntimeError):
-    """Misuse, or a state in which going on would give wrong data or a hang."""
+    """Misuse, or a state in which continuing would give wrong data or a hang."""
 
 
 class OptionError(WeaveError):
-    """An option, environment variable or command-line value that weaveopt does not know or accept."""
+    """An option, environment variable or command-line value that weaveopt does not have or accept."""
 
 
 class ProfileError(WeaveError):

@@ -1,4 +1,4 @@
-"""JSON text of files: into plain values, and into records by their fields' types. Errors are one line with the place.
+"""Parser of JSON files: into plain values, and into records by their fields' types. Errors are one line with the place.
 
 msgspec reads it: numbers of thousands of digits and thousands of brackets are errors of its own, never Python's.
 """

@@ -1,8 +1,8 @@
 """Interfaces of matchers and rules, and the records that pipeline steps pass to them.
 
-A matcher finds the sites of one kind. A site rule proposes candidates at sites of the kinds that it knows, asks for
-memory and splices its replacement in. A graph rule proposes variants of a whole graph. None of them looks at another
-one, and none holds a threshold: those come from the cost model. What a rule has to say beyond this it says by three
+A matcher finds the sites of one kind. A site rule proposes candidates at sites of the kinds that it supports, asks for
+memory and splices its replacement in. A graph rule proposes variants of a whole graph. Rules are independent of each
+other, and none holds a threshold: those come from the cost model. Whatever else a rule needs it expresses by three
 optional hooks: `SettlesSites`, `RelatesSites` and `HooksInductor`.
 """
 
@@ -83,14 +83,14 @@ class FoundSite:
     facts: Facts | None = None
     """None where the matcher did not recognize the place; `site.rejections` says why."""
     structure: object = None
-    """The nodes by their role, as the rules of this kind know them."""
+    """Nodes by their role, as a record of this kind's matcher."""
     numbers: tuple[torch.SymFloat, ...] = ()
     """Python floats that a rewrite takes as the numbers they are in this call; with others it is compiled again."""
     token_value: fx.Node | None = None
     """A node whose value `[..., hidden]` has the site's token count; None where the count is no part of its shape."""
     behind: frozenset[fx.Node] = frozenset()
-    """Nodes behind the site that a rewrite may replace too: GEMMs that alone read its result. They are no part of its
-    baseline; a rewrite's estimate at the site is what it changes of them."""
+    """Consumers of the site that a rewrite may replace too: GEMMs that alone read its result. They are not part of
+    its baseline; a rewrite's estimate at the site includes its effect on them."""
 
     @property
     def is_symbolic(self) -> bool:
@@ -105,7 +105,8 @@ class Proposal:
 
     candidate: Candidate
     consumes: frozenset[fx.Node] = frozenset()
-    """Nodes that disappear, of the site or behind it. Proposals of two sites that share one exclude each other."""
+    """Nodes that are removed, of the site or its consumers. Proposals of two sites that share one exclude each
+    other."""
     plan: object = None
     """The rule's own frozen record. Other code sees of it what a `Protocol` names, as `reductions.plan` does."""
 
@@ -217,14 +218,14 @@ class SiteRule(Protocol):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of sites that the rule knows."""
+        """Kinds of sites that the rule supports."""
         ...
 
     def propose(
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
-        """All ways to lower a site for these token counts, allowed or rejected, each with the estimate of what it
-        puts in place of the nodes that it consumes, where one can be made.
+        """Propose all candidates for a site and these token counts, allowed or rejected, each with the estimate of what
+        replaces the nodes that it consumes, if one can be made.
 
         With `usable_only` rejected ones may be missing; the others are the same, and in the same order.
         """
@@ -251,7 +252,8 @@ class SettlesSites(Protocol):
     """A rule whose calls have flags that depend on what was chosen around them."""
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
-        """`chosen` are all rewritten sites of the graph. Site id -> the proposal in its final form, of its own ones."""
+        """Choose the final form of proposals after the decision; `chosen` are all rewritten sites of the graph.
+        Returns site id -> one of that site's proposals."""
         ...
 
 
@@ -271,19 +273,19 @@ class ReusePredicate(Protocol):
 
 @runtime_checkable
 class HooksInductor(Protocol):
-    """A rule whose operators Inductor has to treat in a way of their own."""
+    """A rule whose operators Inductor has to treat specially."""
 
     def inductor_hooks(self) -> Sequence[ReuseHook]: ...
 
 
 class GraphRule(Protocol):
-    """One way to rewrite a whole graph before its sites are looked for. Pure: the captured graph is not touched."""
+    """A rule that rewrites a whole graph before its sites are matched. Pure: the captured graph is not modified."""
 
     @property
     def name(self) -> str: ...
 
     def variants(self, captured: CapturedGraph, context: Context) -> Sequence[CapturedGraph]:
-        """Graphs that compute the same, each a copy of its own; those that may not be used carry rejections."""
+        """Return copies of the graph that compute the same; those that may not be used carry rejections."""
         ...
 
 

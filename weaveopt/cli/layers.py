@@ -1,7 +1,7 @@
 """Which decoder layers to capture, and how many layers of the whole model each captured one stands for.
 
 A model of 80 equal layers gives 80 equal pieces of graph. Capturing a prefix that has every kind of layer, and a
-last layer apart (the norm behind it is the model's final norm), gives the same sites in a fraction of the time.
+separate last layer (the norm after it is the model's final norm), gives the same sites in a fraction of the time.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _parsed(name: str, where: str, text: str) -> ModelFile:
 def _plans(model_type: str) -> Fields:
     """The sharding plans of a model type, from the source of its configuration class; nothing where they are unknown.
 
-    A class without a plan of its own may inherit one, or be made of several models' configurations: nothing is known.
+    A class without its own plan may inherit one, or be made of several models' configurations: nothing is known.
     """
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None or not model_type.isidentifier():

@@ -74,10 +74,10 @@ def sketch(model: str) -> Source | None:
 
 
 def load(model: str) -> Source:
-    """The configuration of a preset, a `config.json`, a directory that holds one, or a hub id.
+    """Load the configuration of a preset, a `config.json`, a directory that holds one, or a hub id.
 
-    Raises `CaptureError` for what is neither, cannot be read, or is no text model that transformers knows.
-    Code that comes with a configuration is never run.
+    Raises `CaptureError` for what is neither, cannot be read, or is no text model that transformers supports. Code that
+    comes with a configuration is never run.
     """
     file = model_file.find(model)
     return Source(model, _from_hub(model)) if file is None else Source(file.name, _built(file))
@@ -122,9 +122,9 @@ def _from_hub(model: str) -> PreTrainedConfig:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing is logged: transformers warns of what it then refuses, torch logs tracebacks of errors that it raises.
+    """Silence logging: transformers warns of what it then refuses, torch logs tracebacks of errors that it raises.
 
-    What is wrong with a model is one line of this command's own.
+    A fault of a model is reported in one line by this command.
     """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -139,11 +139,11 @@ def _parallelism(source: Source, config: PreTrainedConfig, request: Request) -> 
 def capture(
     source: Source, request: Request, plan: LayerPlan, backend: Backend, on_step: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Hand rank 0's graph of one forward pass to `backend`, a TorchDynamo backend.
+    """Pass rank 0's graph of one forward pass to `backend`, a TorchDynamo backend.
 
     Prefill is `model(ids[batch, seq], use_cache=False, logits_to_keep=1)`, with the logits that `generate` asks for;
-    decode is one token a sequence against a static cache of `seq` positions. `on_step` hears what is done next.
-    Raises `CaptureError`; a `WeaveError` of the backend passes.
+    decode is one token a sequence against a static cache of `seq` positions. `on_step` is called with the name of each
+    next step. Raises `CaptureError`; a `WeaveError` of the backend passes.
     """
     import torch
     from torch._subclasses import FakeTensorMode

@@ -14,16 +14,17 @@ from weaveopt.mixtures.activation import Activation, ActivationName
 
 
 class Kernels(StrEnum):
-    """Which kernels a GPU runs; CPUs know one way only."""
+    """Kernels that a GPU runs; CPUs have one implementation only."""
 
     TRITON = "triton"
     HOPPER = "hopper"
-    """Our own, where they run; else Triton's."""
+    """Native kernels if they run on the device, else Triton's."""
     ONE = "one_kernel"
-    """Both of our own GEMMs in one kernel (csrc/moe_experts/both.cuh); those of `HOPPER` for weights of which one lies
-    transposed and the other does not."""
+    """Both native GEMMs in one kernel (csrc/moe_experts/both.cuh); those of `HOPPER` if only one of the weights is
+    transposed."""
     WIDE = "wide"
-    """Our own for many rows an expert (csrc/moe_experts/wide.cuh); those of `HOPPER` for weights they do not take."""
+    """Native kernels for many rows an expert (csrc/moe_experts/wide.cuh); those of `HOPPER` for weights they do not
+    support."""
 
 
 @dataclass(frozen=True)

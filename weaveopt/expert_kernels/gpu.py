@@ -70,7 +70,7 @@ def has_kernels(operands: Operands, shape: Shape) -> bool:
 
 
 def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
-    """All of Triton's kernels of one call; tensors may lie anywhere that Triton runs."""
+    """Launch all of Triton's kernels of one call; tensors may be on any device that Triton supports."""
     shape = checked_shape(operands, call)
     x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
     if not shape.rows:

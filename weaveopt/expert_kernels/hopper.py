@@ -57,7 +57,7 @@ class HopperPlan(RowTiles):
 
 
 def plan(shape: Shape) -> HopperPlan:
-    """The launch for `shape`. It counts all choices as own."""
+    """Plan the launch for `shape`. It counts all choices as this rank's."""
     tiles = shape.rows // (shape.experts * _native.EXPERT_TILE_ROWS)
     return HopperPlan(_native.EXPERT_TILE_ROWS, group=GROUP if tiles >= GROUP else 1)
 
@@ -70,7 +70,7 @@ def wide_plan(operands: Operands, shape: Shape) -> HopperPlan:
 
 
 def one_plan(operands: Operands, shape: Shape) -> HopperPlan:
-    """The launch of both GEMMs in one kernel, where their weights lie alike."""
+    """Plan the launch of both GEMMs in one kernel, if their weights have the same layout."""
     alike = (operands.gate_up.stride(2) == 1) is (operands.down.stride(2) == 1)
     return replace(plan(shape), one_kernel=alike)
 

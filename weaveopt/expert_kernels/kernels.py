@@ -1,9 +1,8 @@
 """The Triton kernels of the experts: both GEMMs over tiles of rows of one expert, and the weighted sum.
 
-A program's first lines find its tile in the table that the routing kernels left (`routing_kernels.py`); programs beyond
-the last tile end there. Weights are read where they lie. Where gate and up are two halves, a tile's columns are gate 0,
-up 0, gate 1, up 1, ... all the same, by the rows that it reads: so both are in one thread's registers when the
-activation needs them.
+A program first finds its tile in the table that the routing kernels wrote (`routing_kernels.py`); programs beyond the
+last tile return there. Weights are read in place. If gate and up are two halves, a tile's columns are still gate 0, up
+0, gate 1, up 1, ..., by the rows that it reads: so both are in one thread's registers when the activation needs them.
 """
 
 # mypy: ignore-errors
@@ -205,7 +204,8 @@ def combine(
     results, experts, weights, y, stride_wt, stride_wk, num_rows, num_experts,
     HIDDEN: tl.constexpr, CHOICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`sum(weights[t, j] * row[t, j])` over own choices in their order, in fp32. Grid (tokens, blocks of columns).
+    """Combine `sum(weights[t, j] * row[t, j])` over this rank's choices in order, in fp32. Grid (tokens, blocks of
+    columns).
 
     A row's splits are added first, and rounded as one split is.
     """

@@ -73,7 +73,7 @@ class RowTiles:
         return active + (shape.rows - active) // self.rows
 
     def table_rows(self, shape: Shape) -> int:
-        """Rows, of 4 numbers each, in the routing kernels' table: its own, one for each tile, and a number for each
+        """Rows, of 4 numbers each, in the routing kernels' table: a header, one for each tile, and a number for each
         tile."""
         tiles = self.max_tiles(shape)
         return 1 + tiles + -(-tiles // 4)
@@ -95,7 +95,7 @@ class Plan(RowTiles):
 
 
 def plan(shape: Shape, num_sms: int, gated: bool = True) -> Plan:
-    """The launch for `shape`. It counts all choices as own: how many are foreign is known to the device alone."""
+    """Plan the launch for `shape`. It counts all choices as this rank's: only the device knows how many are not."""
     how = _plan(shape, num_sms)
     # Without a gate, twice the columns are as many rows of the weight.
     return how if gated else replace(how, gate_up=replace(how.gate_up, columns=2 * how.gate_up.columns))

@@ -30,7 +30,8 @@ def route(
     experts, order, table, num_rows, num_experts,
     BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert: all count all rows, and each one places its own. BINS > num_experts."""
+    """Sort rows by expert, one program for each: all count all rows, and each places those of its expert. BINS >
+    num_experts."""
     if PDL:
         # The first GEMM may be launched: it waits by itself until all of this grid is written.
         tl.extra.cuda.gdc_launch_dependents()

@@ -83,7 +83,7 @@ def _rows_of_rank(tokens: int, world: int) -> int:
 
 
 def _own(x: Tensor, world: int, rank: int, fill: float) -> Tensor:
-    """This rank's equal share of the rows of `x`, with rows of `fill` behind the last."""
+    """Return this rank's equal share of the rows of `x`, padded at the end with rows of `fill`."""
     rows = _rows_of_rank(x.shape[0], world)
     return functional.pad(x, (0, 0, 0, rows * world - x.shape[0]), value=fill)[rank * rows : (rank + 1) * rows]
 
@@ -94,7 +94,8 @@ def _gathered(x: Tensor, group: str, world: int, tokens: int) -> Tensor:
 
 
 class _Slice(torch.autograd.Function):
-    """Own rows of what all ranks have; each rank knows the gradient of its own, so those are gathered."""
+    """Shard of rows that all ranks have; each rank has the gradient of its shard, so the backward pass gathers
+    those."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, world: int, rank: int, fill: float) -> Tensor:
@@ -107,7 +108,7 @@ class _Slice(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows; all know the gradient of the whole, so each takes its own part."""
+    """All-gather of rows; all ranks have the gradient of the whole, so the backward pass takes this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, world: int, rank: int, tokens: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tells transformers of `ep_implementation="weave"`, now or when it imports its registry, however late that is."""
+"""Registration of `ep_implementation="weave"` with transformers, now or when it imports its registry, however late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def register_when_imported() -> None:
-    """Registers it now where transformers has the registry already, else right behind the import of that."""
+    """Register now if transformers has its registry already, else right after that module is imported."""
     if MODULE in sys.modules:
         _register_or_warn()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -1,1 +1,1 @@
-"""Ways for ranks to reach each other's memory: topology, one arena per transport, the watchdog."""
+"""Access of ranks to each other's memory: topology, one arena for each transport, the watchdog."""

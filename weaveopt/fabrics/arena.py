@@ -20,7 +20,7 @@ from weaveopt.records.memory import MemoryPlan, PlacedBuffer
 
 
 class Arena(Protocol):
-    """The memory that one group shares, as one rank sees it. Offsets count from the first byte behind the header."""
+    """The symmetric memory of one group, as one rank sees it. Offsets count from the end of the header."""
 
     @property
     def group(self) -> Group: ...

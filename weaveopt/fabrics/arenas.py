@@ -63,9 +63,9 @@ class Arenas(Generic[A]):
         return tuple(entry.arenas) if entry is not None else ()
 
     def put(self, group_name: str, arena: A, retire: Callable[[A], None]) -> None:
-        """Makes `arena` the one in use. `retire` closes the one before, or leaves it to the process group.
+        """Make `arena` the current one. `retire` closes the previous one, or leaves it to the process group.
 
-        All ranks have met to make it, so nobody is inside a call of the one before any more.
+        All ranks have synchronized to make it, so none is inside a call of the previous one any more.
         """
         entry = self._entry(group_name)
         if entry is None:

@@ -79,5 +79,5 @@ def pair_apart() -> tuple[int, int] | None:
 
 
 def _id(properties: object) -> str:
-    """Empty where torch does not tell; nothing has that identity."""
+    """Identity (UUID) of a GPU; empty, which matches no GPU, if torch does not expose it."""
     return str(getattr(properties, "uuid", ""))

@@ -19,7 +19,7 @@ from weaveopt.solver.placement import aligned, arena_bytes, place_kept, transien
 
 GROWTH = 2
 _GRAIN_BYTES = 8192
-"""Sizes that a floor makes larger are multiples of this: halves of them still begin on pages of their own."""
+"""Alignment of sizes that a floor enlarges: halves of them still start at page boundaries."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Layout:
         return Layout(place_kept(buffers), transient_bytes, exact.floor_bytes).filled()
 
     def filled(self) -> Layout:
-        """With all buffers larger by the same factor, as far as the floor has room for them.
+        """Enlarge all buffers by the same factor, as far as the floor has room for them.
 
-        Bytes behind the last buffer would be of use to no later graph: larger ones ask for larger buffers.
+        Free bytes after the last buffer would be of use to no later graph: larger graphs ask for larger buffers.
         """
         if not 0 < self.num_bytes_asked < self.floor_bytes:
             return self

@@ -1,8 +1,8 @@
 """The first calls by NVLink multicast, which every arena that is mapped by it has to get right before it is used.
 
 No kernel that uses multicast has run on hardware yet. So each operation that has such kernels registers a `FirstCall`,
-and a new arena runs all of them on all ranks against their references, before a plan may use it. Ranks tell each other
-the outcome through the store, as they do of the arena's memory: one that is wrong on one rank is left by all.
+and a new arena runs all of them on all ranks against their references, before a plan may use it. Ranks exchange the
+outcome through the store, as for the arena's memory: a kernel that is wrong on one rank is used by none.
 
 Nothing runs on a device before all ranks are prepared, so that no kernel waits for a rank that has failed already.
 """

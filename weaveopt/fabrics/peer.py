@@ -86,7 +86,7 @@ class PeerArena:
         return self.layout.buffer(name)
 
     def native_offset(self, offset: int) -> int:
-        """`offset` from the first byte behind the header, as kernels count it: from the first byte of the arena."""
+        """Convert `offset` from the end of the header to kernels' offsets, which count from the start of the arena."""
         return _TRAITS.header_bytes + offset
 
     def begin_call(self) -> None:
@@ -101,7 +101,8 @@ class PeerArena:
         self._at_close.append(callback)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A view of this rank's part, from `offset` behind the header on. Raises `ArenaError` if outside."""
+        """Return a view of this rank's part, starting `offset` bytes after the header. Raises `ArenaError` if
+        outside."""
         begin = self.native_offset(offset)
         end = begin + prod(shape) * dtype.itemsize
         if self._memory is None or offset < 0 or end > self.num_bytes:
@@ -346,7 +347,7 @@ def _exchange(
 
 
 def raise_if_any(group: Group, told: Sequence[Payload], num_bytes: int) -> None:
-    """Raises `ArenaError` with what ranks told under `error`, if one did."""
+    """Raise `ArenaError` with the texts that ranks reported under `error`, if there are any."""
     failed = [f"rank {rank}: {r['error']}" for rank, r in zip(group.ranks, told, strict=True) if r["error"]]
     if failed:
         raise ArenaError(

@@ -88,7 +88,7 @@ class PeerRows:
             torch.cuda._maybe_exchange_device(before)
 
     def check(self, code: int) -> None:
-        """Raises what is behind a CUDA error code; 0 is success."""
+        """Raise the error that a CUDA error code stands for; 0 is success."""
         if code:
             text = _native.cuda_error_text(code)
             watchdog.fail(self.arena, f"{self._where}: a kernel could not be launched: {text}")
@@ -123,5 +123,6 @@ def aligned_vector(x: Tensor) -> Tensor:
 
 @cache
 def second_stream(device: int) -> torch.cuda.Stream:
-    """On which a device exchanges rows beside a GEMM; made before any capture, when the first site is bound."""
+    """Return the stream on which a device exchanges rows while a GEMM runs; created before any capture, when the
+    first site is bound."""
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY)

@@ -1,4 +1,4 @@
-"""How far a rank is in its process groups, told to ranks that wait for it.
+"""Progress of a rank in its process groups, served to ranks that wait for it.
 
 A thread of the process answers on a socket, also while the main thread waits in a collective or in a kernel. It costs
 nothing while nobody asks. Whoever asks has the address and a token from the group's store.
@@ -69,7 +69,7 @@ _lock = threading.Lock()
 
 
 def serve(host: str, look: Callable[[], Position]) -> Address | None:
-    """Has this process answer with `look()` at an address of its own, until `stop`; None where it cannot listen."""
+    """Serve `look()` on a listening socket of this process until `stop`; None if it cannot listen."""
     with _lock:
         server = _servers.get(host)
         if server is None:

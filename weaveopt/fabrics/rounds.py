@@ -1,9 +1,10 @@
 """Rounds in which the ranks of a group compare the graphs that they compile, through the group's store.
 
-A rank publishes one document for every graph that communicates in the group, and goes on; only a rank that needs the
+A rank publishes one document for every graph that communicates in the group, and continues; only a rank that needs the
 others' documents waits for them. A wait ends when all documents are there, or when a peer turns out to be past this
 point: it has begun a rewritten call, or issued a collective, that the waiting rank has not. Such a peer never comes.
-Then the round is closed, for all ranks the same way: whichever of "complete" and "closed" is stored first counts.
+Then the round is closed, with the same result for all ranks: whichever of "complete" and "closed" is stored first
+counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls in which every rank hands rows to the others once: what is constant over them, and which arena they are in."""
+"""Calls in which every rank sends rows to the others once: their constants, and the arena that they use."""
 
 from __future__ import annotations
 

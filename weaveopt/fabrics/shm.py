@@ -83,7 +83,7 @@ class ShmArena:
         return view
 
     def close(self) -> None:
-        """Gives the memory back; it is unmapped once the last view of it is gone. Peers that wait are told."""
+        """Release the memory; it is unmapped once the last view of it is gone. Waiting peers are signalled."""
         if self.closed or self._own is None:
             return
         self.closed = True
@@ -201,6 +201,6 @@ def _page_aligned(num_bytes: int) -> int:
 
 
 def num_local_processes() -> int:
-    """Ranks on this host, of all groups: they share its cores. All ranks where the launcher does not tell."""
+    """Number of ranks on this host, of all groups: they share its cores. All ranks if the launcher does not say."""
     told = variable("LOCAL_WORLD_SIZE")
     return int(told) if told.isdecimal() and int(told) > 0 else dist.get_world_size()

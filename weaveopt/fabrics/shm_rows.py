@@ -1,4 +1,4 @@
-"""Rows that a rank puts into its shared segment for all others to read: two buffers, taken in turns by the epoch."""
+"""Buffers for rows that a rank writes to its shared segment for all others to read: two, alternating by epoch."""
 
 from __future__ import annotations
 

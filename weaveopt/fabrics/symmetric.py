@@ -1,11 +1,11 @@
 """Torch's rendezvous of symmetric memory, for groups of any shape.
 
 Torch counts the rendezvous of a process, whatever their group, and names what it exchanges by that count. Ranks of a
-group that have met different numbers of times then wait for each other's keys without end (pytorch/pytorch#196082):
-first a group of ranks 0 and 1, then one of all, is enough. So ranks tell each other their counts before they meet,
-and who is behind catches up by meeting nobody.
+group with different counts then wait for each other's keys without end (pytorch/pytorch#196082): a group of ranks 0 and
+1 followed by one of all ranks is enough. So ranks exchange their counts before a rendezvous, and ranks with a smaller
+count catch up by rendezvous of their own.
 
-Torch waits in two ways while ranks meet, and holds Python's lock all the time, so no thread could watch it:
+Torch waits in two places during a rendezvous, and holds Python's lock all the time, so no thread could watch it:
 
 - for keys of the group's store, as long as that store waits: the store's timeout is ours around the call;
 - for file descriptors on a socket, without end: a timer's signal interrupts it. Only the main thread may ask for
@@ -15,7 +15,7 @@ Torch decides by itself whether a rendezvous makes an NVLink multicast mapping t
 `TORCH_SYMM_MEM_DISABLE_MULTICAST` is set. Here only a rendezvous that asks for one makes it, and none where the
 variable is set: on some hosts a multicast object puts the GPUs out of service.
 
-A rendezvous that failed on a rank leaves that rank's count unknown, so it never meets anybody again.
+A rendezvous that failed on a rank leaves that rank's count unknown, so it never takes part in one again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _multicast_is_off() -> bool:
 
 
 MEETING_S = 60.0
-"""Longest rendezvous. The ranks have just told each other that they are there, so it takes well under a second."""
+"""Longest rendezvous. The ranks have just exchanged their counts, so it takes well under a second."""
 
 _num_met = 0
 _failed = ""
@@ -88,17 +88,17 @@ _kept: list[object] = []
 
 
 def num_met() -> int:
-    """How often this process has met others for symmetric memory through this module."""
+    """Number of rendezvous for symmetric memory that this process completed through this module."""
     return _num_met
 
 
 def failed() -> str:
-    """Why this process cannot meet others any more; empty where it can."""
+    """Reason why this process cannot take part in a rendezvous any more; empty if it can."""
     return _failed
 
 
 def catch_up(to: int, timeout_s: float = MEETING_S) -> None:
-    """Meets nobody until `num_met()` is `to`; no other rank takes part."""
+    """Perform rendezvous alone until `num_met()` is `to`; no other rank takes part."""
     if _num_met >= to:
         return
     alone = dist.new_group([dist.get_rank()], timedelta(seconds=timeout_s), use_local_synchronization=True)
@@ -161,7 +161,7 @@ def _bounded(process_group: dist.ProcessGroup, timeout_s: float) -> Iterator[Non
 
 @contextmanager
 def _interrupted_after(timeout_s: float) -> Iterator[None]:
-    """A system call that still waits ends with EINTR. A timer of the caller's own goes on afterwards."""
+    """Interrupt a system call that still waits, with EINTR. A timer of the caller is restored afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -106,7 +106,7 @@ _WEAVE_HOST = 1
 _WHAT = "what"
 """Key, in every payload, of the subject on which its rank wanted to agree."""
 _ALL_READ_S = 5.0
-"""How long rank 0 waits, where it is about to fail, until the others have read what all told."""
+"""Longest time that rank 0, when it is about to fail, waits for the others to read the exchanged payloads."""
 
 
 class Exchange:
@@ -129,9 +129,9 @@ class Exchange:
     def gather(self, payload: Payload, what: str, timeout_s: float) -> tuple[Payload, ...]:
         """Everyone's `payload`, in group order.
 
-        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`, or one that met for
-        something else and has another payload, or saying that the store failed or does not answer, as where the rank
-        that has it is gone or stopped; `what` says in the message what the ranks wanted to agree on.
+        Raises `AgreementError` naming the ranks whose payload did not come within `timeout_s`, or one that called it
+        for another purpose and has another payload, or saying that the store failed or does not answer, as happens
+        if its host rank is gone or stopped; `what` names in the message what the ranks wanted to agree on.
         """
         keys = [f"{self._num_rounds}/{rank}" for rank in range(len(self.group.ranks))]
         self._num_rounds += 1
@@ -153,10 +153,10 @@ class Exchange:
         return answer
 
     def settle(self) -> None:
-        """Has rank 0 wait until all have read what was told last, a few seconds at most.
+        """Make rank 0 wait until all have read the last payloads, a few seconds at most.
 
-        For ranks that raise because of it: rank 0 may have the store, and end. The others would be told that the
-        store failed, not what they disagreed on.
+        For ranks that raise because of them: rank 0 may host the store, and end. The others would report that the store
+        failed, not what they disagreed on.
         """
         if self.group.ranks[self.group.rank] != 0:
             return

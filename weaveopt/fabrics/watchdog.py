@@ -1,8 +1,8 @@
-"""Watches what the waiting kernels of this process say, and turns it into one clear error.
+"""Watchdog: reads the errors that this process's waiting kernels report, and raises each as one clear error.
 
-A kernel that gives up on a peer writes why into host memory, tells the other peers, waits a moment for the host to read
-it, and ends with a trap; from then on every CUDA call of the process fails, whatever it is about. So a thread reads
-that memory all the time: it tells stderr, keeps the error on the group's arena, raises it in the main thread, and only
+A kernel that gives up on a peer writes the reason to host memory, signals the other peers, waits a moment for the host
+to read it, and ends with a trap; from then on every CUDA call of the process fails, whatever it is about. So a thread
+polls that memory: it writes to stderr, keeps the error on the group's arena, raises it in the main thread, and only
 then lets the kernel end. The thread also notices a peer of this host that died, and ends the waits for it at once.
 """
 
@@ -33,7 +33,7 @@ POLLS_PER_PEER_CHECK = 4
 _TAG_FIELD_BITS: int = 0 if _native is None else _native.TAG_FIELD_BITS
 _TAG_FIELD = (1 << _TAG_FIELD_BITS) - 1
 MAX_TOKENS = _TAG_FIELD
-"""A word that tells peers what a rank runs has room for so many."""
+"""Largest token count that fits into the word by which peers compare what a rank runs."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ T = TypeVar("T")
 OWN_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes that have Inductor capture CUDA graphs, and what they are without: the step is captured whole already."""
 ONE_ROW = "coordinate_descent_tuning"
-"""Under this option Inductor makes reductions of products of one row, which read weights faster than a GEMM does, and
-tunes them on the device."""
+"""Inductor option that turns GEMMs of one row into reductions, which read weights faster than a GEMM kernel does,
+and tunes them on the device."""
 SIDE_BY_SIDE = "combo_kernels"
-"""Under this option Inductor makes one kernel of several that do not depend on one another, such as the products of
-query, key and value, of which each alone is too short to read at the memory's speed."""
+"""Inductor option that makes one kernel of several independent ones, such as the GEMMs of query, key and value, each
+of which alone is too short to read at the memory's speed."""
 CAPTURING_OPTIONS = ("cuda_graphs", "triton.cudagraphs")
 
 
@@ -36,7 +36,8 @@ class Backend:
     options: tuple[tuple[str, object], ...] = ()
 
     def compile(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function` compiled for the shapes it meets, with graph breaks allowed; its code is its own."""
+        """Compile `function` for the shapes it is called with, graph breaks allowed; its code object is a separate
+        copy."""
         options = dict(self.options) or None
         return torch.compile(
             apart(function),
@@ -47,15 +48,15 @@ class Backend:
         )
 
     def config(self) -> Config:
-        """weaveopt's own options of this call. Raises `OptionError` where a value is none of theirs."""
+        """Parse weaveopt's options of this call. Raises `OptionError` if a value is invalid."""
         own = {name: value for name, value in self.options if name in known_options()}
         return resolve(cast(dict[str, OptionValue], own))
 
     def for_one_row(self) -> Backend:
-        """For steps of one sequence, unless the user has said how to tune.
+        """Choose a backend for steps of one sequence, unless the user has said how to tune.
 
-        Ranks may be tuned in different ways: their results then differ in rounding, so nothing that all of them have
-        to compute alike, such as a router, may be in the step.
+        Ranks may tune differently: their results then differ in rounding, so nothing that all of them have to compute
+        alike, such as a router, may be in the step.
         """
         given = {name for name, _ in self.options}
         if self.name not in ("weave", "inductor") or self.mode or ONE_ROW in given:
@@ -110,7 +111,7 @@ def _compiler_of(model: torch.nn.Module) -> torch._TorchCompileWrapper | None:
 
 
 def apart(function: Callable[P, T]) -> Callable[P, T]:
-    """A copy of `function` with code of its own.
+    """Return a copy of `function` with a separate code object.
 
     Dynamo keeps what it compiled with the code object and gives up after eight versions of it; steps of different
     shapes are no versions of one another. With its code the compiled step goes away.

@@ -1,4 +1,4 @@
-"""transformers' own loop, for what the captured step is not for."""
+"""Decoding in transformers' own loop, for calls that the captured step does not support."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Cache layers whose every step is the same operations on the same memory, whatever the position.
+"""Cache layers whose every step is the same operations on the same memory, for any position.
 
-transformers' `StaticLayer` has a position of its own to advance in every layer, and its sliding-window layer branches
-in Python on whether the window is full and then moves the whole window by one place. Here all layers read one position
-on the device, which the step advances once, and a sliding window is a ring: position `p` lies in slot `p % slots`. The
-order of keys means nothing to attention as long as the mask knows which position each slot holds; `masks.py` does.
+transformers' `StaticLayer` advances a position in every layer, and its sliding-window layer branches in Python on a
+full window and then moves the whole window by one place. Here all layers read one position on the device, which the
+step advances once, and a sliding window is a ring: position `p` is stored in slot `p % slots`. The order of keys does
+not matter to attention as long as the mask knows which position each slot holds; `masks.py` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FullLayer(StaticLayer):
         self.cumulative_length = length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Writes `[batch, heads, new, head size]` behind what is there, and returns everything.
+        """Append `[batch, heads, new, head size]` to the cache, and return everything.
 
         Does not advance the position: every layer of a model reads the same one.
         """

@@ -1,4 +1,4 @@
-"""Launches steps without waiting for what they find, and looks at the stop flags as they come in.
+"""Decode loop that launches steps without waiting for their results, and reads stop flags as they arrive.
 
     step -> copy of (tokens, any unfinished) to pinned memory -> event -> the host looks, some steps late -> the sink
 
@@ -43,7 +43,7 @@ Sink = Callable[[Tensor], None]
 
 @dataclass
 class Told:
-    """Pinned places for what steps tell, each with the event behind its copy; no events where nothing is late."""
+    """Pinned buffers for the results of steps, each with the event after its copy; no events if nothing is late."""
 
     places: list[Tensor]
     events: Sequence[Event]
@@ -59,7 +59,7 @@ class Told:
 
 @dataclass
 class Ahead:
-    """How far the host runs ahead: as little as keeps the GPU busy, since what lies beyond the stop is wasted."""
+    """Number of steps that the host runs ahead: as few as keep the GPU busy, since steps beyond the stop are wasted."""
 
     limit: int = FIRST_AHEAD
 
@@ -82,7 +82,7 @@ class Outcome:
 
 @dataclass
 class Loop:
-    """Steps of one call. `told` is what each of them writes: `[batch + 1]` int64."""
+    """Steps of one call. `told` holds the results of each of them: `[batch + 1]` int64."""
 
     told: Tensor
     places: Told
@@ -93,7 +93,7 @@ class Loop:
     outcome: Outcome = field(default_factory=Outcome)
 
     def run(self, step: Callable[[], bool], after_launch: Callable[[], None]) -> Outcome:
-        """The prefill's token is in `told` already. `step` launches one more and says whether it was a replay.
+        """Run the loop; the prefill's token is in `told` already. `step` launches one more and says if it was a replay.
 
         Raises `PeerTimeoutError` where a step waited for a peer in vain.
         """
@@ -148,7 +148,7 @@ class Loop:
         return True
 
     def _look(self, pending: deque[int]) -> bool:
-        """Hands out the oldest step's tokens; true if they are the last ones."""
+        """Pass the oldest step's tokens to the sink; true if they are the last ones."""
         told = self.places.places[pending.popleft()]
         self.outcome.num_tokens += 1
         self.sink(told[:-1])

@@ -1,4 +1,4 @@
-"""Top-k and top-p behind one another, without a sort of the vocabulary.
+"""Top-k followed by top-p, without a sort of the vocabulary.
 
     scores = TopKLogitsWarper(k)(ids, scores)
     scores = TopPLogitsWarper(p, min_tokens_to_keep=least)(ids, scores)
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PARTS = 64
-"""Number of parts of a row of scores, each searched by a program of its own."""
+"""Number of parts of a row of scores, each searched by one program."""
 MOST_ROWS_BY_PARTS = 4
 """Maximum number of rows that are searched by parts; docs/generate.md has the times of both forms."""
 MOST_BY_PARTS = 256

@@ -1,8 +1,8 @@
 """Logits processors as functions of tensors with fixed shapes.
 
-transformers' own object runs inside the step where it looks at nothing but the scores. Where it looks at the tokens, or
-at how many there are, it sees a tensor that grows; ours sees the padded history and a count on the device, and gives
-the same scores. What changes from call to call (a prompt's length) lies in tensors, so that calls share one step.
+transformers' own object runs inside the step if it reads nothing but the scores. If it reads the tokens, or their
+number, it expects a tensor that grows; ours reads the padded history and a count on the device, and gives the same
+scores. Values that change from call to call (a prompt's length) are stored in tensors, so that calls share one step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class History:
 
 
 Apply = Callable[[Tensor, History, tuple[Tensor, ...]], Tensor]
-"""Scores `[batch, vocabulary]` float32, the history, and the processor's own numbers -> scores."""
+"""Function of scores `[batch, vocabulary]` float32, the history, and the processor's numbers; returns scores."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _by_sum(threshold: str) -> Callable[[sums.Processor, int], TensorProcessor]:
 
 
 def _top_k_and_top_p(before: LogitsProcessor, processor: LogitsProcessor) -> TensorProcessor | None:
-    """Both at once, where the one is behind the other and what they remove may not be chosen."""
+    """Apply both at once, if the second directly follows the first and removed tokens may not be chosen."""
     if not isinstance(before, hf.TopKLogitsWarper) or not isinstance(processor, hf.TopPLogitsWarper):
         return None
     if not before.filter_value == processor.filter_value == float("-inf"):

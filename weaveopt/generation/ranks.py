@@ -43,10 +43,10 @@ def group_name(model: PreTrainedModel) -> str:
 
 
 def agree_on_failure(group: str, what: str, why: str, timeout_s: float) -> None:
-    """Returns where no rank of the group could compile `what`, so that all run it uncompiled.
+    """Check that no rank of the group could compile `what`, so that all run it uncompiled.
 
-    Raises `AgreementError` where another rank could, or failed at something else: it would wait for signals that
-    uncompiled code never sends, or round in another way.
+    Raises `AgreementError` if another rank could, or failed at something else: it would wait for signals that
+    uncompiled code never sends, or round differently.
     """
     if not group or topology.discover(group, timeout_s).fake:
         return

@@ -24,7 +24,7 @@ OWN_INPUTS_ONLY_FOR_LONG_ROPE = {"Phi3ForCausalLM"}
 ATTENTIONS = ("sdpa", "eager")
 """Implementations that take a mask as a tensor."""
 ROPES_THAT_LOOK = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies hang on the length: they look at it on the host."""
+"""Kinds of rotary embedding whose frequencies depend on the length, which they read on the host."""
 SHORTEST = 64
 
 
@@ -44,7 +44,7 @@ class Request:
     keeps_scores: bool
     keeps_logits: bool
     cache: Cache
-    """The one that transformers prepared, or the user's own: what the caller looks at afterwards."""
+    """Cache that transformers prepared, or the user's own, which the caller reads afterwards."""
     cache_is_wanted: bool
     past: int
     """Positions that the user's cache holds already."""

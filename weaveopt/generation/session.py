@@ -106,15 +106,15 @@ class Session:
             buffers.positions.copy_(next_positions)
 
     def allocate(self, model: PreTrainedModel) -> None:
-        """Has every layer make its keys and values, by one token run as it is.
+        """Make every layer allocate its keys and values, by running one token uncompiled.
 
-        Only the model knows their shapes on this rank. Inside of a compiled prefill they would be made while tracing.
+        Only the model knows their shapes on this rank. In a compiled prefill they would be allocated while tracing.
         """
         with forced_eager():
             run_model(model, self.cache, self._masks, self.buffers, self._with_positions)
 
     def chosen(self, form: Form, logits: Tensor) -> Chosen:
-        """The compiled way to choose for `form`, with the numbers of this call; `logits` gives shapes."""
+        """Return the compiled token selection for `form`, with the numbers of this call; `logits` gives shapes."""
         found = self._forms.get(form.key)
         if found is None:
             backend = self.backend.for_choosing() if self.backend else None

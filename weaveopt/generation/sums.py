@@ -3,9 +3,9 @@
     TopPLogitsWarper(threshold, filter_value, min_tokens_to_keep)(ids, scores)
     TypicalLogitsWarper(threshold, filter_value, min_tokens_to_keep)(ids, scores)
 
-No compiler looks into it: transformers' own object runs, with torch's kernels, which are captured as they are. Inductor
-splits a cumulative sum of few rows over many blocks, and fails to compile that kernel where a mask reads the sum (torch
-2.11, 16 rows of 128256).
+The operator is opaque to compilers: transformers' own object runs, with torch's kernels, which are captured as they
+are. Inductor splits a cumulative sum of few rows over many blocks, and fails to compile that kernel if a mask reads the
+sum (torch 2.11, 16 rows of 128256).
 """
 
 from __future__ import annotations

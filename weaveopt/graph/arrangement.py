@@ -39,7 +39,7 @@ Dim = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class Picked:
-    """Digits that a piece of a value has fixed: piece `index` of as many as the factors' sizes have product."""
+    """Digits that a piece of a value has fixed: piece `index` of as many as the product of the factors' sizes."""
 
     factors: Dim
     index: int

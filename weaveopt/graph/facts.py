@@ -19,7 +19,8 @@ _ROOT = re.compile(r"^[LG]\['(?:(?:args|kwargs)'\]\[[^\]]*\]|\w+'\])(?:\.__self_
 """Dynamo's source of the outermost module: a local or a global of the compiled function, an argument of a wrapper
 `def wrapped(*args, **kwargs)` around its `forward`, or the object of a bound method that such a wrapper calls."""
 _NOT_PATH = re.compile(r"(?:\.forward)?\.__closure__\[\d+\]\.cell_contents\.__self__|\.__closure__.*$|_modules\['|'\]")
-"""First the method that a wrapper in the place of a module's `forward` calls: the module goes on behind it."""
+"""Parts of a source that are not in the module's path: first the method that a wrapper in place of a module's
+`forward` calls, after which the path continues."""
 
 
 def group_of(collective: fx.Node) -> str:
@@ -67,8 +68,8 @@ def events_of(graph: fx.Graph, group: str) -> tuple[fx.Node, ...]:
 
 
 def groups_met_in_calls(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of other groups, sorted: their ranks hold batches of their own, so they compile graphs of other sizes and
-    at other times, and meet in their calls alone."""
+    """Return the names of other groups, sorted: their ranks have different batches, so they compile graphs of other
+    sizes and at other times, and synchronize only in their calls."""
     return tuple(sorted({name for _, name in _exchanges_in(graph, same_tokens=False)} - {*groups_in(graph)}))
 
 
@@ -77,7 +78,7 @@ def _collectives_in(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
 
 
 def _exchanges_in(graph: fx.Graph, same_tokens: bool) -> list[tuple[fx.Node, str]]:
-    """Operators that communicate in a group of their own call."""
+    """Find the operators that communicate in a group named in their call."""
     found = ((node, exchange_of(node)) for node in graph.nodes)
     return [(node, each.group) for node, each in found if each is not None and each.same_tokens is same_tokens]
 

@@ -18,7 +18,7 @@ from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten
 BITS = frozenset({aten.view.dtype})
-"""The same bytes under another dtype: how torch sends FP8 through a library that does not know it."""
+"""Views of the same bytes under another dtype: torch sends FP8 this way through a library that does not support it."""
 _COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.squeeze.default}) | SHAPE_ONLY
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
@@ -38,7 +38,7 @@ OTHER_MOVES = frozenset(
         torch.ops.prims.rev.default,
     }
 )
-"""Operations that move elements in ways that no arrangement says: what is behind them is no longer whole, or padded."""
+"""Operations that move elements in ways that no arrangement expresses: their result is incomplete or padded."""
 
 Moved = Arrangement | tuple[Arrangement, ...] | Rejection | None
 """Arrangement of a node, one for each of several results, the reason why there is none, or None if it is no

@@ -242,6 +242,6 @@ def skip_casts(node: fx.Node) -> fx.Node:
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that tells shape and dtype of a node, if it makes one tensor."""
+    """Return the fake tensor with a node's shape and dtype, if it makes one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None

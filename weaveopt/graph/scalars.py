@@ -1,9 +1,10 @@
-"""Python floats that dynamo hands to a graph as tensors: the numbers they are, for rewrites that need a number.
+"""Python floats that Dynamo passes to a graph as tensors: their values, for rewrites that need a number.
 
-With `torch.compile(dynamic=True)` every float that a model reads (a norm's eps is one) becomes an input of the graph,
-a float64 tensor without dimensions behind a symbol that has a value in this call. A rewrite may take it as that value;
-`weaveopt.pipeline.specialize.guard` then has torch compile again for another one, as it does for constants. Tensors
-of the program itself are no such inputs, whatever their shape: their values are not known when a graph is compiled.
+With `torch.compile(dynamic=True)` every float that a model reads (a norm's eps is one) becomes an input of the graph, a
+float64 tensor without dimensions, made from a symbol that has a value in this call. A rewrite may take it as that
+value; `weaveopt.pipeline.specialize.guard` then has torch compile again for another one, as it does for constants.
+Tensors of the program itself are no such inputs, whatever their shape: their values are not known when a graph is
+compiled.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def noted(graph_module: fx.GraphModule | None) -> GraphCompileReason | None:
 
 
 def since(before: GraphCompileReason, end: GraphCompileReason | None) -> tuple[GraphBreak, ...]:
-    """Breaks between those of two graphs, or behind `before`: there was nothing to compile in front of them."""
+    """Return the breaks between those of two graphs, or after `before`: there was nothing to compile in front of
+    them."""
     places = {id(reason): index for index, reason in enumerate(graph_break_reasons)}
     if id(before) not in places:  # Dynamo was reset meanwhile
         return ()
@@ -67,5 +68,5 @@ def short(filename: str) -> str:
 
 
 def counted(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
-    """Each break once, in the order in which they were met, with how many graphs it ended."""
+    """Count each break once, in order of first appearance, with how many graphs it ended."""
     return tuple(replace(found, count=times) for found, times in Counter(breaks).items())

@@ -1,4 +1,4 @@
-"""Operations that Inductor leaves to a library's kernel, and what each takes: products, attention, collectives."""
+"""Operations that Inductor leaves to library kernels, and how each is priced: GEMMs, attention, collectives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ORDERING = frozenset(
     }
 )  # fmt: skip
 BACKWARD_FACTOR = 2.5
-"""Attention's backward pass makes five products where the forward pass makes two."""
+"""Ratio of attention's backward to forward pass: five GEMMs instead of two."""
 
 
 @cache
@@ -206,7 +206,7 @@ def _gemm(node: fx.Node, tokens: int) -> GemmCall | None:
 
 
 def _operand(node: fx.Node, which: str) -> torch.Tensor | None:
-    """The left or right operand, as the many schemas of products call it."""
+    """Return the left or right operand, as the many schemas of GEMMs call it."""
     for name in ("mat1", "batch1", "mat_a", "input", "self") if which == "a" else ("mat2", "batch2", "mat_b", "weight"):
         value = tensor_argument(node, name)
         if value is not None and value.ndim >= 2:

@@ -29,7 +29,7 @@ from weaveopt.records.report import Uncompiled
 
 _log = logging.getLogger("weaveopt")
 BACKEND = "weave"
-"""The name under which torch knows this backend."""
+"""Name under which this backend is registered with torch."""
 _LIMIT_REACHED = "recompile limit exceeded"
 _STANCES = {
     "force_eager": "every call under it runs uncompiled",
@@ -60,7 +60,7 @@ class Frame:
         return "" if code is None else f"{code.co_qualname} ({short(code.co_filename)}:{code.co_firstlineno})"
 
     def is_of(self, code: CodeType) -> bool:
-        """True of the function itself, and of what Dynamo made of it behind a graph break."""
+        """True for the function itself, and for what Dynamo made of it after a graph break."""
         own = self.code()
         if own is None or own.co_filename != code.co_filename:
             return False
@@ -188,7 +188,7 @@ def _is_ours(callback: object) -> bool:
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """A JSON file of this name among those of the compile that is under way, in torch's structured trace (`tlparse`).
+    """Add a JSON file of this name to the current compile's artifacts in torch's structured trace (`tlparse`).
 
     `payload` is called only where somebody traces (`TORCH_TRACE`).
     """

@@ -20,7 +20,7 @@ _NUM_NEIGHBOURS = 4
 
 @dataclass
 class LoopKernel:
-    """Steps that run as one kernel; a library's call is one on its own."""
+    """Steps that run as one kernel; a library call is a kernel by itself."""
 
     steps: list[int]
     elements: int

@@ -211,7 +211,7 @@ class Lowering:
             self._store(made)
 
     def _concatenate(self, node: fx.Node, inputs: list[View]) -> None:
-        """On CPUs every part is written where it belongs, by loops of its own."""
+        """Lower a concatenation; on CPUs each part is written in place, by separate loops."""
         made = self._new(node, stored=True)
         parts = argument(node, "tensors")
         for each in parts if isinstance(parts, list | tuple) else ():

@@ -1,4 +1,4 @@
-"""Products of one row as reductions: what they multiply is computed once.
+"""GEMMs of one row as reductions: their computed operand is stored, so that it is computed once.
 
 Under `coordinate_descent_tuning` torch writes `x @ w` with one row as `(x[:, :, None] * w[None]).sum(1)`. Where `x` is
 computed point-wise, `silu(gate) * up` say, Inductor inlines that into the reduction: every column of `w` computes all
@@ -21,7 +21,7 @@ VIEWS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.e
 
 
 def store_rows(graph: fx.Graph) -> int:
-    """Have every computed row that a product reads stored; how many were. The graph stays valid."""
+    """Store every computed row that a one-row GEMM reads; returns how many. The graph stays valid."""
     stored: dict[fx.Node, fx.Node] = {}
     for reduction in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         product = reduction.args[0]

@@ -39,8 +39,8 @@ def watched(
 ) -> InnerCompile:
     """`inner_compile` that adds to `found` what ran between the graph before and this one, in one call of a model.
 
-    `caller` tells the model that is being called; `ended_at` is the place of the break that ends the forward graph,
-    empty where it ends with a return.
+    `caller` identifies the model that is being called; `ended_at` is the place of the break that ends the forward
+    graph, empty if it ends with a return.
     """
 
     # Inductor's own signature: what it passes is handed on untouched.

@@ -33,11 +33,11 @@ def known_options() -> tuple[str, ...]:
 
 
 def patches_for(mode: str | None, config: Config) -> dict[str, object]:
-    """Inductor's configuration for a mode and the options handed on to it.
+    """Inductor's configuration for a mode and the options passed on to it.
 
-    Inductor pads a GEMM whose sizes are not multiples of 8 where that was faster when it tried, on each rank for
-    itself: before this backend sees the graph, so ranks would see different ones. It is off unless asked for.
-    Raises `OptionError` for a mode that Inductor does not have.
+    Inductor pads a GEMM whose sizes are not multiples of 8 if that was faster when it tried, on each rank separately:
+    before this backend sees the graph, so ranks would see different ones. It is off unless asked for. Raises
+    `OptionError` for a mode that Inductor does not have.
     """
     try:
         mode_patches = list_mode_options(mode) if mode else {}
@@ -55,9 +55,9 @@ def compile_with(
     example_inputs: Sequence[object],
     patches: Mapping[str, object] | None = None,
 ) -> Compiled:
-    """AOTAutograd and Inductor around `inner_compile`, which sees every graph on every compile.
+    """Run AOTAutograd and Inductor around `inner_compile`, which sees every graph on every compile.
 
-    AOTAutograd's cache would skip it on a warm run, so it is off; Inductor's own cache lies behind it.
+    AOTAutograd's cache would skip it on a warm run, so it is off; Inductor's own cache is consulted afterwards.
     """
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = compile_fx(
@@ -85,10 +85,10 @@ def compile_graph(
 def compile_alone(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], hooks: Sequence[ReuseHook] = ()
 ) -> Callable[[list[torch.Tensor]], object]:
-    """Inductor's compile of a graph that is called by itself with tensors of the sizes of `inputs`.
+    """Compile a graph with Inductor that is called by itself with tensors of the sizes of `inputs`.
 
-    What comes back takes them as one list. It makes no CUDA graph of its own, whatever the options say: whoever times
-    it captures many calls in one. Nothing of the compile that it may be called from is seen or left behind.
+    The result takes them as one list. It makes no CUDA graph, whatever the options say: code that times it captures
+    many calls in one. The compile is isolated from the one that it may be called from, and leaves no trace in it.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(each, static_shapes=True) for each in inputs]
@@ -117,7 +117,7 @@ _kept_from_reuse: set[object] = set()
 
 
 def _keep_from_reuse(op: torch._ops.OpOverload, keeps: ReusePredicate) -> None:
-    """Have Inductor never put anything of its own into these results of an operator.
+    """Prevent Inductor from reusing the memory of these results of an operator.
 
     It takes every result of a call for memory that it may use again once the last reader is through (torch 2.13).
     """

@@ -170,7 +170,8 @@ def _local(weight: Tensor) -> Tensor:
 
 
 class _GradientOfAllReplicas(torch.autograd.Function):
-    """`x`; each rank knows the gradient of its own query heads, and those are summed over `group`."""
+    """Gradient of `x` on a replicated key head: each rank has that of its query heads, and those are summed over
+    `group`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

@@ -30,7 +30,7 @@ DECODE = tuple(
 
 Call = Callable[[int], object]
 Make = Callable[[Attention, torch.device], Call]
-"""One call of a kernel on operands of its own; the index says which, for buffers that take turns."""
+"""One call of a kernel on separate operands; the index selects them, for buffers that take turns."""
 
 
 @dataclass(frozen=True)

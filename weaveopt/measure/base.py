@@ -64,7 +64,7 @@ def accept(asked: str, base: Machine, device: str, here: Wiring) -> None:
 
 
 def _processors(machine: Machine) -> int | None:
-    """SMs or cores, where the profile tells."""
+    """Number of SMs or cores, if the profile has it."""
     if machine.wiring is not None:
         return machine.wiring.processors
     # Profiles from datasheets have no wiring, but their GEMMs are tiled over the SMs.
@@ -147,7 +147,7 @@ def with_curves(
     links: Mapping[Fabric, Link],
     origins: Mapping[str, Origin],
 ) -> Machine:
-    """`base` under `name`, with `curves` in place of its own of the same operations among as many ranks and hosts.
+    """Return `base` renamed to `name`, with `curves` replacing its curves of the same operations, ranks and hosts.
 
     `links`: what becomes of the link between hosts under a fabric. A fabric that `base` has not is joined within a host
     as peers are, or as the library joins ranks where there are none. The error is that of all curves, and no less than

@@ -29,7 +29,7 @@ class LargeGemm:
 
 
 def beside_us(ranks: Ranks, timed: Step, count: int, other: Step | None, other_count: float) -> float:
-    """Microseconds of one `timed` while `other` runs on a stream of its own; the slowest rank's."""
+    """Time one `timed`, in microseconds, while `other` runs on another stream; the slowest rank's."""
     side = torch.cuda.Stream()
     times = []
     for _ in range(ROUNDS):

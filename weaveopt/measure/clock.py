@@ -100,13 +100,13 @@ class Clock(Protocol):
     """How steps are timed on a kind of device."""
 
     def alone(self, launch: Launch, expected_us: float) -> Sample:
-        """A kernel of this rank's own, back to back with itself; ranks need not wait for one another."""
+        """Time a local kernel, back to back with itself; ranks need not wait for one another."""
         ...
 
     def together(
         self, launch: Launch, expected_us: float, group: dist.ProcessGroup | None = None, hot: bool = False
     ) -> Sample:
-        """A step that the group takes together. All measure as often as the others; the slowest rank's time.
+        """Time a step that the group takes together. All measure equally often; the slowest rank's time.
 
         `hot`: at the clock that the step's own power leaves the device, as `alone` measures. Steps that hold a GEMM are
         compared with GEMMs that were measured so.

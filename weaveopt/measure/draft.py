@@ -34,7 +34,8 @@ from weaveopt.measure.clock import Sample
 from weaveopt.records.candidate import Fabric
 
 LEAST_ERROR, MOST_ERROR = 0.03, 0.25
-"""No profile claims less of itself: clocks and caches differ from run to run. Few points tell little of the error."""
+"""Smallest error of any profile: clocks and caches differ from run to run, and few points say little about the
+error."""
 
 
 def host(device: torch.device, world: int) -> str:

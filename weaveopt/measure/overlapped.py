@@ -30,7 +30,7 @@ TAKEN_FLOPS_PER_US = 5e8
 """About what a GEMM does, for how many calls a measurement makes."""
 
 C = TypeVar("C")
-"""How a kernel is cut: each family's own."""
+"""Tile configuration of a kernel; each family has its own type."""
 Times = dict[tuple[int, int, C, int], Rows]
 """(bytes, time) by number of ranks, row length, cut and depth."""
 
@@ -41,7 +41,7 @@ class Case(Generic[C]):
 
     cut: C
     depth: int
-    """The size of the GEMM that rows do not tell: k where its results are exchanged, n where its input is."""
+    """The GEMM size that the rows do not imply: k if its results are exchanged, n if its input is."""
     hidden: int
     """Elements of a row that travels."""
     tokens: int

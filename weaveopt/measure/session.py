@@ -38,7 +38,7 @@ class Session:
 
     @property
     def num_active(self) -> int:
-        """Ranks that measure at a time what is a rank's own."""
+        """Number of ranks that measure local kernels at the same time."""
         return self.world if self.is_gpu else min(self.world, len(os.sched_getaffinity(0)))
 
     @contextmanager

@@ -1,11 +1,11 @@
-"""The activation between the two GEMMs of an expert: what it computes, and which one a computation is.
+"""Activation between the two GEMMs of an expert: its computation, and the recognition of activations by their values.
 
     gate, up = z.chunk(2, -1)               # or z[..., 0::2], z[..., 1::2]; or all of z is the gate, and there is no up
     h = silu(gate) * up                     # gelu (erf or tanh), relu, relu squared
     h = (up + 1) * gate * sigmoid(alpha * gate)
 
-with gate = min(gate, limit) and up = clamp(up, -limit, limit) where there is a limit. Torch and models write these in
-many ways, so a computation is recognized by running it on numbers (`computing`).
+with gate = min(gate, limit) and up = clamp(up, -limit, limit) if there is a limit. Torch and models write these in many
+forms, so a computation is recognized by running it on numbers (`computing`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Agreed:
     known: tuple[str, ...] = ()
     """Groups with rewritten sites whose plan was agreed before."""
     several: tuple[str, ...] = ()
-    """Those of `met` in which a rank waits in other groups too."""
+    """Groups of `met` in which some rank waits in other groups too."""
     failure: str = ""
     """Why the graph is left by all ranks: a step failed on one of them."""
 

@@ -41,8 +41,8 @@ def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGrap
 
     Estimates are those that count among the other sites' choices. An allowed candidate that was not taken says why,
     judged with all other sites as they were decided: `overlaps` if one of them uses the same nodes, `no_saving` if
-    rewriting this site too would save no more than the model's error, `slower_candidate` if the site is rewritten in
-    another way.
+    rewriting this site too would save no more than the model's error, `slower_candidate` if another candidate was
+    taken.
     """
     problem = priced.problem
     choices = problem.best()
@@ -60,9 +60,10 @@ def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGrap
 
 
 def cheapest(decided: Sequence[DecidedGraph], context: Context) -> tuple[DecidedGraph, tuple[Variant, ...]]:
-    """The graph that is predicted fastest, the captured one unless another saves more than the model's own error.
+    """Return the variant that is predicted fastest, the captured one unless another saves more than the model's own
+    error.
 
-    And all of them, each of those not taken with the reason.
+    All variants are returned too, each rejected one with the reason.
     """
     captured, best = decided[0], decided[0]
     variants = [captured.variant]

@@ -25,11 +25,11 @@ class Planned:
 
 
 def plan(decided: DecidedGraph, rules: RuleSet, context: Context) -> Planned:
-    """Asks the rules of all rewritten sites for what they need, and places it.
+    """Collect the memory that the rules of all rewritten sites need, and place it.
 
-    The calls of one channel follow one another on every rank. A buffer of a call may lie where one of an earlier call
-    of the group lay; one that is read later keeps its bytes through every call that may run before its reader, and
-    through the one behind those, which waits for the readers of other ranks.
+    The calls of one channel follow one another on every rank. A call may reuse the bytes of a buffer of an earlier call
+    of the group; a buffer that is read later keeps its bytes through every call that may run before its reader, and
+    through the one after those, which waits for the readers of other ranks.
     """
     needs: dict[str, list[tuple[Chosen, Memory]]] = {}
     for chosen in decided.chosen:

@@ -1,7 +1,7 @@
-"""Price: what a graph takes as it is, and what each candidate at its sites would.
+"""Price: the time of a graph as it is, and of each candidate at its sites.
 
-A graph takes the time of a schedule on two streams: kernels in the order of the graph, collectives beside those that
-need not wait for them. The baseline of a site is the price of its own nodes, so nothing is counted twice.
+The time of a graph is that of a schedule on two streams: kernels in graph order, collectives concurrently with those
+that need not wait for them. The baseline of a site is the price of its own nodes, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class PricedGraph:
         return schedule_streams(tasks, *stream_contention(self.surroundings.machine)).us
 
     def _tasks(self, items: Sequence[tuple[int, Kernel | float]]) -> list[Task]:
-        """In the order of the graph. A collective starts when what was enqueued before it is through; what stands
-        behind its wait waits for it."""
+        """Schedule tasks in graph order. A collective starts when everything enqueued before it is done; consumers
+        of its wait wait for it."""
         tasks: list[Task] = []
         pending: list[tuple[int, int]] = []
         last_computed: int | None = None

@@ -283,7 +283,7 @@ class Frame:
         return every
 
     def _like(self, first: PricedSite, index: int, context: Context) -> PricedSite:
-        """The same candidates at another site of the kind; its own nodes."""
+        """Return the same candidates at another site of the kind, on that site's nodes."""
         found = self.sites[index]
         found = replace(found, site=replace(found.site, tokens=first.found.site.tokens))
         own = self._proposals(found, found.site.tokens, context, usable_only=False)
@@ -338,7 +338,7 @@ def _rejected(proposal: Proposal, why: Rejection) -> Proposal:
 
 
 def _overlapping(sites: Sequence[FoundSite]) -> tuple[tuple[int, int], ...]:
-    """Sites that share nodes, or have nodes behind them that belong to others."""
+    """Pairs of sites that share nodes, or have consumers that belong to others."""
     owners: dict[fx.Node, list[int]] = {}
     for index, found in enumerate(sites):
         for node in found.nodes | found.behind:

@@ -24,7 +24,7 @@ class Compile:
 
 
 def current() -> Compile:
-    """The compile that is under way."""
+    """The compile that is in progress."""
     found = CompileContext.current_compile_id()
     frame = None if found is None else found.frame_id
     if found is None or frame is None:

@@ -98,9 +98,10 @@ def _changes(decided: DecidedGraph, context: Context) -> Iterator[tuple[str, Mac
 
 
 def stretches(winner: Winner, tokens: int, end: int = LARGEST_TOKENS) -> tuple[Stretch, ...]:
-    """The winner at every count from 1 to `end`: asked in steps of an eighth and at `tokens`, bisected between.
+    """Return the winner at every count from 1 to `end`: evaluated in steps of an eighth and at `tokens`, bisected
+    between.
 
-    Every boundary is exact; a stretch that lies wholly within one step is not seen.
+    Every boundary is exact; a stretch entirely within one step is not seen.
     """
     return tuple(Stretch(first, choice) for first, choice in runs(winner, _grid(tokens, end)))
 

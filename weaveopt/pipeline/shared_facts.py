@@ -49,7 +49,7 @@ class Document:
     structure: str = ""
     """Digest of the graph, where its data dependencies alone do not order the group's collectives; else empty."""
     sites: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Site id -> its facts, in the order in which differences are told."""
+    """Site id -> its facts, in the order in which differences are reported."""
     rewritten: tuple[str, ...] = ()
     """Ids of the sites that this rank rewrites."""
     plan: str = ""

@@ -1,9 +1,9 @@
-"""Graphs of symbolic size are compiled for regimes of token counts, each with the decision that is best there.
+"""Compile graphs of symbolic size for regimes of token counts, each with the decision that is best there.
 
-Where the decision for a graph would change with the number of tokens (`solver.regimes`; from the cost model, never
-from a list), one comparison of the symbolic count with the boundary becomes a guard of the compiled function: torch
-compiles it again, and decides again, when a call comes from beyond. At most four regimes are made of one graph.
-Token counts are the same on all ranks of a group, and so are profiles and options, so all ranks meet the same guards.
+If the decision for a graph would change with the number of tokens (`solver.regimes`; from the cost model, never from a
+list), one comparison of the symbolic count with the boundary becomes a guard of the compiled function: torch compiles
+it again, and decides again, when a call comes from beyond. At most four regimes are made of one graph. Token counts are
+the same on all ranks of a group, and so are profiles and options, so all ranks have the same guards.
 
 A backward graph has no guards of its own: it runs with its forward graph, under that one's.
 """
@@ -54,7 +54,8 @@ def specialize(
 
 
 def guard(captured: CapturedGraph, regime: Regime | None, numbers: Sequence[torch.SymFloat]) -> None:
-    """Has torch compile again for token counts outside `regime`: a comparison that it does not know yet is a guard.
+    """Make torch compile again for token counts outside `regime`: a comparison that it has not seen yet becomes a
+    guard.
 
     And for other values of `numbers`, the floats that rewrites took as the numbers they are in this call.
 

@@ -1,4 +1,4 @@
-"""Candidates: a way to lower a site, its estimate, and what speaks against it."""
+"""Candidates: a lowering of a site, its estimate, and the reasons against it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAVE = "leave"
 
 
 class Fabric(StrEnum):
-    """A way for the ranks of a group to reach each other's memory."""
+    """Transport by which the ranks of a group reach each other's memory."""
 
     MULTIMEM = "multimem"
     PEER = "peer"
@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted time as a sum of named terms, with the model's own relative error; measured too with `verify`."""
+    """Predicted time as a sum of named terms, with the model's relative error; measured too with `verify`."""
 
     terms: tuple[Term, ...]
     relative_error: float = 0.0
@@ -125,7 +125,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to lower a site: by which rule, on which fabric, with which kernel variant."""
+    """A lowering of a site: its rule, fabric and kernel variant."""
 
     choice: str
     """Rule name, or `leave`."""

@@ -9,7 +9,7 @@ from weaveopt.records.candidate import Rejection
 
 @dataclass(frozen=True)
 class StepReport:
-    """One form of decode step: a batch size, a cache length and a way to choose tokens."""
+    """One form of decode step: a batch size, a cache length and a kind of token selection."""
 
     batch: int
     cache_length: int

@@ -33,7 +33,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class PlacedBuffer:
-    """A buffer and where it lies: from `offset` on, counted from the first byte behind the arena's header."""
+    """A buffer and its place in an arena: it starts at `offset`, counted from the end of the arena's header."""
 
     name: str
     offset: int

@@ -34,4 +34,4 @@ class Quant(StrEnum):
     STATIC = "static"
     """One scale, given in advance."""
     PER_TOKEN = "per_token"
-    """`scale[t] = max(|normalized[t]|) / 448`, a result of its own."""
+    """Per-token scales `scale[t] = max(|normalized[t]|) / 448`, returned as a separate result."""

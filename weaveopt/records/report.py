@@ -45,7 +45,7 @@ class Work:
     """Predicted time of one kernel that a graph runs outside its sites, the same before and after rewriting."""
 
     module: str
-    """Path of the module that it belongs to; empty where the graph does not tell."""
+    """Path of its module; empty if the graph does not name one."""
     kind: str
     """`gemm`, `attention`, `memory` (point-wise operations and reductions fused into one kernel) or `collective`."""
     us: float
@@ -111,7 +111,7 @@ class Variant:
     baseline_us: float | None = None
     """With every site of it left as it is."""
     predicted_us: float | None = None
-    """With its own decisions carried out."""
+    """Predicted time with this variant's own decisions carried out."""
     rejections: tuple[Rejection, ...] = ()
 
 
@@ -180,7 +180,7 @@ class GraphBreak:
     reason: str
     """Reason that Dynamo recorded, in one line."""
     where: str
-    """`file:line in function`, the innermost that is not torch's own; empty where Dynamo kept no stack."""
+    """`file:line in function`, the innermost frame outside torch; empty if Dynamo kept no stack."""
     hint: str = ""
     """Dynamo's suggestion for a remedy."""
     count: int = 1
@@ -195,7 +195,7 @@ class OutsideCommunication:
     collectives: int
     """At least so many: those that were counted between two graphs of the call that compiled them."""
     after: str
-    """The break behind which they ran."""
+    """The break after which they ran."""
 
 
 @dataclass(frozen=True)

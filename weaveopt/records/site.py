@@ -39,7 +39,7 @@ class Site:
     groups: tuple[str, ...]
     """Names of the process groups that it communicates in; empty for a local site."""
     module: str
-    """Path of the module that it lies in, for people; no decision rests on it."""
+    """Path of its module, for people; no decision depends on it."""
     collectives: tuple[str, ...] = ()
     """Names of the graph nodes whose communication this site stands for."""
     description: str = ""

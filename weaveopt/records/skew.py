@@ -52,8 +52,8 @@ class Skew:
         return max(1, min(experts, rows, round(expected)))
 
     def of_busiest_rank(self, experts: int, world: int) -> tuple[float, Skew]:
-        """The share of all rows that the busiest of `world` ranks of `experts` experts each has, and how they spread
-        there. The busiest experts are taken to lie side by side: on one rank, as far as it holds them."""
+        """Return the share of all rows that the busiest of `world` ranks of `experts` experts each has, and their
+        skew there. The busiest experts are assumed to be adjacent: on one rank, as far as it can store them."""
         busiest = self.busiest(experts * world)
         if busiest == experts * world:
             return 1.0 / world, UNIFORM

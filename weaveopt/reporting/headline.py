@@ -23,7 +23,7 @@ class Standing(Enum):
     NEVER_RAN = "never ran"
     """Its kernels have never run on any machine."""
     WITHIN_ERROR = "within the error"
-    """It saves no more than the profile's own error."""
+    """Savings do not exceed the profile's error."""
 
 
 @dataclass(frozen=True)

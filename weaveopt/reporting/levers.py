@@ -38,7 +38,8 @@ class Lever:
 
 
 def lever_lines(report: Report) -> tuple[tuple[str, str], ...]:
-    """(time at stake, what to do or why not) of at most five: graph breaks, whose time nobody knows, then the rest."""
+    """Return (time at stake, what to do or why not) of at most five: graph breaks, whose time is unknown, then the
+    rest."""
     breaks = sorted(report.breaks, key=lambda found: -found.count)
     lines = [
         ("", f"graph break ×{each.count} at {each.where or 'an unknown place'}: {each.reason}{_hint(each.hint)}")

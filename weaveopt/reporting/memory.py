@@ -69,7 +69,7 @@ def arena_line(plan: MemoryPlan) -> str:
 
 
 def arena_rows(plan: MemoryPlan, decisions: Sequence[Decision]) -> Iterator[tuple[str, str, str, str]]:
-    """(what, offset, bytes, owners) of every buffer, behind the header; owners in the order in which they use it.
+    """Return (what, offset, bytes, owners) of every buffer after the header; owners in the order in which they use it.
 
     Buffers of one name at one place, which sites have one after the other, are one row.
     """

@@ -18,7 +18,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the graph: a layer, or what lies before, between or after the layers. Equal layers are one part."""
+    """A stretch of the graph: a layer, or the blocks before, between or after the layers. Equal layers are one part."""
 
     name: str
     layers: tuple[int, ...]

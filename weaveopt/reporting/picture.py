@@ -1,4 +1,5 @@
-"""The predicted timeline as a picture: one layer before above and after below, and the whole beside them."""
+"""Picture of the predicted timeline: one layer before rewriting above, after rewriting below, and the whole model on
+the right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report that prints as tables: in one screen, whole, or one site, in a notebook and as JSON; the record knows none
+"""A report that prints as tables: in one screen, whole, or one site, in a notebook and as JSON; the record has none
 of these."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class PrintedReport(Report):
         return screen.text(self)
 
     def _repr_html_(self) -> str:
-        """For notebooks: the report in one screen, and all of it behind a fold."""
+        """Render HTML for notebooks: the report in one screen, and all of it in a collapsed section."""
         short, everything = screen.text(self, color=True), text.text(self, color=True)
         return f"{to_html(short)}<details><summary>everything</summary>{to_html(everything)}</details>"
 

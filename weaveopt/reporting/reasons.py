@@ -12,7 +12,7 @@ from weaveopt.records.report import Decision
 
 @dataclass
 class Reason:
-    """One rejection as met at many sites and candidates."""
+    """One rejection, with the sites and candidates that it applies to."""
 
     choice: str
     """The rule whose candidates it is about; empty where it holds for every rule."""
@@ -68,7 +68,7 @@ def absent_fabrics(decisions: Iterable[Decision]) -> dict[str, str]:
 
 
 def collect(decisions: Sequence[Decision], without: Collection[str] = ()) -> list[Reason]:
-    """All reasons of all candidates but those on the fabrics `without`, in the order in which they are first met."""
+    """Collect all reasons of all candidates except those on the fabrics `without`, in order of first appearance."""
     found: dict[tuple[str, str, str], Reason] = {}
     for decision in decisions:
         for choice, candidate, rejection in _rejections(decision):

@@ -45,7 +45,7 @@ class Entry:
     dropped: bool = False
     """True once Dynamo compiled the function anew after a reset."""
     breaks: tuple[GraphBreak, ...] = ()
-    """Those met on the way to this graph since the one before, and the one that ended it."""
+    """Graph breaks since the previous graph, and the one that ended this graph."""
     reason: GraphCompileReason | None = None
     """Dynamo's own note of the break that ended it; None where it returned."""
     outside: list[OutsideCommunication] = field(default_factory=list)
@@ -77,7 +77,8 @@ dynamo.watch_stances()
 def open_entry(example_inputs: Sequence[object], graph_module: fx.GraphModule | None = None) -> Entry:
     """A place for the reports of one graph that Dynamo captured.
 
-    Its model is known by the modules whose call is under way, and by those that own the parameters that it takes.
+    Its model is identified by the modules whose call is in progress, and by those that own the parameters that it
+    takes.
     """
     parameters = {id(value): value for value in example_inputs if isinstance(value, torch.nn.Parameter)}
     called = tuple(dynamo.called_modules())
@@ -149,7 +150,7 @@ def note_step(model: torch.nn.Module, step: StepReport) -> None:
 
 
 def note_left(model: torch.nn.Module, loop: str, reasons: tuple[Rejection, ...]) -> None:
-    """A call of `weaveopt.generate` that transformers' own loop took."""
+    """Record a call of `weaveopt.generate` that ran in transformers' own loop."""
     before = _generation.get(model, GenerationReport())
     known = {(left.loop, left.reasons): left for left in before.left}
     found = known.get((loop, reasons), LeftCall(loop, reasons, 0))
@@ -160,8 +161,8 @@ def note_left(model: torch.nn.Module, loop: str, reasons: tuple[Rejection, ...])
 def report(model: object | None = None) -> Report:
     """Report the decisions for `model`, or for everything compiled in this process if it is None.
 
-    Graphs are told apart by the modules that own their parameters, and by the function that was compiled. Raises
-    `WeaveError` for what nothing can be compiled of.
+    Graphs are distinguished by the modules that own their parameters, and by the function that was compiled. Raises
+    `WeaveError` for objects that cannot be compiled.
     """
     entries = [entry for entry in _entries if entry.graphs]
     if model is None:

@@ -145,7 +145,7 @@ def _cells(row: Row, timed: bool) -> tuple[str | Text, ...]:
 
 
 def _times(estimate: Estimate | None, timed: bool) -> tuple[str, ...]:
-    """Predicted, and measured beside it where anything of the table was."""
+    """Format predicted times, with measured ones next to them if the table has any."""
     predicted = _us(None if estimate is None else estimate.us)
     if not timed:
         return (predicted,)

@@ -1,7 +1,7 @@
 """Timeline of a graph: its sites and the kernels between them in order, before and after rewriting.
 
-A block is a site or a kernel outside the sites. Blocks follow one another; within a site, communication may lie
-under computation (negative terms). What of it does not is exposed: nothing else runs meanwhile.
+A block is a site or a kernel outside the sites. Blocks follow one another; within a site, computation may hide
+communication (negative terms). The rest of it is exposed: nothing else runs meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Block = Decision | Work
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted time of a piece of the model, and how much of it is communication with nothing beside it."""
+    """Predicted time of a piece of the model, and how much of it is exposed communication."""
 
     us: float = 0.0
     exposed_us: float = 0.0
@@ -74,10 +74,10 @@ def blocks(graph: GraphReport) -> tuple[Block, ...]:
 
 
 def homes(modules: Sequence[str]) -> tuple[int | None, ...]:
-    """The layer of each module path, in the order of the graph; None outside the layers.
+    """Return the layer of each module path, in graph order; None outside the layers.
 
-    A kernel whose module the graph does not tell (an empty path) and that runs between two layers, or inside one,
-    belongs to the layer before it.
+    A kernel without a module path (an empty one) that runs between two layers, or inside one, belongs to the layer
+    before it.
     """
     found = [_LAYER.search(module) for module in modules]
     layers = [None if match is None else int(match[1]) for match in found]

@@ -206,7 +206,7 @@ def _text(form: Form, is_repeated: bool, reading: MaskReading) -> str:
 
 
 def _rows_of(output: fx.Node) -> fx.Node | None:
-    """The result as rows `[..., heads * value_dim]`, as the projection behind it takes it."""
+    """Return the result as rows `[..., heads * value_dim]`, the operand of the output projection."""
     value = tensor_of(output)
     assert value is not None
     width = shape_of(value)[1] * shape_of(value)[3]

@@ -1,6 +1,6 @@
 """Attention as graphs hold it, read into one record; here as one operator of the library.
 
-`weaveopt.sites.attention_written` reads it where it is written out as products and a softmax.
+`weaveopt.sites.attention_written` reads attention that is written out as GEMMs and a softmax.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIBRARY_CALLS = frozenset(
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default})
 COPIES = frozenset({aten.clone.default})
 LAYOUTS = VIEWS | COPIES | {aten.unsqueeze.default, aten.permute.default}
-"""Operators that lay the elements of a value out anew."""
+"""Operators that change the layout of a value's elements."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Attention that is written out: two products with a softmax between them.
+"""Attention that is written out: two GEMMs with a softmax between them.
 
 models     what the operator cannot express: soft caps `c * tanh(scores / c)`, sinks (a logit of each head beside those
            of the keys)
@@ -33,7 +33,7 @@ class _Ends:
 
 
 def written_form(product: fx.Node) -> Form | None:
-    """`bmm(softmax(...), value)`, read from its end; None where it is another product."""
+    """Read `bmm(softmax(...), value)` from its end; None for any other GEMM."""
     weights, value = _unfolded(product.args[0]), _unfolded(product.args[1])
     if weights is None or value is None:
         return None

@@ -2,8 +2,8 @@
 
     y = weave::expert_exchange(x, experts, weights, gate_up, gate_up_bias, down, down_bias, call)
 
-The operation stands in graphs of models with `ep_implementation="weave"`, and runs through the library there. Ranks
-that hold batches of their own compile graphs of other sizes, at other times, and cannot compare them: such a site is
+The operation is part of the graphs of models with `ep_implementation="weave"`, and runs through the library there.
+Ranks with different batches compile graphs of other sizes, at other times, and cannot compare them: such a site is
 priced for `OWN_BATCH_TOKENS` tokens on every rank, whatever this one has, so that all come to the same decision.
 """
 

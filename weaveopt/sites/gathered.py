@@ -183,7 +183,7 @@ def _against_parameters(shard: fx.Node, readers: _Readers) -> Rejection | None:
 
 
 def travelling(gathered: Gathered) -> fx.Node:
-    """The value whose dtype says what travels: the shard, or what its bytes are viewed as behind the gather."""
+    """Return the value whose dtype is communicated: the shard, or the dtype view after the gather."""
     node = gathered.gathers[0]
     value, operand = tensor_of(node), tensor_of(gathered.gemms[0].a)
     assert value is not None and operand is not None, f"{describe(node)} makes no tensor"

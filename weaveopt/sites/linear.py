@@ -21,7 +21,7 @@ _TRANSPOSES = frozenset({aten.t.default, aten.permute.default, aten.transpose.in
 
 @dataclass(frozen=True)
 class Gemm:
-    """`a [m, k] @ b [k, n] + bias [n] + addend [m, n]`; of `_scaled_mm` a and b have scales of their own."""
+    """A GEMM `a [m, k] @ b [k, n] + bias [n] + addend [m, n]`; for `_scaled_mm` a and b each have scales."""
 
     node: fx.Node
     a: fx.Node
@@ -115,5 +115,5 @@ def is_input(node: fx.Node, through: frozenset[object] = MOVES | OTHER_MOVES) ->
 
 
 def may_be_weight(node: fx.Node) -> bool:
-    """True if `node` is derived from graph inputs the way parameters are: by views, casts, a gather, a scale."""
+    """True if `node` is derived from graph inputs as parameters are: by views, casts, a gather, a scale."""
     return is_input(node, _OF_WEIGHTS)

@@ -3,9 +3,10 @@
     chosen, weights = router(x)                                     # [tokens, choices]
     out[t] = sum over j: weights[t, j] * (act(x[t] @ up[chosen[t, j]].T) @ down[chosen[t, j]].T)
 
-A site is what computes `out` of the others, in whatever form the graph holds it (`sites.mixtures.forms`). The router
-and shared experts stay as they are, and so does the all-reduce behind them, which is a site of its own. Every rank sees
-all tokens; with expert parallelism it computes the choices of its own experts, and all others add nothing.
+A site consists of the nodes that compute `out` from the others, in whatever form the graph holds it
+(`sites.mixtures.forms`). The router and shared experts stay as they are, and so does the all-reduce that follows, which
+is a separate site. Every rank sees all tokens; with expert parallelism it computes the choices of the experts that it
+stores, and all others add nothing.
 """
 
 from __future__ import annotations

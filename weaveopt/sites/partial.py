@@ -25,13 +25,14 @@ DIV = frozenset({torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar})
 
 @dataclass(frozen=True)
 class Partial:
-    """`scale * (sum of GEMMs + biases) + addends` of one rank, and how its elements [m, n] lie in a value."""
+    """Partial result `scale * (sum of GEMMs + biases) + addends` of one rank, and the arrangement of its elements
+    [m, n]."""
 
     arrangement: Arrangement
     """Arrangement of the value by the dimensions m and n of the GEMMs."""
     gemms: tuple[Gemm, ...]
     biases: tuple[fx.Node, ...] = ()
-    """Vectors [n] that this rank adds: every rank adds its own before the sum."""
+    """Bias vectors [n] that each rank adds before the sum."""
     addends: tuple[fx.Node, ...] = ()
     """[m, n] elements that are no GEMM's, in the order of m and n, after the scale."""
     scale: float = 1.0
@@ -63,7 +64,7 @@ def partial_at(value: fx.Node) -> Partial | Rejection | None:
 
 
 def read_by_others(partial: Partial, reader: fx.Node) -> Rejection | None:
-    """Why the GEMMs may not disappear: something beside `reader` needs what they make."""
+    """Return the reason why the GEMMs may not be removed: a consumer other than `reader` needs their results."""
     for node in sorted(partial.nodes):
         others = [user for user in node.users if user not in partial.nodes and user is not reader]
         others = [user for user in others if user.users or user.op == "output"]  # not a piece that is cut off and left

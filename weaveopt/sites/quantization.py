@@ -1,4 +1,4 @@
-"""Recognize the e4m3 quantization of a norm's rows, as models with FP8 linears write it before their products.
+"""Matcher of the e4m3 quantization of a norm's rows, as models with FP8 linears write it before their GEMMs.
 
     scale = amax(abs(rows), -1, keepdim=True) / 448        # per token; static: one value that the model stores
     clamp(rows / scale, -448, 448).to(float8_e4m3fn)
@@ -227,7 +227,7 @@ def _inverse(value: _Held) -> _Held:
 
 
 def _reshaped(node: fx.Node, source: _Held, hidden: int) -> _Held | None:
-    """Rows stay rows: a view may only divide the tokens in another way."""
+    """Follow a view, which may only split the tokens differently: rows stay rows."""
     shape = _shape(node)
     if source.kind is _Kind.ROW_VALUE or (is_call(node, _VIEW) and len(shape) > 1 and shape[-1] == hidden):
         return replace(source, path=(*source.path, node))
@@ -307,7 +307,7 @@ def _shape(node: object) -> tuple[int | str, ...]:
 
 
 def _other_readers(held: Mapping[fx.Node, _Held]) -> list[tuple[fx.Node, fx.Node]]:
-    """Nodes whose value is gone with a rewrite, and who reads them beside the quantization."""
+    """Return the nodes that a rewrite removes and their consumers outside the quantization."""
     static = any(value.static is not None for value in held.values())
     return [
         (node, user)
@@ -342,7 +342,7 @@ def _is_narrow(node: fx.Node, value: _Held) -> bool:
 
 
 def stored_scale(graph: fx.Graph, quantized: Quantized) -> fx.Node | None:
-    """The scale that all rows are divided by, without dimensions; None where every row has its own."""
+    """Return the scale that all rows are divided by, as a scalar; None if every row has a scale of its own."""
     scale = quantized.static
     if scale is None:
         return None

@@ -1,4 +1,4 @@
-"""Who reads the normalized rows of a site: GEMMs by rows, behind views, and whatever else.
+"""Consumers of the normalized rows of a site: GEMMs that read them by rows, directly or through views, and all others.
 
 q, k, v = rows @ wq, rows @ wk, rows @ wv
 """

@@ -51,7 +51,7 @@ class Reduced:
     """The sum (the reduced value itself, where there is no residual)."""
     norm: Norm | None
     passed: frozenset[fx.Node]
-    """Nodes on the way, from the collectives up to and with `total`; nobody else reads those before `total`."""
+    """Nodes from the collectives up to and including `total`; those before `total` have no other consumers."""
     without_norm: Rejection | None = None
     """Why no norm is part of the site; None where one is, or where a post-norm family ends."""
 
@@ -108,7 +108,7 @@ class _Walk:
     post: Norm | None = None
     residuals: list[fx.Node] = field(default_factory=list)
     views: list[fx.Node] = field(default_factory=list)
-    """Views behind the last computation, with what the first of them reads in front."""
+    """Views after the last computation, preceded by the operand of the first of them."""
 
     @property
     def linear(self) -> bool:
@@ -142,9 +142,10 @@ def follow(
     behind: Sequence[fx.Node] = (),
     may_be_saved: bool = False,
 ) -> Reduced | Rejection:
-    """The site that starts at `collective`, or why there is none; `behind`: nodes that are part of it already.
+    """Follow the site that starts at `collective`, or return why there is none; `behind`: nodes that are part of it
+    already.
 
-    With `may_be_saved` values on the way may be results of the graph too.
+    With `may_be_saved` intermediate values may also be graph outputs.
     """
     started = _start(collective)
     if isinstance(started, Rejection):
@@ -336,7 +337,7 @@ def _reduced_by(other: fx.Node, walk: _Walk) -> _Partner | None:
 
 
 def _pass_post_norm(walk: _Walk, norm: Norm) -> bool:
-    """Step over `norm` and the residual addition behind it, if only they read the value (post-norm families)."""
+    """Step over `norm` and the residual addition after it, if only they read the value (post-norm families)."""
     if walk.post is not None or walk.residuals or not set(walk.value.users) <= set(norm.nodes):
         return False
     if len(norm.output.users) != 1:

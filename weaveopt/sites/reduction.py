@@ -7,9 +7,9 @@
     normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where none follows
     rows = e4m3(normalized / scale)        # where FP8 linears read the rows
 
-Two all-reduces that meet in one sum (a mixture and its shared experts; parallel attention and MLP) are one site. No
-norm follows in a backward pass, behind the last layer of a model that is compiled layer by layer, where a value is
-read by others before the norm, and where the dtype changes before it (autocast).
+Two all-reduces that are added into one sum (a mixture and its shared experts; parallel attention and MLP) are one site.
+There is no norm in a backward pass, after the last layer of a model that is compiled layer by layer, if a value has
+other consumers before the norm, or if the dtype changes before it (autocast).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReductionFacts:
     gemm_has_bias: bool = False
     """True if that GEMM adds a bias (addmm)."""
     num_partials: int = 1
-    """All-reduces that meet in one sum."""
+    """Number of all-reduces that are added into one sum."""
     num_norms: int = 1
     has_norm: bool = True
     """True if the site ends with a norm of the sum."""
@@ -95,7 +95,7 @@ class Reduction:
 
     @property
     def gemm_nodes(self) -> frozenset[fx.Node]:
-        """The GEMMs that make partial results, and the views behind them; read by nothing else."""
+        """The GEMMs that compute partial results, and the views after them; they have no other consumers."""
         return frozenset(_producers(self.reduced))
 
 
@@ -244,7 +244,7 @@ def _out_dtype(reduced: Reduced) -> str:
 
 
 def _producers(reduced: Reduced) -> Iterator[fx.Node]:
-    """The views behind partial results, and GEMMs that nothing else reads."""
+    """Return the views after partial results, and the GEMMs that have no other consumer."""
     for partial in reduced.partials:
         gemm = product_of(partial)
         node = partial

@@ -1,7 +1,7 @@
-"""Rows of a GEMM that are shared out between ranks: [outer, world, inner].
+"""Rows of a GEMM that are sharded over ranks: [outer, world, inner].
 
-A rank has the rows [outer, inner] of its own number. `outer` is 1 where whole activations are cut along their rows, the
-batch where each sequence is cut.
+Rank r stores rows [outer, r, inner]. `outer` is 1 if whole activations are split along their rows, the batch size if
+each sequence is split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weaveopt.records.candidate import NO_TOKENS, Rejection
 
 @dataclass(frozen=True)
 class Rows:
-    """How rows (or columns) lie between ranks."""
+    """Distribution of rows (or columns) over ranks."""
 
     dim: int
     """0: whole activations are cut along their rows; 1: each of `outer` sequences is; -1: columns are."""

@@ -105,7 +105,7 @@ def _meaning(partial: Partial) -> tuple[object, ...]:
 
 
 def _behind(wait: fx.Node) -> _Behind:
-    """Up to the last scale or cast; views behind that belong to what follows."""
+    """Follow the scales and casts after the wait; views after the last one belong to the nodes that follow."""
     passed: list[fx.Node] = []
     scales: list[float] = []
     scalars: list[fx.Node | float | int] = []
@@ -137,7 +137,7 @@ def _scalar_of(reader: fx.Node, node: fx.Node) -> fx.Node | float | int | None:
 
 
 def _narrows(reader: fx.Node, node: fx.Node) -> bool:
-    """A cast of what travelled wide; one that widens belongs to the norm behind it."""
+    """True for a cast to a narrower dtype after communication; a widening one belongs to the norm that follows."""
     value, source = tensor_of(reader), tensor_of(node)
     return (
         is_call(reader, CAST)

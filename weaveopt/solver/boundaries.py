@@ -11,9 +11,9 @@ Value = TypeVar("Value")
 
 
 def runs(value_at: Callable[[int], Value], grid: Iterable[int]) -> Iterator[tuple[int, Value]]:
-    """(first count, value) of every maximal run of equal values, as far as the counts of `grid` tell of a change.
+    """Return (first count, value) of every maximal run of equal values, as far as the counts of `grid` show a change.
 
-    `grid` ascends. A run that lies wholly between two of its counts that have equal values is not seen.
+    `grid` ascends. A run entirely between two of its counts that have equal values is not seen.
     """
     counts = iter(grid)
     low = next(counts)

@@ -1,7 +1,7 @@
 """Place named buffers with lifetimes in an arena.
 
-The arena has two zones. Buffers that live as long as the arena come first, by name, one behind the other: one place for
-all sites that name them. Behind them, in the transient zone, buffers whose intervals do not meet share their bytes:
+The arena has two zones. Buffers that live as long as the arena come first, by name, one after the other: one place for
+all sites that name them. After them, in the transient zone, buffers whose intervals do not intersect share their bytes:
 the largest is placed first, each in the smallest gap that holds it (best fit, as in Pisarchyk and Lee, "Efficient
 Memory Management for Deep Neural Net Inference", 2020, by decreasing size).
 """
@@ -29,11 +29,12 @@ class Request(NamedTuple):
 
 
 def place(requests: Sequence[Request], zone_start: int = 0) -> tuple[PlacedBuffer, ...]:
-    """Offsets of all buffers, from `zone_start` on: ARENA ones in the order of their names, then the transient ones.
+    """Return the offsets of all buffers, from `zone_start` on: ARENA ones in the order of their names, then the
+    transient ones.
 
     ARENA buffers of one name are one buffer, as large as the largest, with all their owners. Of the others, two whose
-    intervals meet never overlap. A function of the requests alone, so equal on all ranks. Raises `WeaveError` if two
-    buffers of one name contradict each other or a buffer cannot be placed.
+    intervals intersect never overlap. A function of the requests alone, so equal on all ranks. Raises `WeaveError` if
+    two buffers of one name contradict each other or a buffer cannot be placed.
     """
     for owner, buffer, first, last in requests:
         if buffer.num_bytes < 0 or buffer.alignment < 1 or ZONE_ALIGNMENT % buffer.alignment or first > last:
@@ -88,7 +89,8 @@ def _union(a: PlacedBuffer, b: PlacedBuffer) -> PlacedBuffer:
 
 
 def place_kept(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> tuple[PlacedBuffer, ...]:
-    """ARENA buffers of different names, one behind the other in the order of their names; empty ones take no room."""
+    """Place ARENA buffers of different names one after the other in the order of their names; empty ones take no
+    room."""
     placed, offset = [], zone_start
     for buffer in sorted(buffers, key=lambda each: each.name):
         offset = aligned(offset, buffer.alignment)
@@ -108,7 +110,7 @@ def transient_begin(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> int
 
 
 def arena_bytes(buffers: Iterable[PlacedBuffer], zone_start: int = 0) -> int:
-    """The first byte behind all of them, alignment included: the size of the arena without its header."""
+    """Return the end of the last buffer, alignment included: the size of the arena without its header."""
     ends = (aligned(buffer.offset + buffer.num_bytes, buffer.alignment) for buffer in buffers if buffer.num_bytes)
     return max(ends, default=zone_start)
 
@@ -133,7 +135,8 @@ def _transient(requests: Sequence[Request], zone_begin: int) -> list[PlacedBuffe
 
 
 def _lowest_best_fit(request: Request, requests: Sequence[Request], offsets: Mapping[int, int]) -> int:
-    """The smallest gap between buffers that live at the same time, the lowest of several; else behind all of them."""
+    """Find the smallest gap between buffers that live at the same time, the lowest of several; else the end of all
+    of them."""
     _, buffer, first, last = request
     taken = sorted(
         (offset, offset + other.num_bytes)

@@ -72,10 +72,10 @@ def regimes(
 ) -> tuple[Served, ...]:
     """Regimes from the first to the last count of `grid` (ascending).
 
-    `problem_at(tokens)` is what the graph costs if only so many tokens come. Between two counts of the grid that are
-    decided in the same way nothing else is looked for. Where there are more stretches than regimes, or one has fewer
-    counts than `narrowest`, neighbours go together such that least is lost: of the best time at each count of the
-    grid, counts being equally likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
+    `problem_at(tokens)` is what the graph costs if only so many tokens come. Nothing is searched between two counts of
+    the grid with equal decisions. If there are more stretches than regimes, or one has fewer counts than `narrowest`,
+    neighbours are merged such that the least is lost: of the best time at each count of the grid, counts being equally
+    likely on a logarithmic scale. Ties go to fewer regimes, then to later boundaries.
     """
     problems = cache(problem_at)
     choices = cache(lambda tokens: problems(tokens).best())
@@ -97,7 +97,7 @@ def regimes(
 
 
 def stretches(structure_at: Callable[[int], object], grid: Sequence[int]) -> tuple[Stretch, ...]:
-    """Maximal runs of counts with equal structure, as far as the counts of `grid` tell of a change."""
+    """Return the maximal runs of counts with equal structure, as far as the counts of `grid` show a change."""
     firsts = [first for first, _ in runs(structure_at, grid)]
     lasts = [*(first - 1 for first in firsts[1:]), grid[-1]]
     return tuple(Stretch(first, last) for first, last in zip(firsts, lasts, strict=True))
@@ -136,7 +136,7 @@ def _merged(
     max_regimes: int,
     narrowest: int,
 ) -> tuple[Served, ...]:
-    """The cheapest way to cut the stretches into runs, each decided as one of its stretches."""
+    """Find the cheapest partition of the stretches into runs, each decided as one of its stretches."""
 
     @cache
     def run(first: int, end: int) -> tuple[float, Served]:

@@ -38,7 +38,7 @@ class Interaction:
         return self.terms.get(self.of(choices), 0.0)
 
     def of(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """The choices of its own sites."""
+        """Return the choices at its sites."""
         return tuple(choices[site] for site in self.sites)
 
 

@@ -24,7 +24,7 @@ _LEFT: Label = (LEAVE, Fabric.LIBRARY, "", ())
 
 @dataclass(frozen=True)
 class Contest:
-    """A kind of site, and those of its candidates that are timed beside the site as it is."""
+    """A kind of site, and those of its candidates that are timed in comparison with the unmodified site."""
 
     index: int
     """Position of the first site of the kind."""
@@ -51,7 +51,7 @@ class Contest:
         return found
 
     def words(self, group: str) -> str:
-        """For the comparison between the ranks of a group. Other groups of a mesh have names of their own."""
+        """Text for the comparison between the ranks of a group. Other groups of a mesh have different names."""
         site = self.site.found.site
         known = f"{site.kind} {site.tokens} {len(self.positions)}"
         if site.groups and group not in site.groups:
@@ -60,8 +60,9 @@ class Contest:
 
 
 def contests_of(priced: PricedGraph, context: Context) -> tuple[Contest, ...]:
-    """In the order of the graph. Sites that nothing may be done at have none, nor have those of several groups or of
-    one whose ranks meet in calls alone: they compile at other times, and none can time a call by itself."""
+    """Build the contests, in graph order. Sites without usable candidates have none, nor have those of several
+    groups or of one whose ranks synchronize in calls only: they compile at other times, and none can time a call by
+    itself."""
     frame, found = priced.frame, []
     for index in dict.fromkeys(frame.kinds):
         site = priced.problem.sites[index]

@@ -1,4 +1,4 @@
-"""A site as a graph of its own: what it runs between the values that it reads and those that others read of it."""
+"""A site as a separate graph: its nodes between the values that it reads and those that others read of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Part:
         return sum(_storage(value, self.sizes) * value.dtype.itemsize for value in self.inputs)
 
     def real_inputs(self) -> list[torch.Tensor]:
-        """Random numbers of their shapes, strides, dtypes and devices. torch's own generators are not touched."""
+        """Make random inputs of their shapes, strides, dtypes and devices. torch's own generators are not touched."""
         made = []
         for value in self.inputs:
             generator = torch.Generator(value.device).manual_seed(SEED)

@@ -54,10 +54,10 @@ class Trial:
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Within a compile: operations run on real tensors, dispatched as they are in the model.
+    """Run operations on real tensors within a compile, dispatched as they are in the model.
 
     While torch traces, it dispatches in Python, which takes longer, and issues collectives with the interpreter's lock
-    held, which Gloo's own thread may be waiting for to let the last one go: neither would ever go on.
+    held, which Gloo's thread may be waiting for to release the last one: a deadlock.
     """
     with unset_fake_temporarily(), no_python_dispatcher(), torch.no_grad():
         yield

@@ -1,7 +1,7 @@
 """Verify: between price and decide, the ranks themselves time the best candidates of each kind of site.
 
-All ranks take the same steps: which sites, which candidates, whether one could be made, how long it took (of all ranks
-the longest) and whether time is left are told through the stores of the graph's groups before anything rests on them.
+All ranks take the same steps: which sites, which candidates, if one could be made, how long it took (the longest of all
+ranks) and if time is left are exchanged through the stores of the graph's groups before any rank acts on them.
 """
 
 from __future__ import annotations

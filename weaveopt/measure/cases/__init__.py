@@ -48,7 +48,8 @@ FAMILIES: tuple[type[Family], ...] = (
     PushedGathers,
     ShardedKernels,
 )
-"""Within a host. Of several hosts, CPU ranks measure `HostExchanges` beside the link, and GPUs `GpuHosts`."""
+"""Families measured within a host. On several hosts, CPU ranks measure `HostExchanges` and the link, and GPUs
+`GpuHosts`."""
 
 
 def name_of(family: type) -> str:

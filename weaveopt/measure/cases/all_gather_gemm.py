@@ -50,7 +50,8 @@ TAKEN_BYTES_PER_US = 3e5
 def call_of(
     ranks: Ranks, rows: int, fabric: Fabric = Fabric.SHM, hidden: int = ROW, cut: TileConfig | None = None
 ) -> AllGatherGemmCall:
-    """On CPU ranks rows are gathered where they are handed out; on GPUs that is a copy, with a price of its own."""
+    """Build the call. On CPU ranks rows are gathered into the output; on GPUs that is a copy, which is priced
+    separately."""
     return AllGatherGemmCall(
         site=f"calibrate.{OP} {hidden} {cut}", group=ranks.name, fabric=fabric, world=ranks.world, hidden=hidden,
         dtype="bfloat16", max_tokens=rows, timeout_s=TIMEOUT_S, hands_out_rows=fabric is Fabric.SHM,

@@ -40,7 +40,7 @@ LITTLE_BYTES = 64
 NUM_BURSTS = 25
 NUM_FITS = 10
 ARRIVES_S = 0.002
-"""Longer than a burst is under way."""
+"""Time longer than a burst is in transit."""
 PING_BYTES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10)
 BURSTS = (1, 2, 4, 8, 16, 32)
 EXCHANGE_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -255,7 +255,7 @@ def _ping(wire: socket.socket | None, begins: bool, num_bytes: int) -> Launch:
 def _burst(session: Session, wire: socket.socket | None, sends: bool, count: int) -> Sample:
     """Measure the sender's and the receiver's time for each of `count` little messages; returns their mean.
 
-    The receiver begins when all of them are there: its time is its own work, as is the sender's, and no wait.
+    The receiver begins when all messages have arrived, so both times are pure work, without waiting.
     """
     data, found = memoryview(bytearray(LITTLE_BYTES)), [0.0] * NUM_BURSTS
     barrier()

@@ -23,7 +23,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def collective(ranks: Ranks, kind: str, num_bytes: int) -> Launch:
-    """One call of the library, as compiled graphs make it, and a one-element kernel behind it.
+    """Build one call of the library, as compiled graphs make it, followed by a one-element kernel.
 
     Calls of the library back to back are slower than with a kernel between, as there always is in a model.
     `num_bytes` of the larger side of the call.

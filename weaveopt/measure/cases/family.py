@@ -20,7 +20,7 @@ class Family(Protocol):
     """Types of torch devices, `cpu` and `cuda`, that it is measured on."""
 
     def measure_alone(self, session: Session) -> None:
-        """Kernels of a rank's own: no rank waits for another while one of them is timed."""
+        """Measure local kernels: no rank waits for another while one of them is timed."""
 
     def measure_together(self, session: Session, ranks: Ranks) -> None:
         """Steps that the ranks of a group take together; called by those inside, for each size of a group."""

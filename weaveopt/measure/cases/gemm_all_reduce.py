@@ -73,7 +73,7 @@ def is_supported(case: Case[Kernel], ranks: Ranks) -> bool:
 
 
 def call_of(case: Case[Kernel], group: str, world: int) -> GemmReductionCall:
-    """The op as compiled graphs call it. Normalized rows may lie in the arena, as where only GEMMs read them."""
+    """Build the op's call as in compiled graphs. Normalized rows may stay in the arena, as if only GEMMs read them."""
     hands_out, cut = case.cut
     normalizes, shards = hands_out is not HandsOut.SUM, hands_out is HandsOut.NORM
     reduction = ReductionCall(

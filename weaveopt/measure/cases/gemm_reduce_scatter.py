@@ -1,4 +1,5 @@
-"""The reduce-scatter behind a GEMM that wrote into symmetric memory, and the kernel that does both; in bfloat16."""
+"""Measurements of the reduce-scatter after a GEMM into symmetric memory, and of the kernel that fuses both;
+bfloat16."""
 
 from __future__ import annotations
 

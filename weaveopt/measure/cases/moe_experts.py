@@ -1,7 +1,7 @@
-"""The kernels of a mixture's experts on GPUs: few rows an expert, by bytes of weights; many, by FLOP.
+"""Measurements of a mixture's expert kernels on GPUs: few rows an expert, by bytes of weights; many, by FLOP.
 
-Triton's, and on GPUs of compute capability 9.0 our own beside them, through the same operation. Both are measured at
-all sizes: which of them serve a token count is read off their curves.
+Triton's kernels, and on GPUs of compute capability 9.0 the native ones too, run through the same operation. Both are
+measured at all sizes: their curves decide which of them serve a token count.
 """
 
 from __future__ import annotations

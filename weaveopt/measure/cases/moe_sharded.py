@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and results home, between GPUs of one host: the kernels around the experts."""
+"""Measurements of token dispatch to the experts' ranks and of the combine, between GPUs of one host."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from weaveopt.records.candidate import Rejection
 aten = torch.ops.aten
 
 MAX_FILL = -1.0e4
-"""The weakest number that stands for "never": with it a softmax in fp32 gives exactly 0 beside any admitted score that
-is not thousands below. Models add -inf, the dtype's least number, -65536 or -10000."""
+"""Largest bias that stands for "never": with it a softmax in fp32 gives exactly 0 as long as an admitted score is
+not thousands below. Models add -inf, the dtype's least number, -65536 or -10000."""
 
 _SAME = frozenset({aten.clone.default, aten.alias.default, aten.detach.default, aten.expand.default})
 _VIEW = frozenset({aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default})

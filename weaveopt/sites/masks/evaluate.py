@@ -1,4 +1,4 @@
-"""Values of nodes that hang on no graph input: small ones whole, large ones in blocks, by torch's own ops on CPU.
+"""Evaluator of nodes that depend on no graph input: small ones whole, large ones in blocks, by torch's ops on CPU.
 
 A block is a range of indices in every dimension of a node. What the node reads is then asked for exactly the ranges
 that this block needs, so a mask of `queries × keys` is never in memory.
@@ -48,7 +48,7 @@ POINTWISE = frozenset(
         prims.device_put.default,
     }
 )
-"""Ops whose element at an index hangs on their tensor arguments' elements at that index only, by broadcasting."""
+"""Ops whose element at an index depends on their tensor arguments' elements at that index only, by broadcasting."""
 ONES_ONLY = frozenset(
     {
         aten.unsqueeze.default,
@@ -94,7 +94,8 @@ def known_constant(node: fx.Node) -> torch.Tensor | None:
 
 
 class Values:
-    """Evaluates the nodes of one graph that hang on no input. Small values are kept for as long as this object is."""
+    """Evaluates the nodes of one graph that depend on no input. Small values are cached as long as this object
+    exists."""
 
     def __init__(self) -> None:
         self._whole: dict[fx.Node, torch.Tensor] = {}
@@ -182,7 +183,7 @@ class Values:
         return torch.tensor(fill, dtype=value.dtype, device="cpu")
 
     def _call(self, node: fx.Node, read: Callable[[fx.Node], torch.Tensor]) -> torch.Tensor:
-        """The node's own op on the values of its arguments, on the CPU."""
+        """Run the node's op on the values of its arguments, on the CPU."""
         constant = known_constant(node)
         if constant is not None:
             return constant.detach().cpu()

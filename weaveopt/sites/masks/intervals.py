@@ -1,8 +1,9 @@
-"""The one range of keys that each query sees, of a boolean node that hangs on no graph input; exact, or the reason.
+"""Range of keys that each query sees, for a boolean node that depends on no graph input; exact, or the reason why not.
 
-Masks are mostly comparisons of a vector over queries with one over keys, joined by `and`. Where the vector over keys
-ascends or descends, a comparison admits one range of keys a query, and a binary search finds it; ranges meet in ranges.
-So the mask is known in `O(queries · log keys)`. What has another form is evaluated block by block, every element.
+Masks are mostly comparisons of a vector over queries with one over keys, joined by `and`. If the vector over keys
+ascends or descends, a comparison admits one range of keys for each query, and a binary search finds it; the
+intersection of ranges is a range. So the mask is known in `O(queries · log keys)`. Any other form is evaluated block by
+block, every element.
 """
 
 from __future__ import annotations

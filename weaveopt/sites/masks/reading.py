@@ -35,7 +35,7 @@ class MaskReading:
     fill: float | None = None
     """Bias on the scores of keys that are not admitted; None if the mask itself is boolean."""
     inputs: tuple[fx.Node, ...] = ()
-    """Inputs of the graph whose values the mask hangs on."""
+    """Inputs of the graph on whose values the mask depends."""
     reason: Rejection | None = None
 
     @property
@@ -48,7 +48,7 @@ class MaskReading:
 
 
 Decided = tuple[Mask | None, Rejection | None, tuple[fx.Node, ...]]
-"""Class, reason, and the inputs that a boolean hangs on."""
+"""Class, reason, and the inputs that a boolean depends on."""
 
 
 class MaskCache:
@@ -160,8 +160,8 @@ def _prove(node: fx.Node, is_inverted: bool, num_queries: int, num_keys: int) ->
 
 
 def hangs_on(node: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[str, ...]]:
-    """The inputs of the graph whose values `node` hangs on, in graph order, and the symbolic sizes; not inputs whose
-    shape alone matters. A constant whose value is not there counts as an input."""
+    """Return the graph inputs on whose values `node` depends, in graph order, and the symbolic sizes; not inputs of
+    which only the shape matters. A constant without a known value counts as an input."""
     seen, pending = {node}, [node]
     inputs: list[fx.Node] = []
     symbols: set[str] = set()

@@ -1,8 +1,8 @@
 """Masks whose sizes differ from call to call, proven for all of them at once, or not at all.
 
 Positions are affine in their indices, `base + step · index`, with symbolic bases; comparing two of them bounds the
-distance `j - i` of a key from its query, and bounds meet in bounds. Whether a bound says anything for every size that
-the graph is compiled for is asked of torch's ranges of the symbols, which adds no guard.
+distance `j - i` of a key from its query, and bounds are intersected. Torch's ranges of the symbols decide if a bound
+holds for every size that the graph is compiled for, which adds no guard.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Band:
 
 
 def prove_for_all_sizes(node: fx.Node, is_inverted: bool, num_queries: Size, num_keys: Size) -> Mask | None:
-    """The class of a boolean mask that hangs on sizes and nothing else, for every value that they may have.
+    """Prove the class of a boolean mask that depends on sizes only, for every value that they may have.
 
     Only causal masks and windows at a fixed distance, and masks that admit everything; None for all others.
     """

@@ -1,7 +1,7 @@
 """The activation between the two GEMMs of an expert, recognized by what it computes.
 
-Torch takes activations apart, each version in its own way. So the nodes between the GEMMs are run on numbers, in fp64
-and without their casts, and compared with the activations that are known; alpha and limit are numbers of the graph.
+Torch versions decompose activations differently. So the nodes between the GEMMs are run on numbers, in fp64 and without
+their casts, and compared with the supported activations; alpha and limit are numbers of the graph.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _gathered_weight(product: fx.Node) -> fx.Node | None:
 
 
 def _first(product: fx.Node, products: list[fx.Node]) -> fx.Node | None:
-    """The nearest of `products` before the rows that `product` multiplies."""
+    """Find the nearest of `products`, the GEMMs, upstream of the rows that GEMM `product` multiplies."""
     others = frozenset(products) - {product}
     seen: set[fx.Node] = set()
     pending = [each for each in product.args[:2] if isinstance(each, fx.Node)]

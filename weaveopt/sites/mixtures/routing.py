@@ -29,7 +29,7 @@ _FAR = 24
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens get to experts, as far as the graph tells."""
+    """Routing facts, as far as the graph shows them."""
 
     num_experts: int = 0
     """Number of experts on all ranks; 0 if unknown."""

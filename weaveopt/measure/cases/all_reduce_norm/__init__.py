@@ -1,1 +1,1 @@
-"""The fused all-reduce + add + norm on the fabrics of GPUs and of CPU ranks, and beside a GEMM."""
+"""Measurements of the fused all-reduce + add + norm on GPUs and CPU ranks, alone and concurrently with a GEMM."""

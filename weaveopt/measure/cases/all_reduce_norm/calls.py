@@ -48,9 +48,9 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
 
 
 def peer_call(site: str, group: str, world: int, fused: Fused, sharded: bool) -> ReductionCall:
-    """The op by one kernel. `sharded`: residual and sum by tokens, else whole on every rank.
+    """Build the op's call with one kernel. `sharded`: residual and sum by tokens, else whole on every rank.
 
-    Its rows may lie in the arena, as where only GEMMs read them; elsewhere they are taken out, which is not in it.
+    Its rows may stay in the arena, as if only GEMMs read them; the copy out of it is not included.
     """
     return ReductionCall(
         site=site, group=group, fabric=Fabric.PEER, world=world, hidden=fused.hidden, dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""A GEMM beside the fused kernels: how much slower computation and communication are at the same time."""
+"""Contention of a GEMM and the fused kernels: the slowdown of computation and communication that run concurrently."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CTAS = (8, 16, 32, 64)
 
 
 def kernels() -> list[Fused]:
-    """The exchanges that run beside a GEMM: for the arena."""
+    """Exchange kernels that run concurrently with a GEMM, for the arena."""
     return [Fused(KernelRow(TOKENS, Algorithm.TWO_SHOT, Transfer.BULK, ctas), HIDDEN, TOKENS) for ctas in CTAS]
 
 
 def contention_rows(ranks: Ranks) -> list[ContentionRow]:
-    """For each number of CTAs, how much slower GEMM and exchange are beside each other."""
+    """Measure, for each number of CTAs, the slowdown of a GEMM and an exchange that run concurrently."""
     gemm = LargeGemm(ranks.device)
     found = []
     for fused in kernels():

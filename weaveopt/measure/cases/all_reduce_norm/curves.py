@@ -16,7 +16,7 @@ WHAT = "fused all-reduce + add + RMSNorm, residual sharded, bfloat16"
 
 
 def curve_of(origin: str, world: int, row: int, kernel: KernelRow, rows: Rows) -> Curve:
-    """One kernel's curve; `row` 0 where it is not to tell."""
+    """Build one kernel's curve; `row` is 0 if the curve holds for every row length."""
     points = never_falling([(size, sample.us) for size, sample in rows])
     name = variant_name(kernel.algorithm, kernel.transfer, kernel.num_ctas)
     if kernel.transfer is not Transfer.LL_PACKET:
@@ -37,9 +37,10 @@ def peer_link(origin: str, times: Times) -> Link:
 
 
 def shm_link(origin: str, times: Times, whole_us: Mapping[int, float]) -> Link:
-    """α: two-shot beyond one-shot at the smallest size; β: what handing out the rows of the sum as well costs.
+    """Fit the link. α: two-shot beyond one-shot at the smallest size; β: the cost of also distributing the rows of the
+    sum.
 
-    `whole_us`, by world: the largest two-shot exchange with the rows of the sum handed out.
+    `whole_us`, by world size: the largest two-shot exchange that also distributes the rows of the sum.
     """
     smallest = min(whole_us)
     rows = fastest(times, smallest, Algorithm.TWO_SHOT)

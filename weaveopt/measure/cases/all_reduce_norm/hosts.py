@@ -1,7 +1,8 @@
-"""The exchanges between hosts while every host takes part, and the terms that their times are made of.
+"""Exchanges between hosts with every host taking part, and the terms that their times are made of.
 
-Each exchange runs as compiled graphs call it, at a few sizes, in turns with the others: what else the machine does
-meets all of them. The profile gets terms, not times: a call, a round, a message, a byte sent, a byte of the rows.
+Each exchange runs as compiled graphs call it, at a few sizes, in turns with the others, so that other load on the
+machine affects all of them. The profile gets terms, not times: a call, a round, a message, a byte sent, a byte of the
+rows.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class HostExchanges:
         )  # fmt: skip
 
     def renewed(self, before: Machine, device: torch.device) -> Machine:
-        """`before` with what exchanges take among so many hosts; its own error is no less than that of these terms."""
+        """Return `before` with the measured exchange terms for so many hosts; its error is at least that of these
+        terms."""
         terms = self.terms(before)
         others = [
             each

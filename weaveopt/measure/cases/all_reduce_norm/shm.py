@@ -17,7 +17,7 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 ROW = 4096
-"""Elements of a row; that of a curve is not told, as times go by bytes alone."""
+"""Elements of a row; the curve has no row length, as times depend on bytes alone."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
