@@ -11,17 +11,19 @@ import torch
 import torch.fx as fx
 from functorch.compile import make_boxed_func
 
-from weaveopt import backend, cost_model
+from weaveopt import cost_model
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
 from weaveopt.pipeline.bind import compiling, count_calls
+from weaveopt.pipeline.context import Known
 from weaveopt.pipeline.specialize import guard
+from weaveopt.preview import rewritten_alone
 from weaveopt.records.report import GraphReport
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
-from weaveopt.rule import Context, RuleSet
+from weaveopt.rule import RuleSet
 from weaveopt.verification.trial import Call, Make
 
 FORCED = Config(
@@ -51,7 +53,7 @@ def executing(
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
         done = optimize(module, inputs, config, entry, rules, make, is_backward=backward, is_inference=inference)
         with compiling(done.agreed, done.context):
-            guard(done.captured, done.report.regime, done.numbers)
+            guard(done.graph, done.report.regime, done.numbers)
         groups.update(done.rewritten_groups)
         reports.extend(entry.graphs)
         return make_boxed_func(module.forward)
@@ -68,12 +70,12 @@ def executing_alone(config: Config, reports: list[GraphReport], world: int) -> C
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        captured, failure = backend._capture(module, inputs, backward, inference)
-        groups = dict.fromkeys(backend._groups(captured), topology.fake(world))
-        context = Context(config, cost_model.load("cpu"), groups)
-        report, module.graph = backend.rewrite_alone(captured, context, RULES, backend._Clock(), failure)
-        assert report.fallbacks == ()
-        reports.append(report)
+        known = Known(topology.fake(world), cost_model.load("cpu"))
+        done = rewritten_alone(module, inputs, config, known, is_backward=backward, is_inference=inference)
+        assert done.report.fallbacks == ()
+        reports.append(done.report)
+        if done.result is not None:
+            module.graph = done.result
         return make_boxed_func(module.forward)
 
     def weave(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:

@@ -12,9 +12,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weaveopt import backend, cost_model
+from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
+from weaveopt.preview import preview
 from weaveopt.records.report import GraphReport
 
 FORCED = ("all_reduce_rms_norm",)
@@ -46,7 +47,7 @@ def previewed(
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     with fake_group(world), torch.no_grad():
-        seen = backend.preview(
+        seen = preview(
             Config(disable=disable, force=force),
             topology.fake(world, device=device),
             cost_model.load(machine),

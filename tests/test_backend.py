@@ -273,10 +273,10 @@ def test_work_that_cannot_be_estimated_is_told_or_raises(strict: bool) -> None:
 
 
 def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weaveopt import backend
     from weaveopt.config import Config
     from weaveopt.cost_model import Gpu
     from weaveopt.fabrics import gpus, topology
+    from weaveopt.pipeline.context import machine_for
     from weaveopt.rule import CapturedGraph
 
     def graph_on(device: str) -> CapturedGraph:
@@ -288,7 +288,7 @@ def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.Monk
     def chosen(name: str, *others: str, **settings: str) -> tuple[str, tuple[str, ...]]:
         found = tuple(Gpu(each) for each in (name, *others))
         known = replace(topology.fake(len(found), device="cuda"), gpus=found)
-        choice = backend._machine_for(Config(**settings), {"tp": known}, graph_on("cuda"))  # type: ignore[arg-type]
+        choice = machine_for(Config(**settings), {"tp": known}, graph_on("cuda"))  # type: ignore[arg-type]
         return choice.machine.name, choice.stands_in_for
 
     assert chosen("NVIDIA H200", "NVIDIA H200") == ("h200x4", ())
@@ -297,20 +297,21 @@ def test_the_profile_is_chosen_by_the_gpus_of_all_ranks(monkeypatch: pytest.Monk
     assert chosen("NVIDIA H200", "NVIDIA L40S") == chosen("NVIDIA L40S", "NVIDIA H200")
     monkeypatch.setattr(gpus, "describe", lambda: {"gpu": "NVIDIA A10", "processors": 72, "bytes_per_s": 0})
     alone = {"tp": topology.fake(2, device="cuda")}
-    stand_in = backend._machine_for(Config(), alone, graph_on("cuda")).stands_in_for
+    stand_in = machine_for(Config(), alone, graph_on("cuda")).stands_in_for
     assert stand_in == ("NVIDIA A10",), "ranks that are not there"
-    assert backend._machine_for(Config(), {"tp": topology.fake(2)}, graph_on("cpu")).machine.name == "cpu"
+    assert machine_for(Config(), {"tp": topology.fake(2)}, graph_on("cpu")).machine.name == "cpu"
     # Graphs that communicate with nobody.
-    assert backend._machine_for(Config(), {}, graph_on("cuda")).stands_in_for == ("NVIDIA A10",)
-    assert backend._machine_for(Config(), {}, graph_on("cpu")).machine.name == "cpu"
+    assert machine_for(Config(), {}, graph_on("cuda")).stands_in_for == ("NVIDIA A10",)
+    assert machine_for(Config(), {}, graph_on("cpu")).machine.name == "cpu"
 
 
 def _unknown_gpu(rank: int, force: bool) -> tuple[int, set[str], str, tuple[str, ...]]:
     """As on GPUs without a profile: the model runs, and the report says what to do."""
     import weaveopt
-    from weaveopt import backend, cost_model
+    from weaveopt import cost_model
+    from weaveopt.pipeline import context
 
-    backend._machine_for = lambda *_: cost_model.Choice(cost_model.load("cpu"), ("NVIDIA L40S",))  # type: ignore[assignment]
+    context.machine_for = lambda *_: cost_model.Choice(cost_model.load("cpu"), ("NVIDIA L40S",))  # type: ignore[assignment]
     model = _parallel(Block(), init_device_mesh("cpu", (dist.get_world_size(),)))
     options = {**FORCE, "force": FORCE["force"] if force else []}
     compiled = torch.compile(model, backend="weave", options=options)  # type: ignore[call-overload]

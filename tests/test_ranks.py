@@ -16,8 +16,8 @@ import torch._inductor.config
 import torch.distributed as dist
 
 from tests.ranks import RankError, pool, run_ranks
-from weaveopt import backend
 from weaveopt.fabrics import shm, topology, watchdog
+from weaveopt.pipeline import compilation
 from weaveopt.reporting import registry
 from weaveopt.verification import contest
 
@@ -53,7 +53,7 @@ def _leaves(rank: int) -> None:
     registry.open_entry(())
     watchdog._suspected.add(1)
     contest._runs["left"] = {}
-    next(backend._graph_numbers)
+    next(compilation.graph_numbers)
     topology.Exchange._times_made["0", (0, 1)] = 5 + rank
 
 
@@ -63,7 +63,7 @@ def _finds(rank: int) -> tuple[object, ...]:
         len(watchdog._suspected),
         len(contest._runs),
         dict(topology.Exchange._times_made),
-        repr(backend._graph_numbers),
+        repr(compilation.graph_numbers),
     )
     size = torch._inductor.config.max_fusion_size
     return os.environ.get("WEAVE_LEFT"), os.getcwd(), float(torch.rand(1)), size, torch.get_default_dtype(), left

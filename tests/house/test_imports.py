@@ -34,7 +34,7 @@ def test_imports_have_no_circle() -> None:
     order.prepare()  # raises CycleError, which names the circle
 
 
-STEPS = ("capture", "variants", "recognize", "specialize", "price", "decide", "plan", "rewrite", "bind")
+STEPS = ("capture", "context", "variants", "recognize", "specialize", "price", "decide", "plan", "rewrite", "bind")
 """In their order."""
 RECORDS_OF_STEPS = {"PricedGraph", "DecidedGraph", "Planned"}
 """What a step makes and a later one reads."""

@@ -21,8 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rewrites",),
     ("pipeline",),
     ("reporting", "measure"),
-    ("verification",),
+    ("verification", "debug"),
     ("backend", "accelerator", "generation", "experts"),
+    ("preview",),
     ("cli",),
     ("__main__",),
 )

@@ -18,6 +18,7 @@ from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics import topology
+from weaveopt.preview import preview
 from weaveopt.records.memory import Lifetime
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
@@ -36,7 +37,7 @@ def previewed(
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     with fake_group(2), torch.no_grad():
-        seen = backend.preview(config or Config(), topology.fake(2), machine, reports.append, rules)
+        seen = preview(config or Config(), topology.fake(2), machine, reports.append, rules)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             compiled = torch.compile(fn, backend=seen, fullgraph=True, dynamic=False)  # type: ignore[call-overload]
             compiled(*(mode.from_tensor(each) for each in inputs))

@@ -17,7 +17,7 @@ from tests.inductor_kernels import Generated, captured, generated
 from tests.preview import previewed
 from tests.reductions import Reductions, reduction_of, rows_of
 from tests.traces import context_of, framed, traced_chain
-from weaveopt import backend, cost_model
+from weaveopt import cost_model
 from weaveopt.cli.layers import every_layer
 from weaveopt.cli.model_source import Request, Source
 from weaveopt.cli.preview import capture
@@ -27,6 +27,7 @@ from weaveopt.inductor.fused import fuse, traffic_of
 from weaveopt.inductor.kernels import Surroundings, outside, within
 from weaveopt.inductor.lowered import Lowering
 from weaveopt.pipeline import price
+from weaveopt.preview import preview
 from weaveopt.records.candidate import Estimate
 from weaveopt.records.report import GraphReport, Work, WorkFailure
 from weaveopt.records.site import TokenCounts
@@ -94,7 +95,7 @@ def _reported(family: str, machine: str = "cpu", layers: int = 2) -> GraphReport
     reports: list[GraphReport] = []
     profile, config = cost_model.load(machine), models.config_of(FAMILIES[family])
     config.num_hidden_layers = layers
-    seen = backend.preview(Config(), topology.fake(2, device=profile.device), profile, reports.append)
+    seen = preview(Config(), topology.fake(2, device=profile.device), profile, reports.append)
     capture(Source(family, config), _requested(family, "prefill", 2), every_layer(layers), seen)
     (report,) = reports
     assert report.fallbacks == ()

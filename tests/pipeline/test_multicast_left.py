@@ -23,6 +23,7 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.topology import Topology
 from weaveopt.inductor import seams
 from weaveopt.pipeline import bind as binding
+from weaveopt.pipeline import context as surroundings
 from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.bind import lost_multicast, reserve
 from weaveopt.records.candidate import Fabric, Rejection
@@ -87,7 +88,7 @@ def test_a_graph_is_decided_again_without_it(is_lost: bool, tmp_path: Path, monk
         return {"0": replace(topology.fake(8, device="cuda"), no_multicast=refused if bound else None)}
 
     monkeypatch.setattr(backend, "bind", bind)
-    monkeypatch.setattr(backend, "_topologies", topologies)
+    monkeypatch.setattr(surroundings, "_topologies", topologies)
     reports, graphs = compiled_once(dgx(tmp_path))
     first, last = (each.decided for each in (bound[0], bound[-1]))
     assert first is not None and last is not None

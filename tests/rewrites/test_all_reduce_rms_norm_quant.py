@@ -30,16 +30,16 @@ from tests.quantizations import (
     torchao_rows,
 )
 from tests.rewrites.test_all_reduce_rms_norm import inputs
-from weaveopt import backend, cost_model
+from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
+from weaveopt.pipeline.context import Known
+from weaveopt.preview import rewritten_alone
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
 from weaveopt.reductions.buffers import RowFormat
 from weaveopt.reductions.call import Quant, ReductionCall
-from weaveopt.rewrites import RULES
-from weaveopt.rule import Context
 
 H = forms.HIDDEN
 TEXT = {Quant.PER_TOKEN: " -> e4m3 per token", Quant.STATIC: " -> e4m3 static"}
@@ -196,13 +196,11 @@ def executing_as_gpus(made: list[ReductionCall]) -> Callable[..., object]:
     """Rewrites as for four GPUs and runs the graph here: without peers, the library's all-reduce changes nothing."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
-        captured, failure = backend._capture(module, (), False, True)
-        known = topology.fake(4, device="cuda")
-        context = Context(Config(force=FORCED), cost_model.load("h200x4"), dict.fromkeys(captured.groups, known))
-        report, graph = backend.rewrite_alone(captured, context, RULES, backend._Clock(), failure)
-        assert report.fallbacks == ()
-        made.extend(quant_calls(graph))
-        module.graph = graph
+        known = Known(topology.fake(4, device="cuda"), cost_model.load("h200x4"))
+        done = rewritten_alone(module, (), Config(force=FORCED), known)
+        assert done.report.fallbacks == () and done.result is not None
+        made.extend(quant_calls(done.result))
+        module.graph = done.result
         module.recompile()
         return make_boxed_func(module.forward)
 

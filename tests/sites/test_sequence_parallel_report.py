@@ -11,9 +11,10 @@ from torch.distributed._functional_collectives import all_reduce
 
 from tests.functional_collectives import all_gather_single, reduce_scatter_single
 from tests.preview import fake_group
-from weaveopt import backend, cost_model
+from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
+from weaveopt.preview import preview
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.reporting import why
 from weaveopt.rewrites import RULES
@@ -38,7 +39,7 @@ def reported(rules: RuleSet) -> GraphReport:
     torch._dynamo.reset()
     reports: list[GraphReport] = []
     with fake_group(WORLD), torch.no_grad():
-        seen = backend.preview(Config(), topology.fake(WORLD), cost_model.load("cpu"), reports.append, rules)
+        seen = preview(Config(), topology.fake(WORLD), cost_model.load("cpu"), reports.append, rules)
         torch.compile(layer, backend=seen, fullgraph=True)(*INPUTS)
     [report] = reports
     assert not report.fallbacks and report.work_failure is None

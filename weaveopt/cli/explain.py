@@ -77,13 +77,13 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     model_source.check(source, request)
     sharding = preview.sharding(source, request)
 
-    import weaveopt.backend
+    import weaveopt.preview
     from weaveopt.fabrics import topology
 
     plan = preview.plan_layers(source, request)
     graphs: list[GraphReport] = []
     group = topology.fake(request.world, hosts=request.nodes, device=machine.device)
-    seen = weaveopt.backend.preview(config, group, machine, graphs.append, ask_sensitivity=asked.tells_all)
+    seen = weaveopt.preview.preview(config, group, machine, graphs.append, ask_sensitivity=asked.tells_all)
     preview.capture(source, request, plan, seen, on_step)
     if not graphs:
         raise CaptureError(f"{source.name}: no graph was captured")

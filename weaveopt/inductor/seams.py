@@ -136,3 +136,12 @@ def _keep_from_reuse(op: torch._ops.OpOverload, keeps: ReusePredicate) -> None:
         return results
 
     lowerings[op] = lower
+
+
+def raising(error: Exception) -> Compiled:
+    """A compiled function whose first call raises `error`: Dynamo wraps what a backend raises itself."""
+
+    def raise_error(*_: object) -> object:
+        raise error
+
+    return raise_error

@@ -1,1 +1,1 @@
-"""The six steps, one function a file. They do not import one another; `weaveopt.backend` calls them in order."""
+"""The steps, one function a file, and `compilation`, which runs them. `weaveopt.backend` lists them in order."""

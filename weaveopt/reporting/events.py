@@ -10,7 +10,9 @@ from weaveopt.records.report import Decision, GraphReport
 from weaveopt.wording import counted
 
 LOGGER = logging.getLogger("weaveopt")
-"""The only one: each graph at INFO, each of its sites at DEBUG. `TORCH_LOGS=weaveopt` and `+weaveopt` show them."""
+"""The only one: each graph at INFO; a table of its sites, and the reasons, at DEBUG. `TORCH_LOGS=weaveopt` and
+`+weaveopt` show them, and so does `WEAVE_DEBUG` (see `weaveopt.debug`)."""
+COLUMNS = ("site", "module", "kind", "×", "choice", "before us", "after us")
 
 
 def log(graph: GraphReport) -> None:
@@ -20,7 +22,7 @@ def log(graph: GraphReport) -> None:
         for fallback in graph.fallbacks:
             LOGGER.info("%s runs unrewritten, step %s: %s", graph.name, fallback.step, fallback.error)
     if LOGGER.isEnabledFor(logging.DEBUG):
-        for line in site_lines(graph):
+        for line in (*decision_table(graph), *site_lines(graph)):
             LOGGER.debug("%s", line)
 
 
@@ -33,6 +35,20 @@ def graph_line(graph: GraphReport) -> str:
     times = f", {graph.unfused_us:,.1f} -> {graph.predicted_us:,.1f} us" if graph.decisions else ""
     variant = "" if graph.variant == "captured" else f", variant {graph.variant}"
     return f"{graph.name} ({graph.phase}, {counted(graph.tokens, 'token')}{variant}): {rewritten}{times}"
+
+
+def decision_table(graph: GraphReport) -> Iterator[str]:
+    """The decisions, a row each, in columns."""
+    rows = [COLUMNS, *map(_row, graph.decisions)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if graph.decisions else ():
+        yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    site, before, after = decision.site, decision.baseline, decision.chosen.estimate
+    times = ("-" if each is None else f"{each.us:,.1f}" for each in (before, after))
+    return (site.id, site.module, site.kind, str(site.count), _choice(decision), *times)
 
 
 def site_lines(graph: GraphReport) -> Iterator[str]:

@@ -7,7 +7,7 @@ parameters are DTensors, refuses tensors that have any.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,15 +15,14 @@ import torch.fx as fx
 from torch._dynamo.output_graph import GraphCompileReason
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weaveopt.cost_model import Machine
 from weaveopt.errors import WeaveError
-from weaveopt.fabrics.topology import Topology
 from weaveopt.inductor import breaks, dynamo, outside
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.generation import GenerationReport, LeftCall, StepReport
 from weaveopt.records.report import GraphBreak, GraphReport, MachineSummary, OutsideCommunication, Report, Uncompiled
 from weaveopt.reporting import events
 from weaveopt.reporting.document import graph_to_json
+from weaveopt.rule import Context
 from weaveopt.wording import counted
 
 
@@ -130,14 +129,18 @@ def _drop_earlier(entry: Entry) -> None:
             other.dropped = True
 
 
-def add(entry: Entry, report: GraphReport, machine: Machine, topologies: Mapping[str, Topology]) -> None:
-    """Keeps a graph's report with its model, and announces it: in the log, and in torch's structured trace."""
+def add(entry: Entry, report: GraphReport, context: Context, stands_in_for: tuple[str, ...]) -> None:
+    """Keep a graph's report with its model, and announce it: in the log, and in torch's structured trace.
+
+    `stands_in_for`: GPUs without a profile, whose place the context's machine takes.
+    """
+    machine, topologies = context.machine, context.topologies
     entry.graphs.append(report)
     events.log(report)
     dynamo.trace_artifact(f"weaveopt_{report.name}", lambda: graph_to_json(report))
     dtypes = {str(value) for d in report.decisions for name, value in d.site.facts if name == "dtype"}
     hosts = max((known.num_hosts for known in topologies.values()), default=1)
-    entry.machine = machine.summary(tuple(sorted(dtypes)), hosts)
+    entry.machine = replace(machine.summary(tuple(sorted(dtypes)), hosts), stands_in_for=stands_in_for)
     entry.world = max([entry.world, *(known.world for known in topologies.values())])
 
 

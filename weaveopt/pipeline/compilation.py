@@ -1,0 +1,217 @@
+"""One graph on its way through the steps: the record that they hand on, and the loop that runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol, TypeVar
+
+import torch
+import torch.fx as fx
+
+from weaveopt.config import Config
+from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.graph.facts import groups_in
+from weaveopt.pipeline.agree import EMPTY, Agreed
+from weaveopt.pipeline.bind import unrewritten
+from weaveopt.pipeline.context import Known, Surroundings
+from weaveopt.pipeline.decide import DecidedGraph
+from weaveopt.pipeline.plan import Planned
+from weaveopt.pipeline.price import PricedGraph
+from weaveopt.pipeline.problem import Frame, Problem
+from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, Values, Variant, WorkFailure
+from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
+
+Part = TypeVar("Part")
+graph_numbers = count()
+
+
+class Timed(Protocol):
+    """A priced graph with measured times."""
+
+    @property
+    def priced(self) -> PricedGraph: ...
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What there is to say of them, a line each."""
+        ...
+
+
+@dataclass(frozen=True)
+class VariantState:
+    """One variant of the graph, with what each step made of it."""
+
+    captured: CapturedGraph
+    sites: tuple[FoundSite, ...] = ()
+    frame: Frame | None = None
+    regime: Regime | None = None
+    problem: Callable[[], Problem] | None = None
+    """Makes the problem at the token counts of the regime."""
+    priced: PricedGraph | None = None
+    timed: tuple[str, ...] = ()
+    decided: DecidedGraph | None = None
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A graph, what it is compiled for, and what each step made; a step returns the record with its own part."""
+
+    module: fx.GraphModule
+    inputs: Sequence[object]
+    config: Config
+    rules: RuleSet
+    is_backward: bool
+    is_inference: bool
+    known: Known | None = None
+    """Set by `preview` alone."""
+    time: Callable[[PricedGraph, Context], Timed] | None = None
+    """Times candidates on the ranks, with the option `verify`."""
+    asks_sensitivity: bool = False
+    name: str = field(default_factory=lambda: f"graph{next(graph_numbers)}")
+    captured: CapturedGraph | None = None
+    found: Surroundings | None = None
+    variants: tuple[VariantState, ...] = ()
+    """The captured graph first."""
+    best: DecidedGraph | None = None
+    compared: tuple[Variant, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
+    planned: Planned | None = None
+    agreed: Agreed = EMPTY
+    rounding: tuple[str, ...] = ()
+    not_bound: str = ""
+    """Why the graph has to stay as it was, on all ranks."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """The step that failed."""
+    laps: Values = ()
+    """Microseconds of each step."""
+
+    @property
+    def graph(self) -> CapturedGraph:
+        """What was captured; of a graph that could not be, only what can be seen without that."""
+        groups = groups_in(self.module.graph)
+        return self.captured or CapturedGraph(self.name, "unknown", 0, groups, self.module.graph)
+
+    @property
+    def context(self) -> Context:
+        return made(self.found).context
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """What a step may have changed or made."""
+        return (*(each.captured.graph for each in self.variants), *((self.graph.graph,) * (not self.variants)))
+
+    @property
+    def decided(self) -> tuple[DecidedGraph, ...]:
+        """All variants, the captured graph first; none where a step failed."""
+        return () if self.fallbacks else tuple(each.decided for each in self.variants if each.decided is not None)
+
+    @property
+    def numbers(self) -> tuple[torch.SymFloat, ...]:
+        """Python floats that rewrites took as the numbers they are in this call."""
+        final = self.agreed.decided
+        chosen = final.chosen if final is not None else ()
+        return tuple({str(number): number for each in chosen for number in each.found.numbers}.values())
+
+    @property
+    def failure(self) -> str:
+        """The step that failed on this rank, for its peers; empty where none did."""
+        return "; ".join(f"step {each.step!r} failed: {each.error}" for each in self.fallbacks)
+
+    @property
+    def rewritten_groups(self) -> tuple[str, ...]:
+        """Groups that have rewritten sites in this graph, of more than one rank."""
+        return (*self.agreed.met, *self.agreed.known) if self.report.num_rewritten else ()
+
+    @property
+    def result(self) -> fx.Graph | None:
+        """The graph that takes the captured one's place; None where that stays as it is."""
+        final, report = self.agreed.decided, self.report
+        if final is None or not (report.num_rewritten or report.variant != self.graph.variant):
+            return None
+        return final.priced.captured.graph
+
+    @property
+    def report(self) -> GraphReport:
+        """What is known by now."""
+        graph, final = self.graph, self.agreed.decided
+        plain = GraphReport(graph.name, graph.phase, graph.tokens, fallbacks=self.fallbacks, steps_us=self.laps)
+        if self.fallbacks:
+            return plain
+        regime = self.variants[0].regime if self.variants else None
+        report = replace(plain, regime=regime, sensitivity=self.sensitivity, variants=self.compared)
+        if final is not None:
+            work, variant = final.priced.work, final.priced.captured.variant
+            report = replace(
+                report, decisions=final.decisions, plans=self.agreed.planned.plans, rounding=self.rounding,
+                work=() if isinstance(work, WorkFailure) else work,
+                work_failure=work if isinstance(work, WorkFailure) else None, variant=variant,
+                timed=next((each.timed for each in self.variants if each.captured.variant == variant), ()),
+            )  # fmt: skip
+        if self.not_bound:
+            report = unrewritten(report, self.decided[0] if self.decided else None, self.not_bound)
+        return report
+
+    def raise_failure(self) -> None:
+        """Raises `WeaveError` if anything went wrong: the option `strict`."""
+        report = self.report
+        if report.fallbacks:
+            failed = report.fallbacks[0]
+            raise WeaveError(f"step {failed.step!r} failed on {failed.graph}: {failed.error}")
+        if report.work_failure is not None:
+            raise WeaveError(
+                f"the work outside the sites of {report.name} could not be estimated: {report.work_failure}"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A named step. One that fails is a fallback: the graph as it was captured is still right."""
+
+    name: str
+    run: Callable[[Compilation], Compilation]
+    always: bool = False
+    """True if it runs though a step failed: the peers of this rank must not go on without it."""
+    is_asked: Callable[[Compilation], bool] = lambda _: True
+
+
+Observer = Callable[[str, float, Sequence[fx.Graph], Sequence[fx.Graph]], None]
+"""Is told a step's name, its microseconds, and the graphs before it and after it."""
+
+
+def run(steps: Sequence[Step], state: Compilation, observe: Observer) -> Compilation:
+    """All steps in order, each timed. Raises `AgreementError` and `PeerTimeoutError`: no graph runs without a peer."""
+    for step in steps:
+        if (state.fallbacks and not step.always) or not step.is_asked(state):
+            continue
+        before, began = state, time.perf_counter()
+        try:
+            state = step.run(state)
+        except (AgreementError, PeerTimeoutError):
+            raise
+        except Exception as error:  # whatever went wrong, the unrewritten graph is still right
+            if step.always:
+                raise
+            state = replace(state, fallbacks=(Fallback(state.graph.name, step.name, _first_line(error)),))
+        lap_us = round((time.perf_counter() - began) * 1e6, 1)
+        state = replace(state, laps=(*state.laps, (step.name, lap_us)))
+        observe(step.name, lap_us, before.graphs, state.graphs)
+    return state
+
+
+def of_each_variant(step: Callable[[Compilation, VariantState], VariantState]) -> Callable[[Compilation], Compilation]:
+    """A step that takes one variant at a time."""
+    return lambda state: replace(state, variants=tuple(step(state, each) for each in state.variants))
+
+
+def made(part: Part | None) -> Part:
+    """What an earlier step made."""
+    assert part is not None, "a step runs before the one that makes what it reads"
+    return part
+
+
+def _first_line(error: Exception) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next((line for line in lines if line), 'no message')}"
