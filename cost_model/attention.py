@@ -27,7 +27,7 @@ CUDA: FlashAttention-class kernels without a mask tensor. CPU: measured on one c
 """
 OTHER_EFFICIENCY = 0.50
 MASK_FACTOR = 0.65
-"""Of that rate, on CUDA, what is left where the kernel adds a mask tensor (cuDNN with a bias: 260 of 700 TFLOP/s).
+"""Remaining share of that rate on CUDA if the kernel adds a mask tensor (cuDNN with a bias: 260 of 700 TFLOP/s).
 
 Like the efficiencies, a fact of the library's kernels and no machine's: it stands for GPUs of which no attention was
 measured. `weaveopt calibrate` measures it with and without a mask tensor (`step_us`, `causal_step_us` of a profile).

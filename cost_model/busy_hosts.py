@@ -20,17 +20,17 @@ class BusyHosts:
     hosts: int
     ranks_per_host: int
     call_us: float
-    """Of a call, whatever it exchanges: the operator, and one wait for the slowest rank."""
+    """Time of a call, whatever it exchanges: the operator, and one wait for the slowest rank."""
     round_us: float
-    """Of each round, which waits for the one before."""
+    """Time of each round, which waits for the one before."""
     message_us: float
-    """Of each message sent, the one that comes for it included."""
+    """Time of each message sent, including the one received for it."""
     sent_byte_us: float
-    """Of each byte sent, and of the one that comes for it: the link, both copies, the addition."""
+    """Time of each byte sent, including the one received for it: the link, both copies, the addition."""
     row_byte_us: float
-    """Of each byte of the message itself, beyond what its own passes over memory are priced at."""
+    """Time of each byte of the message itself, beyond the price of its own passes over memory."""
     processors: float = 0.0
-    """That the ranks of all hosts share, where hosts are emulated on one machine; 0: each host has its own."""
+    """Processors that the ranks of all hosts share, if hosts are emulated on one machine; 0: each host has its own."""
 
     def crowding(self, hosts: int, ranks_per_host: int) -> float:
         """How much longer everything takes than with a processor for every rank."""

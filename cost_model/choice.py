@@ -25,7 +25,7 @@ class Gpu:
     processors: int = 0
     """Streaming multiprocessors; 0 where it is not known."""
     bytes_per_s: float = 0.0
-    """Of its memory, from clock and bus width; 0 where it is not known."""
+    """Bandwidth of its memory, from clock and bus width; 0 if it is not known."""
 
 
 @dataclass(frozen=True)

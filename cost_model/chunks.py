@@ -18,7 +18,7 @@ CHUNK_COUNTS = (2, 3, 4, 6, 8, 12, 16)
 """Numbers of chunks that are compared. The best pipeline is flat around its best number."""
 
 ROUNDING = 1e-9
-"""By which a sum of times may differ from that of the same times in another order."""
+"""Relative difference that sums of the same times in another order may have."""
 
 
 @dataclass(frozen=True)

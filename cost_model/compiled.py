@@ -27,8 +27,8 @@ class CompiledCosts:
 
     origin: str
     host_us: float = 0.0
-    """Of every kernel, for Inductor's wrapper, which allocates, checks and calls. 0 where the host runs ahead of the
-    device, or a CUDA graph replays without it."""
+    """Host time of every kernel in Inductor's wrapper, which allocates, checks and calls. 0 if the host runs ahead of
+    the device, or a CUDA graph replays without it."""
     grouped: tuple[SizedSlowdowns, ...] = ()
     """Time of a grouped GEMM, one for each expert that tokens chose, of one GEMM's of the same work: by the size of an
     expert's weight, smallest first, as many small ones lose more. One size holds for any; empty: no slowdown."""

@@ -39,7 +39,7 @@ class ShardedMixture:
     """A rank's own tokens, and its experts; its rows are as many as its tokens have choices."""
     world: int
     skew: Skew = UNIFORM
-    """Of the choices of all tokens, over the experts of all ranks."""
+    """Skew of the choices of all tokens, over the experts of all ranks."""
 
     def with_tokens(self, tokens: int) -> ShardedMixture:
         """The same, with so many tokens on each rank."""
@@ -132,8 +132,8 @@ class GpuParts:
 _GPU_LAUNCHES = 6
 """Kernels of a call: dispatch, two that route, two GEMMs, the sum."""
 _COUNT_CALLS = 2
-"""What the host does before the kernels where ranks hold batches of their own, each taken to be as dear as a kernel,
-which was not measured: into native code, and the hosts' words to each other. No device is waited for."""
+"""Host calls before the kernels, if ranks hold batches of their own: one into native code, and the hosts' exchange of
+counts. Each is taken to be as dear as a kernel, which was not measured. No device is waited for."""
 
 
 def gpu_parts(

@@ -19,7 +19,7 @@ from weaveopt.cost_model.host_schedules import DOUBLING, HALVING, ONE_SHOT, RING
 from weaveopt.cost_model.machine import Link
 
 SUM_BYTES = 4
-"""Of an element of a sum on its way: fp32, or the message's dtype if that is wider."""
+"""Bytes of an element of a sum in transit: fp32, or the message's dtype if that is wider."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Phase:
     receives: int
     num_bytes: float
     waits: bool = True
-    """Whether its `α` adds up; else it passes while messages of another round are under way."""
+    """True if its `α` adds to the total; false if it passes while messages of another round are in transit."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Traffic:
     steps: int
     """Rounds that wait for one another, of the whole algorithm."""
     messages: int
-    """That it sends."""
+    """Messages that it sends."""
     sent_bytes: float
     received_bytes: float
     peers: int
@@ -84,7 +84,7 @@ class HostAlgorithm:
     phases: Callable[[Problem], tuple[Phase, ...]]
     peers: Callable[[int], int]
     sums_on_the_way: bool
-    """Whether sums of some hosts travel: a sum of its own then needs memory."""
+    """True if messages hold sums of some hosts: a host's own sum then needs memory."""
 
     def traffic(self, problem: Problem) -> Traffic:
         """Traffic of the busiest rank."""

@@ -26,7 +26,7 @@ class Simulated:
     us: float
     """Until the last rank has the result, the exchange within the hosts included."""
     messages: int
-    """That a rank sent."""
+    """Messages that a rank sent."""
     sent_bytes: float
     received_bytes: float
     peers: int
@@ -34,7 +34,7 @@ class Simulated:
     memory_bytes: float
     """A place for each message that a rank received; and its own sum, where one travels."""
     total_messages: int
-    """Of all ranks."""
+    """Messages of all ranks."""
 
 
 class _Kind(IntEnum):
@@ -51,7 +51,7 @@ class _Message:
     receiver: int
     num_bytes: float
     turn: int = 0
-    """Of `TAKEN_IN`: which of the link's turns."""
+    """Turn on the link, for events `TAKEN_IN`."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class Origin:
     host: str
     note: str
     spread: float | None = None
-    """Of measured numbers: the median over them of (third quartile - first quartile) / median."""
+    """Spread of measured numbers: the median over them of (third quartile - first quartile) / median."""
 
     def __str__(self) -> str:
         words = " ".join(word for word in (self.kind, self.date, self.host) if word)
@@ -68,7 +68,7 @@ class Curve:
     last_bytes: int | None = None
     """The largest message that may be read from it; None: any, the last two points' cost per byte goes on."""
     hosts: int = 1
-    """That the ranks are spread over, evenly."""
+    """Hosts that the ranks are spread over, evenly."""
 
     def covers(self, message_bytes: float) -> bool:
         """True if the curve holds for such a message."""
@@ -98,7 +98,7 @@ class KernelCurve:
     variant: str
     """Words that name the kernel, then what is fixed: `causal heads=16 head_dim=128`."""
     counts: str
-    """What a size counts: `bytes`, `rows`, `keys`, ..."""
+    """Unit of a size: `bytes`, `rows`, `keys`, ..."""
     points: tuple[SizePoint, ...]
 
 
@@ -110,7 +110,7 @@ class Link:
     latency_us: float
     bytes_per_s: float
     overhead_us: float = 0.0
-    """What a message takes of the processor (or NIC) of its sender, and again of its receiver's. Between hosts only."""
+    """Processor (or NIC) time of a message at its sender, and again at its receiver. Between hosts only."""
 
     @property
     def step_us(self) -> float:
@@ -131,9 +131,9 @@ class FabricCosts:
     curves: tuple[Curve, ...] = ()
     """A message is what each rank begins with; of an all-gather, what each ends with."""
     inter_host: Link | None = None
-    """What becomes of the link between hosts under this fabric; None: the machine's `inter_host` as it is."""
+    """Link between hosts under this fabric; None: the machine's `inter_host` as it is."""
     transfers: tuple[str, ...] = ()
-    """Of `TRANSFERS`, those that the devices can run, where the profile tells; empty: what the fabric usually has."""
+    """Those of `TRANSFERS` that the devices support, if the profile says so; empty: the fabric's usual ones."""
 
     def curves_of(self, op: str, variant: str | None = None) -> tuple[Curve, ...]:
         """The curves of an operation within a host; with `variant`, of that one alone."""
@@ -188,11 +188,11 @@ class GemmCosts:
     tiles: tuple[Tile, ...] = ()
     rates: tuple[Rate, ...] = ()
     fill_us: float = 0.0
-    """What a wave takes beside its arithmetic: the first loads and the last stores. Short K-loops pay it often."""
+    """Time of a wave apart from its arithmetic: the first loads and the last stores. Short K-loops pay it often."""
     last_wave: float = 1.0
     """Time of a last wave with almost no tiles, of a full wave's."""
     samples: Samples | None = None
-    """What was measured; between its corners the tiles' error is interpolated."""
+    """Measured times; between its corners the tiles' error is interpolated."""
 
     def __hash__(self) -> int:
         """Cheap, because GEMMs are priced through caches; equality still compares everything."""
@@ -282,9 +282,9 @@ class Wiring:
     processors: int
     """SMs of a GPU, or cores of the host."""
     memory_bytes: int
-    """Of one device."""
+    """Memory of one device."""
     links: tuple[tuple[str, str], ...]
-    """What joins what: (`gpus`, `NVLink 4, 18 links through NVSwitch`)."""
+    """Connections between parts: (`gpus`, `NVLink 4, 18 links through NVSwitch`)."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class Machine:
     kernels: tuple[KernelCurve, ...] = ()
     """Kernels of a rank's own that have no block above."""
     busy_hosts: tuple[BusyHosts, ...] = ()
-    """What exchanges between hosts take, by numbers of hosts and of ranks on each."""
+    """Times of exchanges between hosts, by numbers of hosts and of ranks on each."""
     skew: Skew = UNIFORM
     """How choices are taken to spread over the experts of mixtures."""
 

@@ -19,17 +19,17 @@ from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.records.skew import UNIFORM, Skew
 
 OPERATION = "experts"
-"""Of the curves of a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. A name that the
-kernels have stands before, and that weights lie transposed: `hopper transposed bfloat16 rows`."""
+"""Operation of the curves in a profile: variant `bfloat16 weights` by bytes of weights, `bfloat16 rows` by FLOP. The
+kernels' name, if any, precedes, and `transposed` for transposed weights: `hopper transposed bfloat16 rows`."""
 WIDE = "wide"
 """The kernels for many rows an expert. Their tiles are of 256 rows: an expert with a few more than that has two of half
 as many."""
 LEAST_ROWS: Mapping[str, int] = MappingProxyType({"hopper": 4, "one_kernel": 4, WIDE: 2048})
-"""Of an expert on average, from which on kernels are a choice. With fewer the other kernels were the faster ones on an
-H100 and on an H200: with less than 4 up to 1.4 times, which curves by bytes of weights do not tell. `wide` took 0.93 to
-0.94 times as long as `hopper` with 4096, 0.97 to 1.19 times with 1024, and up to 1.36 times with 256."""
+"""Least mean rows of an expert from which kernels are a choice. With fewer, other kernels were faster on an H100 and on
+an H200: with less than 4 up to 1.4 times, which curves by bytes of weights do not show. `wide` took 0.93 to 0.94 times
+as long as `hopper` with 4096, 0.97 to 1.19 times with 1024, and up to 1.36 times with 256."""
 LIBRARY_CALLS = 6
-"""Of the library for an expert's rows on a CPU: gather, two GEMMs, activation, product with up, scatter."""
+"""Library calls for an expert's rows on a CPU: gather, two GEMMs, activation, multiplication with up, scatter."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class Mixture:
 
     tokens: int
     choices: float
-    """Of a token, on average, that are experts of this rank."""
+    """Mean number of a token's choices that are experts of this rank."""
     experts: int
-    """That tokens choose from on this rank."""
+    """Experts on this rank that tokens choose from."""
     hidden: int
     width: int
     gated: bool
     dtype: str
     skew: Skew = UNIFORM
-    """Of the choices of this rank's experts."""
+    """Skew of the choices among this rank's experts."""
     transposed: bool = False
-    """Whether weights lie as `[experts, in, out]`: kernels have curves of their own for those."""
+    """True if weights are stored as `[experts, in, out]`: kernels have curves of their own for those."""
 
     @property
     def rows(self) -> int:

@@ -42,7 +42,7 @@ class Kernels(Generic[C]):
     machine: str
     world: int
     depth: str
-    """What the operation calls the depth: `k` or `n`."""
+    """The operation's name of the depth: `k` or `n`."""
     by_cut: Mapping[C, ByDepth]
 
 

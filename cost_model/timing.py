@@ -12,7 +12,7 @@ NEAR = 2.0
 LEAST_ERROR = 0.02
 """Medians of two runs of one program differ by about so much on a quiet machine."""
 SPREAD_SHARE = 0.25
-"""Of the spread of single times (quartile to quartile), what their median varies by."""
+"""Standard error of a median, as a share of the spread of single times (quartile to quartile)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Runner:
     """A candidate that may be chosen."""
 
     system: str
-    """What it is a form of: its rule and fabric. Of every system the best form is timed, however dear it is said."""
+    """Rule and fabric that it is a form of. The best form of every system is timed, however high its price."""
     us: float
     error_us: float = 0.0
 

@@ -9,7 +9,7 @@ from weaveopt.cost_model.machine import Machine, Point
 from weaveopt.records.site import DTYPE_BYTES
 
 LARGEST_TOKENS = 1 << 20
-"""Where searches for a token count end."""
+"""Upper bound of searches for a token count."""
 
 
 def token_grid(machine: Machine, hidden: int, dtype: str, min_tokens: int, max_tokens: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from weaveopt.rule import CapturedGraph
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Parts = list[list[int]]
-"""Of every dimension the parts that its size is the product of."""
+"""For each dimension, the factors of its size."""
 
 
 class Ranks:

@@ -40,9 +40,9 @@ class Mistake:
     right: str
     """The place begins with it."""
     switched: str
-    """What stands for it, with `WRONG` as the condition."""
+    """Replacement of `right`, with `WRONG` as the condition."""
     followed_by: str = ""
-    """What tells the place from others of the same text."""
+    """Text after `right` that distinguishes the place from others of the same text."""
 
 
 def without(path: str, line: str, followed_by: str = "") -> Mistake:

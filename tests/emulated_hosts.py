@@ -70,7 +70,7 @@ class Network(Sequence[Host]):
     relay_pid: int
     is_relayed: bool
     own_us: float
-    """What the relay takes itself for a packet, at least. It is part of the delay, as far as that reaches."""
+    """Least time of the relay itself for a packet. It is part of the delay, as far as that reaches."""
 
     def __len__(self) -> int:
         return len(self.hosts)

@@ -83,7 +83,7 @@ class OneKernel:
     resident: int = 8
     """Clusters that run at a time."""
     counts_are_ignored: bool = False
-    """Whether rows between the GEMMs are read without waiting for them: a mistake."""
+    """True if rows between the GEMMs are read without waiting for them: a mistake."""
 
 
 def rows_of(

@@ -40,7 +40,7 @@ class Case:
 
     hosts: int
     tokens: tuple[int, ...]
-    """Of every call."""
+    """Token count of every call."""
     flagged: tuple[bool, ...] = ()
     """Calls whose rows travel as they are, with flags, one after the other and again from the first; else packets."""
     hidden: int = 32
@@ -52,7 +52,7 @@ class Case:
     mixed: bool = False
     """Ranks are numbered through the hosts in turn, else host by host."""
     norm: bool = True
-    """Else the sum alone."""
+    """True if the call normalizes; false if it returns the sum alone."""
     direct: int = 0
     """1: memory of other hosts is mapped everywhere; 2: between hosts of which one is even and one odd; 0: nowhere."""
     without_residual: int = -1
@@ -87,7 +87,7 @@ MISSING = {
     "the barrier behind the wait": without(ROWS, "__syncthreads();", "\n        const char* from"),
     "puts: the barrier before one": without(ROWS, "__syncthreads();", "\n            if (row == 0) this->put_header"),
 }
-"""What orders a flagged row."""
+"""Instructions that order a flagged row, each left out."""
 
 
 def library() -> ctypes.CDLL:

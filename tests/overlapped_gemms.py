@@ -19,7 +19,7 @@ MESSAGE_BYTES = TOKENS * HIDDEN * 2
 SIZES = (1 << 20, 1 << 30)
 
 Reported = Callable[..., GraphReport]
-"""Of a function, its inputs and curves, as the fixture `reported` makes it."""
+"""Reports a function, its inputs and curves, as the fixture `reported` makes it."""
 
 
 def fused(us: float, op: str, variant: str) -> Curve:

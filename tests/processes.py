@@ -24,7 +24,7 @@ from tests.units import Unit, durations, is_alone, record, units_of
 
 POLL_S = 0.1
 INTERRUPT_S = 30.0
-"""What a helper gets to end its tests' ranks."""
+"""Time that a helper has to end its tests' ranks."""
 OUTPUT_BYTES = 5000
 PROCESS = "WEAVE_TEST_PROCESS"
 """The variable that numbers the processes of a run: 1 and up in helpers, and not set in the first."""

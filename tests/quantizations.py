@@ -83,7 +83,7 @@ class Case:
     narrow: bool = False
     """The model rounds the scale or the quotient to 16 bits; the op does not."""
     bound: str = ""
-    """What the report says of the lower bound."""
+    """Text of the report on the lower bound."""
 
 
 CASES = (

@@ -24,7 +24,7 @@ from weaveopt.sites import SEQUENCE_PARALLEL
 
 c10d, weave = torch.ops._c10d_functional, torch.ops.weave
 Arguments = Sequence[Sequence[object]]
-"""Of a call, by rank."""
+"""Arguments of a call, by rank."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ SCATTER, GATHER = torch.ops.weave.gemm_reduce_scatter.default, torch.ops.weave.a
 SCATTER_NORM = torch.ops.weave.gemm_reduce_scatter_norm.default
 FUSED = torch.ops.weave.mm_all_reduce_norm.default
 H, K = 64, 32
-"""Of a row of the sum, and of a row between two sums."""
+"""Elements of a row of the sum, and of a row between two sums."""
 
 
 def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -35,9 +35,9 @@ class Case:
     """Calls that follow one another on every rank."""
 
     tokens: tuple[tuple[int, ...], ...]
-    """Of every call those of each rank."""
+    """Token counts of each rank, by call."""
     slot_tokens: tuple[int, ...] = ()
-    """Of every call; empty: as many as the rank has that has most."""
+    """Slot size of every call, in tokens; empty: the largest count of any rank."""
     choices: int = 2
     num_experts: int = 3
     hidden: int = 24

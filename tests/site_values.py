@@ -19,7 +19,7 @@ from weaveopt.sites.scatter import ScatterFacts
 
 c10d = torch.ops._c10d_functional
 Values = dict[fx.Node, list[object]]
-"""What every rank has at every node."""
+"""Value of every rank at every node."""
 
 
 def run(captured: CapturedGraph, world: int) -> Values:

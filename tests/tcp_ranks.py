@@ -23,7 +23,7 @@ from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transf
 HIDDEN = 64
 MAX_TOKENS = 40
 NUM_RESULTS = 12 * 4 * 3 * 2
-"""Of `check`: counts and dtypes, ways, forms, tensors."""
+"""Number of results of `check`: counts and dtypes, paths, forms, tensors."""
 
 
 def become_host(rank: int, world: int, hosts: int) -> None:

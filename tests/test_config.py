@@ -68,7 +68,7 @@ NEVER: tuple[object, ...] = (
     *(float("nan"), float("inf"), float("-inf"), -1, -0.5, 10**400, 10**5000, -(10**5000), 1e30),
     *(True, False, None, "120", "", b"1", [1], 1 + 0j),
 )
-"""What no option that is a number takes."""
+"""Values that no numeric option accepts."""
 
 
 @pytest.mark.parametrize("option", NUMBERS, ids=[option.name for option in NUMBERS])

@@ -19,12 +19,12 @@ from weaveopt.records.candidate import Fabric
 from weaveopt.rewrites.moe_fused.candidates import CURVES, KERNELS
 
 NAMES = {name: "triton" if variant == KERNELS else variant for variant, name in CURVES.items()}
-"""Of kernels in result files, by what they are called in a profile."""
+"""Names of kernels in result files, by their names in a profile."""
 
 
 class Found(NamedTuple):
     reached: float
-    """Of the speed of the fastest kernels, by those chosen."""
+    """Speed of the chosen kernels relative to the fastest ones."""
     over_compiled: float
     """The time of the fastest of transformers' forms, compiled, by that of the kernels chosen."""
 

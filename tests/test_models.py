@@ -32,9 +32,9 @@ NUM_PADDED = 2
 READ = ("bias_not_boolean", "bias_not_boolean")
 NOT_REPEATED = ("mask_not_known not_repeated",) * 2
 GENERATING = {"gpt_oss": READ, "gemma2": READ, "deepseek_v3": NOT_REPEATED}
-"""What becomes of the attention of both layers under `generate`, by family: its mask is an input, and CPU ranks have no
-kernel that reads one of its own. Families that write attention out get a bias there, and nobody knows what is in it.
-DeepSeek's keys and values have different sizes: torch writes that out on CPUs, for every head as it is."""
+"""Attention of both layers under `generate`, by family: its mask is an input, and CPU ranks have no kernel that reads
+one of its own. Families that write attention out get a bias there, whose values are unknown. DeepSeek's keys and values
+have different sizes: torch decomposes that on CPUs, for every head as it is."""
 PROMPT = {
     "llama": ("cpu", "cpu"),
     "mistral": ("grouped", "grouped"),
@@ -48,7 +48,7 @@ Families that are not here make llama's masks and attention, so one of them show
 ONE_LAYER = ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "glm4", "cohere", "qwen3_moe", "mixtral-ep")
 """Families whose layers are all alike, by id, are tested with one: what joins two of them is llama's and mixtral's."""
 ARCHETYPES = ("llama", "gemma2", "mixtral", "gpt_oss-ep")
-"""By id: dense, windows with soft caps, a mixture by tensors, and one by experts."""
+"""Families, by id: dense, windows with soft caps, a mixture sharded by tensors, and one sharded by experts."""
 ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 
 
@@ -56,7 +56,7 @@ ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 class _Generated:
     tokens: torch.Tensor
     logits: torch.Tensor
-    """Of every new token, the first of them by the prefill."""
+    """Logits of every new token, the first of them by the prefill."""
 
 
 def _greedy(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> _Generated:

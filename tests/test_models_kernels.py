@@ -32,7 +32,8 @@ class Case:
 
 
 KERNELS = {"known": ("flash", "cudnn"), "window": ("flash", "masked"), "masked": ("masked",)}
-"""What may serve a prompt: the cheapest of those that can. A window of few tokens is as cheap read as computed."""
+"""Kernels that may serve a prompt: the cheapest of those that support it. A window of few tokens is as cheap read as
+computed."""
 CASES = (
     Case("llama", ("known", "known")),
     Case("mistral", ("window", "window"), (WINDOW, WINDOW)),

@@ -26,7 +26,7 @@ REDUCING_LOAD = {
     "6__half": r"LDGMC\.E\.(F32ADD|HPADD)\.F16x8\b",
     "f": r"LDGMC\.E\.ADD\.F32x4\b",
 }
-"""By the element type in a mangled name: four words at once, summed in fp32."""
+"""Instruction by the element type in a mangled name: four words at once, summed in fp32."""
 ANY_REDUCING_LOAD = r"\bLDGMC\b"
 BROADCAST_STORE = r"\bSTG\.E\.128\.STRONG\.SYS\b"
 

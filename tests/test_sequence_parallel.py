@@ -25,7 +25,7 @@ from weaveopt.records.report import GraphReport
 NUM_LAYERS, HIDDEN, INNER, HEAD = 1, 48, 96, 8
 FORCED = Config(force=("gemm_reduce_scatter", "all_gather_gemm"), strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Of a tensor's norm; twice as good as two bytes are, since roundings fall elsewhere."""
+"""Error bound relative to a tensor's norm; half of what two bytes permit, since roundings differ."""
 
 
 class Layer(nn.Module):

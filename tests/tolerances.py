@@ -32,7 +32,7 @@ LIBRARY: dict[torch.dtype, Tolerance] = {
     torch.float16: Tolerance(relative=8e-3, absolute=1.6e-2),
     torch.bfloat16: Tolerance(relative=6e-2, absolute=1.2e-1),
 }
-"""Where a library's all-reduce sums in the activation dtype: one rounding more per rank."""
+"""Tolerances for a library's all-reduce, which sums in the activation dtype: one rounding more per rank."""
 
 
 def assert_close(

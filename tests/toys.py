@@ -49,7 +49,7 @@ class Offer:
     saves_us: float
     fabric: Fabric = Fabric.SHM
     shared_us: float = 0.0
-    """What it takes still less where the next site of its chain is rewritten on the same fabric."""
+    """Further saving if the next site of its chain is rewritten on the same fabric."""
     variant: str = ""
     consumes: frozenset[fx.Node] | None = None
     """None: all nodes of the site. What stays is added to its estimate."""
@@ -73,7 +73,7 @@ class Structure:
     offers: tuple[Offer, ...] = ()
     memory: Memory | None = None
     continues: bool = False
-    """Whether the site before it in its chain hands it something that both would share."""
+    """True if the previous site of its chain passes a value to it that both would share."""
 
 
 class Graph:

@@ -22,10 +22,10 @@ class Compiled:
     """Instructions of warp groups on tensor cores; beside them those of warps."""
     mma: int
     async_bytes: tuple[int, ...]
-    """Of copies to shared memory that nothing waits for, each size once."""
+    """Sizes of asynchronous copies to shared memory, each once."""
     waits_for_grid: bool
     store_bytes: tuple[int, ...]
-    """Of stores to memory, each size once."""
+    """Sizes of stores to memory, each once."""
 
     def record(self) -> dict[str, object]:
         return asdict(self)

@@ -16,7 +16,7 @@ import pytest
 
 TABLE = Path(__file__).with_name("durations.json")
 DEFAULT_S = 0.2
-"""What a test takes that is not in the table, as short ones and new ones are."""
+"""Duration of a test that is not in the table, such as short and new ones."""
 RECORDED_S = 1.0
 """Tests that take less are not in the table: it would change with every run."""
 LONG_S = 3.0

@@ -34,7 +34,7 @@ class Form:
     gemms: tuple[Gemm, ...]
     outer: int | SizeAt
     wholes: tuple[Whole, ...]
-    """What the rows that the operation hands out replace."""
+    """Values that the operation's gathered rows replace."""
     consumes: frozenset[fx.Node]
 
 

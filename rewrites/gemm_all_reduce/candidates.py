@@ -43,11 +43,11 @@ class Lowered:
     norm_apart: bool = False
     """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
     cut: TileConfig | None = None
-    """Of variant `tiles`."""
+    """Tile configuration of variant `tiles`."""
     division: tuple[Hashable, ...] | None = None
     """See `ReductionPlan`: chunks are divided among ranks one by one, so what they make is handed out whole."""
     gather_us: float = 0.0
-    """What handing out the rows of the sum to every rank costs, where it may stay sharded."""
+    """Cost of gathering the rows of the sum on every rank, if it may stay sharded."""
     residual_sharded: bool = False
     """The residual that comes in holds only this rank's token rows."""
     sum_sharded: bool = False
@@ -214,7 +214,7 @@ VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = Mappin
     Fabric.SHM: (_chunks_in_turn,),
     Fabric.PEER: (_chunks_beside, _tiles),
 })  # fmt: skip
-"""What the rule proposes on its fabrics."""
+"""Variants that the rule proposes, by fabric."""
 
 
 def chunk_table(machine: Machine, workload: Workload, best: Chunked) -> tuple[ChunkRow, ...]:

@@ -37,7 +37,7 @@ class Exchange:
     kernel: KernelVariant | None = None
     """The kernel on fabrics with a table; None: the fabric's only one."""
     beside: ContentionRow | None = None
-    """What it and a GEMM do to each other; None: one waits for the other."""
+    """Contention between it and a GEMM; None: they do not run concurrently."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Chunked:
 
     exchange: Exchange
     rows: tuple[int, ...]
-    """Of every chunk."""
+    """Rows of every chunk."""
     pipeline: Pipeline
     estimate: Estimate
 

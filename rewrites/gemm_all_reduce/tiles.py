@@ -39,9 +39,9 @@ class Priced:
     estimate: Estimate
     """With the sum handed out whole, where it is read."""
     gather_us: float
-    """Of it, what handing out the rows of the sum takes."""
+    """Part of the estimate that gathers the rows of the sum."""
     measured: bool
-    """Whether its time was measured on such a machine."""
+    """True if its time was measured on such a machine."""
 
 
 def form_rejections(

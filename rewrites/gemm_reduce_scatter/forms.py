@@ -31,9 +31,9 @@ class Form:
     result: fx.Node
     """The node that the operation's result replaces: the wait, or the sum of several."""
     shape: tuple[int | SizeAt, ...]
-    """Of `result`."""
+    """Shape of `result`."""
     residuals: tuple[fx.Node, ...]
-    """What is added to the operation's result, where it replaces the sum of several collectives."""
+    """Values added to the operation's result, if it replaces the sum of several collectives."""
     consumes: frozenset[fx.Node]
 
 

@@ -56,7 +56,7 @@ class Host:
 
 
 CURVES = {KERNELS: "", HOPPER: HOPPER, ONE: ONE, WIDE: WIDE}
-"""What the kernels of a candidate are called in a profile."""
+"""Names of a candidate's kernels in a profile."""
 VARIANTS = {name: variant for variant, name in CURVES.items()}
 
 

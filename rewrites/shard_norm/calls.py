@@ -20,9 +20,9 @@ class Calls:
     normed: GemmReduceScatterNormCall | None
     """In place of `scatter`: with the addition and the norm. Its buffers are the same."""
     gather: AllGatherGemmCall
-    """Of the normalized rows."""
+    """All-gather of the normalized rows, with the GEMMs that read them."""
     sum_gather: AllGatherGemmCall
-    """Of the rows of the sum, where every rank needs them."""
+    """All-gather of the rows of the sum, if every rank needs them."""
 
 
 def calls_of(

@@ -42,7 +42,7 @@ class Chain:
     rows_dtype: str
     num_residuals: int
     is_symbolic: bool
-    """Whether the token count is no number, whatever it is priced for."""
+    """True if the token count is symbolic, whatever count it is priced for."""
     tiles_refused: tuple[Rejection, ...] = ()
     pushed_refused: tuple[Rejection, ...] = ()
     norm_refused: tuple[Rejection, ...] = ()
@@ -103,10 +103,10 @@ class Lowered:
     division: tuple[Hashable, ...]
     """See `ReductionPlan`: ranks have equally many rows, one after the other."""
     gather_us: float
-    """What gathering the rows of the sum costs, where they may stay sharded."""
+    """Cost of gathering the rows of the sum, if they may stay sharded."""
     widen_us: float
-    """What it costs to lay this rank's rows of the sum where an operation looks for them that takes whole sums. The
-    kernel with the norm stores them there."""
+    """Cost of copying this rank's rows of the sum into a full-size buffer, for consumers that take the unsharded sum.
+    The kernel with the norm stores them there."""
     residual_sharded: bool = False
     """The residual that comes in holds only this rank's token rows."""
     sum_sharded: bool = False

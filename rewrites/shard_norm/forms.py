@@ -37,9 +37,9 @@ class Form:
     tokens: int | SizeAt
     """Rows of the GEMMs."""
     shape: tuple[int | SizeAt, ...]
-    """Of the sum."""
+    """Shape of the sum."""
     rows_dtype: str
-    """Of the normalized rows."""
+    """Dtype of the normalized rows."""
     consumes: frozenset[fx.Node]
 
     @property

@@ -228,7 +228,7 @@ NAMES_AND_NUMBERS = (
     "--compare a.json b.json",
     "calibrate --base nosuch",
 )
-"""Of `explain`, unless another command is named."""
+"""Wrong arguments of `explain`, unless another command is named."""
 
 
 def test_names_and_numbers_are_refused_before_torch_is_imported() -> None:

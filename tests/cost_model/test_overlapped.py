@@ -11,7 +11,7 @@ from weaveopt.cost_model.overlapped import Kernels, Message, Unmeasured, fastest
 
 KERNEL_US, MEASURED_BYTES, ROW, DEPTH = 50.0, 1 << 24, 8192, 4096
 GEMM_US = 80.0
-"""Of the library alone, above what the curve says."""
+"""Time of the library's GEMM alone, above what the curve says."""
 
 
 def kernels(row: int) -> Kernels[str]:

@@ -21,7 +21,7 @@ from weaveopt.fabrics.topology import Group
 OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 POINTER = 0x7F00_0000
 FIRST_BYTES = 4096
-"""What the first calls need."""
+"""Arena bytes of the first calls."""
 
 
 class MappedGroup(MadeUpGroup):
@@ -39,11 +39,11 @@ class MadeUpTorch:
     """Torch's symmetric memory on this rank, and what was asked of it."""
 
     pointer: int = POINTER
-    """What its handles say; 0: it made no mapping."""
+    """Multicast address of its handles; 0: it made no mapping."""
     supported: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     disabled: list[bool] = field(default_factory=list)
-    """Of every rendezvous: whether the variable was set."""
+    """For every rendezvous, true if the variable was set."""
 
     def meet(self, memory: torch.Tensor, process_group: dist.ProcessGroup) -> object:
         off = self.environment.get(OFF) == "1"
@@ -62,7 +62,7 @@ class MadeUpCalls:
     """Stands for the first calls of an operation on this rank."""
 
     says: str = ""
-    """What is wrong."""
+    """Error that the first calls report."""
     raises: str = ""
     """The step that raises: `prepare` or `run`."""
     steps: list[str] = field(default_factory=list)

@@ -85,9 +85,9 @@ class Said:
     error: str = ""
     """`Type: message` of the exception that ended the steps."""
     is_ours: bool = False
-    """Whether it was a `WeaveError`."""
+    """True if it was a `WeaveError`."""
     later: tuple[str, ...] = ()
-    """Where errors are caught: what the same call said afterwards."""
+    """Errors that the same call raised afterwards, if errors are caught."""
     began_at: float = 0.0
     """When the step that failed began, on the host's monotonic clock."""
     ended_at: float = 0.0
@@ -102,7 +102,8 @@ class Ended:
     said: Said | None
     """None: it never came so far."""
     code: int | None
-    """Of the process: below 0 a signal. None: it had to be ended after the deadline, or while it was stopped."""
+    """Exit code of the process: below 0 a signal. None: it had to be killed after the deadline, or while it was
+    stopped."""
     output: str = ""
     """Its standard error, the last part."""
 

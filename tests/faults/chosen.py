@@ -12,7 +12,7 @@ from tests.faults.faults import COMPILED, FAULTS, timeouts
 OUTSIDE_S = {Mode.EAGER: 0.1, Mode.GRAPH: 1.0, Mode.REGIONS: 1.5, Mode.PAIRS: 0.1}
 """How long a run takes, about: signals from outside come in this time."""
 EAGER_SHARE = 0.6
-"""Of the random combinations in which it is possible, at least; compiling costs more."""
+"""Least share of eager mode among the random combinations that permit it; compiling costs more."""
 OFTEN = 4
 """How much likelier signals are than other faults, and any moment than a certain one."""
 IN_EVERY_MODE = ("killed", "stopped", "other token count", "other residual")

@@ -19,9 +19,9 @@ AT_ONCE_S = 5.0
 COMPILES_S = 20.0
 """The same where compiling is part of what is measured."""
 SLACK_S = 6.0
-"""Of a busy host, beyond a timeout."""
+"""Slack of a busy host, beyond a timeout."""
 STORE_ANSWERS_S = 5.0
-"""What a store gets beyond a timeout."""
+"""Time that a store has beyond a timeout."""
 BRIEF_S = 0.3
 START_UP_S = 30.0
 
@@ -44,7 +44,7 @@ class Expected:
     waits_s: float = 0.0
     """How long somebody may wait, slack included; 0: nobody has to."""
     compiles: bool = False
-    """Whether a rank compiles before it is found out."""
+    """True if a rank compiles before the fault is found."""
 
     def limit_s(self, case: Case) -> float:
         """Between the fault, or the begin of the step that failed if that came later, and the error."""
@@ -69,7 +69,7 @@ class Fault:
     strikes_all: bool = False
     """All ranks do something when the moment comes, and not the victim alone."""
     signal: int = 0
-    """What the fault is from outside, at any moment."""
+    """Signal that the supervisor sends, at any moment."""
     stop_s: float = inf
     """How long a rank stays stopped."""
     stops_until_told: bool = False

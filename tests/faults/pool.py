@@ -19,7 +19,7 @@ START_TIMEOUT_S = 180.0
 MOST_WORK_AT_ONCE = 44
 """Most of a case is waiting, so several run at a time."""
 _WORK = {Mode.EAGER: 1, Mode.PAIRS: 1, Mode.GRAPH: 3, Mode.REGIONS: 4}
-"""Of a rank: what it computes until it is through."""
+"""Relative work of a rank, from its start to its end."""
 
 
 def _work(case: Case) -> int:

@@ -31,7 +31,7 @@ LATE_S = 0.4
 """How much later than the victim the others enter the call within which a fault strikes."""
 EPS = 1e-6
 OTHER_SEED = 1
-"""Of a residual that is not everybody's."""
+"""Seed of a residual that differs from the other ranks'."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Rank:
     began_at: float = 0.0
     tokens: int = TOKENS
     seed: int = 0
-    """Of the residual."""
+    """Seed of the residual."""
     form: Callable[..., tuple[Tensor, ...]] = lambda *arguments: layers(*arguments)
     num_layers: int = NUM_LAYERS
     options: Options = field(default_factory=dict)

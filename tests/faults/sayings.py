@@ -55,7 +55,7 @@ class Saying(Enum):
         rf"{_SHARE}rank {{rank}}: the memory of rank \d+: (cannot open /proc/\S+: No such (file or directory|device or "
         r"address)|/proc/\S+: (has \d+ bytes, expected \d+|is not the segment that its owner announced))"
     )
-    """What a rank finds that comes when its peers have gone, or use the descriptor for something else."""
+    """Error of a rank that arrives after its peers have ended, or use the descriptor for something else."""
 
     @property
     def phrase(self) -> str:

@@ -46,7 +46,7 @@ class _Run:
     num_ready: int = 0
     """Ranks that have met."""
     names: frozenset[str] = field(default_factory=lambda: frozenset(os.listdir("/dev/shm")))
-    """What is in /dev/shm before."""
+    """Names in /dev/shm before the case."""
 
 
 def prctl(option: int, argument: int) -> None:

@@ -40,7 +40,7 @@ class Difference:
     before: Json
     after: Json
     group: str = ""
-    """Of times: which of them."""
+    """Group of times that a difference of times belongs to."""
     relative: float = 0.0
 
 

@@ -19,7 +19,8 @@ from weaveopt.fabrics import peer
 HIDDEN = 4096
 STEPS = tuple(range(1024, 8193, 1024))
 SLACK_BYTES = 96 << 20
-"""What is no arena: torch's signal pads, rounding to 2 MiB, code of new kernels, buffers of NCCL and cuBLAS."""
+"""Memory other than the arena: torch's signal pads, rounding to 2 MiB, code of new kernels, buffers of NCCL
+and cuBLAS."""
 
 
 def outside_torch() -> int:

@@ -32,7 +32,7 @@ DEPTH = 512
 FEW_CTAS = (replace(BULK, num_ctas=16), replace(BULK, num_ctas=5), LL_PACKET_TWO_SHOT)
 CASES = (Case(), Case(norm=None), Case(residual=False, wide_out=True), Case(reduced_bias=True, scale=0.5))
 CHUNKS = ((ChunkRow(300, 128), ChunkRow(4096, 512)), ())
-"""By a table, and all of one size."""
+"""Chunks by a table, and chunks of a single size."""
 Inputs = tuple[list[tuple[Tensor, Tensor]], Operands]
 
 

@@ -30,7 +30,7 @@ MOST = 300
 COUNTS = (1, 5, MOST, 2, 64, 1)
 HIDDENS = (512, 4096, 8192)
 LONGEST = 16384
-"""Of rows in 2 bytes an element; others are too long for a CTA."""
+"""Longest row at 2 bytes an element; longer ones do not fit a CTA."""
 PACKET = KernelRow(MOST, Algorithm.DOUBLING, Transfer.PACKET)
 FLAGGED = KernelRow(MOST, Algorithm.DOUBLING, Transfer.FLAGGED_ROW)
 TABLES = {"packets": (PACKET,), "flagged rows": (FLAGGED,), "both": (replace(PACKET, max_tokens=4), FLAGGED)}

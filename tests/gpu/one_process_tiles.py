@@ -26,9 +26,9 @@ SHAPES = ((37, 1032, 72), (300, 2048, 136), (150, 8192, 64))
 """Tokens, columns, depth."""
 CUTS = ((256, 1, 4), (128, 2, 2), (256, 4, 0))
 TILE_COLUMNS = (128, 160, 256)
-"""Of the GEMM alone."""
+"""Tile columns of the GEMM alone."""
 CALLS = 3
-"""Of one site, one behind the other: epochs go on."""
+"""Consecutive calls of one site, whose epochs go on."""
 
 
 def run_case(gpu: Gpu, case: Case, shape: tuple[int, int, int], dtype: str, cut: tuple[int, int, int]) -> int:

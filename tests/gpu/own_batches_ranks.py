@@ -32,7 +32,7 @@ MAX_TOKENS = 600
 SIZES = ((40, 90), (50, 90), (60, 90), (50, 100), (700, 100), (50, 90), (90, 700), (3, 100))
 """Tokens of both ranks, call by call: ranks compile anew at other times, and one has more than were planned for."""
 RELATIVE = 0.05
-"""Of a token's logits in bf16: the error against the other implementation, as a share of their norm."""
+"""Bound of the error of a token's bf16 logits against the other implementation, as a share of their norm."""
 
 
 def mixtral() -> Family:

@@ -23,7 +23,7 @@ from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER
 
 POINTS = (Point(1 << 10, 0.5), Point(1 << 30, 1.0))
 ROWS, HIDDEN, INNER = 512, 1024, 512
-"""Of a rank; of a row; of a row between the GEMMs."""
+"""Rows of a rank; elements of a row; elements of a row between the GEMMs."""
 EARLY = (("all_gather_gemm", "pushed"), ("gemm_reduce_scatter", "tiles"))
 LATE = (("all_gather_gemm", "copies"), ("gemm_reduce_scatter", "partials"))
 

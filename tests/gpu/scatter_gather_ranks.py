@@ -29,7 +29,7 @@ from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0
 MOST_ROWS = 1100
-"""Of one rank."""
+"""Most rows of one rank."""
 TILE_CUTS = (TileConfig(256, 1, 4), TileConfig(128, 2, 2), TileConfig(256, 2, 0), TileConfig(128, 1, 16))
 TILE_SHAPES = ((0, 1024, 64), (1, 1024, 64), (37, 2880, 520), (129, 8192, 256), (300, 1000, 1000), (1050, 1032, 72))
 """Rows of a rank, columns, depth."""

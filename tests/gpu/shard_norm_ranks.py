@@ -31,7 +31,7 @@ from weaveopt.records.report import GraphReport
 RULE, OTHER = "shard_norm", "all_reduce_rms_norm"
 POINTS = (Point(1 << 10, 0.5), Point(1 << 30, 1.0))
 HIDDEN, INNER, HEAD, LAYERS, VOCABULARY = 1024, 512, 64, 2, 1000
-"""Of a row; of a row between GEMMs, on one rank."""
+"""Sizes of the decoder. `HIDDEN`: elements of a row; `INNER`: elements of a row between GEMMs, on one rank."""
 REPLAYS = 200
 
 
@@ -42,16 +42,16 @@ class Case:
     """Sequences, and their length."""
     dtype: torch.dtype = torch.bfloat16
     early: bool = True
-    """Whether kernels were measured that hide their exchange."""
+    """True if the profile has curves of kernels that hide their exchange."""
     takes_norm: bool = False
-    """Whether one was that holds addition and norm too."""
+    """True if the profile has a curve of the kernel with addition and norm too."""
     has_bias: bool = False
-    """Of q, k and v."""
+    """True if q, k and v have a bias."""
     is_layer_norm: bool = False
     last_token: bool = False
-    """Whether only the last token's logits are asked for: something beside GEMMs reads the last rows then."""
+    """True if only the last token's logits are asked for: an operation other than a GEMM reads the last rows then."""
     variants: tuple[str, str] = ("tiles, pushed", "tiles, pushed")
-    """Of sites behind attention, and behind the MLP, where q, k and v are read."""
+    """Expected variants of the sites after attention and after the MLP, whose rows q, k and v read."""
 
 
 CASES = (

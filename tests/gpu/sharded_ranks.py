@@ -43,7 +43,7 @@ class Form:
     """As gpt-oss stores its weights."""
     choices: int = 2
     experts: int = 4
-    """Of a rank."""
+    """Experts of one rank."""
     hidden: int = 256
     inner: int = 128
     dtype: str = "bfloat16"
@@ -64,9 +64,9 @@ FORMS = (PLAIN, GPT_OSS, MANY, ONE, ODD, SIX, WIDE, replace(PLAIN, choices=5, dt
 BY_TRITON = (PLAIN, GPT_OSS, ONE)
 """Also through the Triton kernels, each of which takes a second to compile."""
 TOKENS = (1, 37, 300, 1000)
-"""Of every rank."""
+"""Token counts, the same on every rank."""
 COUNTS = ((0, 5), (64, 1), (0, 0), (7, 600))
-"""Of ranks that hold batches of their own; further ranks have the last."""
+"""Token counts of ranks that hold batches of their own; further ranks have the last."""
 AMONG_LARGE = ((64, 1), (MAX_TOKENS + 9, 7), (64, 1), (0, MAX_TOKENS + 1), (0, 0), (MAX_TOKENS, 0), (5, MAX_TOKENS + 3))
 """The same, in a row: some have more tokens than were planned for."""
 ROUTINGS = ("uniform", "skewed", "last rank", "first expert", "some foreign", "all foreign", "repeated")

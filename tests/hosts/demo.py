@@ -34,7 +34,7 @@ class Program:
     name: str
     arguments: tuple[str, ...]
     agrees: str
-    """What it prints where it agrees with eager; its exit code says so too."""
+    """Line that it prints if it agrees with eager; its exit code says so too."""
     speed: str
     """The line of its times."""
 
@@ -82,7 +82,7 @@ class Ended:
     speed: str
     seconds: float
     output: str
-    """Of every host."""
+    """Output of every host."""
 
     def line(self) -> str:
         run = self.run

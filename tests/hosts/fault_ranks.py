@@ -31,7 +31,7 @@ STRUCK, PORTS, ENDED = "struck", "ports", "ended"
 """Files: when the fault struck; who listens where; a rank has told its end."""
 _LAST_WAITS_S = 20.0
 STRANGER_S = 5.0
-"""What somebody who connects gets to show who he is; until then a rank may hear him."""
+"""Time that a connecting process has to identify itself; until then a rank may listen to it."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Said:
     error: str
     """`Type: message`; empty where every step was right."""
     later: str
-    """What the same step said once more."""
+    """Error of the same step when repeated."""
     began_at: float
     """When the part that failed began, on the machine's monotonic clock."""
     ended_at: float
     connected_s: float
-    """What reserving took, of which this rank did not sleep."""
+    """Seconds of reserving in which this rank did not sleep."""
     steps: tuple[bytes, ...]
     held: int
     """Sockets beyond those that there were before, at the end."""

@@ -21,9 +21,9 @@ MEETING_S = 3.0
 LONG_S = 30.0
 """Both, where nobody has to."""
 STORE_S = 5.0
-"""What a store that does not answer gets beyond the timeout."""
+"""Time that a store which does not answer has beyond the timeout."""
 SLACK_S = 1.5
-"""What two busy cores take for the rest."""
+"""Time of everything else on two busy cores."""
 _NEAR = Link(delay_us=20)
 
 
@@ -86,17 +86,17 @@ class Fault:
     moment: Moment
     others: frozenset[Saying]
     itself: frozenset[Saying] | None
-    """Of the host that is struck. None: its ranks are killed."""
+    """Errors of the struck host's ranks. None: they are killed."""
     waits_s: float = 0.0
     """For which of the timeouts ranks wait at most."""
     strike: Callable[[Network, int], None] | None = None
     pauses_s: float = 0.0
-    """Of the ranks of the host that is struck, after that."""
+    """Pause of the struck host's ranks after the strike."""
     strikes_first: bool = False
     stranger: Stranger | None = None
     link: Link = _NEAR
     counted: str = ""
-    """What the links must have counted, if ranks do not notice."""
+    """Counter of the links that must have increased, if ranks do not notice."""
     shapes: tuple[tuple[int, int], ...] = ((2, 1),)
     """Hosts, and ranks on each."""
 

@@ -22,7 +22,7 @@ from tests.ranks import collect
 class Outcome:
     case: Case
     said: tuple[Said | None, ...]
-    """By rank; None of those that were killed."""
+    """Messages by rank; None for ranks that were killed."""
     errors: tuple[str, ...]
     """Tracebacks of ranks, which there should be none of."""
     struck_at: float

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 LATE_S = 100e-6
-"""What a packet that is overtaken waits beyond the others, at least."""
+"""Least extra delay of a packet that is overtaken."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Link:
     delay_us: float = 0.0
     """One way, between two hosts."""
     gbit_per_s: float = 0.0
-    """Of a host, in each direction. 0: as fast as the machine is."""
+    """Rate of a host in each direction. 0: not limited."""
     loss_percent: float = 0.0
-    """Of packets. They are as large as `mtu`, so fewer than between real hosts."""
+    """Share of packets that are lost. They are as large as `mtu`, so fewer than between real hosts."""
     duplicate_percent: float = 0.0
     truncate_percent: float = 0.0
-    """Of packets that carry data: they lose half of it."""
+    """Share of packets with data that lose half of it."""
     reorder_percent: float = 0.0
-    """Of packets: they come `delay_us` later than they would, 100 at least, and others overtake them."""
+    """Share of packets that arrive `delay_us` later, 100 at least, so that others overtake them."""
     retry_ms: int = 0
-    """What TCP waits at least before it sends again. 0: as long as the kernel does, 200 ms."""
+    """TCP's least retransmission timeout. 0: the kernel's, 200 ms."""
     seed: int = 0
     mtu: int = 65000
     """Bytes of a packet at most. As large as possible: each costs a relay about as much, whatever it carries."""

@@ -31,7 +31,7 @@ class Truth:
     """Measured round trips and rates between two hosts."""
 
     round_trip_us: float
-    """Of one byte, the median."""
+    """Median round trip of one byte."""
     slow_round_trip_us: float
     """One of a hundred takes longer."""
     gbit_per_s: float

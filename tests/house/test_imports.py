@@ -37,7 +37,7 @@ def test_imports_have_no_circle() -> None:
 STEPS = ("capture", "context", "variants", "recognize", "specialize", "price", "decide", "plan", "rewrite", "bind")
 """In their order."""
 RECORDS_OF_STEPS = {"PricedGraph", "DecidedGraph", "Planned"}
-"""What a step makes and a later one reads."""
+"""Records that a step makes and a later one reads."""
 
 
 def test_steps_run_forwards_and_call_one_another_never() -> None:

@@ -114,8 +114,8 @@ REGISTRIES = (
     "weaveopt/_native.pyi",
     "weaveopt/_nvshmem.pyi",
 )
-"""Where a rule, an operation family, its measurements and its kernels each have their line; and the types of all that
-the native modules hold."""
+"""Files in which a rule, an operation family, its measurements and its kernels each have their line; and the types of
+all that the native modules hold."""
 
 
 def test_every_room_has_a_layer() -> None:

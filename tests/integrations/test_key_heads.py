@@ -34,7 +34,7 @@ from weaveopt.records.report import GraphReport
 WORLD = 4
 NUM_KEY_HEADS = 2
 UNSHARDED = {"phi3", "olmo2", "deepseek_v3", "gpt_oss", "gpt_oss-ep"}
-"""By id: every rank attends with all heads under transformers' own plan, so none needs replicas."""
+"""Families, by id, whose ranks attend with all heads under transformers' own plan, so that none needs replicas."""
 CAPTURED = ("llama", "gemma2", "qwen3_moe", "mixtral-ep")
 GENERATED = ("llama", "qwen3", "mixtral")
 TRAINED = ("llama", "qwen2", "qwen3")

@@ -41,7 +41,7 @@ class Form:
     """As gpt-oss stores its weights."""
     choices: int = 2
     experts: int = 2
-    """Of a rank."""
+    """Experts of one rank."""
     batches: int = 2
 
 

@@ -25,7 +25,7 @@ from weaveopt.reductions.reference import reference_quant
 
 WORLD = 4
 Spoil = Callable[[ReductionCall, QuantResults], QuantResults | None]
-"""What a kernel makes of the right results; None: it does not run."""
+"""Changes the right results into those that a kernel returns; None: it does not run."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ def test_a_residual_that_differs_between_ranks_goes_through_the_library() -> Non
 
 
 VALUES = {"not finite": float("nan"), "infinite": float("inf"), "zeros": 0.0}
-"""What the first residual is on all ranks: it proves nothing of the next one."""
+"""Values of the first residual on all ranks, which prove nothing of the next one."""
 
 
 def _differs_later(rank: int, first: float) -> list[str]:

@@ -16,7 +16,7 @@ from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
 from weaveopt.rule import BufferRequest, Memory
 
 HEADER_BYTES = 132 << 10
-"""Of the arena of a GPU group: csrc/fabric/arena.h."""
+"""Header of the arena of a GPU group: csrc/fabric/arena.h."""
 
 
 def memory(*buffers: Buffer, channel: str = "main") -> Memory:

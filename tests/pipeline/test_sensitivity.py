@@ -24,7 +24,7 @@ from weaveopt.rule import Context
 
 RULE = "all_reduce_rms_norm"
 MIDDLE = 1
-"""Of three sites in a row: the one that takes a sharded residual and may hand its sum on sharded."""
+"""Index of the middle one of three sites in a row: it reads a sharded residual and may leave its sum sharded."""
 
 
 def _winner(tokens: int) -> str:

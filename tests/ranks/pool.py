@@ -19,7 +19,7 @@ from tests.ranks.own import server, starting
 from tests.ranks.records import Job, Outcome, no_gpus
 
 GRACE_S = 5.0
-"""What ranks get to end once their channel is closed."""
+"""Time that ranks have to end once their channel is closed."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Outcome:
     error: str = ""
     """Traceback, or how the process died."""
     spoiled: str = ""
-    """What this rank left changed in its process, which therefore runs nothing else."""
+    """Changes that this rank left in its process, which therefore runs nothing else."""
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ class State:
     """State of a process before any test has run in it."""
 
     functions: dict[tuple[str, str], object]
-    """By module or class, and name."""
+    """Functions by module or class, and name."""
     values: dict[str, dict[str, object]]
-    """What else modules of weaveopt have, by module."""
+    """Other attributes of weaveopt's modules, by module."""
     containers: list[tuple[Container, Container]]
     """The dictionaries, lists and sets of these modules and of their classes, and what was in them."""
     configurations: tuple[dict[str, object], ...]

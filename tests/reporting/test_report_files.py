@@ -35,7 +35,7 @@ FIELDS = {
     "arena": {"bytes", "slots", "groups"},
     "slot": {"group", "name", "offset", "bytes", "owners", "lifetime"},
 }
-"""What a reader may rely on; more may be there."""
+"""Fields that a reader may rely on; more may be there."""
 
 
 def test_json_has_the_promised_fields(report: Report) -> None:

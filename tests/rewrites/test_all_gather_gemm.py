@@ -25,7 +25,7 @@ from weaveopt.sites.gather import GatherFacts
 
 OP = torch.ops.weave.all_gather_gemm.default
 PEER_CODES = ["not_measured", "weight_layout", "beyond_measured"]
-"""Of `copies`, then of `pushed` with a weight as it is not stored and fewer rows than were measured."""
+"""Rejections of `copies`, then of `pushed` with an unsupported weight layout and fewer rows than were measured."""
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:

@@ -36,7 +36,7 @@ from weaveopt.sites.reduction import ReductionFacts
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
 OTHERS = (OTHER, "shard_norm")
-"""That propose at the same sites."""
+"""Other rules that propose at the same sites."""
 CONFIG = Config(force=(RULE,), disable=OTHERS, strict=True, timeout_s=30.0, compile_timeout_s=60.0)
 NOT_TAKEN = {
     "cohere": "several_partials",
@@ -269,7 +269,7 @@ def test_forms_compute_the_same_in_other_sizes(world: int, dtype: torch.dtype, t
 
 
 DEPTHS = (forms.INNER, forms.INNER - 8, forms.INNER - 16)
-"""Of the GEMMs of a chain, by which its sites are told apart."""
+"""Depths of the GEMMs of a chain, which distinguish its sites."""
 
 
 class ChunksAt(GemmAllReduce):

@@ -33,7 +33,7 @@ MIB = 1 << 20
 MESSAGE_BYTES = TOKENS * HIDDEN * 2
 CUT = TileConfig(256, 1, 4)
 SHALLOW_US, DEEP_US = 320.0, 800.0
-"""Of the kernel at `MESSAGE_BYTES` and depths of 512 and 8192."""
+"""Times of the kernel at `MESSAGE_BYTES` and depths of 512 and 8192."""
 KERNEL_US = SHALLOW_US + (DEEP_US - SHALLOW_US) * (DEPTH - 512) / (8192 - 512)
 
 

@@ -24,7 +24,7 @@ from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE
 
 OP = torch.ops.weave.gemm_reduce_scatter.default
 PEER_CODES = ["not_measured", "weight_layout", "beyond_measured"]
-"""Of `partials`, then of `tiles` with a weight as it is not stored and fewer rows than were measured."""
+"""Rejections of `partials`, then of `tiles` with an unsupported weight layout and fewer rows than were measured."""
 
 
 def scatter(x: Tensor, op: str = "sum", dim: int = 0) -> Tensor:

@@ -21,7 +21,7 @@ from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)
 EMPTY_WORD = 0x80000000
-"""What no packet holds."""
+"""Word that marks an empty packet, and that no packet holds."""
 LOWERED = Lowered(WORKLOAD, Fabric.SHM, "0", ("0", Fabric.SHM), gather_us=7.0)
 
 

@@ -20,7 +20,7 @@ from tests.rewriting import Rewritten, check_rewritten
 from weaveopt.rule import CapturedGraph, FoundSite
 
 NUM_GRAPHS = 200
-"""Of each of the two kinds of sites."""
+"""Number of graphs for each of the two kinds of sites."""
 
 
 def small(generator: torch.Generator, *sizes: int) -> Tensor:

@@ -27,8 +27,9 @@ _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """GEMMs, and which of their arguments has the rows that are multiplied."""
 _MASKED_WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
-"""Of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's nodes
-counts in what it lowers to element-wise work, such as the masked write of an embedding that is spread over ranks."""
+"""Tag of operations that no CUDA graph may hold; not every version of torch has it. Inductor's own test of a graph's
+nodes includes operations that it lowers to element-wise work, such as the masked write of an embedding that is spread
+over ranks."""
 _SHORTEST_ROW = 64
 """Elements. Inductor (torch 2.13) may turn GEMMs of rows of up to 32 into element-wise work."""
 

@@ -40,9 +40,9 @@ except ImportError:  # built without it: buffers_of() says so
 
 PARTIAL, OUTPUT, MAILBOXES, STAGING = "partial", "output", "mailboxes", "staging"
 HOST_BUFFERS = ("host_inbox", "host_outbox", "host_row_inbox", "host_row_outbox", "host_flags", "host_sums")
-"""Of kernels between GPUs of several hosts."""
+"""Buffers of kernels between GPUs of several hosts."""
 NUM_PARTIALS = 2
-"""Of `partial` on shm: one for calls of even epochs, one for odd."""
+"""Number of `partial` buffers on shm: one for calls of even epochs, one for odd."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RowFormat:
     hidden: int
     dtype: str
     out_dtype: str
-    """Of normalized rows."""
+    """Dtype of normalized rows."""
     world: int
     """Ranks that share memory: those of one host."""
     hosts: int = 1

@@ -59,9 +59,9 @@ class ReductionCall:
     world: int
     hidden: int
     dtype: str
-    """Of partial, residual and sum: `bfloat16`, `float16` or `float32`."""
+    """Dtype of partial, residual and sum: `bfloat16`, `float16` or `float32`."""
     out_dtype: str
-    """Of normalized: `dtype`, `float32`, or `float8_e4m3fn` where `quant` is set."""
+    """Dtype of normalized: `dtype`, `float32`, or `float8_e4m3fn` if `quant` is set."""
     max_tokens: int
     """More tokens go through the library."""
     post: NormSpec | None
@@ -84,9 +84,9 @@ class ReductionCall:
     and not through the library: where the table ends for want of memory, not because the library is faster there."""
     partial_offset: int = 0
     output_offset: int = 0
-    """Of the buffers of these names in the arena's transient zone, where the fabric has them there."""
+    """Offsets of the buffers of these names in the arena's transient zone, if the fabric has them there."""
     hosts: int = 1
-    """That the ranks are spread over, evenly; more than one on fabrics that cross hosts alone."""
+    """Hosts that the ranks are spread over, evenly; more than one only on fabrics that cross hosts."""
     channel: int = 0
     """Calls on one channel follow one another."""
 

@@ -43,12 +43,12 @@ class Lowered:
     division: tuple[Hashable, ...] | None = None
     """See `ReductionPlan`."""
     algorithm: Algorithm = Algorithm.TWO_SHOT
-    """Of the kernel that serves the token count that was decided for."""
+    """Algorithm of the kernel that serves the token count that was decided for."""
     rows: tuple[KernelRow, ...] = ()
     """The run-time table."""
     one_shot_max_tokens: int = 0
     gather_us: float = 0.0
-    """What handing out the rows of the sum to every rank costs."""
+    """Cost of gathering the rows of the sum on every rank."""
     takes_gemm: bool = False
     quantizes: bool = False
     norm_apart: bool = False
@@ -85,7 +85,7 @@ class Terms:
 
     rule: str
     between_hosts: bool
-    """Whether candidates are on fabrics that join ranks of several hosts; else on those that stay within one."""
+    """True if candidates are on fabrics that join ranks of several hosts; false if on those within one host."""
     topology: Topology
     machine: Machine
     against_library: bool

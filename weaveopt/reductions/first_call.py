@@ -37,7 +37,7 @@ _FORMS = (
 )
 """Dtypes of partial results and of normalized rows: every width of a load that reduces and a store that broadcasts."""
 _TOLERANCE = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-4, "float8_e4m3fn": 2**-2}
-"""Of normalized rows, by their dtype; a row that is another one is off by far more."""
+"""Tolerance of normalized rows, by their dtype; a wrong row is off by far more."""
 
 
 class MulticastCalls:

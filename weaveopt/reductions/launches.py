@@ -14,7 +14,7 @@ Returned = tuple[Tensor, Tensor, Tensor | None]
 """normalized, sum, and row_scale where there is one."""
 
 NO_KERNEL = -1
-"""Of a launch that needs the product's operands."""
+"""Kernel of a launch that needs the GEMM's operands."""
 
 
 @dataclass(frozen=True)

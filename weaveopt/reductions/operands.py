@@ -10,7 +10,7 @@ from weaveopt.reductions.call import ReductionCall
 
 Tensor = torch.Tensor
 Argument = Tensor | str | None
-"""What the schema has behind the first arguments: operands, then the encoded call."""
+"""Types of the schema's arguments after the first ones: operands, then the encoded call."""
 Results = tuple[Tensor, Tensor]
 """normalized, sum."""
 QuantResults = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
     weight: Tensor | None = None
     bias: Tensor | None = None
     quant_scale: Tensor | None = None
-    """What a value of 1 in e4m3 stands for, where call.quant is `static`."""
+    """Value that 1 in e4m3 represents, if call.quant is `static`."""
 
     @property
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:

@@ -30,7 +30,8 @@ class SharedSum:
     readers: tuple[int, ...]
     """At least one."""
     covered: tuple[bool, ...]
-    """Whether all that reads the sum vanishes, for every set of rewritten readers: set `n` has those of `n`'s bits."""
+    """True, for each set of rewritten readers, if rewrites consume all readers of the sum: set `n` has those of `n`'s
+    bits."""
 
     @property
     def sites(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ class AllGatherGemmCall(RowsCall):
     """`hidden` are the columns of a gathered row, `max_tokens` the gathered rows."""
 
     hands_out_rows: bool = False
-    """Whether anything beside the GEMMs reads the gathered rows."""
+    """True if anything other than the GEMMs reads the gathered rows."""
     cut: str = ""
     """On GPUs, tiles of GEMMs that start before all rows are gathered (`str(TileConfig)`); empty: the library's GEMMs,
     after all rows."""

@@ -63,7 +63,7 @@ class BoundSite(Protocol):
 
 
 SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
-"""What runs a call on its fabric; the library's is not bound to anything."""
+"""Implementation of a call by fabric; the library's is not bound to an arena."""
 
 
 def _bind(call: AllGatherGemmCall, text: str, forget: Callable[[], None]) -> BoundSite | None:

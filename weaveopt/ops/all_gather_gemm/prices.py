@@ -51,7 +51,7 @@ class Lowered:
     fabric: Fabric
     max_tokens: int
     cut: str = ""
-    """Of `pushed`."""
+    """Tile configuration of `pushed`."""
 
 
 def candidates(

@@ -87,10 +87,10 @@ SITES: Mapping[Fabric, type[BoundSite]] = MappingProxyType({
     Fabric.MULTIMEM: PeerSite,
     Fabric.NVSHMEM: NvshmemSite,
 })  # fmt: skip
-"""What runs a call on its fabric; the library's is not bound to anything."""
+"""Implementation of a call by fabric; the library's is not bound to an arena."""
 
 _bound: Mapping[str, dict[str, BoundSite]] = MappingProxyType({"cpu": {}, "cuda": {}})
-"""By device and encoded call: sites bound to the arena that they ran in last."""
+"""Sites by device and encoded call, bound to the arena that they ran in last."""
 
 
 def _bind(device: str, call: str, op: str) -> BoundSite | None:

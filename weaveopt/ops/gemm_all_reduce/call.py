@@ -61,13 +61,14 @@ class GemmReductionCall:
     """One site's constants. `encode()` goes into the graph; equal on all ranks of the group."""
 
     reduction: ReductionCall
-    """What is done with rows of the product, at most `max_tokens` of them at a time."""
+    """Reduction of the GEMM's rows, at most `max_tokens` of them at a time."""
     variant: str
     """How the GEMM and the reduction run beside each other: a word that the fabric's file knows, such as `chunks`."""
     chunks: tuple[ChunkRow, ...] = ()
-    """By token count, ascending; calls of more tokens go by the last row. Empty: chunks of `reduction.max_tokens`."""
+    """Chunk sizes by token count, ascending; calls of more tokens use the last row. Empty: chunks of
+    `reduction.max_tokens`."""
     cut: TileConfig | None = None
-    """Of variant `tiles`."""
+    """Tile configuration of variant `tiles`."""
 
     def chunk_tokens(self, tokens: int) -> int:
         """Rows of every chunk but the last, which may be shorter, of a call of `tokens` rows."""

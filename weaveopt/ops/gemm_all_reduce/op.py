@@ -64,10 +64,10 @@ class BoundSite(Protocol):
 Bind = Callable[[GemmReductionCall, str, str, Callable[[], None]], BoundSite]
 
 SITES: Mapping[Fabric, Bind] = MappingProxyType({Fabric.SHM: ShmGemm.bind, Fabric.PEER: peer.bind})
-"""What binds a call on its fabric; the library's is not bound to anything."""
+"""Function that binds a call, by fabric; the library's is not bound to an arena."""
 
 _bound: Mapping[str, dict[str, BoundSite]] = MappingProxyType({"cpu": {}, "cuda": {}})
-"""By device and encoded call: sites bound to the arena that they ran in last."""
+"""Sites by device and encoded call, bound to the arena that they ran in last."""
 
 
 def _bind(device: str, text: str) -> BoundSite | None:

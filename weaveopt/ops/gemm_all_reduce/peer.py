@@ -135,7 +135,7 @@ class PeerTiles:
 
 
 VARIANTS: Mapping[str, type[PeerChunks] | type[PeerTiles]] = MappingProxyType({CHUNKS: PeerChunks, TILES: PeerTiles})
-"""What runs a call, by the word of its variant."""
+"""Implementation of a call by the word of its variant."""
 
 
 def bind(call: GemmReductionCall, text: str, op: str, forget: Callable[[], None]) -> PeerChunks | PeerTiles:

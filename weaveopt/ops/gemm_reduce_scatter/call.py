@@ -26,9 +26,9 @@ class GemmReduceScatterCall(RowsCall):
     """`hidden` are the columns of the GEMMs, `max_tokens` their rows."""
 
     scale: float = 1.0
-    """What the sum over ranks is multiplied by before it is rounded."""
+    """Factor of the sum over ranks, applied before it is rounded."""
     columns: bool = False
-    """Whether each rank gets its columns of all rows, else its rows."""
+    """True if each rank gets its columns of all rows; false if it gets its rows."""
     cut: str = ""
     """On GPUs, tiles of the kernel that computes the GEMM and sends them (`str(TileConfig)`); empty: GEMMs of the
     library, whose results are summed after them."""
@@ -47,11 +47,11 @@ class GemmReduceScatterNormCall(RowsCall):
     """As in `GemmReduceScatterCall`."""
     eps: float = 0.0
     weight_offset: float = 0.0
-    """What is added to the norm's weight."""
+    """Number added to the norm's weight."""
     cast_before_weight: bool = False
-    """Whether rows are rounded before the weight is applied too, not only behind it."""
+    """True if rows are rounded before the weight is applied too, not only afterwards."""
     among_all: bool = False
-    """Whether this rank's rows of the sum lie where they are among those of all ranks, which hold no data."""
+    """True if the sum is returned full-size with only this rank's rows valid."""
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
         """This rank's `num_rows` rows in the sum as it is returned."""

@@ -38,7 +38,7 @@ class Work:
     num_addends: int = 0
     """Values of the partial result's size that no GEMM makes."""
     num_residuals: int = 0
-    """What is added to the shard by a kernel of its own, where partial results of several collectives are one."""
+    """Values added to the shard by a kernel of its own, if it sums partial results of several collectives."""
 
     @property
     def message_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Lowered:
     fabric: Fabric
     max_tokens: int
     cut: str = ""
-    """Of `tiles`."""
+    """Tile configuration of `tiles`."""
 
 
 def candidates(

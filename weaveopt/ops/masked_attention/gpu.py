@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 LARGEST_HEAD = 256
 RANGE_BYTES = 16384
-"""Of the mask that a program of `key_ranges` looks at in one step."""
+"""Mask bytes that a program of `key_ranges` reads in one step."""
 COMBINE_SPLITS = 64
 SPLIT_STEP = 16
 """Keys: what a split takes is a multiple of that."""

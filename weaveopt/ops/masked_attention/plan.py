@@ -14,7 +14,7 @@ MAX_SPLITS = 128
 FEW_ROWS = 64
 """Rows of a key head's group that still run in tiles of their own size."""
 LEAST_ROWS = 16
-"""Of a tile: what a product takes."""
+"""Least rows of a tile: the rows of one matrix instruction."""
 GOOD_ENOUGH = 0.9
 """More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
 FINE_WAVES = 8
@@ -31,9 +31,9 @@ class Loop:
     resident: int
     """Programs that an SM holds at a time, for heads of 128 and `LEAST_ROWS` rows: by registers, or shared memory."""
     filling: float
-    """Of them, so many keep the memory busy."""
+    """Number of programs per SM that keep the memory busy."""
     least_keys: int
-    """Of a split: fewer take longer to begin and to combine than they save."""
+    """Least keys of a split: fewer take longer to begin and to combine than they save."""
     inner: bool = False
     """As in `Plan`."""
 
@@ -46,7 +46,7 @@ LONG = Loop(32, 4, 3, 4, 4, 1024)
 WHOLE = Loop(64, 4, 4, 1, 1, 1, inner=True)
 """One program an SM that has all its keys, and nothing to combine: it alone keeps enough of them in flight."""
 SHORT_KEYS, LONG_KEYS = 256, 2048
-"""Of a program, were there four an SM: `SHORT` up to the first, `LONG` from the second on."""
+"""Keys of a program with four an SM: `SHORT` serves up to the first, `LONG` from the second on."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Shape:
     queries: int
     keys: int
     key_size: int
-    """Of a query or key of one head."""
+    """Elements of a query or key of one head."""
     value_size: int
 
     @property

@@ -21,29 +21,29 @@ class ExpertExchangeCall(RowsCall):
     """`hidden` are the elements of a token, `max_tokens` the tokens of one rank, not of all together."""
 
     num_experts: int = 0
-    """Of one rank; rank r has `r * num_experts` to `(r + 1) * num_experts - 1`."""
+    """Experts of one rank; rank r has `r * num_experts` to `(r + 1) * num_experts - 1`."""
     choices: int = 0
     """Experts of a token; 0 where no memory is planned, and any number comes."""
     activation: str = "silu"
     """A word of `ActivationName`."""
     gated: bool = True
     interleaved: bool = False
-    """Whether rows of `gate_up` are gate, up, gate, up, ... instead of all gates, then all ups."""
+    """True if rows of `gate_up` are gate, up, gate, up, ... instead of all gates, then all ups."""
     alpha: float = 1.0
     limit: float = 0.0
     """As in `Activation`."""
     same_tokens: bool = False
-    """Whether all ranks have equally many tokens in every call, so that they compile the same graph. Else they agree
-    on a call, and reserve its memory, when they make it first."""
+    """True if all ranks have equally many tokens in every call, so that they compile the same graph. Otherwise they
+    agree on a call, and reserve its memory, when they make it first."""
     arena_bytes: int = 0
-    """That the arena has at least, where it is reserved in the first call."""
+    """Least bytes of the arena, if it is reserved in the first call."""
     batches: int = 2
     """In how many parts the experts see the rows: 1 waits for all of them, 2 begins with this rank's own."""
 
     kernels: str = Kernels.TRITON
-    """Of the experts on GPUs, a word of `Kernels`."""
+    """The experts' kernels on GPUs, a word of `Kernels`."""
     few_tokens: int = 0
-    """Of a rank, up to so many: Triton's, whatever `kernels` are."""
+    """Largest token count of a rank for which Triton's kernels run, whatever `kernels` are."""
 
     def kernels_at(self, tokens: int) -> str:
         """Whose kernels run for so many tokens of a rank."""

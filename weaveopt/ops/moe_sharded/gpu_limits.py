@@ -7,7 +7,7 @@ from weaveopt.expert_kernels.gpu import MAX_CHOICES, MAX_EXPERTS
 MOST_ROWS = 1 << 28
 """Choices of a rank's tokens: a row's place at home is a number of 28 bits."""
 MOST_CHUNKS = 1 << 31
-"""Of 8 elements, in the rows of all ranks' tokens."""
+"""Most chunks of 8 elements in the rows of all ranks' tokens."""
 
 
 def refusal(world: int, max_tokens: int, choices: int, experts: int, hidden: int) -> str:

@@ -93,7 +93,7 @@ class LibrarySite:
 
 
 SITES: Mapping[Fabric, type[FabricSite]] = MappingProxyType({Fabric.SHM: ShmSite, Fabric.PEER: PeerSite})
-"""What runs a call on its fabric; the library's is not bound to anything."""
+"""Implementation of a call by fabric; the library's is not bound to an arena."""
 
 
 def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> BoundSite | None:

@@ -45,7 +45,7 @@ except ImportError:  # built without it: arena.of() says so before anything here
 
 Tensor = torch.Tensor
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the routing, as the sum reads them."""
+"""Dtypes of the routing weights that the sum can read."""
 
 
 class PeerSite:

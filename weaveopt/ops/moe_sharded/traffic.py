@@ -9,7 +9,7 @@ class Traffic(NamedTuple):
     """Rows between this rank and others since the site was bound."""
 
     dispatched: int
-    """Of this rank's tokens, pushed to others."""
+    """Rows of this rank's tokens, pushed to others."""
     returned: int
     """Results: on CPU ranks those that this one's experts sent home, on GPUs those that came home to this one. Over
     all ranks it is the same."""

@@ -40,7 +40,7 @@ READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, *BETWEEN_GPUS})
 MEASURED_ONLY = frozenset({Fabric.NVSHMEM})
 """Fabrics whose kernels are used only where the profile has times of them."""
 MEASURED_BYTES = 2
-"""Of an element of the rows that `weaveopt calibrate` exchanges."""
+"""Bytes of an element of the rows that `weaveopt calibrate` exchanges."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class KernelVariant:
     curve: Curve | None
     """None: no such kernel was measured; its time is modelled."""
     measured: bool
-    """Whether its time was measured on such a machine with as many ranks."""
+    """True if its time was measured on such a machine with as many ranks."""
 
     def covers(self, message_bytes: int) -> bool:
         """True if the variant's curve covers messages of that size, or it has no curve."""

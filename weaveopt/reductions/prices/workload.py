@@ -29,14 +29,14 @@ class Workload:
     """All-reduces that meet in one sum (two where a mixture and its shared experts are added)."""
     num_norms: int = 1
     has_norm: bool = True
-    """Whether rows are handed out normalized; else the sum is all that the operation hands out."""
+    """True if normalized rows are returned; false if the sum is the only result."""
     has_residual: bool = True
     sum_is_used: bool = True
-    """Whether the graph reads the sum (partials + residual) after this site."""
+    """True if the graph reads the sum (partials + residual) after this site."""
     sum_may_shard: bool = False
-    """Whether only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
+    """True if only other sites read the sum, as their residual: then every rank may keep just its own token rows."""
     out_dtype: str = ""
-    """Of the normalized rows, where it is not `dtype`."""
+    """Dtype of the normalized rows, if it is not `dtype`."""
     min_tokens: int = 0
     """The least count that the compiled graph may see, where its count is not fixed; 0: nothing is known."""
 
