@@ -37,7 +37,7 @@ class Context:
     """Why no rule may be used unless it is forced: `machine` only stands in for GPUs that have no profile."""
 
     def against(self, rule: str) -> Rejection | None:
-        """Why `rule` may not be used anywhere; None: it may."""
+        """Reason why `rule` may not be used anywhere; None if it may."""
         if rule in self.config.disable:
             return Rejection("disabled", "the rule is switched off by an option", (("rule", rule),))
         return None if rule in self.config.force else self.not_measured
@@ -60,7 +60,7 @@ class CapturedGraph:
     rule: str = ""
     """The graph rule that made this variant; empty for the graph as it was captured."""
     rejections: tuple[Rejection, ...] = ()
-    """Why the variant may not be used."""
+    """Reasons why the variant may not be used."""
 
 
 class Facts(Protocol):
@@ -154,7 +154,7 @@ class PricedSite:
     found: FoundSite
     baseline: Estimate
     proposals: tuple[Proposal, ...]
-    """Their estimates are of the whole site: what they put in place of nodes, and the nodes that stay."""
+    """Proposals of the rules. Their estimates are of the whole site: inserted nodes, and those that stay."""
     choices: tuple[int, ...]
     """Positions of the allowed proposals: choice `i` of the site; after them the choice to leave it."""
     forced: frozenset[str] = frozenset()
@@ -170,7 +170,7 @@ class PricedSite:
         return len(self.choices) + 1
 
     def proposal(self, choice: int) -> Proposal | None:
-        """None: the site is left."""
+        """Return the proposal of a choice; None: the site is left as it is."""
         return self.proposals[self.choices[choice]] if choice < len(self.choices) else None
 
 

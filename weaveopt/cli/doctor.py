@@ -252,7 +252,7 @@ def _nvshmem_part() -> Check:
 
 
 def _profile() -> Check:
-    """Which machine profile the GPUs of this host get where none is named."""
+    """Check which machine profile the GPUs of this host get if none is named."""
     name = "machine profile"
     try:
         import torch

@@ -1,4 +1,4 @@
-"""Which decoder layers to capture, and how many layers of the whole model each captured one stands for.
+"""Selection of the decoder layers to capture, and how many layers of the whole model each of them stands for.
 
 A model of 80 equal layers gives 80 equal pieces of graph. Capturing a prefix that has every kind of layer, and a
 separate last layer (the norm after it is the model's final norm), gives the same sites in a fraction of the time.

@@ -27,7 +27,7 @@ class ModelFile:
 
     name: str
     where: str
-    """For messages: `preset llama-3.3-70b`, or the file."""
+    """Source of the configuration, for messages: `preset llama-3.3-70b`, or the file."""
     fields: Fields
 
     @property

@@ -1,4 +1,4 @@
-"""From the words of a user (preset, file, directory, hub id) to a checked text-model configuration."""
+"""Resolution of a user's argument (preset, file, directory, hub id) to a checked text-model configuration."""
 
 from __future__ import annotations
 

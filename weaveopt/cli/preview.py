@@ -65,7 +65,7 @@ def fake_group(world: int) -> Iterator[None]:
 
 
 def plan_layers(source: Source, request: Request) -> LayerPlan:
-    """Which layers `capture` takes: a prefix with every kind, or what `--layers` asks for."""
+    """Select the layers that `capture` takes: a prefix with every kind, or what `--layers` asks for."""
     total: int = source.config.num_hidden_layers
     if request.layers is not None:
         return every_layer(total, request.layers)
@@ -111,7 +111,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def sharding(source: Source, request: Request) -> str:
-    """How transformers shards for this request, in words."""
+    """Describe how transformers shards for this request."""
     if request.world == 1:
         return "one rank, nothing sharded"
     what = "experts, and all else that has a plan, sharded" if request.ep else "tensor parallel"

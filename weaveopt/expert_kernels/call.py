@@ -36,15 +36,15 @@ class ExpertsCall:
     gated: bool
     """True if the first GEMM computes gate and up, so that the second one's input is `activation(gate) * up`."""
     interleaved: bool = False
-    """Its rows are gate 0, up 0, gate 1, up 1, ...; else those of all gates come first, then those of all ups."""
+    """True if rows of the first weight are gate 0, up 0, gate 1, up 1, ...; else all gates come first, then all ups."""
     alpha: float = 0.0
     """Parameter of `clamped_swish`."""
     limit: float = 0.0
-    """Before the activation gate is cut at it from above, and up at both `-limit` and `limit`; 0: neither is."""
+    """Bound of the activation's operands: gate is clamped from above, up to [-limit, limit]; 0: no bound."""
     kernels: str = Kernels.TRITON
     """A word of `Kernels`."""
     table: tuple[tuple[int, str], ...] = ()
-    """Up to so many tokens other kernels, ascending: `kernels` run beyond the last row."""
+    """Kernels by token count, ascending: (largest count, kernels); `kernels` run beyond the last row."""
 
     @property
     def act(self) -> Activation:

@@ -168,7 +168,7 @@ def sort_by_triton(experts: Tensor, shape: Shape, tile_rows: int, early: bool, o
 
 
 def sort_natively(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
-    """Raises `WeaveError` where the driver refuses a kernel."""
+    """Sort rows by expert with the native kernels. Raises `WeaveError` if the driver refuses a kernel."""
     counts = experts.new_empty(_native.expert_row_counts(shape.rows, shape.experts), dtype=torch.int32)
     with torch.cuda.device(experts.device):
         code = _native.sort_expert_rows(

@@ -95,7 +95,7 @@ def lacks_hopper() -> bool:
 
 
 def unsupported(operands: Operands, shape: Shape) -> str:
-    """Why the kernels cannot run the call; empty where they can."""
+    """Reason why the kernels cannot run the call; empty if they can."""
     device = operands.x.device
     if not runs_on(device):
         return "the native kernels are for GPUs of compute capability 9.0, built with CUDA, beside Triton"
@@ -196,7 +196,7 @@ def activation_number(name: str) -> int:
 
 
 def expect_taken(code: int, which: str, shape: Shape) -> None:
-    """Raises `WeaveError` where the driver refused a kernel."""
+    """Check a launch's return code. Raises `WeaveError` if the driver refused a kernel."""
     if code:
         raise WeaveError(f"moe_experts: the {which} of {shape} was refused: {_native.cuda_error_text(code)}")
 

@@ -46,7 +46,7 @@ def place_of(pid, num_tiles, num_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def within(numbers, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Beyond the last one: that one again. Where blocks are whole it is not said, as loads would be of one element."""
+    """Clamp numbers to `SIZE - 1`. Whole blocks are left unclamped: a clamp would make their loads scalar."""
     if SIZE % BLOCK == 0:
         result = numbers
     else:

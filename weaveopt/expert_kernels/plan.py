@@ -1,4 +1,4 @@
-"""How a call is divided among programs: a function of its shape and the number of SMs, of nothing on the device.
+"""Partition of a call among programs: a function of its shape and the number of SMs, of nothing on the device.
 
 Up to some hundred tokens a call is bound by its weights' bytes. What counts then is how many of them are asked for at a
 time, about 128 KiB an SM, by three programs an SM that are all as long; so tiles take few rows of weights, and deep
@@ -30,12 +30,13 @@ MAX_SPLITS = 8
 LEAST_DEPTH = 512
 """Least depth of a split of the second GEMM: a shorter one takes longer to begin and to combine than it saves."""
 GOOD_ENOUGH = 0.9
-"""More splits are taken only if fewer of them leave more than a tenth of the slots empty, relative to the best."""
+"""Share of the best slot occupancy that suffices: the fewest splits that reach it are taken."""
 FOREIGN = 2
 """Ratio of all choices to this rank's: splits have to fill the slots evenly both with all choices and with one in so
 many."""
 TRITON_ROUTING_ROWS = 1024
-"""More rows are routed by native kernels, where they were built: each program of Triton's looks at all rows."""
+"""Maximum number of rows for Triton's routing, each program of which reads all rows; native kernels, if built, route
+more."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper."""
 

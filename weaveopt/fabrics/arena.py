@@ -44,7 +44,8 @@ class Arena(Protocol):
         ...
 
     def at_close(self, callback: Callable[[], None]) -> None:
-        """Has `callback` run when the arena is given back or replaced: operations bound to it bind again."""
+        """Register `callback` to run when the arena is released or replaced, so that operations bound to it bind
+        again."""
         ...
 
     def close(self) -> None:
@@ -53,7 +54,7 @@ class Arena(Protocol):
 
 
 class Transport(Protocol):
-    """How a fabric makes, finds and gives back arenas."""
+    """Interface of a fabric's arenas: how they are reserved, found and released."""
 
     def reserve(self, topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> Arena:
         """The arena of `topology.group` with room for `plan`, made or made larger if need be.

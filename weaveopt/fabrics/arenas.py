@@ -92,7 +92,7 @@ class Arenas(Generic[A]):
         return (arena for entry in self._entries.values() for arena in entry.arenas)
 
     def _entry(self, group_name: str) -> _Entry[A] | None:
-        """Raises `WeaveError` if there is no such process group."""
+        """Return the arenas of a process group. Raises `WeaveError` if there is no such group."""
         pg, entry = process_group(group_name), self._entries.get(group_name)
         return entry if entry is not None and entry.process_group() is pg else None
 

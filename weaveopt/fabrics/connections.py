@@ -94,12 +94,12 @@ def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[i
 
 @dataclass
 class _Visit:
-    """Somebody who came and has yet to show that he is a peer."""
+    """An incoming connection that has not yet been authenticated as a peer's."""
 
     connection: socket.socket
     until: float
     peer: int = -1
-    """Who he says he is; -1: he has not said it."""
+    """Rank that the other end claims to be; -1 before it has claimed one."""
     proof: bytes = b""
     """Proof expected from the connecting process."""
     heard: bytearray = field(default_factory=bytearray)
@@ -125,7 +125,8 @@ class _Meeting:
         self.errors: list[str] = []
 
     def hold(self, listener: socket.socket, places: Sequence[tuple[str, int]]) -> None:
-        """Until all are found, or time is up. Whoever has not shown by then that he is a peer hears so."""
+        """Make and accept connections until all peers are found, or time is up. Unauthenticated ones are then shut
+        down."""
         if not self._wanted:
             return
         lower = sorted(rank for rank in self._wanted if rank < self._rank)

@@ -15,7 +15,7 @@ except ImportError:  # built without it: the library path still works
 
 
 def ranks_by_host(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """In the order of the hosts' first ranks."""
+    """Group ranks by host, in the order of the hosts' first ranks."""
     names = dict.fromkeys(topology.hosts)
     return tuple(tuple(rank for rank, host in enumerate(topology.hosts) if host == name) for name in names)
 
@@ -30,7 +30,7 @@ class Hosts:
 
     @staticmethod
     def of(topology: Topology) -> Hosts:
-        """Raises `ArenaError` where hosts have different numbers of ranks."""
+        """Build the hosts of a topology. Raises `ArenaError` if hosts have different numbers of ranks."""
         ranks = ranks_by_host(topology)
         if len({len(each) for each in ranks}) > 1:
             raise ArenaError(f"hosts have {[len(each) for each in ranks]} ranks of group {topology.group.name!r}")

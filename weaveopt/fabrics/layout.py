@@ -27,7 +27,7 @@ class Layout:
     """The buffers of an arena. Equal layouts have equal offsets."""
 
     buffers: tuple[PlacedBuffer, ...] = ()
-    """Those that live as long as the arena, in the order of their names."""
+    """Buffers that live as long as the arena, in the order of their names."""
     transient_bytes: int = 0
     """Transient bytes of the largest plan."""
     floor_bytes: int = 0
@@ -124,7 +124,7 @@ class Layout:
         return tuple((b.offset, b.num_bytes, b.fill) for b in self.buffers if b.fill is not None and b.num_bytes)
 
     def text(self) -> str:
-        """For comparing it between ranks, and for messages: equal texts are equal layouts."""
+        """Text for comparing layouts between ranks, and for messages: equal texts are equal layouts."""
         buffers = {b.name: [b.num_bytes, b.alignment, b.fill] for b in self.buffers}
         return json.dumps({"buffers": buffers, "transient": self.transient_bytes, "floor": self.floor_bytes})
 

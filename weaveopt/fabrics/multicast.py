@@ -49,7 +49,7 @@ _first_calls: list[FirstCall[Any]] = []
 
 
 def register(first_call: FirstCall[Any]) -> None:
-    """Has `first_call` checked in every arena that is mapped by multicast."""
+    """Register `first_call` to be checked in every arena that is mapped by multicast."""
     _first_calls.append(first_call)
 
 

@@ -105,7 +105,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
 
 
 def _obstacle(topology: Topology) -> str:
-    """Why this rank can make no arena at all; empty if it can."""
+    """Reason why this rank can make no arena at all; empty if it can."""
     try:
         module()
     except ImportError as error:

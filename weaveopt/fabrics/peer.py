@@ -90,14 +90,15 @@ class PeerArena:
         return _TRAITS.header_bytes + offset
 
     def begin_call(self) -> None:
-        """To be called before every launch that gets addresses of it. Raises why nothing can run any more."""
+        """Prepare a launch that uses addresses of the arena; called before each. Raises the arena's error if it has
+        one."""
         if self.error is not None:
             watchdog.raise_again(self.error)
         if not self.captured and torch.cuda.is_current_stream_capturing():
             self.captured = True
 
     def at_close(self, callback: Callable[[], None]) -> None:
-        """Has `callback` run when the arena is given back or replaced: calls that are bound to it bind again."""
+        """Register `callback` to run when the arena is released or replaced, so that calls bound to it bind again."""
         self._at_close.append(callback)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -128,7 +129,7 @@ class PeerArena:
         self._memory = self._handle = None
 
     def keep(self) -> None:
-        """Has the memory live as long as the process, which gives it back.
+        """Keep the memory until the process ends, which frees it.
 
         Nothing on this device can be freed any more after a trap, and trying ends the process with an abort; while a
         kernel waits for a peer, freeing would wait for the kernel.
@@ -192,7 +193,7 @@ def _keep_all() -> None:
 
 
 def _obstacle(topology: Topology) -> str:
-    """Why this rank can make no arena at all; empty if it can."""
+    """Reason why this rank can make no arena at all; empty if it can."""
     if _native is None or not _native.has_cuda:
         return "weaveopt was built without CUDA; install it again where nvcc is found, with WEAVE_CUDA=1"
     if not torch.cuda.is_available():

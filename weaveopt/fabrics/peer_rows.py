@@ -61,7 +61,7 @@ class PeerRows:
                 f"{call.group!r}, which has {buffer.num_bytes} bytes for it"
             )
         self.offset, self.num_bytes = self.arena.native_offset(buffer.offset), buffer.num_bytes
-        """As kernels count them: from the first byte of the arena."""
+        """Offset and size of the buffer; the offset counts from the start of the arena, as in kernels."""
         self._begin = buffer.offset
         # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
         self.tag = watchdog.tag_of(zlib.crc32(text.encode()))

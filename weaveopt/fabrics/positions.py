@@ -26,7 +26,7 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is in a group."""
+    """Progress of a rank in a group."""
 
     calls: int
     """Calls of graphs with rewritten sites of the group that it began; equal on ranks that are at the same point."""
@@ -94,7 +94,7 @@ def stop(address: Address | None) -> None:
 
 
 def ask(address: Address) -> Position | None:
-    """How far the rank at `address` is; None where it does not answer."""
+    """Return the progress of the rank at `address`; None if it does not answer."""
     try:
         with socket.create_connection((address.host, address.port), timeout=_ANSWER_S) as connection:
             connection.sendall(address.token.encode())
@@ -106,7 +106,7 @@ def ask(address: Address) -> Position | None:
 
 
 def _begin_anew() -> None:
-    """In a forked process: the groups are its parent's, and so are the threads, one of which may have held the lock."""
+    """Reset this module in a forked process: groups and threads are its parent's, and one may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _looks.clear()

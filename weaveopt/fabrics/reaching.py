@@ -1,4 +1,4 @@
-"""Which fabrics could serve a rule's kernels between the ranks of a group, and what speaks against each."""
+"""Eligibility of fabrics for a rule's kernels between the ranks of a group, and the reasons against each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def world_refused(fabric: Fabric, world: int) -> tuple[Rejection, ...]:
 
 
 def not_measured(machine: Machine, fabric: Fabric, op: str) -> Rejection:
-    """Why a kernel is not used of whose time a profile says nothing."""
+    """Reject a kernel whose time no profile contains."""
     values = (("machine", machine.name), ("fabric", fabric.value), ("op", op))
     return Rejection(
         "not_measured", "the profile has no time of this exchange: `weaveopt calibrate` measures it", values

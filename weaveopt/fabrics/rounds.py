@@ -34,7 +34,7 @@ _WORDS_S = 2.0
 
 
 class Why(StrEnum):
-    """Why a round was closed."""
+    """Reason why a round was closed."""
 
     PAST = "past"
     """A peer issued collectives beyond this point, none of them in a rewritten graph: the graph is left."""
@@ -115,7 +115,7 @@ class Rounds:
         return bounded(lambda: self._collect(number, skeleton, reason, timeout_s), self.where, WHAT, timeout_s)
 
     def settle(self, number: int, wait_s: float = 5.0) -> None:
-        """Has rank 0, which may hold the store, wait until all ranks have read a round, for ranks that are about to
+        """Make rank 0, which may host the store, wait until all ranks have read a round, for ranks that are about to
         raise because of it."""
         if self.rank != 0:
             return
@@ -167,7 +167,7 @@ class Rounds:
             bounded(work, self.where, WHAT, timeout_s)
 
     def _serve(self) -> None:
-        """Has this process say how far it is in the group, as long as these rounds live."""
+        """Serve this process's progress in the group, as long as these rounds live."""
         if self._address is None:
             own = weakref.ref(self)
             self._address = positions.serve(

@@ -67,7 +67,7 @@ class ShmArena:
         return self.layout.buffer(name)
 
     def at_close(self, callback: Callable[[], None]) -> None:
-        """Has `callback` run when the arena is given back: whoever keeps `native` or a view drops it then."""
+        """Register `callback` to run when the arena is released: holders of `native` or a view drop it then."""
         self._at_close.append(callback)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

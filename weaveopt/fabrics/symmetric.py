@@ -49,7 +49,7 @@ class Handle(Protocol):
 
 
 def why_no_multicast(index: int) -> str:
-    """Why torch makes no multicast mapping of the memory of GPU `index`; empty where it does.
+    """Reason why torch makes no multicast mapping of the memory of GPU `index`; empty if it does.
 
     Nothing is made to find out: torch asks the driver.
     """

@@ -46,14 +46,14 @@ class TcpArena:
         self.hosts = hosts
         self.local = local
         self.channel = channel
-        """Among the ranks of this host."""
+        """Exchange among the ranks of this host."""
         self._wire: _native.Connections | None = wire
         self.wiring = wiring
         """Exchanges whose hosts are connected; the same on all ranks."""
 
     @property
     def wire(self) -> _native.Connections:
-        """To the other hosts. Raises `ArenaError` once closed."""
+        """Connections to the other hosts. Raises `ArenaError` once closed."""
         if self._wire is None:
             raise ArenaError(f"the arena of group {self.group.name!r} was released")
         return self._wire
@@ -101,7 +101,8 @@ release_all = atexit.register(_arenas.release_all)
 
 
 def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: float) -> TcpArena:
-    """As `weaveopt.fabrics.shm.reserve`, on each host; ranks connect to those of hosts that `plan` sends to first."""
+    """Reserve an arena on each host, as `weaveopt.fabrics.shm.reserve` does; before that ranks connect to the hosts
+    that `plan` sends to."""
     name, group = topology.group.name, topology.group
     if topology.fake:
         raise ArenaError(f"group {name!r}: no connections without peers")
@@ -144,7 +145,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
 def _connected(
     hosts: Hosts, channel: Exchange, wiring: frozenset[str], known: TcpArena | None, timeout_s: float
 ) -> _native.Connections:
-    """To the hosts that exchanges of `wiring` send to; connections that `known` has go on."""
+    """Connect to the hosts that exchanges of `wiring` send to; connections of `known` are reused."""
     own = hosts.local_rank(channel.group.rank)
     alike = [ranks[own] for ranks in hosts.ranks]
     before = frozenset() if known is None else known.wiring

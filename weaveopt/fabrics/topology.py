@@ -1,4 +1,4 @@
-"""Who the ranks of a process group are, where they run, and which fabric reaches all of them.
+"""Topology of a process group: its ranks, where they run, and which fabric reaches all of them.
 
 `discover` asks the ranks, through the store that the process group was made with; `fake` makes the answer up,
 for captures that run without peers.
@@ -102,7 +102,7 @@ def fake(world: int, hosts: int = 1, device: str = "cpu") -> Topology:
 
 
 _WEAVE_HOST = 1
-"""Which word of a host's name that variable is, see `_host`."""
+"""Position of that variable among the words of a host's name, see `_host`."""
 _WHAT = "what"
 """Key, in every payload, of the subject on which its rank wanted to agree."""
 _ALL_READ_S = 5.0
@@ -217,7 +217,7 @@ def exchange(group_name: str, timeout_s: float) -> Exchange:
 
 
 def leave_multicast(group_name: str, why: str, timeout_s: float) -> None:
-    """Has the group use no multicast any more, for `why`. All its ranks call it."""
+    """Stop using multicast in the group, for the reason `why`. All its ranks call it."""
     known = _look_up(group_name, timeout_s)
     message = "a first call by NVLink multicast was not right on all ranks, so the group uses none"
     refused = Rejection("multicast_failed", message, (("why", why),))
@@ -232,7 +232,7 @@ def rounds(group_name: str, timeout_s: float) -> Rounds:
 
 
 def last_words(group_name: str, rank: int) -> str:
-    """Why the global rank `rank` of the group ended, where it said so; empty where it did not."""
+    """Return the reason that the global rank `rank` of the group gave when it ended; empty if it gave none."""
     known = _known.get(group_name)
     return "" if known is None or known.rounds is None else known.rounds.words_of(rank)
 

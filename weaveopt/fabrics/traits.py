@@ -55,11 +55,11 @@ class Traits:
     buffer_alignment: int = 256
     """Bytes at a multiple of which buffers begin."""
     needs_peer_access: bool = False
-    """Its kernels go to peers' memory themselves, which the GPUs have to be able to map."""
+    """True if its kernels access peers' memory directly, which the GPUs have to be able to map."""
     serves: frozenset[Fabric] = frozenset()
     """Other fabrics whose kernels find what they need in an arena of this one."""
     needs_multicast: bool = False
-    """Its kernels use an NVLink multicast mapping of all ranks' memory, which torch has to make."""
+    """True if its kernels use an NVLink multicast mapping of all ranks' memory, which torch has to make."""
 
 
 _PAGE_BYTES = 4096
@@ -115,7 +115,7 @@ def rejection(
     no_peer_access: tuple[int, int] | None = None,
     no_multicast: Rejection | None = None,
 ) -> Rejection | None:
-    """Why `fabric` does not reach ranks on `num_hosts` hosts that use `device`; None: it does.
+    """Reject `fabric` if it does not reach ranks on `num_hosts` hosts that use `device`; None if it does.
 
     `fake`: there are no ranks; what is built here, and what could be probed, says nothing of the machine meant.
     `no_peer_access`: two ranks of one host whose GPUs cannot map each other's memory.

@@ -49,7 +49,7 @@ class Process:
         object.__setattr__(self, "_seen", _native.Process(self.pid, self.start))
 
     def has_ended(self) -> bool:
-        """Only if the system says so; False of one of another host or pid namespace."""
+        """True if the system says that the process ended; False for one of another host or pid namespace."""
         return self._seen.has_ended()
 
 
@@ -109,7 +109,7 @@ def name_site(tag: int, named: NamedSite) -> None:
 
 
 def watch(arena: Watched) -> None:
-    """Has `arena` watched until `forget`."""
+    """Watch `arena` until `forget`."""
     global _thread
     with _lock:
         _watched.append(arena)
@@ -120,7 +120,7 @@ def watch(arena: Watched) -> None:
 
 
 def forget(arena: Watched) -> None:
-    """Before the memory of `arena` is given back."""
+    """Stop watching `arena`; called before its memory is released."""
     arena.native.retire()
     with _lock:
         _suspected.discard(id(arena))
@@ -210,10 +210,10 @@ def _run() -> None:
 
 
 def _look(check_peers: bool) -> None:
-    """At all arenas, under the lock; the thread holds none of them afterwards.
+    """Check all arenas, under the lock; the thread keeps no reference to them afterwards.
 
-    Or an arena that is given back meanwhile would be freed on this thread, whose current GPU is the first one: that
-    takes half a gigabyte of a GPU that may be a peer's.
+    Otherwise an arena that is released meanwhile would be freed on this thread, whose current GPU is the first one:
+    that takes half a gigabyte of a GPU that may be a peer's.
     """
     for arena in tuple(_watched):
         _read(arena, in_main=True)
@@ -249,7 +249,7 @@ def _check_peers(arena: Watched) -> None:
 
 
 def _raise_in_main(error: WeaveError) -> None:
-    """At the main thread's next step in Python: it may be deep in a wait that has nothing to do with us."""
+    """Raise at the main thread's next step in Python: it may be deep in a wait that has nothing to do with us."""
     kind = type(error)
     message = str(error)
 
@@ -271,7 +271,7 @@ def _take_back() -> None:
 
 
 def _begin_anew() -> None:
-    """In a process that was forked from this one: the arenas are its parent's, and so is the thread.
+    """Reset this module in a forked process: the arenas are its parent's, and so is the thread.
 
     The thread may have held the lock, or that of the event, at the fork: nobody would release it.
     """

@@ -22,7 +22,7 @@ class Withheld:
 
 
 def withheld() -> Withheld:
-    """From the nearest call of `generate` on the stack; nothing where there is none."""
+    """Read the arguments of the nearest call of `generate` on the stack; empty if there is none."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)
     while frame.f_back is not None:

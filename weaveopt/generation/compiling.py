@@ -28,7 +28,7 @@ CAPTURING_OPTIONS = ("cuda_graphs", "triton.cudagraphs")
 
 @dataclass(frozen=True)
 class Backend:
-    """As `torch.compile` takes it."""
+    """A compiler backend, by the arguments of `torch.compile`."""
 
     name: str
     compiler: str | Callable[..., object]

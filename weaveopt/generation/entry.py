@@ -92,7 +92,7 @@ def _surroundings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _refused(session: Session | Rejection, request: Request) -> Rejection | None:
-    """Why a session cannot serve the request. If it can, it is locked."""
+    """Reason why a session cannot serve the request; if it can, the session is locked."""
     if isinstance(session, Rejection):
         return session
     if request.cache_is_wanted and (reason := handing.may_be_filled(request.cache, session.cache)) is not None:

@@ -19,7 +19,7 @@ from weaveopt.errors import WeaveError
 
 
 def needs_synced_gpus(model: PreTrainedModel, asked: bool | None) -> bool:
-    """As `generate` decides it where nobody asked."""
+    """Resolve `synced_gpus` as `generate` does if it was not given."""
     if asked is not None:
         return asked
     world = dist.get_world_size() if dist.is_initialized() else 1

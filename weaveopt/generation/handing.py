@@ -19,7 +19,7 @@ TAKEN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWind
 
 
 def may_be_filled(target: Cache, cache: StaticCache) -> Rejection | None:
-    """Why `target` could not take what `cache` will hold; None if it can."""
+    """Reason why `target` could not take what `cache` will hold; None if it can."""
     kinds = {type(layer).__name__ for layer in target.layers if type(layer) not in TAKEN}
     if kinds:
         names = ", ".join(sorted(kinds))
@@ -40,7 +40,7 @@ def take(cache: StaticCache, source: Cache, past: int) -> None:
 
 
 def fill(target: Cache, cache: StaticCache, length: int) -> None:
-    """Has `target` hold the first `length` positions, as if it had been there all along."""
+    """Fill `target` with the first `length` positions, as if they had been computed into it."""
     for index, own in enumerate(cache.layers):
         assert isinstance(own, FullLayer)
         keys, values = own.held(length)

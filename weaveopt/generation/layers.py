@@ -72,7 +72,8 @@ class RingLayer(FullLayer):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """For masks of a prefill, which transformers makes: an empty ring holds position `p` in slot `p`."""
+        """Size and offset of the masks that transformers makes for a prefill: an empty ring stores position `p` in
+        slot `p`."""
         return max(query_length, self.max_cache_len), 0
 
     def held(self, length: int) -> tuple[Tensor, Tensor]:

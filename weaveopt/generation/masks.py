@@ -24,7 +24,8 @@ class MaskForm:
 
 
 def masks(form: MaskForm, layers: list[FullLayer], length: Tensor, padding: Tensor) -> Masks:
-    """For a query at position `length`: `(position <= length) & (position > length - window) & padding[:, position]`.
+    """Masks of a query at position `length`: `(position <= length) & (position > length - window) & padding[:,
+    position]`.
 
     `length` is an int64 scalar on the device, `padding` `[batch, cache length]` and bool: false at left padding.
     Each mask is `[batch, 1, 1, slots]`.

@@ -20,7 +20,8 @@ from weaveopt.wording import counted
 
 KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 OWN_INPUTS_ONLY_FOR_LONG_ROPE = {"Phi3ForCausalLM"}
-"""Their `prepare_inputs_for_generation` only drops the cache where a `longrope` changes over, and that is refused."""
+"""Models whose `prepare_inputs_for_generation` only drops the cache when a `longrope` switches factors, which is
+refused."""
 ATTENTIONS = ("sdpa", "eager")
 """Implementations that take a mask as a tensor."""
 ROPES_THAT_LOOK = ("dynamic", "longrope")

@@ -53,7 +53,7 @@ def session_for(model: PreTrainedModel, request: Request, backend: Backend | Non
 
 
 def sessions_of(model: PreTrainedModel) -> tuple[Session, ...]:
-    """Those that are kept, the one used last at the end."""
+    """Return a model's cached sessions, the most recently used last."""
     kept = _of_model.get(model)
     return tuple(kept.sessions.values()) if kept else ()
 

@@ -140,7 +140,7 @@ def _view(node: fx.Node, before: Arrangement) -> Arrangement | None:
 
 
 def _expand(node: fx.Node, before: Arrangement) -> Arrangement | None:
-    """Only where nothing is repeated: `matmul` expands what has the shape already."""
+    """Follow an expand that repeats nothing, as `matmul` expands operands that have the shape already."""
     return before if [*map(str, _shape(node))] == [*map(str, _source_shape(node))] else None
 
 

@@ -28,7 +28,7 @@ def mark(graph: fx.Graph, inputs: Sequence[object]) -> None:
 
 
 def _is_python_float(symbol: torch.SymFloat) -> bool:
-    """Not `.item()` of a tensor that the program has: reading that in a guard would wait for its device."""
+    """True unless the symbol is `.item()` of a program's tensor: reading that in a guard would wait for its device."""
     from torch._dynamo.source import CallMethodItemSource
 
     sources = symbol.node.shape_env.var_to_sources.get(symbol.node._expr, ())
@@ -54,7 +54,7 @@ def number_of(argument: Argument) -> float | None:
 
 
 def symbols_of(arguments: Iterable[Argument]) -> tuple[torch.SymFloat, ...]:
-    """Those of the arguments that are no plain numbers."""
+    """Return the arguments that are no plain numbers."""
     return tuple(symbol for symbol in map(symbol_of, arguments) if symbol is not None)
 
 

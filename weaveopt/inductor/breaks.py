@@ -1,4 +1,4 @@
-"""Why Dynamo ended a graph where it did, in the words that it left at the graph."""
+"""Reasons for graph breaks, from what Dynamo recorded at each graph."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class AttentionCall:
         return self.factor * cost_model.attention_us(machine, self.at(ratio))
 
     def at(self, ratio: float) -> Attention:
-        """With `ratio` times the tokens: longer sequences in prefill, more of them in decode."""
+        """Scale the attention to `ratio` times the tokens: longer sequences in prefill, more of them in decode."""
         now = self.attention
         if ratio == 1.0:
             return now

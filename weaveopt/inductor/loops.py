@@ -58,7 +58,7 @@ class View:
 
     value: Value
     layout: Layout | None
-    """None: all of them, as they are stored."""
+    """Layout of the elements; None: all of them, as they are stored."""
     num_bytes: int
     """Bytes of the distinct elements."""
 

@@ -221,7 +221,8 @@ class Lowering:
         self._views[node] = self._whole(made)
 
     def _scatter(self, node: fx.Node) -> None:
-        """In place where the base is not read later (a cache that is written back), else after a copy of it."""
+        """Lower a scatter: in place if the base is not read later (a cache that is written back), else after a copy
+        of it."""
         base = node.all_input_nodes[0]
         if not self._views[base].value.stored or not dies_in(base, node):
             copied = self._new(base, stored=False)

@@ -73,7 +73,7 @@ def _since(before: dict[str, int], place: str) -> list[OutsideCommunication]:
 
 
 def _counts() -> dict[str, int]:
-    """How many collectives each process group has begun; without those whose backend does not count."""
+    """Count the collectives that each process group has begun, except those whose backend does not count."""
     found: dict[str, int] = {}
     if not dist.is_available() or not dist.is_initialized():
         return found

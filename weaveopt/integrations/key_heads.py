@@ -1,4 +1,5 @@
-"""More tensor-parallel ranks than key heads: each key head, and its values, on several ranks.
+"""Replication of key heads: with more tensor-parallel ranks than key heads, several ranks share each key and value
+head.
 
 transformers shards the key heads of a model, and cannot shard one. Here the ranks are a grid of `key heads x replicas`:
 the weights of `k_proj` and `v_proj` are sharded over the first dimension and replicated over the second, and each rank
@@ -137,7 +138,8 @@ def _grid(mesh: DeviceMesh, heads: int) -> DeviceMesh:
 
 
 class ReplicatedKeyHeads(LocalParamsParallel):
-    """For an attention module: query heads of this rank share its one key head. Precedes the rules of its children."""
+    """Parallel style of an attention module: query heads of this rank share its one key head. Precedes the rules of
+    its children."""
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         heads, world = _num_key_heads(module), mesh.size()
@@ -184,7 +186,8 @@ class _GradientOfAllReplicas(torch.autograd.Function):
 
 
 class ReplicatedKeyHeadsWeight(ColwiseParallel):
-    """For a weight or bias of `k_proj` and `v_proj`: sharded over the key heads, replicated over the ranks of each."""
+    """Parallel style of a `k_proj` or `v_proj` weight or bias: sharded over the key heads, replicated over the ranks
+    of each."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         heads = getattr(module, _MARK, None)

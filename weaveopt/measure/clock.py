@@ -76,7 +76,7 @@ class Meeting(Protocol):
         ...
 
     def align(self, signal: torch.Tensor) -> None:
-        """Has the device wait for all ranks: enqueued, not waited for."""
+        """Make the device wait for all ranks; enqueued, without blocking the host."""
         ...
 
 
@@ -97,7 +97,7 @@ class Collectives:
 
 
 class Clock(Protocol):
-    """How steps are timed on a kind of device."""
+    """Interface to time steps on a kind of device."""
 
     def alone(self, launch: Launch, expected_us: float) -> Sample:
         """Time a local kernel, back to back with itself; ranks need not wait for one another."""
@@ -167,7 +167,7 @@ class CpuClock:
         return [min(found, key=lambda sample: sample.us) for found in passes]
 
     def takes_s(self, expected_us: float) -> float:
-        """On a quiet host."""
+        """Seconds that a measurement takes on a quiet host."""
         return (2 + 2 * self._count(expected_us)) * expected_us * 1e-6
 
     def _count(self, us: float, most: int = MOST_CALLS) -> int:

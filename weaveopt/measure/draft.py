@@ -173,6 +173,6 @@ def relative_error(machine: Machine) -> float:
 
 
 def curve_order(curve: Curve) -> tuple[str, int, int, int, tuple[tuple[str, int], ...]]:
-    """How a profile sorts its curves: by operation, hosts, world size, row length and variant, numbers as numbers."""
+    """Sort key of a profile's curves: operation, hosts, world size, row length and variant, numbers as numbers."""
     words = tuple((text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", curve.variant))
     return curve.op, curve.hosts, curve.world, curve.row, words

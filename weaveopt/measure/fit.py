@@ -1,4 +1,4 @@
-"""From samples to curves: times that never fall, outliers measured again, the error of reading between points."""
+"""Curves from samples: times that never fall, outliers measured again, the error of interpolation between points."""
 
 from __future__ import annotations
 

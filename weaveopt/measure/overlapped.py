@@ -22,10 +22,10 @@ ROWS = (2048, 4096, 8192)
 """Elements of a row that travels."""
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 DEPTHS = (512, 2048, 4096, 8192, 14336)
-"""From a GEMM that the exchange hides to one that hides the exchange."""
+"""Depths from a GEMM that the exchange hides to one that hides the exchange."""
 FEW_TOKENS, SHALLOW = 2048, 2048
-"""Up to so many tokens tiles of 128 columns may pay, which leave a shorter last wave; up to such a depth the exchange
-is the longer part, and CTAs that finish rows only are many."""
+"""Token count and depth limits: up to so many tokens tiles of 128 columns may pay, as they leave a shorter last
+wave; up to such a depth the exchange dominates, so that many CTAs only finish rows."""
 TAKEN_FLOPS_PER_US = 5e8
 """About what a GEMM does, for how many calls a measurement makes."""
 

@@ -27,7 +27,7 @@ class Session:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
         self.launch_us = self.eager_us = 0.0
-        """From kernel to kernel, and of an eager call, as this rank measured them first of all."""
+        """Times from kernel to kernel, and of an eager call, measured first on this rank."""
 
     @property
     def worlds(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from weaveopt.mixtures.activation import Activation
 Tensor = torch.Tensor
 
 WIDEN_ROWS = 4
-"""From more rows on, a half-precision GEMM that this CPU has no instructions for runs in fp32 instead."""
+"""Number of rows above which a half-precision GEMM without CPU instructions runs in fp32 instead."""
 WIDEN_BLOCK_ELEMENTS = 1 << 19
 """Elements of a weight that are widened at a time: 2 MiB, which the next GEMM finds in the cache."""
 

@@ -56,7 +56,7 @@ class Agreed:
 
 
 EMPTY = Agreed(None, Planned((), {}))
-"""Nothing is carried out."""
+"""Result in which nothing is carried out."""
 
 
 def agree(

@@ -62,7 +62,8 @@ _refused: dict[str, _Refused] = {}
 
 
 def reserve(plan: MemoryPlan, context: Context) -> str:
-    """Why there is no arena for `plan`, the same on all ranks of its group; empty where there is one.
+    """Reserve the arena for `plan`; returns the reason if there is none, the same on all ranks of its group, else
+    empty.
 
     What a process group could not have it is not asked for again, nor for anything larger: trying may take long.
     """
@@ -96,8 +97,9 @@ def _named(error: WeaveError) -> str:
 
 
 _SPREADS = 2
-"""Once around is enough where the groups are the rows and columns of a mesh: whoever shares a group with a rank that
-has none hears of it, in whatever order, and in the second round those who share one with them."""
+"""Rounds of propagation. One is enough if the groups are the rows and columns of a mesh: a rank that shares a group
+with a rank without an arena learns of it, in whatever order, and in the second round the ranks that share one with
+those."""
 
 
 def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:

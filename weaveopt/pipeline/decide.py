@@ -147,7 +147,7 @@ class _Outcome:
         return (*self.choices[:index], choice, *self.choices[index + 1 :])
 
     def _against(self, index: int, choice: int, candidate: Candidate) -> Rejection:
-        """Why an allowed candidate is not the choice of its site."""
+        """Return the reason why an allowed candidate is not the choice of its site."""
         instead = self._instead(index, choice)
         if any(index in each.sites and each.us(instead) == EXCLUDED for each in self.problem.exclusions):
             return Rejection("overlaps", "another rewrite that saves more uses the same nodes")

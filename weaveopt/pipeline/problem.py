@@ -36,7 +36,7 @@ from weaveopt.solver import selection
 from weaveopt.solver.selection import EXCLUDED, Step, select, steps_of
 
 Choices = tuple[int, ...]
-"""For each site the position of its proposal among the allowed ones; their number, where the site is left."""
+"""Position of each site's proposal among the allowed ones; their number if the site is left."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class PricedInteraction:
         return Estimate((Term(self.term, self.us(choices)),), self.relative_error)
 
     def with_margin(self, sites: Sequence[PricedSite]) -> selection.Interaction:
-        """As costs: what a forced proposal of the first site saves is not charged the model's error either."""
+        """Convert to costs with the model's error added; a saving at a forced proposal of the first site is not
+        charged it."""
         own = sites[self.sites[0]]
 
         def margin(choice: int) -> float:
@@ -79,7 +80,7 @@ class Problem:
     interactions: tuple[PricedInteraction, ...] = ()
     exclusions: tuple[selection.Interaction, ...] = ()
     steps: tuple[Step, ...] = ()
-    """In which `select` takes the sites, if they are known already."""
+    """Order in which `select` takes the sites, if it is known already."""
 
     @cached_property
     def costs_us(self) -> tuple[tuple[float, ...], ...]:
@@ -106,7 +107,7 @@ class Problem:
 
     @cached_property
     def baseline_us(self) -> float:
-        """With every site left."""
+        """Time of all sites with each left as it is."""
         return sum(site.baseline.us for site in self.sites)
 
     def us(self, choices: Choices) -> float:
@@ -217,7 +218,8 @@ class Frame:
         context: Context | None = None,
         usable_only: bool = False,
     ) -> Problem:
-        """With other token counts at some sites (sites of one kind have the same), or on another machine.
+        """Price the problem with other token counts at some sites (sites of one kind have the same), or on another
+        machine.
 
         With `usable_only` one site stands for all of its kind, and proposals that may not be chosen may be missing.
         """

@@ -1,4 +1,4 @@
-"""Which compile of which frame this is, as Dynamo counts them, and the guard that asked for it."""
+"""Identity of the current compile: its frame and number, as Dynamo counts them, and the guard that asked for it."""
 
 from __future__ import annotations
 

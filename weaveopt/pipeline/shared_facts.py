@@ -168,7 +168,7 @@ def compare(ranks: Sequence[int], documents: Sequence[Document]) -> Verdict:
 
 
 def _against_all(first_rank: int, first: Document, rank: int, other: Document) -> Rejection | None:
-    """Why two ranks rewrite no site of a group together, whatever their sites are."""
+    """Reject all sites of a group for two ranks, whatever the sites are."""
     mine, theirs = first.collectives, other.collectives
     if mine != theirs:
         at = next(

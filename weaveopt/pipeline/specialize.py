@@ -136,7 +136,7 @@ def _regimes(symbolic: _Symbolic, frame: Frame, context: Context) -> tuple[Serve
         return (everything,)
 
     def problem_at(tokens: int) -> Problem:
-        """As if only so many tokens came."""
+        """Price the problem as if all calls had this token count."""
         counts = dict.fromkeys(symbolic.sites, TokenCounts(tokens, tokens, tokens))
         return frame.problem(counts, usable_only=True)
 

@@ -87,7 +87,7 @@ class Estimate:
         return self.decided_us + self.error_us
 
     def plus(self, other: Estimate) -> Estimate:
-        """Both, one after the other: terms of one name added up, those that come to 0 left out, errors added.
+        """Add two estimates, one after the other: terms of one name are summed, zero terms dropped, errors added.
 
         What `other` is predicted to take adds to a measured time too.
         """
@@ -103,7 +103,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a candidate may not be used: a stable code, one sentence, and the values that decided it."""
+    """Reason why a candidate may not be used: a stable code, one sentence, and the values that decided it."""
 
     code: str
     message: str

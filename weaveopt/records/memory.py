@@ -9,14 +9,14 @@ from weaveopt.records.candidate import Fabric
 
 
 class Lifetime(StrEnum):
-    """How long a buffer keeps its bytes."""
+    """Lifetime of a buffer's bytes."""
 
     CALL = "call"
     """During the calls of its site: when one ends on a rank, no peer reads or writes that rank's part any more."""
     UNTIL_READ = "until_read"
-    """From its site's call until its last reader in the graph has run on every rank."""
+    """Lifetime from the site's call until its last reader in the graph has run on every rank."""
     ARENA = "arena"
-    """As long as the arena lives: one place, shared by all sites and graphs that name it."""
+    """Lifetime of the arena: one place, shared by all sites and graphs that name the buffer."""
 
 
 @dataclass(frozen=True)

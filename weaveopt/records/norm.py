@@ -28,7 +28,7 @@ class NormSpec:
 
 
 class Quant(StrEnum):
-    """How normalized rows become e4m3: `normalized / scale`, rounded to nearest and saturated at 448."""
+    """Quantization of normalized rows to e4m3: `normalized / scale`, rounded to nearest and saturated at 448."""
 
     NONE = "none"
     STATIC = "static"

@@ -57,7 +57,8 @@ class Work:
 
 @dataclass(frozen=True)
 class WorkFailure:
-    """Why the work outside the sites of a graph has no predicted time. What the graph runs does not rest on it."""
+    """Reason why the work outside the sites of a graph has no predicted time. It does not affect what the graph
+    runs."""
 
     exception: str
     """Name of the exception's class."""
@@ -97,7 +98,7 @@ class Regime:
 
     min_tokens: int
     max_tokens: int | None
-    """None: no end."""
+    """Largest token count; None: no end."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Variant:
     rule: str = ""
     """The graph rule that made it; empty for the captured graph."""
     baseline_us: float | None = None
-    """With every site of it left as it is."""
+    """Predicted time with every site of it left as it is."""
     predicted_us: float | None = None
     """Predicted time with this variant's own decisions carried out."""
     rejections: tuple[Rejection, ...] = ()
@@ -162,7 +163,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class MachineSummary:
-    """Which profile the decisions rest on, and where its constants come from."""
+    """Profile that the decisions are based on, and the origins of its constants."""
 
     name: str
     measured: bool
@@ -193,7 +194,7 @@ class OutsideCommunication:
 
     group: str
     collectives: int
-    """At least so many: those that were counted between two graphs of the call that compiled them."""
+    """Lower bound of their number: those counted between two graphs of the call that compiled them."""
     after: str
     """The break after which they ran."""
 
@@ -222,7 +223,7 @@ class Report:
     fallbacks: tuple[Fallback, ...] = ()
     notes: tuple[str, ...] = field(default=())
     breaks: tuple[GraphBreak, ...] = ()
-    """Why the model is several graphs; empty where Dynamo captured it whole."""
+    """Graph breaks that split the model; empty if Dynamo captured it whole."""
     outside: tuple[OutsideCommunication, ...] = ()
     uncompiled: tuple[Uncompiled, ...] = ()
     """Calls that ran uncompiled: Dynamo's recompile limit, a stance."""

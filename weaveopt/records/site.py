@@ -35,7 +35,7 @@ class Site:
 
     id: str
     kind: str
-    """Which matcher found it: `reduction`, `mixture`, `attention`, `all_gather`, `reduce_scatter`."""
+    """Kind of the matcher that found it: `reduction`, `mixture`, `attention`, `all_gather`, `reduce_scatter`."""
     groups: tuple[str, ...]
     """Names of the process groups that it communicates in; empty for a local site."""
     module: str

@@ -1,4 +1,4 @@
-"""How the choices of a mixture's tokens spread over its experts: evenly, or more of them on some."""
+"""Distribution of the choices of a mixture's tokens over its experts: even, or more of them on some."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Skew:
         return "uniform" if self.rows == self.experts else f"{self.rows:g}:{self.experts:g}"
 
     def busiest(self, experts: int) -> int:
-        """How many of `experts` are the busiest."""
+        """Number of the busiest of `experts` experts."""
         return max(1, min(experts, round(experts * self.experts)))
 
     def rows_of_busiest(self, experts: int, rows: float) -> float:

@@ -1,4 +1,4 @@
-"""Two reports side by side: which sites are decided otherwise, and what each predicts."""
+"""Comparison of two reports: the sites that are decided differently, and what each report predicts."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ MEASURED = "measured"
 
 
 class Standing(Enum):
-    """How much a decision's predicted saving is worth."""
+    """Significance of a decision's predicted saving."""
 
     COUNTS = "counts"
     NEVER_RAN = "never ran"
-    """Its kernels have never run on any machine."""
+    """Kernels that have never run on any machine."""
     WITHIN_ERROR = "within the error"
-    """Savings do not exceed the profile's error."""
+    """Savings that do not exceed the profile's error."""
 
 
 @dataclass(frozen=True)

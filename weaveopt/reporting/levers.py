@@ -25,7 +25,7 @@ class Lever:
 
     words: str
     us: float = 0.0
-    """At stake: communication that nothing hides, or the time of local sites, in the whole model."""
+    """Time at stake: communication that nothing hides, or the time of local sites, in the whole model."""
     places: dict[str, int] = field(default_factory=dict)
     rules: dict[str, None] = field(default_factory=dict)
     """Rules that lack a measurement, with their fabrics."""

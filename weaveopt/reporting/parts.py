@@ -32,7 +32,7 @@ class Part:
 
 
 def parts(graph: GraphReport) -> tuple[Part, ...]:
-    """In the order of the graph. Their times, each multiplied by its count, add up to the whole."""
+    """Divide a graph into parts, in graph order. Their times, each multiplied by its count, add up to the whole."""
     folded: dict[Hashable, list[tuple[str, int | None, int, tuple[Block, ...]]]] = {}
     for name, layer, count, members in _stretches(graph):
         key = name if layer is None else tuple(map(_kind, members))

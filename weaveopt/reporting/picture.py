@@ -32,7 +32,7 @@ LEAST_LABELLED = 0.06
 
 
 def require() -> None:
-    """Raises `OptionError` where matplotlib is not installed; before anything that takes time."""
+    """Check for matplotlib, before any slow step. Raises `OptionError` if it is not installed."""
     try:
         found = importlib.util.find_spec("matplotlib")
     except ValueError:  # blocked in this process

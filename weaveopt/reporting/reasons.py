@@ -1,4 +1,4 @@
-"""Why things were not done, in short: each reason once, with where it holds and the range of what decided it."""
+"""Reasons against rewrites, in short: each once, with the sites where it holds and the range of the deciding values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which graphs were compiled for which model: what `weaveopt.report` reads.
+"""Registry of the graphs that were compiled for each model, which `weaveopt.report` reads.
 
 No reference to a parameter is kept, not even a weak one: `torch.utils.swap_tensors`, which `.to()` goes through where
 parameters are DTensors, refuses tensors that have any.

@@ -34,7 +34,7 @@ def broken(report: Report) -> Iterator[str]:
 
 
 def graph_count_lines(report: Report) -> Iterator[str]:
-    """How many graphs Dynamo made, where it is more than one."""
+    """Line with the number of graphs that Dynamo made, if there are several."""
     if report.num_graphs > 1:
         ended = "Dynamo broke the model, and no rewrite reaches across a break" if report.breaks else "no graph break"
         yield f"{counted(report.num_graphs, 'graph')}: {ended}"
@@ -54,7 +54,8 @@ def outside_lines(report: Report) -> Iterator[str]:
 
 
 def whole(graph: GraphReport, machine: MachineSummary | None) -> list[RenderableType]:
-    """Before and after by part of the model, with the communication that nothing hides; or that sites are all."""
+    """Table of times before and after by part of the model, with exposed communication; one line if sites are all
+    there is."""
     before, after = total(graph, fused=False), total(graph, fused=True)
     if not graph.work:
         failed = [Text(line, style="red") for line in work_failure_line(graph)]
@@ -81,7 +82,7 @@ def failure_lines(report: Report) -> Iterator[str]:
 
 
 def work_failure_line(graph: GraphReport) -> tuple[str, ...]:
-    """Why the whole model has no prediction, where that is a failure; decisions do not rest on it."""
+    """Line on the failure that left the whole model without a prediction; decisions do not depend on it."""
     if graph.work_failure is None:
         return ()
     return (f"the work outside the sites of {graph.name} could not be estimated: {graph.work_failure}",)
@@ -109,7 +110,7 @@ def arena(graph: GraphReport) -> list[RenderableType]:
 
 
 def sensitivity(graph: GraphReport) -> list[RenderableType]:
-    """At which token counts and with which constants another choice would win; equal answers once."""
+    """Lines on the token counts and constants at which another choice would win; equal answers once."""
     sites = {decision.site.id: decision.site for decision in graph.decisions}
     equal: dict[Sensitivity, dict[str, int]] = {}
     for found in graph.sensitivity:

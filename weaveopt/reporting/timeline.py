@@ -101,7 +101,7 @@ def module_of(block: Block) -> str:
 
 
 def estimate_of(block: Block, fused: bool) -> Estimate | None:
-    """Before (`fused` False) or after rewriting; None where nothing was estimated."""
+    """Estimate before (`fused` False) or after rewriting; None if nothing was estimated."""
     if isinstance(block, Work):
         return Estimate((Term(block.kind, block.us),))
     return block.chosen.estimate if fused else block.baseline

@@ -186,7 +186,7 @@ def _unfolded(node: object) -> fx.Node | None:
 
 
 def _keeps_shape(node: fx.Node) -> bool:
-    """But for the number of heads, where there is one before."""
+    """True if a node keeps its operand's shape, except for the number of heads if that was 1."""
     before = node.args[0]
     a, b = tensor_of(node), tensor_of(before) if isinstance(before, fx.Node) else None
     if a is None or b is None or a.ndim != b.ndim:

@@ -1,4 +1,4 @@
-"""Who reads a gathered value: GEMMs by rows, GEMMs that contract over the gathered dimension, and others.
+"""Consumers of a gathered value: GEMMs by rows, GEMMs that contract over the gathered dimension, and others.
 
     whole = all_gather(shard)                   # several gathers of one shard hold the same
     q, k, v = whole @ wq, whole @ wk, whole @ wv
@@ -34,11 +34,12 @@ class Gathered:
     shard: fx.Node
     rows: Rows
     gemms: tuple[Gemm, ...]
-    """They read the gathered rows as `a`, in one dtype; of several dtypes or orders those with most columns."""
+    """GEMMs that read the gathered rows as `a`, in one dtype; of several dtypes or orders, those with the most
+    columns."""
     contractions: tuple[Gemm, ...]
     """GEMMs that contract over the gathered dimension: gradients of weights."""
     kept: tuple[fx.Node, ...]
-    """Those of `nodes` that something else reads: these values have to exist."""
+    """Nodes among `nodes` with other consumers: their values have to be kept."""
     nodes: frozenset[fx.Node]
     """The gathers, what leads from them to `gemms`, and these."""
 

@@ -329,7 +329,7 @@ def _leads_to_fp8(node: fx.Node, steps: int = 6) -> bool:
 
 
 def _read(held: Mapping[fx.Node, _Held], nodes: set[fx.Node]) -> tuple[Place, ...]:
-    """Those of `nodes` that others read, last first."""
+    """Return those of `nodes` that have consumers outside the quantization, last first."""
     outer = [node for node in sorted(nodes, reverse=True) if any(user not in held for user in node.users)]
     return tuple(Place(node, held[node].path) for node in outer)
 

@@ -19,11 +19,11 @@ class Readers:
     """Consumers of rows `[..., hidden]`."""
 
     gemms: tuple[Gemm, ...]
-    """They read the rows as `a [tokens, hidden]`, in graph order."""
+    """GEMMs that read the rows as `a [tokens, hidden]`, in graph order."""
     others: tuple[fx.Node, ...]
     """Everything else, in graph order."""
     views: tuple[fx.Node, ...]
-    """Between the rows and what reads them."""
+    """Views between the rows and their consumers."""
 
     @property
     def nodes(self) -> frozenset[fx.Node]:

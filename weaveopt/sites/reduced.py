@@ -126,7 +126,7 @@ class _Walk:
         self.views = [*before, node]
 
     def step_back(self) -> None:
-        """Before the last views: they stay in the graph where a site ends without a norm."""
+        """Step back before the last views: they stay in the graph if a site ends without a norm."""
         if self.views:
             self.value, *behind = self.views
             self.passed.difference_update(behind)
@@ -301,7 +301,7 @@ def _is_vector(node: fx.Node, hidden: int) -> bool:
 
 @dataclass(frozen=True)
 class _Partner:
-    """Another all-reduce whose result, after views and biases, is added to the sum."""
+    """Another all-reduce of the group whose result, after views and biases, is added to the sum."""
 
     nodes: tuple[fx.Node, ...]
     biases: tuple[fx.Node, ...]

@@ -149,7 +149,7 @@ def _narrows(reader: fx.Node, node: fx.Node) -> bool:
 
 
 def _norm_nodes(after: Reduced, passed: frozenset[fx.Node]) -> frozenset[fx.Node]:
-    """Those of the norm's nodes, and of the casts of its numbers, that disappear with it."""
+    """Return the norm's nodes, and the casts of its numbers, that are removed with it."""
     if after.norm is None:
         return frozenset()
     vanishing = {*passed, after.norm.output}

@@ -20,7 +20,7 @@ MAX_REGIMES = 4
 
 Choices = tuple[int, ...]
 Structure = tuple[tuple[str, Fabric, tuple[str, ...]] | None, ...]
-"""For each site rule and fabric, and the interactions that change what it costs; None where it is left."""
+"""Rule and fabric of each site, with the interactions that change its cost; None for a site that is left."""
 
 
 class Site(Protocol):

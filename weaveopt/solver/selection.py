@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 EXCLUDED = inf
-"""As a term: these choices never go together."""
+"""Term of choices that exclude each other."""
 
 
 @dataclass(frozen=True)
@@ -201,5 +201,5 @@ def _order(num_sites: int, interacting: Iterable[tuple[int, ...]]) -> list[int]:
 
 
 def _left_waiting(site: int, later: Sequence[set[int]], waiting: set[int]) -> int:
-    """How many more sites wait for later ones once `site` is taken."""
+    """Number of further sites that wait for later ones once `site` is taken."""
     return bool(later[site]) - sum(later[other] == {site} for other in waiting)

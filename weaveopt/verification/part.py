@@ -15,7 +15,7 @@ SCALE = 0.1
 
 
 class NotTimedError(Exception):
-    """Why a site cannot be run by itself; the prediction decides there."""
+    """Reason why a site cannot be run by itself; the prediction decides there."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sizes:
 
     @staticmethod
     def of(count: torch.SymInt | None, tokens: int) -> Sizes:
-        """With `tokens` for a token count that is a multiple of one symbol; hints for all else."""
+        """Sizes with `tokens` for a token count that is a multiple of one symbol; hints for all others."""
         if count is None or count.node.hint == tokens:
             return Sizes()
         symbols, [factor, _] = count.node.expr.free_symbols, count.node.expr.as_coeff_Mul()

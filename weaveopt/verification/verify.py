@@ -122,7 +122,7 @@ class _Referee:
     def _made(
         self, contest: Contest, position: int | None, label: Label, failures: dict[Label, Rejection]
     ) -> Trial | None:
-        """None, and a reason, where some rank cannot make it or has no memory for it."""
+        """Build a trial; None, with a reason, if some rank cannot build it or has no memory for it."""
         trial, why = None, ""
         try:
             trial = trial_of(self._priced, contest.index, position, self._rules, self._context, self._make)

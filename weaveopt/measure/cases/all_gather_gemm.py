@@ -41,8 +41,8 @@ PUSHED_CUTS = {
     TileConfig(160, 2): Sizes(most_tokens=FEW_TOKENS),
     TileConfig(128, 2): Sizes(most_tokens=FEW_TOKENS),
 }
-"""With few pairs in a group rows are read in the order in which they come; with more the weight is read from memory
-less often. Where tokens are few the tiles of one width fill whole waves, and those of another do not."""
+"""Tile configurations. With few tile rows in a group rows are read in their order of arrival; with more the weight
+is read from memory less often. With few tokens only tiles of one of the widths may fill whole waves."""
 TAKEN_BYTES_PER_US = 3e5
 """About what the link does, for how many calls a measurement makes."""
 
@@ -73,7 +73,7 @@ def launch(rows_of_rank: int, call: AllGatherGemmCall, device: torch.device) -> 
 
 @dataclass
 class AllGathers(Family):
-    """On the fabrics `shm` and `peer`, without the GEMMs."""
+    """Measurements of the all-gather on the fabrics `shm` and `peer`, without the GEMMs."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})
     times: dict[int, Rows] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def pushed_launch(case: Case[TileConfig], ranks: Ranks) -> Launch:
 
 @dataclass
 class PushedGathers(Family):
-    """On the fabric `peer`: the time of the gather with one GEMM, at each number of its columns."""
+    """Measurements on the fabric `peer` of the gather with one GEMM, at each number of its columns."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: Times[TileConfig] = field(default_factory=dict)

@@ -41,7 +41,8 @@ CASES = (
 
 
 def attention(clock: Clock, device: torch.device, case: AttentionCase, expected_us: float) -> Sample:
-    """As compiled models call it: with a mask in memory, or causal, on keys that stand there for every head."""
+    """Build an attention call as compiled models make it: with a mask in memory, or causal, on keys repeated for
+    every head."""
     shape = (case.batch, case.heads)
     query = torch.randn(*shape, case.queries, HEAD, device=device, dtype=torch.bfloat16)
     key, value = torch.randn(2, *shape, case.keys, HEAD, device=device, dtype=torch.bfloat16).unbind()
@@ -106,7 +107,7 @@ def steps_of(case: AttentionCase, units: int) -> int:
 
 @dataclass
 class AttentionKernels(Family):
-    """On GPUs; the arithmetic of CPU ranks is derived from their GEMMs."""
+    """Measurements of attention on GPUs; the arithmetic of CPU ranks is derived from their GEMMs."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: dict[AttentionCase, Sample] = field(default_factory=dict)

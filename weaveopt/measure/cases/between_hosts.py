@@ -238,7 +238,7 @@ def _nothing(index: int) -> None:
 
 
 def _ping(wire: socket.socket | None, begins: bool, num_bytes: int) -> Launch:
-    """There and back."""
+    """Build a ping-pong step: a message there and back."""
     data = memoryview(bytearray(num_bytes))
 
     def run(index: int) -> None:

@@ -50,7 +50,7 @@ def copies(ranks: Ranks) -> tuple[float, float, float]:
 
 @dataclass
 class Copies(Family):
-    """With the largest group: it is when all ranks of the host pull that copies contend."""
+    """Measurements of copies in the largest group: contention appears when all ranks of the host pull at once."""
 
     devices: ClassVar = frozenset({"cuda"})
     found: tuple[float, float, float] | None = None

@@ -53,7 +53,7 @@ class GemmRunner:
 
 
 def guess_us(m: int, n: int, k: int) -> float:
-    """For the clock, before anything is known."""
+    """Guess a GEMM's time for the clock, before anything is measured."""
     return 3.0 + max(m * n * k / 3e8, (m * n + m * k + n * k) / 1.5e6)
 
 
@@ -67,7 +67,7 @@ def shared_out(items: Sequence[int], rank: int, world: int, copies: int) -> Iter
 
 @dataclass
 class Gemms(Family):
-    """In bfloat16 and float32; ranks share the corners out among them."""
+    """Measurements in bfloat16 and float32; the corners are divided among the ranks."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})
     grids: dict[str, Grid] = field(default_factory=dict)

@@ -105,7 +105,7 @@ def launch(case: Case[Kernel], ranks: Ranks) -> Launch:
 
 @dataclass
 class TileKernels(Family):
-    """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
+    """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: Times[Kernel] = field(default_factory=dict)

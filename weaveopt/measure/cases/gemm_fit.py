@@ -1,4 +1,4 @@
-"""From samples of GEMMs to a profile's constants: tiles in waves, or rates by number of rows."""
+"""Fit of a profile's constants from samples of GEMMs: tiles in waves, or rates by number of rows."""
 
 from __future__ import annotations
 

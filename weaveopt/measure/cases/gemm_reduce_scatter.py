@@ -77,7 +77,7 @@ def launches(ranks: Ranks, rows: int, call: GemmReduceScatterCall) -> tuple[Laun
 
 @dataclass
 class ReduceScatters(Family):
-    """On the fabrics `shm` and `peer`, without the GEMM."""
+    """Measurements on the fabrics `shm` and `peer`, without the GEMM."""
 
     devices: ClassVar = frozenset({"cpu", "cuda"})
     times: dict[int, Rows] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def tiles_launch(case: Case[TileConfig], ranks: Ranks) -> Launch:
 
 @dataclass
 class ScatteredTiles(Family):
-    """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
+    """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: Times[TileConfig] = field(default_factory=dict)

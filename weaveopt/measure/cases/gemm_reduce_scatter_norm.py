@@ -66,7 +66,7 @@ def launch(case: Case[TileConfig], ranks: Ranks) -> Launch:
 
 @dataclass
 class NormedTiles(Family):
-    """On the fabric `peer`: the whole kernel's time, at each depth of the GEMM."""
+    """Measurements on the fabric `peer` of the whole kernel, at each depth of the GEMM."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: Times[TileConfig] = field(default_factory=dict)

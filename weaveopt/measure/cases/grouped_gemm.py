@@ -88,7 +88,7 @@ def grouped_slowdown(pairs: Iterable[tuple[Sample, Sample]]) -> float:
 
 @dataclass
 class GroupedGemms(Family):
-    """On GPUs, where torch has grouped GEMMs for them."""
+    """Measurements on GPUs for which torch has grouped GEMMs."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: dict[GroupedCase, tuple[Sample, Sample]] = field(default_factory=dict)

@@ -33,7 +33,7 @@ FEW = tuple(
     for experts, hidden, width in ((16, 2048, 768), (32, 4096, 1536), (8, 6144, 8192))
     for tokens in (1, 2, 4, 8, 16, 32, 64)
 )
-"""Up to some rows an expert the weights bind."""
+"""Cases with few rows an expert, which are bound by reading the weights."""
 MANY = tuple(
     Mixture(tokens, float(CHOICES), 8, hidden, width, True, DTYPE)
     for hidden, width in ((2048, 1536), (6144, 4096))
@@ -87,7 +87,7 @@ def curve(origin: str, variant: str, counts: str, sized: Sequence[tuple[float, f
 
 @dataclass
 class ExpertKernels(Family):
-    """On GPUs with Triton; CPU ranks run the library's GEMMs, whose times are in the profile."""
+    """Measurements on GPUs with Triton; CPU ranks run the library's GEMMs, whose times are in the profile."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: dict[tuple[Kernels, Mixture], Sample] = field(default_factory=dict)

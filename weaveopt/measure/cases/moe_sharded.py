@@ -70,7 +70,7 @@ def launch(variant: str, tokens: int, site: PeerSite, ranks: Ranks) -> Launch:
 
 @dataclass
 class ShardedKernels(Family):
-    """On the fabric `peer`, without the experts."""
+    """Measurements on the fabric `peer`, without the experts."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: dict[tuple[int, str], Rows] = field(default_factory=dict)

@@ -94,7 +94,7 @@ def _without_not(node: fx.Node, is_inverted: bool, fill: float | None) -> Boolea
 
 
 def _peel(node: fx.Node, *, casts: bool) -> fx.Node:
-    """Under what repeats or copies a mask: the result still broadcasts to the shape that `node` has."""
+    """Skip nodes that repeat or copy a mask: the result still broadcasts to the shape of `node`."""
     while True:
         source = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(source, fx.Node):
@@ -118,14 +118,14 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _shape(node: fx.Node) -> list[str]:
-    """As text: comparing symbolic sizes would add guards."""
+    """Shape as text, since comparing symbolic sizes would add guards."""
     value = tensor_of(node)
     assert value is not None, f"{node.name} makes no tensor"
     return [str(size) for size in value.shape]
 
 
 def _without_leading_ones(shape: list[str]) -> list[str]:
-    """From the first size on that is not 1: what is left out broadcasts."""
+    """Drop leading sizes of 1, which broadcast."""
     return shape[next((at for at, size in enumerate(shape) if size != "1"), len(shape)) :]
 
 

@@ -46,7 +46,7 @@ class Mask:
     num_filled: int | None = None
 
     def filled(self, num_keys: int) -> int:
-        """How many leading keys any query may see."""
+        """Number of leading keys that any query may see."""
         return num_keys if self.num_filled is None else self.num_filled
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:

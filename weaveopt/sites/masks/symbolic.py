@@ -215,7 +215,7 @@ def _expand(node: fx.Node, rank: int) -> _Affine | None:
 
 
 def _slice(node: fx.Node, rank: int) -> _Affine | None:
-    """From a first index that is a number, and not past the end."""
+    """Follow a slice that starts at a constant index and ends within the dimension."""
     inner = _affine(node.args[0])
     dim, first = (_size(argument) for argument in (*node.args[1:3], *(0, 0)[len(node.args) - 1 :]))
     if inner is None or not isinstance(dim, int) or not isinstance(first, int) or first < 0 or len(node.args) > 4:
@@ -251,7 +251,7 @@ def _cumsum(node: fx.Node, rank: int) -> _Affine | None:
 
 
 def _index(node: fx.Node, rank: int) -> _Affine | None:
-    """At affine places that do not count from the end."""
+    """Follow indexing at affine positions that do not count from the end."""
     source, places = _affine(node.args[0]), node.args[1]
     if source is None or not isinstance(places, list | tuple) or len(places) != len(source.steps):
         return None

@@ -1,4 +1,4 @@
-"""From samples of the fused kernels to a profile's curves and link."""
+"""Fit of a profile's curves and link from samples of the fused kernels."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def kernels(quick: bool) -> Iterator[Fused]:
 
 @dataclass
 class PeerKernels(Family):
-    """On the fabric `peer`, with residual and sum sharded."""
+    """Measurements on the fabric `peer`, with residual and sum sharded."""
 
     devices: ClassVar = frozenset({"cuda"})
     times: Times = field(default_factory=dict)

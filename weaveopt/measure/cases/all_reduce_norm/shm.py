@@ -23,7 +23,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass
 class ShmKernels(Family):
-    """On the fabric `shm`, with residual and sum sharded, without the copy that spares a GEMM."""
+    """Measurements on the fabric `shm`, with residual and sum sharded, without the copy that a GEMM replaces."""
 
     devices: ClassVar = frozenset({"cpu"})
     times: Times = field(default_factory=dict)

@@ -29,7 +29,7 @@ def library(case: Attention, device: torch.device) -> Call:
 
 
 def masked(case: Attention, device: torch.device) -> Call:
-    """With a mask of booleans, and its ranges, which layers share."""
+    """Build a call with a boolean mask and its key ranges, which layers share."""
     sets = [operands(case, device, repeated=False) for _ in range(turns(case))]
     admitted = torch.ones(case.batch, 1, case.q_len, case.kv_len, device=device, dtype=torch.bool)
     if case.causal:
@@ -45,7 +45,7 @@ def masked(case: Attention, device: torch.device) -> Call:
 
 @dataclass
 class CausalKernels(Family):
-    """On GPUs; CPU ranks have one kernel, whose arithmetic is derived from their GEMMs."""
+    """Measurements on GPUs; CPU ranks have one kernel, whose arithmetic is derived from their GEMMs."""
 
     devices: ClassVar = frozenset({"cuda"})
     by_work: list[Timed] = field(default_factory=list)
