@@ -106,11 +106,11 @@ class Processes:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._read: dict[int, int] = {}
-        """Of each helper's events: how many bytes were passed on."""
+        """Bytes of each helper's events that were passed on."""
         self._ended: set[str] = set()
         """Tests that ran to their end, by whichever process."""
         self._seconds: dict[str, float] = {}
-        """What they took, fixtures included."""
+        """Seconds by test, fixtures included."""
         self._started = ExitStack()
         """Ends helpers that are still there, and removes the folder."""
 

@@ -74,7 +74,7 @@ DECIDE = (
     Step("choose", _choose),
     Step("plan", lambda c: replace(c, planned=plan(made(c.best), c.rules, c.context))),
 )  # fmt: skip
-"""What every rank does by itself, and `preview` too."""
+"""Steps of every rank by itself, and of `preview`."""
 REWRITE = Step("rewrite", lambda c: c if c.agreed.decided is None else replace(
     c, rounding=rewrite(c.agreed.decided, c.agreed.planned, c.rules, c.context)))  # fmt: skip
 TOGETHER = (
@@ -84,7 +84,7 @@ TOGETHER = (
     Step("bind", lambda c: replace(c, not_bound=bind(
         c.agreed, c.agreed.failure or c.failure, c.context)), always=True),
 )  # fmt: skip
-"""What ranks do together: those that share a site rewrite it alike, or leave it."""
+"""Steps that ranks take together: those that share a site rewrite it alike, or leave it."""
 
 
 def weave(

@@ -28,7 +28,7 @@ VARIABLE = "WEAVE_DEBUG"
 STEPS, CALLS = 8, 6
 """Levels below `logging.DEBUG`, at which steps and calls are logged."""
 LEVELS = (logging.NOTSET, logging.DEBUG, STEPS, CALLS)
-"""By the variable's value."""
+"""Logging levels by the variable's value."""
 
 
 def listen() -> None:
@@ -65,7 +65,7 @@ def log_step(step: str, lap_us: float, before: Sequence[fx.Graph], after: Sequen
 
 
 _texts: dict[int, str] = {}
-"""By identity: graphs as they were logged last. Only filled at level 2 and 3."""
+"""Texts of graphs as last logged, by the graph's `id`. Only filled at level 2 and 3."""
 
 
 def watched(compiled: Callable[..., object]) -> Callable[..., object]:

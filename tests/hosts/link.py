@@ -74,7 +74,7 @@ class Wires:
         self.down: set[int] = set()
         self.loss_percent = link.loss_percent
         self.own_us = 0.0
-        """What whoever carries the packets needs himself, one way."""
+        """One-way time of the relay itself for a packet."""
         self.to_duplicate = self.to_truncate = 0
         """So many of the next packets that carry data."""
         self._sent_until, self._received_until = [0.0] * count, [0.0] * count

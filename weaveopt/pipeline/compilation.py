@@ -36,7 +36,7 @@ class Timed(Protocol):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What there is to say of them, a line each."""
+        """Notes of the measurement, a line each."""
         ...
 
 
@@ -90,7 +90,7 @@ class Compilation:
 
     @property
     def graph(self) -> CapturedGraph:
-        """What was captured; of a graph that could not be, only what can be seen without that."""
+        """The captured graph; if capture failed, only what can be read from the module without it."""
         groups = groups_in(self.module.graph)
         return self.captured or CapturedGraph(self.name, "unknown", 0, groups, self.module.graph)
 
@@ -100,7 +100,7 @@ class Compilation:
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
-        """What a step may have changed or made."""
+        """Graphs that a step may have changed or made."""
         return (*(each.captured.graph for each in self.variants), *((self.graph.graph,) * (not self.variants)))
 
     @property
@@ -135,7 +135,7 @@ class Compilation:
 
     @property
     def report(self) -> GraphReport:
-        """What is known by now."""
+        """Report from what the steps have made so far."""
         graph, final = self.graph, self.agreed.decided
         plain = GraphReport(graph.name, graph.phase, graph.tokens, fallbacks=self.fallbacks, steps_us=self.laps)
         if self.fallbacks:
@@ -207,7 +207,7 @@ def of_each_variant(step: Callable[[Compilation, VariantState], VariantState]) -
 
 
 def made(part: Part | None) -> Part:
-    """What an earlier step made."""
+    """Part of the record that an earlier step made."""
     assert part is not None, "a step runs before the one that makes what it reads"
     return part
 

@@ -26,7 +26,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a graph will run."""
+    """Context that a graph will run in."""
 
     context: Context
     stands_in_for: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Surroundings:
 
 
 def context(captured: CapturedGraph, config: Config, known: Known | None = None) -> Surroundings:
-    """What every later step may ask. Ranks of groups that were never met before are asked once, unless all is `known`.
+    """Facts that every later step may read. Ranks of new groups are asked once, unless all is `known`.
 
     Raises `AgreementError` if one does not come.
     """
@@ -65,7 +65,7 @@ def machine_for(config: Config, topologies: Mapping[str, Topology], captured: Ca
 
 
 def _topologies(captured: CapturedGraph, config: Config) -> dict[str, Topology]:
-    """By group: where its ranks are, and the device that they use in this graph."""
+    """Topologies by group, each with the device that its ranks use in this graph."""
     devices = devices_in(captured.graph)
     found = {group: topology.discover(group, config.compile_timeout_s) for group in groups_of(captured)}
     return {group: replace(known, device=devices.get(group, known.device)) for group, known in found.items()}

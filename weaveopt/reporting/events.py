@@ -1,4 +1,4 @@
-"""What was decided for a graph, as lines of a log: one for the graph, one a site, one a failure."""
+"""Decisions for a graph as lines of a log: one for the graph, one a site, one a failure."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class PeerSite:
         )  # fmt: skip
         self._side = second_stream(rows.device)
         self._unsupported: dict[int, str] = {}
-        """By a GEMM's columns: why the device has no kernel for it; empty where it has."""
+        """Reason why the device has no kernel for a GEMM, by its columns; empty if it has one."""
 
     @staticmethod
     def buffers(call: AllGatherGemmCall) -> tuple[Buffer, ...]:

@@ -108,7 +108,7 @@ class PeerTiles:
         assert call.cut is not None, f"site {call.reduction.site}: tiles without a cut"
         self._cut, self._site, self._hidden = call.cut, site, call.reduction.hidden
         self._unsupported: dict[int, str] = {}
-        """By the product's depth."""
+        """Reason why the device has no kernel for a GEMM, by its depth; empty if it has one."""
 
     def run(self, gemm: Gemm, operands: Operands) -> Results | None:
         """normalized and sum; None where the library has to run, which is so on all ranks or on none."""

@@ -59,7 +59,7 @@ class PeerSite:
             call.timeout_s, rows.offset, rows.num_bytes,
         )  # fmt: skip
         self._unsupported: dict[int, str] = {}
-        """By the GEMM's depth: why the device has no kernel of tiles; empty where it has."""
+        """Reason why the device has no kernel of tiles for a GEMM, by its depth; empty if it has one."""
 
     @staticmethod
     def buffers(call: GemmReduceScatterCall) -> tuple[Buffer, ...]:
