@@ -89,7 +89,8 @@ def question(args: argparse.Namespace) -> Question:
 
 
 def _check_ranks(asked: Question) -> None:
-    """Raises `OptionError` unless a launcher started several ranks, or this host has one GPU to measure alone."""
+    """Check the ranks. Raises `OptionError` unless a launcher started several, or this host has one GPU to measure
+    alone."""
     missing = [name for name in LAUNCHED if not variable(name)]
     wrong = [name for name in LAUNCHED if name not in missing and not variable(name).isdecimal()]
     alone = len(missing) == len(LAUNCHED) or (not missing and not wrong and int(variable("WORLD_SIZE")) < 2)

@@ -140,7 +140,7 @@ def _near(word: str, known: tuple[str, ...]) -> str:
 
 
 def check(source: Source, request: Request) -> None:
-    """Everything that can be said to be impossible before any time is spent. Raises `CaptureError`.
+    """Reject impossible requests before any time is spent. Raises `CaptureError`.
 
     Of a sketch what JSON says is checked, and what it leaves to transformers is not.
     """

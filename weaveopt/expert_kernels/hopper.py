@@ -118,7 +118,7 @@ def unsupported(operands: Operands, shape: Shape) -> str:
 
 
 def launch(operands: Operands, call: ExpertsCall, how: HopperPlan) -> Tensor:
-    """All kernels of one call. Raises `WeaveError` where the driver refuses one."""
+    """Launch all kernels of one call. Raises `WeaveError` if the driver refuses one."""
     shape = checked_shape(operands, call)
     x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
     if not shape.rows:

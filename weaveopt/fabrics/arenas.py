@@ -58,7 +58,7 @@ class Arenas(Generic[A]):
         return found
 
     def kept(self, group_name: str) -> tuple[A, ...]:
-        """All that are there, the one in use last."""
+        """Arenas of a group that still exist, the current one last."""
         entry = self._entry(group_name)
         return tuple(entry.arenas) if entry is not None else ()
 
@@ -88,7 +88,7 @@ class Arenas(Generic[A]):
             self.release(name)
 
     def __iter__(self) -> Iterator[A]:
-        """All arenas of all groups."""
+        """Iterate over all arenas of all groups."""
         return (arena for entry in self._entries.values() for arena in entry.arenas)
 
     def _entry(self, group_name: str) -> _Entry[A] | None:

@@ -44,7 +44,7 @@ _BROKEN = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP}
 """Errors of a listener that nobody can come to any more; all others are of the one who came."""
 _LOOK_S = 0.05
 _CONNECTING_S = 30.0
-"""All ranks are there by then: who cannot be reached in this time is behind a firewall."""
+"""Time to connect. All ranks have arrived by then: one that cannot be reached in this time is blocked by a firewall."""
 
 
 def connect(channel: Exchange, peers: Iterable[int], timeout_s: float) -> dict[int, socket.socket]:
@@ -166,7 +166,7 @@ class _Meeting:
             return True
 
     def _question(self, connection: socket.socket) -> None:
-        """Raises `ConnectionError` where connecting is over."""
+        """Register a connection as unauthenticated. Raises `ConnectionError` once connecting is over."""
         with self._lock:
             self._unproven.add(connection)
             if self._all_found.is_set():

@@ -157,7 +157,7 @@ def with_room(current: L | None, asked: Layout, make: Callable[[Layout], L]) -> 
 
 
 def expect_equal_layouts(group: Group, told: Sequence[Payload]) -> None:
-    """Raises `ArenaError` if the ranks announced different `layout` texts."""
+    """Check that all ranks announced equal layouts. Raises `ArenaError` if the `layout` texts differ."""
     if len({str(record["layout"]) for record in told}) > 1:
         asked = "; ".join(f"rank {rank}: {r['layout']}" for rank, r in zip(group.ranks, told, strict=True))
         raise ArenaError(f"group {group.name!r}: ranks ask for arenas of different buffers: {asked}")

@@ -34,14 +34,14 @@ A = TypeVar("A", bound=Mapped, contravariant=True)
 
 
 class FirstCall(Protocol[A]):
-    """Calls of one operation, small ones of every kind that it has, in an arena of type `A`."""
+    """Small calls of one operation, of every kind that it has, in an arena of type `A`."""
 
     def layout(self, group: Group) -> Layout:
         """Return the buffers that the calls need in the arena."""
         ...
 
     def prepare(self, arena: A) -> Run:
-        """Everything up to the launches. Raises whatever stands against them."""
+        """Prepare everything up to the launches. Raises any obstacle to them."""
         ...
 
 
@@ -61,7 +61,8 @@ def with_first_calls(layout: Layout, group: Group) -> Layout:
 
 
 def expect_allowed(group: Group, timeout_s: float) -> None:
-    """Raises `MulticastError` on all ranks of the group where they cannot use multicast, or have left it."""
+    """Check that the ranks can use multicast. Raises `MulticastError` on all ranks of the group if not, or if they
+    left it."""
     against = topologies.discover(group.name, timeout_s).no_multicast
     if against is not None:
         raise MulticastError(f"group {group.name!r}: {against.message} ({_words(against.values)})")
@@ -86,7 +87,8 @@ def check(arena: Mapped, channel: Exchange, timeout_s: float) -> None:
 
 
 def expect(group: Group, channel: Exchange, why: str, what: str, timeout_s: float) -> None:
-    """Raises `MulticastError` on all ranks of the group if one has a reason `why` not; then no plan uses it again."""
+    """Check that no rank has a reason `why` not. Raises `MulticastError` on all ranks if one has; no plan uses it
+    again then."""
     told = channel.gather({"error": why}, what, timeout_s)
     wrong = [f"rank {rank}: {each['error']}" for rank, each in zip(group.ranks, told, strict=True) if each["error"]]
     if wrong:

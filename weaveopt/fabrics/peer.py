@@ -61,7 +61,7 @@ class PeerArena:
         self.peers = tuple(peers)
         """The process of every rank."""
         self.multicast = multicast
-        """All ranks' parts are mapped by NVLink multicast too."""
+        """True if all ranks' parts are mapped by NVLink multicast too."""
         self.error: WeaveError | None = None
         """Why nothing can run here any more; every later call raises it."""
         self.closed = False

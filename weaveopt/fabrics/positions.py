@@ -29,7 +29,7 @@ class Position:
     """Progress of a rank in a group."""
 
     calls: int
-    """Calls of graphs with rewritten sites of the group that it began; equal on ranks that are at the same point."""
+    """Number of calls of graphs with rewritten sites of the group that it began; equal on ranks at the same point."""
     collectives: int
     """Collectives of the group that it issued; -1 where the library does not count them."""
 

@@ -111,7 +111,7 @@ class Rounds:
         return bounded(work, self.where, WHAT, timeout_s)
 
     def collect(self, number: int, skeleton: str, reason: str, timeout_s: float) -> tuple[str, ...] | Closed:
-        """All ranks' documents of a round, in group order, or how it was closed. Raises as `publish`."""
+        """Collect all ranks' documents of a round, in group order, or how it was closed. Raises as `publish`."""
         return bounded(lambda: self._collect(number, skeleton, reason, timeout_s), self.where, WHAT, timeout_s)
 
     def settle(self, number: int, wait_s: float = 5.0) -> None:

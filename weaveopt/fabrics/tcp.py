@@ -75,7 +75,8 @@ class TcpArena:
         return self.local.transient_begin
 
     def expect_wiring(self, site: str, exchanges: Iterable[str]) -> None:
-        """Raises `ArenaError` where `exchanges` send to hosts that no plan asked a connection to."""
+        """Check that connections exist. Raises `ArenaError` if `exchanges` send to hosts that no plan asked a
+        connection to."""
         missing = self.hosts.peers(exchanges) - self.hosts.peers(self.wiring)
         if missing:
             raise ArenaError(f"site {site}: group {self.group.name!r} has no connection to hosts {sorted(missing)}")

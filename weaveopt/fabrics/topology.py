@@ -58,7 +58,7 @@ class Topology:
     device: str
     """`cpu` or `cuda`, the same on all ranks."""
     fake: bool = False
-    """There are no peers; only good for capture."""
+    """True if there are no peers; only good for capture."""
     gpus: tuple[Gpu, ...] = ()
     """GPU of each rank; empty if the ranks use CPUs, or the group is fake."""
     no_peer_access: tuple[int, int] | None = None

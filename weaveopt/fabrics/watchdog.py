@@ -128,7 +128,7 @@ def forget(arena: Watched) -> None:
 
 
 def fail(arena: Watched, what: str) -> NoReturn:
-    """Raises why a launch in `arena` did not succeed: what its kernels said, else `what`."""
+    """Raise the reason why a launch in `arena` failed: what its kernels reported, else `what`."""
     with _lock:
         # The trap of one arena's kernel ends every other's launches too.
         for other in (arena, *_watched):
@@ -140,7 +140,8 @@ def fail(arena: Watched, what: str) -> NoReturn:
 
 
 def raise_said(cause: BaseException) -> None:
-    """Raises what a kernel of this process said before it gave up, because of `cause`; returns if none said anything.
+    """Raise the error that a kernel of this process reported before it gave up, because of `cause`; returns if there is
+    none.
 
     A kernel that gives up ends with a trap, and then CUDA calls fail that have nothing to do with it.
     """

@@ -64,7 +64,7 @@ class Ahead:
     limit: int = FIRST_AHEAD
 
     def starved(self) -> None:
-        """Everything launched had ended before the host came back."""
+        """Run further ahead, as everything launched had ended before the host came back."""
         self.limit = min(self.limit + 1, MAX_AHEAD)
 
 

@@ -67,7 +67,7 @@ def as_tensors(
 
 
 def apply_all(processors: Sequence[TensorProcessor], scores: Tensor, history: History, numbers: list[Tensor]) -> Tensor:
-    """All of them in their order; `numbers` holds those of the first, then those of the second, and so on."""
+    """Apply all processors in order; `numbers` holds those of the first, then those of the second, and so on."""
     taken = 0
     for processor in processors:
         mine = tuple(numbers[taken : taken + len(processor.numbers)])

@@ -60,7 +60,7 @@ class Arrangement:
 
     @property
     def factors(self) -> Dim:
-        """All digits in the order of memory of a contiguous value, those merged that make one digit together."""
+        """Digits in the memory order of a contiguous value, adjacent ones merged where they form one digit."""
         return merged(tuple(factor for dim in self.dims for factor in dim))
 
     def permuted(self, order: Sequence[int]) -> Arrangement:

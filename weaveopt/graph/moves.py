@@ -53,7 +53,7 @@ class Moves:
         """Every node that was asked for, and what led to it."""
 
     def of(self, node: fx.Node) -> Moved:
-        """Raises nothing: a graph has no depth of movements that Python's stack does not hold."""
+        """Return what `node` holds. No recursion limit applies: a chain of movements is never that deep."""
         if node not in self.known:
             self.known[node] = self._follow(node)
         return self.known[node]

@@ -130,7 +130,7 @@ _uncounted = False
 def under_stances(
     modules: Sequence[torch.nn.Module] | None, function: Callable[..., object] | None = None
 ) -> Iterator[Uncompiled]:
-    """Calls of these modules, or of a function, that a stance kept from compiling; all that were, without either."""
+    """Calls of these modules, or of a function, that a stance kept from compiling; without either, all such calls."""
     if modules is not None:
         found = [_modules_called[module] for module in modules if module in _modules_called]
     elif function is not None:
@@ -144,7 +144,7 @@ def under_stances(
 
 @contextmanager
 def forced_eager() -> Iterator[None]:
-    """Everything uncompiled on purpose: no report counts it."""
+    """Run calls uncompiled on purpose: no report counts them."""
     global _uncounted
     before, _uncounted = _uncounted, True
     try:

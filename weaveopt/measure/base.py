@@ -47,7 +47,7 @@ class Renewed:
 
 
 def accept(asked: str, base: Machine, device: str, here: Wiring) -> None:
-    """Raises `OptionError`, one line, for a base that was not made on such a host."""
+    """Check that the base was made on such a host. Raises `OptionError`, one line, if not."""
     if base.device != device:
         raise OptionError(f"--base {asked}: a profile of {base.device} ranks, but this run measures {device} ranks")
     advice = "only profiles of the same device can be merged; calibrate without --base"

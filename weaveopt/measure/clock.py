@@ -171,7 +171,7 @@ class CpuClock:
         return (2 + 2 * self._count(expected_us)) * expected_us * 1e-6
 
     def _count(self, us: float, most: int = MOST_CALLS) -> int:
-        """Calls of a pass."""
+        """Number of calls of a pass."""
         return int(min(most, max(self.FEWEST_CALLS, self.LONGEST_S * 1e6 / max(us, 1e-3))))
 
     def _goes_on(self, passes: Sequence[Sample]) -> bool:
@@ -233,7 +233,7 @@ class CudaClock:
         self._keeper = capture(lambda: self._settle.add_(0), self._pool)
 
     def _length(self, expected_us: float, least: int) -> int:
-        """Calls of a chain."""
+        """Number of calls of a chain."""
         return int(min(64, max(least, self.CHAIN_US / max(expected_us, 1.0))))
 
     def _chain(self, launch: Launch, expected_us: float, least: int = 2) -> tuple[torch.cuda.CUDAGraph, int]:

@@ -143,7 +143,7 @@ class _Outcome:
         return Decision(site.found.site, chosen, tuple(others), site.baseline)
 
     def _instead(self, index: int, choice: int) -> tuple[int, ...]:
-        """All choices as they were selected, but for one."""
+        """Return the selected choices with that of one site replaced."""
         return (*self.choices[:index], choice, *self.choices[index + 1 :])
 
     def _against(self, index: int, choice: int, candidate: Candidate) -> Rejection:

@@ -74,7 +74,7 @@ class PricedInteraction:
 
 @dataclass(frozen=True)
 class Problem:
-    """All sites of a graph, and what their choices cost."""
+    """The sites of a graph, and the costs of their choices."""
 
     sites: tuple[PricedSite, ...]
     interactions: tuple[PricedInteraction, ...] = ()

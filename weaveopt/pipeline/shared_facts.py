@@ -117,7 +117,7 @@ def document(
 
 
 def settings(context: Context) -> dict[str, str]:
-    """Everything outside the graph that decisions rest on."""
+    """Settings outside the graph that decisions depend on."""
     import weaveopt
 
     found = {f"option {name}": value for name, value in context.config.agreed().items()}

@@ -84,7 +84,7 @@ class _Symbolic:
     end: int | None
     """The least and the largest value that may come; None: no end."""
     step: int
-    """All values that may come are multiples of it."""
+    """Divisor of every possible value."""
     may_guard: bool
 
 

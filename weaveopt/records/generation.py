@@ -46,7 +46,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class LeftCall:
-    """Calls that ran in transformers' own loop, and every reason for it."""
+    """A group of calls that ran in transformers' own loop, and every reason for it."""
 
     loop: str
     """The method of the model that ran instead: `_sample`, `_beam_search`, ..."""
@@ -56,7 +56,7 @@ class LeftCall:
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """All calls of `weaveopt.generate` for one model."""
+    """Report of all calls of `weaveopt.generate` for one model."""
 
     steps: tuple[StepReport, ...] = ()
     left: tuple[LeftCall, ...] = ()

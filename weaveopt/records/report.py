@@ -214,7 +214,7 @@ class Uncompiled:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was decided for one model: the only thing that `explain` and `weaveopt.report` print."""
+    """Decisions for one model: the only thing that `explain` and `weaveopt.report` print."""
 
     model: str
     world: int

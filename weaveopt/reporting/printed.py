@@ -31,11 +31,12 @@ class PrintedReport(Report):
         return document.to_json(self)
 
     def full(self) -> str:
-        """Everything but the terms of single candidates, as `weaveopt explain --full` prints it."""
+        """Format everything except the terms of single candidates, as `weaveopt explain --full` prints it."""
         return text.text(self)
 
     def why(self, site: str) -> str:
-        """Everything on the sites of an id or module. Raises `OptionError`, with the nearest, where there is none."""
+        """Format everything on the sites of an id or module. Raises `OptionError`, with the nearest name, if there
+        is none."""
         return why.text(self, site)
 
 

@@ -113,7 +113,7 @@ def times_of(block: Block, fused: bool) -> Times:
 
 
 def total(graph: GraphReport, fused: bool) -> Times:
-    """All blocks, each as often as it stands for a place of the model."""
+    """Sum over all blocks, each multiplied by the places of the model that it stands for."""
     return sum((times_of(block, fused) * count_of(block) for block in blocks(graph)), Times())
 
 

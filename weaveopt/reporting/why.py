@@ -1,4 +1,4 @@
-"""Everything on one site: what it computes, every candidate with its terms, every reason."""
+"""Full report of one site: what it computes, every candidate with its terms, every reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find(report: Report, wanted: str) -> tuple[tuple[GraphReport, Decision], ...
 
 
 def text(report: Report, wanted: str, width: int | None = None, color: bool = False) -> str:
-    """All that is known of the sites that `wanted` names."""
+    """Format the full report of the sites that `wanted` names."""
     parts: list[RenderableType] = []
     for graph, decision in find(report, wanted):
         parts.extend(_site(graph, decision))

@@ -103,7 +103,7 @@ def gathered_at(gathers: Sequence[fx.Node], world: int) -> Gathered | tuple[Reje
 
 
 def _read(node: fx.Node, moves: Moves, world: int, readers: _Readers, seen: set[fx.Node] | None = None) -> None:
-    """Everything that reads `node`, and what is moved from it, in graph order."""
+    """Collect the consumers of `node` and of values moved from it, in graph order."""
     seen = set() if seen is None else seen
     pending = [node]
     while pending:

@@ -91,7 +91,7 @@ class Norm:
     bias: fx.Node | None
     output: fx.Node
     nodes: tuple[fx.Node, ...]
-    """Everything after `source` up to and with `output`, in graph order."""
+    """Nodes after `source` up to and including `output`, in graph order."""
     eps: fx.Node | float | int
     """Node or number whose value is `form.eps`: a number, or a Python float that was lifted to a tensor."""
 
@@ -102,7 +102,7 @@ class Norm:
 
 
 def find_norms(graph: fx.Graph) -> dict[fx.Node, list[Norm]]:
-    """All norms over the last dimension, by what they normalize."""
+    """Find all norms over the last dimension, by their operand."""
     found: dict[fx.Node, list[Norm]] = {}
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:

@@ -100,7 +100,7 @@ class Quantized:
     scales: tuple[Place, ...]
     """`per_token`: the rows' scales, where they are read."""
     nodes: frozenset[fx.Node]
-    """All steps; nothing but `rows` and `scales` is read by others."""
+    """Steps of the quantization; only `rows` and `scales` have other consumers."""
     least: float
     """Lower bound of a row's largest magnitude; 0 if there is none."""
     narrow: bool

@@ -21,7 +21,7 @@ class Readers:
     gemms: tuple[Gemm, ...]
     """GEMMs that read the rows as `a [tokens, hidden]`, in graph order."""
     others: tuple[fx.Node, ...]
-    """Everything else, in graph order."""
+    """Other consumers, in graph order."""
     views: tuple[fx.Node, ...]
     """Views between the rows and their consumers."""
 

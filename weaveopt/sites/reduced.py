@@ -61,7 +61,7 @@ class Reduced:
 
     @property
     def scalars(self) -> tuple[fx.Node | float | int, ...]:
-        """Everything that is taken as the number it is in this call."""
+        """Scalars that the rewrite takes as the numbers that they are in this call."""
         return (*self.scales, *(norm.eps for norm in (self.post, self.norm) if norm is not None))
 
     @property
@@ -142,8 +142,7 @@ def follow(
     behind: Sequence[fx.Node] = (),
     may_be_saved: bool = False,
 ) -> Reduced | Rejection:
-    """Follow the site that starts at `collective`, or return why there is none; `behind`: nodes that are part of it
-    already.
+    """Follow the site that starts at `collective`, or return why there is none; `behind`: nodes already part of it.
 
     With `may_be_saved` intermediate values may also be graph outputs.
     """

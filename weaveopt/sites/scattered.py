@@ -42,7 +42,7 @@ class Scattered:
 
     @property
     def scale(self) -> float:
-        """All that the sum is multiplied by."""
+        """Product of all factors of the sum."""
         return self.partials[0].scale * math.prod(self.scales)
 
 

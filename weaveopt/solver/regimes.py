@@ -52,7 +52,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Stretch:
-    """All token counts from `first` to `last`, both included, have the same decision."""
+    """Token counts from `first` to `last`, both included, that have the same decision."""
 
     first: int
     last: int

@@ -125,7 +125,7 @@ _runs: dict[Hashable, dict[tuple[int, Hashable], _Run]] = {}
 
 
 def forget() -> None:
-    """All times that this process measured."""
+    """Drop all times that this process measured."""
     _runs.clear()
 
 

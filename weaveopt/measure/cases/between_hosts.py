@@ -224,7 +224,7 @@ def _ready(wire: socket.socket) -> socket.socket:
 
 
 def _take(wire: socket.socket, into: memoryview) -> None:
-    """All of `into`. A wait longer than `TIMEOUT_S`, or a peer that is gone, is an error."""
+    """Receive all of `into`. A wait longer than `TIMEOUT_S`, or a peer that is gone, is an error."""
     done = 0
     while done < len(into):
         count = wire.recv_into(into[done:])

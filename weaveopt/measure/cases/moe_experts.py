@@ -49,7 +49,7 @@ TURNS_BYTES = 256 << 20
 
 
 def call_of(mixture: Mixture, kernels: Kernels, device: torch.device) -> Callable[[int], object]:
-    """Calls on weights that take turns; every token's choices are other ones, uniform over the experts."""
+    """Build calls on weights that take turns; every token's choices differ, uniform over the experts."""
     made = torch.Generator(device=device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

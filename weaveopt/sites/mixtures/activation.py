@@ -35,7 +35,7 @@ class Between:
     last: fx.Node
     """Operand of the second GEMM, [rows, width] when dimensions of size 1 are ignored."""
     nodes: frozenset[fx.Node]
-    """All of them, without the two GEMMs and what several of them share with others."""
+    """Nodes between the GEMMs, without the GEMMs and without nodes that others share."""
     biases: tuple[fx.Node, ...]
     """Rows that were gathered by expert, and are added."""
     masks: tuple[fx.Node, ...]

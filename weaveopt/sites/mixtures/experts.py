@@ -41,4 +41,4 @@ class Experts:
     has_foreign: bool = False
     """True if choices of experts that this rank does not store are masked."""
     nodes: frozenset[fx.Node] = frozenset()
-    """Everything from the operands above to `output`, with it; some of it may serve others too."""
+    """Nodes from the operands above up to and including `output`; some may have other consumers too."""
