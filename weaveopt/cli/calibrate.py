@@ -76,7 +76,7 @@ def question(args: argparse.Namespace) -> Question:
     folder = asked.output.absolute().parent
     if not os.path.isdir(folder):  # false too where one may not look
         raise OptionError(f"--output {asked.output}: no directory {folder}")
-    if not os.access(folder, os.W_OK):  # now, and not behind minutes of measuring
+    if not os.access(folder, os.W_OK):  # now, and not after minutes of measuring
         raise OptionError(f"--output {asked.output}: {folder} is not writable")
     if os.path.isdir(asked.output):
         raise OptionError(f"--output {asked.output}: is a directory, expected a file")

@@ -189,7 +189,7 @@ def down(
     if BIAS and split == 0:
         acc += tl.load(bias + expert * HIDDEN + read).to(tl.float32)[None, :]
     if HOMES:
-        # Else nobody could know that rows begin at multiples of 16 bytes, and stores would be of one element.
+        # Alignment hint: rows begin at multiples of 16 bytes; without it Triton emits scalar stores.
         homes = tl.multiple_of(tl.load(out + numbers // num_rows).to(tl.pointer_type(inner.dtype.element_ty)), 16)
         here = homes[:, None] + (numbers % num_rows).to(tl.int64)[:, None] * HIDDEN + at[None, :]
         result = acc.to(inner.dtype.element_ty)

@@ -107,7 +107,7 @@ def _plan(shape: Shape, num_sms: int) -> Plan:
     active = min(shape.experts, shape.rows)
     if rows > FEW_ROWS:
         if shape.transposed:
-            # Weights as the left operand, which may lie either way in shared memory.
+            # Weights as the left operand, which may have either layout in shared memory.
             rows = TRANSPOSED_ROWS
             gate_up, down = Tile(64, 64, 8, 4, swap=True), Tile(128, 64, 8, 4, swap=True)
         elif rows < MOST_ROWS:

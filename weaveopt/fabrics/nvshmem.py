@@ -150,7 +150,7 @@ def _announcement(topology: Topology, device: int, layout: Layout) -> Payload:
 def _make(topology: Topology, layout: Layout, channel: Exchange, timeout_s: float) -> NvshmemArena:
     global _started
     group, num_bytes, device = topology.group, total_bytes(layout), -1
-    try:  # told to all: what one rank cannot do, no rank may wait for
+    try:  # reported to all: no rank may wait for what another cannot do
         own: Payload = {"error": _obstacle(topology)}
         if not own["error"]:
             device = torch.cuda.current_device()

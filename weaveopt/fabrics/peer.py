@@ -219,7 +219,7 @@ def _make(
         multicast.expect_allowed(group, timeout_s)
     num_bytes = total_bytes(layout)
     device = -1
-    try:  # told to all: what one rank cannot do, no rank may wait for
+    try:  # reported to all: no rank may wait for what another cannot do
         own: Payload = {"error": _obstacle(topology)}
         if not own["error"]:
             device = torch.cuda.current_device()
@@ -301,7 +301,7 @@ def _announcement(device: int, layout: Layout) -> Payload:
         "pid": own.pid,
         "start": own.start,
         "met": symmetric.num_met(),
-        # Where torch's ranks look for each other's sockets.
+        # Directory in which torch's ranks look for each other's sockets.
         "tmp": next(filter(None, map(variable, _TEMPORARY)), "/tmp"),
         "layout": layout.text(),
         "error": error,

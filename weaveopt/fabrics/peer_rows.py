@@ -63,7 +63,7 @@ class PeerRows:
         self.offset, self.num_bytes = self.arena.native_offset(buffer.offset), buffer.num_bytes
         """Offset and size of the buffer; the offset counts from the start of the arena, as in kernels."""
         self._begin = buffer.offset
-        # Of the whole call: ranks whose plans differ in anything notice it at the first synchronization.
+        # The tag covers the whole call: ranks whose plans differ detect it at the first synchronization.
         self.tag = watchdog.tag_of(zlib.crc32(text.encode()))
         watchdog.name_site(self.tag, watchdog.NamedSite(op, call.site, call.timeout_s))
         self.device = self.arena.device

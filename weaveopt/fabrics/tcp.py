@@ -130,7 +130,7 @@ def reserve(topology: Topology, plan: MemoryPlan, floor_bytes: int, timeout_s: f
             raise ArenaError(failed[0])
         wire = _connected(hosts, channel, wiring, known, timeout_s)
     except BaseException:
-        # What there was before stays, on all hosts.
+        # The previous arena stays, on all hosts.
         if local is not None and local is not current:
             local.close()
         raise

@@ -75,7 +75,7 @@ if _native is not None:
     _NVSHMEM = replace(_NVSHMEM, header_bytes=_native.HEADER_BYTES, buffer_alignment=_native.GPU_ALIGNMENT)
 
 TRAITS: Mapping[Fabric, Traits] = MappingProxyType({
-    # What multicast maps, peers reach too.
+    # Memory that is mapped by multicast is reachable by peers too.
     Fabric.MULTIMEM: replace(_PEER, needs_multicast=True, serves=frozenset({Fabric.PEER})),
     Fabric.PEER: _PEER,
     # On pages, no two buffers on one: the first touch decides where a page lives.

@@ -51,7 +51,7 @@ def as_tensors(
     rejected: list[Rejection] = []
     for at, processor in enumerate(processors):
         make = _MAKERS.get(type(processor))
-        # By exact type, as with makers: a user's own class was rejected and is none of `found`.
+        # Compared by exact type, as with makers: a user's own class was rejected and is none of `found`.
         joined = _top_k_and_top_p(processors[at - 1], processor) if found and make else None
         if joined is not None and found[-1].name == hf.TopKLogitsWarper.__name__:
             found[-1] = joined
@@ -176,7 +176,7 @@ def _repetition(processor: hf.RepetitionPenaltyLogitsProcessor, batch: int) -> T
         vocabulary = scores.shape[-1]
         places = torch.arange(history.ids.shape[1], device=scores.device)
         there = (places >= numbers[0][:, None]) & (places < history.count)
-        # One place behind the vocabulary takes what does not count, and ids that the head cannot make.
+        # One extra column after the vocabulary collects padding, and ids that the head cannot make.
         ids = torch.where(there, history.ids, vocabulary).clamp(max=vocabulary)
         seen = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
         seen = seen.scatter(1, ids, True)[:, :vocabulary]

@@ -91,7 +91,7 @@ class Session:
         """Buffers as before the first token: `input_ids` `[batch, prompt]`, `mask` `[batch, past + prompt]`."""
         buffers = self.buffers
         for layer in self.cache.layers:
-            # Keys that the mask leaves out still meet a weight of 0, and 0 * NaN is NaN.
+            # Masked keys still get a weight of 0, and 0 * NaN is NaN.
             layer.keys.zero_()
             layer.values.zero_()
         buffers.length.zero_()

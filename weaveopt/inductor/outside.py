@@ -43,7 +43,7 @@ def watched(
     graph, empty if it ends with a return.
     """
 
-    # Inductor's own signature: what it passes is handed on untouched.
+    # Inductor's own signature: its arguments are passed on unchanged.
     def compile_and_watch(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         global _last
         is_backward = bool(arguments.get("is_backward"))

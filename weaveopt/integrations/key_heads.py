@@ -147,7 +147,7 @@ class ReplicatedKeyHeads(LocalParamsParallel):
             _check(type(module).__name__, module, world)
             for _, linear in _projections(module):
                 setattr(linear, _MARK, heads)
-                # What the outputs of all ranks are together.
+                # Output features of all ranks together.
                 linear.out_features = linear.out_features // heads * world
                 linear.forward = functools.partial(_linear, linear, linear.forward)  # type: ignore[method-assign]
             groups = module.num_key_value_groups

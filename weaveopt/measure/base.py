@@ -53,7 +53,7 @@ def accept(asked: str, base: Machine, device: str, here: Wiring) -> None:
     advice = "only profiles of the same device can be merged; calibrate without --base"
     processors = _processors(base)
     if processors is not None and processors != here.processors:
-        # Of CPU ranks, because times beyond the cores rest on how many ranks share one.
+        # Cores matter too: with more ranks than cores, times depend on how many ranks share a core.
         word = "SMs" if device == "cuda" else "cores"
         raise OptionError(f"--base {asked}: measured with {processors} {word}, found {here.processors} here: {advice}")
     if device == "cuda" and base.wiring is not None:

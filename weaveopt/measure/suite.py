@@ -51,7 +51,7 @@ def measure(session: Session, name: str, before: Machine | None, only: Sequence[
 
 def is_wanted(family: type[Family], only: Sequence[str]) -> bool:
     """True if a run of the families `only` measures it; empty: of all."""
-    # What a launch takes is measured in any case: others take it off.
+    # The time of a launch is always measured, as other families subtract it.
     return not only or family is Launches or name_of(family) in only
 
 

@@ -61,7 +61,7 @@ def _plan_group(group: str, rows: Sequence[tuple[Chosen, Memory]]) -> MemoryPlan
                 # Inductor may run any site before the reader that does not depend on it.
                 before = (other for other, (each, _) in enumerate(rows) if not each.found.nodes & behind)
                 last = max(max(before, default=index), index)
-                # On other ranks its readers are through when the call behind it is: that one waits for them.
+                # On other ranks its readers are done when the next call is, which waits for them.
                 last = min(last + 1, len(rows) - 1)
             requests.append(Request(chosen.found.site.id, asked.buffer, index, last))
     fabric = arena_fabric(fabrics)

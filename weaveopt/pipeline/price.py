@@ -38,7 +38,7 @@ class PricedGraph:
             return self.kernels
         order = self._order
         by_name = {node.name: index for node, index in order.items()}
-        # A site runs behind the last node that its collectives wait for, a local one behind its last node.
+        # A site runs after the last node that its collectives wait for, a local one after its last node.
         positions = [
             max(
                 (by_name[name] for name in site.found.site.collectives if name in by_name),

@@ -201,7 +201,7 @@ class Frame:
         self.kinds = tuple(
             firsts.setdefault(index if index in apart else self._kind(index), index) for index in range(len(self.sites))
         )
-        # Rules whose candidates hand values to each other may tell of the same interaction.
+        # Rules whose candidates pass values to each other may report the same interaction.
         self.interactions = tuple(
             dict.fromkeys(
                 interaction

@@ -129,7 +129,7 @@ def sensitivity_lines(found: Sensitivity) -> tuple[str, str]:
     """The choice by token count around the one decided for, and the constants that turn it."""
     choices = {stretch.choice for stretch in found.stretches} | {str(choice) for _, choice in found.constants}
     rules = {choice.split()[0] for choice in choices | {found.choice} if choice != LEAVE}
-    # With one rule about, only its ways are told apart.
+    # With a single rule, only its variants need to be distinguished.
     rule = f"{rules.pop()} " if len(rules) == 1 else ""
     short = replace(
         found,

@@ -92,7 +92,7 @@ def scattered_at(collective: fx.Node, partial: Partial, norms: Mapping[fx.Node, 
         alike = isinstance(other, Partial) and _meaning(other) == _meaning(partial)
         computed = any(not is_call(node, SHAPE_ONLY) for node in behind.nodes)
         if not isinstance(other, Partial) or not alike or computed or results:
-            return alone  # two sums that cannot be one: each is a site, and ends where they meet
+            return alone  # two sums that cannot be merged: each is a site, and ends at their addition
         partials.append(other)
     nodes = nodes.union(after.passed, *(each.nodes for each in partials))
     nodes |= _norm_nodes(after, nodes)

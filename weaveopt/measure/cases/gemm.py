@@ -85,7 +85,7 @@ class Gemms(Family):
         name = str(dtype).removeprefix("torch.")
         corners = [corner for corner in grid.corners if 2.0 * corner[0] * corner[1] * corner[2] <= LARGEST_FLOPS]
         if not session.is_gpu:
-            # Large ones take too long for what they tell.
+            # Large ones take too long for the information that they add.
             corners = [corner for corner in corners if corner[0] <= 256 or max(corner[1:]) <= CPU_RATES]
         cache_bytes = GPU_CACHE_BYTES if session.is_gpu else CPU_CACHE_BYTES
         copies = 2 if session.is_gpu and session.world > 2 else session.world
