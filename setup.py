@@ -236,7 +236,7 @@ class CudaCompiler:
 
 
 def nvshmem_version(nvshmem: Path) -> str:
-    """NVSHMEM's version, which stands for all of it: where it lies is nothing that an object depends on."""
+    """NVSHMEM's version, which stands for all of it: no object depends on its path."""
     return (nvshmem / "include" / "non_abi" / "nvshmem_version.h").read_text()
 
 

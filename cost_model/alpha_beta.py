@@ -76,9 +76,9 @@ def library(ranks: int) -> Steps:
 def recursive_doubling(ranks: int) -> Steps:
     """All-reduce in which a rank trades its whole sum with rank `r XOR 2^i` at step `i` (NVRAR §4.1, Algorithm 1).
 
-    `log2(n) (α + M / β)`. Where `n` is no power of two, `p` being the one below: the `n - p` ranks beyond first
-    hand theirs to a partner and last get the sum back, `(log2(p) + 2) α + (log2(p) + 1) M / β` (Thakur and Gropp
-    form in MPICH, NVRAR reference 40).
+    `log2(n) (α + M / β)`. Where `n` is no power of two, `p` being the one below: the `n - p` ranks beyond first send
+    theirs to a partner and receive the sum at the end, `(log2(p) + 2) α + (log2(p) + 1) M / β` (Thakur and Gropp form
+    in MPICH, NVRAR reference 40).
     """
     if ranks <= 1:
         return Steps(0, 0.0)
@@ -94,7 +94,7 @@ def one_shot(ranks: int) -> Steps:
 
 
 def two_shot(ranks: int) -> Steps:
-    """All-reduce in which every rank adds its share, then hands it out: `2 α + 2 (n - 1) / n · M / β`.
+    """All-reduce in which every rank adds its share, then broadcasts it: `2 α + 2 (n - 1) / n · M / β`.
 
     Every rank reaches every peer at once, so each half is one step and not the `n - 1` of a ring.
     """

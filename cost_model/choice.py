@@ -14,7 +14,7 @@ from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.profile import load, names
 
 _SLICED_OR_SLOWER = frozenset({"mig", "nvl", "pcie"})
-"""Words of a GPU's name that tell it from the one of a host with NVSwitch, which the shipped profiles are of."""
+"""Words of a GPU's name that distinguish it from the one of a host with NVSwitch, which the shipped profiles are of."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Choice:
 def choose(gpus: Sequence[Gpu], ranks_per_host: int) -> Choice:
     """The profile of the slowest of `gpus`: the shipped one of its name, else the nearest by memory bandwidth.
 
-    Of several, the one with the fewest ranks a host that are no fewer than these: a profile tells nothing of larger
+    Of several, the one with the fewest ranks a host that are no fewer than these: a profile does not hold for larger
     groups. Raises nothing: there always is a nearest one.
     """
     kinds = sorted(set(gpus), key=lambda gpu: (gpu.name, gpu.processors, gpu.bytes_per_s))

@@ -1,4 +1,4 @@
-"""A GEMM whose rows are exchanged in chunks: the exchange of one chunk beside the GEMM of the next.
+"""A GEMM whose rows are exchanged in chunks: the exchange of one chunk overlaps with the GEMM of the next.
 
 Algorithm 1 of FlashOverlap (section 4) for chunks that are GEMMs of their own: a chunk leaves when it is computed and
 the one before it has arrived. Computation and exchange slow each other down while both run.
@@ -80,10 +80,10 @@ def at_least(chunks: Sequence[ChunkTimes], whole_us: float) -> list[ChunkTimes]:
 
 
 def least_us(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> float:
-    """No pipeline of the chunks is shorter, see `pipelined`.
+    """Lower bound of the time of all pipelines of the chunks, see `pipelined`.
 
     A microsecond in which both run does 1/gemm_factor + 1/exchange_factor of work, one in which one runs does 1. The
-    first GEMM and the last exchange have nothing beside them; both run no longer than what is left of either takes.
+    first GEMM and the last exchange overlap with nothing; both run no longer than what is left of either takes.
     """
     if not chunks:
         return 0.0
@@ -94,14 +94,15 @@ def least_us(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: 
 
 
 def one_by_one(chunks: Sequence[ChunkTimes]) -> Pipeline:
-    """Nothing runs beside anything else."""
+    """Pipeline without any overlap."""
     gemm_us, exchange_us = sum(each.gemm_us for each in chunks), sum(each.exchange_us for each in chunks)
     last_us = chunks[-1].exchange_us if chunks else 0.0
     return Pipeline(gemm_us + exchange_us, gemm_us, exchange_us - last_us, last_us)
 
 
 def pipelined(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> Pipeline:
-    """The exchange of a chunk beside the GEMMs of those behind it; each is slower by its factor while both run."""
+    """Pipeline in which the exchange of a chunk overlaps with the GEMMs of later ones; each is slower by its factor
+    while both run."""
     tasks: list[Task] = []
     for each in chunks:
         tasks.append(Task(each.gemm_us))
@@ -114,8 +115,8 @@ def pipelined(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor:
 def beside_gemm(machine: Machine, num_ctas: int) -> ContentionRow | None:
     """Contention of a GEMM and an exchange by `num_ctas` CTAs, from the nearest number measured, by ratio.
 
-    None where nobody knows: nothing was measured, or only with fewer CTAs, whose GEMM had more of the device; 0 CTAs
-    stand for as many as fit, which leave it none.
+    None if unknown: nothing was measured, or only with fewer CTAs, whose GEMM had more of the device; 0 CTAs stand for
+    as many as fit, which leave it none.
     """
     rows = () if machine.contention is None else machine.contention.rows
     if not 0 < num_ctas <= max((row.ctas for row in rows), default=0):

@@ -175,7 +175,7 @@ def measured_parts_us(
 ) -> tuple[float, float] | None:
     """(latency, rest) of `reduce_scatter` or `all_gather` of `num_bytes` by a fabric's own kernel, within one host.
 
-    `num_bytes` of the larger side. None where the profile has no curve of it: what nobody measured is not estimated.
+    `num_bytes` of the larger side. None if the profile has no curve of it: without a measurement there is no estimate.
     """
     if fabric not in {costs.fabric for costs in machine.fabric_costs}:
         return None

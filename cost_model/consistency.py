@@ -78,7 +78,7 @@ def _check_samples(file: str, where: str, samples: Samples) -> None:
 
 
 def _check_curves(file: str, where: str, costs: FabricCosts) -> None:
-    """Every curve tells something that no other curve tells, and covers some size."""
+    """Checks that no two curves are of the same kernel, and that each covers some size."""
     seen: dict[tuple[object, ...], int] = {}
     for index, curve in enumerate(costs.curves):
         if curve.last_bytes is not None and curve.last_bytes < curve.first_bytes:

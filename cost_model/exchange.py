@@ -1,7 +1,7 @@
 """Time of an expert-parallel mixture, whose tokens are dispatched to the ranks of their experts and combined.
 
 All wait for the busiest rank: what counts is the share of all choices that are of its experts, `1 / world` where
-routing is uniform, and the rows that come to it. A row travels once for each (token, destination), a result for each
+routing is uniform, and the rows that come to it. A row is sent once for each (token, destination), a result for each
 choice.
 """
 
@@ -21,7 +21,7 @@ from weaveopt.records.skew import UNIFORM, Skew
 
 OP, DISPATCH, COMBINE = "expert_exchange", "dispatch", "combine"
 """Curves of a fabric of GPUs: rows to the ranks of their experts, by the bytes that a rank pushes to others; and the
-sum of what came home, by its bytes."""
+sum of the returned results, by their bytes."""
 OWN_BATCH_TOKENS = 512
 """For which a rank's mixture is decided where ranks hold batches of their own: they cannot compare token counts."""
 _ID_BYTES = 8
@@ -90,7 +90,8 @@ class PushedParts:
 
     experts: float
     weights: float
-    """Read once more by every batch but the first, and charged in full: what a batch saves nobody has measured."""
+    """Further reads of the weights by every batch but the first, charged in full: the saving of a batch is not
+    measured."""
     push: float
     gather: float
     combine: float
@@ -123,8 +124,8 @@ class GpuParts:
     """As measured of a mixture whose tokens every rank has, its sum over choices included."""
     dispatch: float
     home: float
-    """Results of others' tokens over the link, at the rate of the dispatch. They leave while the second GEMM runs, and
-    are charged in full: what that hides nobody has measured."""
+    """Results of others' tokens over the link, at the rate of the dispatch. They are sent while the second GEMM runs,
+    and charged in full: the overlap is not measured."""
     combine: float
     host: float
 
@@ -204,7 +205,7 @@ def library_kernels_us(machine: Machine, sharded: ShardedMixture) -> float:
 
 
 def synchronize_us(machine: Machine, fabric: Fabric, sharded: ShardedMixture) -> float | None:
-    """Both synchronizations of a call on a fabric: before the experts and behind them.
+    """Both synchronizations of a call on a fabric: before the experts and after them.
 
     As measured of the fabric's own gather, without its rows. None where the profile has none.
     """

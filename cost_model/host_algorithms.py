@@ -1,7 +1,7 @@
 """All-reduces among hosts by algorithm: messages, bytes, memory and time, in closed form.
 
-`N` hosts of `G` ranks; a message of `M` bytes in elements of `e` bytes. Rank `l` of each host works on share `l`, of
-`M / G` bytes, and all ranks of a host at once. Sums travel in `max(4, e)` bytes an element, `w` for short the factor
+`N` hosts of `G` ranks; a message of `M` bytes in elements of `e` bytes. Rank `l` of each host works on share `l`, of `M
+/ G` bytes, and all ranks of a host at once. Sums are sent in `max(4, e)` bytes an element, `w` for short the factor
 `max(4, e) / e`. Between hosts a step takes `α` and a message `o` of each of its two ends (`Link.overhead_us`); a link
 between hosts, `β` bytes per second and direction, is shared by `ranks_per_link` ranks of a host.
 
@@ -73,7 +73,8 @@ class Traffic:
     peers: int
     """Hosts that it exchanges messages with: its connections."""
     memory_bytes: float
-    """A place for each message received in a call, so that a peer may be ahead; and the sum where one travels."""
+    """Memory of a slot for each message received in a call, so that a peer may be ahead; and of the sum, if one is
+    sent."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class HostAlgorithm:
         return Cost(latency_us, _between_us(phases, inter, ranks_per_link) - latency_us)
 
     def cost(self, problem: Problem, local: Link, inter: Link, ranks_per_link: int | None = None) -> Cost:
-        """The whole all-reduce: the host's ranks share out, hosts exchange, ranks hand their shares to each other.
+        """The whole all-reduce: the host's ranks reduce-scatter, hosts exchange, the host's ranks all-gather.
 
         `ranks_per_link` None: all ranks of a host share one link. Within a host every rank reaches every other one
         at once, `2 α_local + 2 (G - 1) / G · M / β_local`.
@@ -124,8 +125,8 @@ def _between_us(phases: tuple[Phase, ...], inter: Link, ranks_per_link: int, cou
     """Rounds one after the other. Ranks that share a link take turns on it, and one waits while another sends.
 
     The longest of three: a rank's own rounds, with the other ranks' messages ahead of its own in the longest one; the
-    link's work, which never pauses but for one `α`, and for what goes through its other direction before and behind;
-    and round by round whichever of both is longer, where all messages go both ways.
+    link's work, which never pauses but for one `α`, and for what goes through its other direction before and after; and
+    round by round whichever of both is longer, where all messages go both ways.
     """
     own_us = longest_us = wire_us = out_us = in_us = rounds_us = tail_us = 0.0
     others = ranks_per_link - 1
@@ -175,7 +176,7 @@ def _two_shot(problem: Problem) -> tuple[Phase, ...]:
 
 
 def _folded(problem: Problem, core: tuple[Phase, ...], waits_at_end: bool) -> tuple[Phase, ...]:
-    """`core` among a power of two of hosts, and one round before it and one behind for the others."""
+    """`core` among a power of two of hosts, with one round before it and one after it for the others."""
     before = Phase(1, 0, 1, problem.first_bytes)
     return (before, *core, Phase(1, 1, 0, problem.share_bytes, waits=waits_at_end))
 

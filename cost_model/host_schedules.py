@@ -6,7 +6,7 @@ The share is cut into equal parts (`num_parts`); element `i` of a share of `n` i
 over when all of it has arrived and was reduced or copied. Messages of a pair of hosts keep their order.
 
 Every host ends with the same bits: additions of two sums commute, and each sum is made in one order on all hosts, or
-made once and handed out.
+made once and distributed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _one_shot(host: int, hosts: int, first: Payload) -> HostSchedule:
 
 
 def _two_shot(host: int, hosts: int, first: Payload) -> HostSchedule:
-    """Each host adds one part, then hands the sums out."""
+    """Each host adds one part, then distributes the sums."""
     others = _others(host, hosts)
     reduce = Round(
         tuple(Send(peer, peer, peer + 1, Payload.PARTIALS) for peer in others),
@@ -137,7 +137,7 @@ def _round(
 def _folded(
     host: int, hosts: int, first: Payload, num_parts: int, core: Callable[[int, Payload], list[Round]]
 ) -> HostSchedule:
-    """`core` among the largest power of two of the hosts; the others hand theirs to a partner and get the totals.
+    """`core` among the largest power of two of the hosts; the others send theirs to a partner and get the totals.
 
     Host `h` beyond the power `p` has partner `h - p` (Thakur and Gropp's form; NVRAR reference 40).
     """

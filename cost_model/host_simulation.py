@@ -2,8 +2,8 @@
 
 A rank works on one message at a time, `o` to send one and `o` to take one in; it posts what a round sends before it
 takes in what has come. A link sends one message after the other in the order in which they were posted, `bytes / β`
-each; `α` later the receiving side takes them in at the same rate, those of an earlier round of its schedule first: a
-message that is early is in nobody's way. Ranks of a host may share a link.
+each; `α` later the receiving side takes them in at the same rate, those of an earlier round of its schedule first: an
+early message delays no other. Ranks of a host may share a link.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Simulated:
     peers: int
     """Hosts that a rank exchanged messages with."""
     memory_bytes: float
-    """A place for each message that a rank received; and its own sum, where one travels."""
+    """Memory of a slot for each message that a rank received; and of its own sum, if one is sent."""
     total_messages: int
     """Messages of all ranks."""
 
@@ -132,7 +132,7 @@ class _Clock:
         heappush(self._events, (at_us, self._num_events, kind, message))
 
     def _leave(self, now_us: float, message: _Message) -> None:
-        """Through the sender's link, behind what is there already."""
+        """Queues a message on the sender's link, after those already there."""
         link = self._link_of[message.sender]
         begin_us = max(now_us, self._out_free_us[link])
         self._out_free_us[link] = begin_us + self._inter.us(message.num_bytes)
@@ -185,7 +185,7 @@ class _Clock:
             del state.waits_for[host]
 
     def _begin_rounds(self, rank: int) -> None:
-        """The next round, and those behind it of which everything is here."""
+        """Begins the next round, and later ones whose messages have all arrived."""
         state, host, own = self.ranks[rank], rank // self._local, rank % self._local
         schedule = self._schedules[host]
         while not state.waits_for and state.round + 1 < len(schedule.rounds):

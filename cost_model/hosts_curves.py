@@ -1,8 +1,8 @@
 """Curves that were measured between hosts, and what they say of other numbers of hosts with as many ranks each.
 
-Among as many hosts a time is read as it was measured. Of other numbers of hosts nobody has a time, and what stands in
-for it must not make a rewrite look faster than it is. So a kernel of ours grows with its rounds and bytes, and takes no
-less among fewer hosts; the library takes no more among more hosts, and shrinks with its rounds and bytes among fewer.
+Among as many hosts a time is read as it was measured. For other numbers of hosts there is no time, and its substitute
+must not make a rewrite look faster than it is. So a kernel of ours grows with its rounds and bytes, and takes no less
+among fewer hosts; the library takes no more among more hosts, and shrinks with its rounds and bytes among fewer.
 (NCCL's latency among 4 GPUs is 1.4 times that among 2, where a tree has 2 times the rounds: profile `h200x4`.)
 """
 
@@ -60,9 +60,9 @@ def hosts_parts_us(
 def gpu_doubling(hosts: int, element_bytes: int, ranks_of_host: int = 1) -> Steps:
     """Recursive doubling between GPUs: `log2(N)` rounds, each of all rows that a rank adds (NVRAR §4.1).
 
-    What was not added to anything yet travels as it is, sums in fp32: in hosts of several ranks there is nothing else.
-    Where `N` is no power of two, the hosts beyond it hand their rows to a partner first and get the sum in the end: two
-    rounds more, and a sum more that is sent. Traffic counts those rows.
+    Rows that were not added to anything yet are sent as they are, sums in fp32: in hosts of several ranks there is
+    nothing else. Where `N` is no power of two, the hosts beyond it send their rows to a partner first and receive the
+    sum in the end: two rounds more, and a sum more that is sent. Traffic counts those rows.
     """
     if hosts <= 1:
         return Steps(0, 0.0)

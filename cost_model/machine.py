@@ -17,10 +17,10 @@ from weaveopt.records.skew import UNIFORM, Skew
 
 MEASURED = "measured"
 TRANSFERS = frozenset({"segment", "ll_packet", "bulk", "direct"})
-"""How rows travel between ranks: words of variants and of `FabricCosts.transfers`. Families may have others.
+"""Transfers of rows between ranks: words of variants and of `FabricCosts.transfers`. Families may have others.
 
-Loads from peers' shared segments; LL packets, words that carry their own arrival; bulk copies (TMA) with a signal
-behind each; loads that reduce and stores that broadcast, in place.
+Loads from peers' shared segments; LL packets, words that carry their own arrival; bulk copies (TMA) with a signal after
+each; loads that reduce and stores that broadcast, in place.
 """
 
 
@@ -62,7 +62,7 @@ class Curve:
     world: int
     points: tuple[Point, ...]
     row: int = 0
-    """Elements of a row at which it was measured; 0: not told."""
+    """Elements of a row at which it was measured; 0: not recorded."""
     first_bytes: int = 0
     """The smallest message that may be read from it; below the first point the time is that point's."""
     last_bytes: int | None = None
@@ -239,7 +239,8 @@ class AttentionCosts:
 
 @dataclass(frozen=True)
 class ContentionRow:
-    """A GEMM beside communication of `ctas` CTAs: each one's time beside the other, of its time alone."""
+    """Contention of a GEMM and communication by `ctas` CTAs: each one's time while both run, relative to its time
+    alone."""
 
     ctas: int
     gemm: float

@@ -154,7 +154,7 @@ class CpuParts:
 
 
 def cpu_parts(machine: Machine, mixture: Mixture) -> CpuParts:
-    """Microseconds on a CPU: the library's GEMMs expert by expert, and what lies between them.
+    """Microseconds on a CPU: the library's GEMMs expert by expert, and the memory traffic between them.
 
     Rows are gathered and scattered once, activations read twice and written twice, and the sum reads every row.
     """

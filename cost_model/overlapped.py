@@ -103,9 +103,9 @@ def _longest_row(kernels: Kernels[C]) -> float:
 
 
 def overlapped_us(by_depth: ByDepth, message: Message, depth: int, waves: Waves) -> float | None:
-    """At `depth`, from curves of one kernel by depth: one for each length of rows. What is called depth is the size of
-    the GEMM that rows do not tell: k where its results are exchanged, n where its input is. Of more columns waves of
-    tiles are more, each of which takes as long as one of the measured sizes beside it; a last one counts whole.
+    """Time at `depth`, from curves of one kernel by depth: one for each length of rows. What is called depth is the
+    size of the GEMM that rows do not imply: k where its results are exchanged, n where its input is. Of more columns
+    waves of tiles are more, each of which takes as long as one of the nearest measured sizes; a last one counts whole.
 
     None where it was not measured at such a size.
     """

@@ -58,8 +58,8 @@ LIBRARY_CTAS = 24
 def stream_contention(machine: Machine) -> tuple[float, float]:
     """(compute, communication): how many times slower each runs while the other runs too; 1.0 where not measured.
 
-    Profiles measure a GEMM beside communication of some numbers of CTAs. The row counts whose number is nearest to
-    `LIBRARY_CTAS`, by ratio, and of two as near the one with more CTAs.
+    Profiles measure a GEMM concurrently with communication by some numbers of CTAs. The row counts whose number is
+    nearest to `LIBRARY_CTAS`, by ratio, and of two as near the one with more CTAs.
     """
     if machine.contention is None:
         return 1.0, 1.0
@@ -90,7 +90,7 @@ class _Running:
 def schedule_streams(tasks: Sequence[Task], compute_factor: float = 1.0, communication_factor: float = 1.0) -> Schedule:
     """The schedule of `tasks`, given in program order; exact, from event to event.
 
-    The factors (at least 1) slow both streams down while both are busy, as `stream_contention` tells them. Without
+    The factors (at least 1) slow both streams down while both are busy, as `stream_contention` returns them. Without
     any overlap every task starts when the one before it ends, so the makespan is the sum in program order, bit by bit.
     """
     factors = {Stream.COMPUTE: compute_factor, Stream.COMMUNICATION: communication_factor}

@@ -1,8 +1,8 @@
 """Tiles of the kernels that exchange rows while a GEMM runs, and the names of the curves that profiles keep of them.
 
 A curve is the whole kernel's time by message bytes (`tokens * hidden * 2`) at one size of the GEMM that rows do not
-tell: `k` where its results are exchanged, `n` where its input is. Variants are named
-`tiles norm columns=256 pairs=1 ctas=4 k=4096` or `pushed columns=256 pairs=1 n=4096`.
+imply: `k` where its results are exchanged, `n` where its input is. Variants are named `tiles norm columns=256 pairs=1
+ctas=4 k=4096` or `pushed columns=256 pairs=1 n=4096`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TileKernels:
     op: str
     variants: tuple[str, ...]
     size: str
-    """The size of the GEMM that rows do not tell: `k` or `n`."""
+    """The size of the GEMM that rows do not imply: `k` or `n`."""
     tile_columns: tuple[int, ...]
     has_finishers: bool
     family: str

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_TIMED = 4
-"""Candidates of a site that are timed beside the site as it is."""
+"""Most candidates of a site that are timed, in addition to the site as it is."""
 NEAR = 2.0
 """A measured time stands for token counts up to so many times more or less: as a ratio to the prediction."""
 LEAST_ERROR = 0.02

@@ -40,5 +40,6 @@ def grid_of(corners: Iterable[int], max_tokens: int, min_tokens: int = 1) -> tup
 
 
 def last_where(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The last count from `low`, where it holds, before `high`, where it does not (or nobody asks): by bisection."""
+    """The last count from `low`, where it holds, before `high`, where it does not (or which is not asked): by
+    bisection."""
     return low + bisect_left(range(low + 1, high), True, key=lambda tokens: not holds(tokens))

@@ -29,7 +29,7 @@ TIE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 
 @dataclass
 class TokenClock(BaseStreamer):
-    """Notes when each token came. `generate` hands over the prompt first, then every token it made."""
+    """Notes when each token came. `generate` passes the prompt first, then every token it made."""
 
     times: list[float] = field(default_factory=list)
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/hand_written.py
 
-The block is what a row-parallel layer does: product of this rank's share, all-reduce, residual, RMSNorm. Exits with 1
-if the compiled block differs from eager beyond rounding.
+The block is what a row-parallel layer does: GEMM of this rank's share, all-reduce, residual, RMSNorm. Exits with 1 if
+the compiled block differs from eager beyond rounding.
 """
 
 from __future__ import annotations

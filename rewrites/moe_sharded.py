@@ -4,15 +4,15 @@ Unfused, on every rank of a group::
 
     y = weave::expert_exchange(x, experts, weights, gate_up, gate_up_bias, down, down_bias, call)   # all-to-all
 
-Fused: the same operation with a fabric and its memory in `call`. One row travels for each (token, destination), results
-go into [token][choice] at home, and nothing is counted on the host first.
+Fused: the same operation with a fabric and its memory in `call`. One row is sent for each (token, destination), results
+are stored into [token][choice] of the token's rank, and nothing is counted on the host first.
 
 On GPUs of one host that reach each other's memory the same is done by kernels (`weaveopt/ops/moe_sharded/peer.py`).
 How many rows come is known on the device alone, so a CUDA graph can hold the call.
 
 Where ranks hold batches of their own, the call is the same in whatever graph a rank has compiled, and its memory is no
-part of the graph's: all ranks reserve it in the first call, together. On GPUs their hosts tell each other in every call
-how many tokens they have (`weaveopt/ops/moe_sharded/counts.py`), and CUDA graphs are made around it.
+part of the graph's: all ranks reserve it in the first call, together. On GPUs their hosts exchange their token counts
+in every call (`weaveopt/ops/moe_sharded/counts.py`), and CUDA graphs are made around it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def form_of(facts: GatherFacts, structure: Gathered, world: int) -> Form | tuple
 
 
 def _whole_behind(node: fx.Node, structure: Gathered, world: int) -> tuple[fx.Node, frozenset[fx.Node]] | Rejection:
-    """The nearest node on the way to `node` that is the rows in their order; and the nodes behind it, which stay."""
+    """The nearest node between the gather and `node` that is the rows in their order; and the nodes downstream of it,
+    which stay."""
     value = tensor_of(structure.shard)
     assert value is not None, f"{structure.shard.name} is no tensor"
     waits = [each for each in structure.nodes if each.target in WAIT]

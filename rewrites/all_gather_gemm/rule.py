@@ -7,7 +7,7 @@ Unfused, on every rank of a group::
 
 Fused: `weave::all_gather_gemm` gathers once, into the order in which the GEMMs read rows: no copy follows the
 collective, whatever the dimension that is gathered. Where something else reads the gathered rows (the gradient of a
-weight, a backward pass), they are handed out too. On GPUs the GEMMs may begin before all rows are here (`pushed.py`).
+weight, a backward pass), they are returned too. On GPUs the GEMMs may begin before all rows are here (`pushed.py`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class AllReduceRMSNorm:
         return fused.propose(self.name, found, tokens, context, usable_only, between_hosts=False)
 
     def interactions(self, sites: Sequence[FoundSite]) -> Sequence[SharedSum]:
-        """Consecutive sites hand a sum that stays sharded by tokens to each other."""
+        """Interactions of consecutive sites through a sum that stays sharded by tokens."""
         return shared_sums(sites)
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:

@@ -57,7 +57,7 @@ class Lowered:
     causal: bool = False
     window: int = 0
     num_keys: int = 0
-    """Keys that some query reads, where the mask hides all behind them: the others are sliced off. 0: all."""
+    """Keys that some query reads, if the mask hides all later ones: those are sliced off. 0: all."""
     reads_mask: bool = False
 
 

@@ -97,7 +97,7 @@ def _node(node: fx.Node) -> fx.Node:
 
 
 def _operands(graph: fx.Graph, nodes: AttentionNodes, lowered: Lowered) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Query, keys and values; without the keys behind those that some query reads."""
+    """Query, keys and values; without the keys after the last that some query reads."""
     query, key, value = (_node(each) for each in (nodes.form.query, nodes.key, nodes.value))
     if lowered.num_keys:
         position = last_of(graph, [query, key, value])

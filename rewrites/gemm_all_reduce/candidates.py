@@ -1,4 +1,4 @@
-"""The ways to run a GEMM beside the exchange of its rows on each fabric: estimates, and what speaks against them."""
+"""Candidates that overlap a GEMM with the exchange of its rows, by fabric: estimates and rejections."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Lowered:
     """The run-time table of an exchange, where the fabric has one."""
     one_shot_max_tokens: int = 0
     norm_apart: bool = False
-    """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+    """The operation returns the unsharded sum, and the norm stays in the graph, on every rank."""
     cut: TileConfig | None = None
     """Tile configuration of variant `tiles`."""
     division: tuple[Hashable, ...] | None = None
-    """See `ReductionPlan`: chunks are divided among ranks one by one, so what they make is handed out whole."""
+    """See `ReductionPlan`: chunks are divided among ranks one by one, so their results are returned full-size."""
     gather_us: float = 0.0
     """Cost of gathering the rows of the sum on every rank, if it may stay sharded."""
     residual_sharded: bool = False
@@ -53,7 +53,7 @@ class Lowered:
     sum_sharded: bool = False
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
     aliases_arena: bool = False
-    """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
+    """The normalized rows alias the arena, where peers store them (every reader has finished before the next site)."""
 
     @property
     def may_alias_arena(self) -> bool:
@@ -78,7 +78,7 @@ class Form:
     norm_apart: bool = False
     """Only the whole sum: the norm stays in the graph."""
     tiles_refused: tuple[Rejection, ...] = ()
-    """Why the kernel that computes the product too does not make this, whatever the sizes."""
+    """Rejections of the kernel that computes the GEMM too, whatever the sizes."""
 
     def named(self, variant: str) -> str:
         """A variant as reports name it."""
@@ -94,7 +94,7 @@ class Terms:
     norm_refused: bool = False
     """The kernels do not take the site's norm: it can only stay in the graph."""
     tiles_refused: tuple[Rejection, ...] = ()
-    """Why the kernel that computes the product too does not make all of the site, whatever the sizes."""
+    """Rejections of the kernel that computes the GEMM too, for all of the site, whatever the sizes."""
     apart_refused: tuple[Rejection, ...] = ()
     """The same where the norm stays in the graph."""
 
@@ -145,7 +145,7 @@ def _chunks_in_turn(form: Form, machine: Machine) -> Found:
 
 
 def _chunks_beside(form: Form, machine: Machine) -> Found:
-    """GPUs: the exchange of a chunk runs on few CTAs beside the GEMM of the next."""
+    """GPUs: the exchange of a chunk runs on few CTAs, concurrently with the GEMM of the next."""
     fabric, workload = Fabric.PEER, form.workload
     reasons = shape_rejections(workload, fabric)
     variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
@@ -173,7 +173,7 @@ def _chunks_beside(form: Form, machine: Machine) -> Found:
 
 
 def _tiles(form: Form, machine: Machine) -> Found:
-    """GPUs: one kernel computes the product, and sends its tiles as they are finished."""
+    """GPUs: one kernel computes the GEMM, and sends its tiles as they are finished."""
     fabric, workload = Fabric.PEER, form.workload
     named = form.named(TILES)
     shape = shape_rejections(workload, fabric)

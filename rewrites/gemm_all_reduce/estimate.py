@@ -152,7 +152,7 @@ def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchan
 
 
 def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exchange:
-    """With what is known of it beside a GEMM."""
+    """Exchange of a kernel variant, with its measured contention with a GEMM."""
     return Exchange(fabric, kernel.algorithm, kernel, beside_gemm(machine, kernel.num_ctas))
 
 
@@ -171,7 +171,8 @@ def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Ex
 
 @lru_cache(maxsize=16384)
 def _times(machine: Machine, chunk: Workload, exchange: Exchange) -> ChunkTimes:
-    """The sum, where it is read, is handed out whole: every chunk is divided among ranks by itself."""
+    """Times of one chunk. If the sum is read it is returned unsharded, as every chunk is divided among
+    ranks by itself."""
     kernel = exchange.kernel
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)

@@ -9,11 +9,12 @@ Unfused, on every rank of a group::
     normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where a post-norm family ends here
 
 Fused: `weave::gemm_all_reduce_norm`. Rows go in chunks: while one is exchanged, the GEMM of the next runs
-(FlashOverlap, section 4). Or they go in tiles: one kernel computes the product and sends every tile as it is finished.
+(FlashOverlap, section 4). Or they go in tiles: one kernel computes the GEMM and sends every tile as it is finished.
 Only a GEMM that nothing else reads is taken, without a bias of its own. Chunks are divided among ranks one by one, so
-their sum is handed out whole where anything reads it, and their residual comes in whole: neighbours that would share a
-sharded one keep theirs whole on this side. Rows that go in tiles are divided as by any two-shot exchange of a graph of
-one size, and may stay sharded. Where FP8 linears read the normalized rows, the quantization stays in the graph.
+their sum is returned unsharded if anything reads it, and their residual is read unsharded: neighbouring sites that
+would share a sharded one keep theirs unsharded on this side. Rows that go in tiles are divided as by any two-shot
+exchange of a graph of one size, and may stay sharded. Where FP8 linears read the normalized rows, the quantization
+stays in the graph.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class GemmAllReduce:
         )
 
     def interactions(self, sites: Sequence[FoundSite]) -> Sequence[SharedSum]:
-        """Sites in tiles hand a sum that stays sharded by tokens to each other, and to other rules' sites."""
+        """Interactions of sites in tiles, with each other and other rules' sites, through a sum that stays sharded by
+        tokens."""
         return shared_sums(sites)
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:

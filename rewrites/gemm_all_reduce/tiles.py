@@ -1,4 +1,4 @@
-"""Variant `tiles`: one kernel computes the product and pushes every tile to the owner of its rows as it is finished.
+"""Variant `tiles`: one kernel computes the GEMM and pushes every tile to the owner of its rows as it is finished.
 
 Its time is not modelled: a profile keeps it as measured, see `weaveopt.cost_model.tile_config`.
 """
@@ -37,7 +37,7 @@ class Priced:
 
     cut: TileConfig
     estimate: Estimate
-    """With the sum handed out whole, where it is read."""
+    """Estimate with the sum returned unsharded, if it is read."""
     gather_us: float
     """Part of the estimate that gathers the rows of the sum."""
     measured: bool

@@ -5,10 +5,10 @@ Unfused, on every rank of a group::
     partial = a @ b                                    # several, where gradients of q, k and v are added
     shard = reduce_scatter(partial, scatter_dim, op)   # of rows, of each sequence's rows, or of columns
 
-Fused: `weave::gemm_reduce_scatter` lets the GEMM write into the arena, where the rows lie in the GEMM's order whatever
-the dimension that is cut: no copy is made for the collective. A mean, and a scale in front of the collective, are part
-of it. What follows the shard (a scale, a cast, the residual, the norm) stays in the graph, where it is one kernel
-anyway. Reduce-scatters whose results are added become one: their GEMMs are summed before anything travels.
+Fused: `weave::gemm_reduce_scatter` lets the GEMM write into the arena, where rows are stored in the GEMM's order
+whatever the dimension that is cut: no copy is made for the collective. A mean, and a scale in front of the collective,
+are part of it. What follows the shard (a scale, a cast, the residual, the norm) stays in the graph, where it is one
+kernel anyway. Reduce-scatters whose results are added become one: their GEMMs are summed before anything is sent.
 
 On GPUs one kernel may compute the GEMM and send its tiles while it goes on (`tiles.py`).
 """

@@ -9,9 +9,9 @@ Unfused, on every rank of a group whose ranks are on several hosts::
     normalized = rms_norm(total) * weight  # or LayerNorm, (1 + w), ...; absent where none follows
 
 Fused: ranks of a host share the rows out among each other, rank l of each host exchanges its share with rank l of other
-hosts, adds the residual and normalizes, and ranks of a host hand their shares to each other. Between hosts the price
-decides, by token count: every host to every other one (once, or partial results and then finished sums), recursive
-doubling, or recursive halving and doubling. All-reduces without a norm behind them are taken too.
+hosts, adds the residual and normalizes, and ranks of a host exchange their shares. Between hosts the price decides, by
+token count: every host to every other one (once, or partial results and then finished sums), recursive doubling, or
+recursive halving and doubling. All-reduces without a norm after them are taken too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HierarchicalAllReduce:
         return fused.propose(self.name, found, tokens, context, usable_only, between_hosts=True)
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
-        """Sums are handed out whole; what else there is to say of a choice."""
+        """Adds the notes of each choice; its sum stays unsharded."""
         settled = {}
         for each in chosen:
             lowered = each.proposal.plan

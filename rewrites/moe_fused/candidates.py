@@ -85,7 +85,7 @@ def candidates(
     host: Host,
     usable_only: bool,
 ) -> Iterator[Candidate]:
-    """`transposed`: whether a weight lies as `[experts, in, out]`."""
+    """Candidates for the experts of a site. `transposed`: true if a weight is stored as `[experts, in, out]`."""
     machine = surroundings.machine
     mixture = mixture_of(facts, transposed, tokens.hint, machine.skew)
     sizes = (("active_experts", mixture.active), ("rows", mixture.rows))

@@ -8,7 +8,7 @@ Unfused, on every rank, with tokens that all ranks have::
 
 or, as `generate` decodes, with `gate_up[experts]` and `down[experts]` gathered for every choice. Both become
 `weave::moe_experts`, which reads the weights of every expert that was chosen once, and no others; choices of other
-ranks' experts are not computed. The router stays, and so does the all-reduce behind, which is a site of its own.
+ranks' experts are not computed. The router stays, and so does the all-reduce after it, which is a site of its own.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Lowered:
 
     @property
     def may_alias_arena(self) -> bool:
-        """Normalized rows are nobody's to read but the GEMMs' that the operation has."""
+        """False: only the operation's own GEMMs read normalized rows."""
         return False
 
 

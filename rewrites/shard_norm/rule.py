@@ -18,7 +18,7 @@ or, where the kernel that sums can add and normalize too::
 
     normalized, total = gemm_reduce_scatter_norm(a, b, residual[own rows], weight)
 
-An all-reduce is a reduce-scatter and an all-gather. Between two GEMMs both can run beside one: the former while the
+An all-reduce is a reduce-scatter and an all-gather. Between two GEMMs each can overlap with one: the former while the
 first GEMM goes on, the latter while the next ones do. The sum stays with the ranks that made its rows as long as the
 sites that read it divide rows in the same way, whichever rule rewrites them; else it is gathered.
 """
@@ -103,7 +103,7 @@ class ShardNorm:
         )
 
     def interactions(self, sites: Sequence[FoundSite]) -> Sequence[SharedSum | WidenedSum]:
-        """Sites hand a sum that stays sharded by tokens to each other, and to other rules' sites."""
+        """Interactions with each other and other rules' sites through a sum that stays sharded by tokens."""
         shared = shared_sums(sites)
         return (*shared, *map(WidenedSum, shared))
 
@@ -170,7 +170,7 @@ class ShardNorm:
 def _first_half(
     shards: Shards, reduced: Reduced, form: Form, calls: Calls, residuals: Sequence[fx.Node], same: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """The sum, of this rank's rows or as the kernel with the norm hands it out, and this rank's rows normalized;
+    """The sum, of this rank's rows or as the kernel with the norm returns it, and this rank's rows normalized;
     `residuals`: this rank's rows of each."""
     a = [shards.filled(_node(gemm.a)) for gemm in form.gemms]
     b = [_node(gemm.b) for gemm in form.gemms]

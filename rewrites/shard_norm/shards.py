@@ -107,7 +107,7 @@ class Shards:
         return shard if as_expected == wanted else None
 
     def drop_widened(self, whole: fx.Node) -> None:
-        """Erases what `widened` made where nobody reads it: every reader took its own rows."""
+        """Erases what `widened` made if nothing reads it, since every reader took its own rows."""
         shard = self._narrowed(whole)
         node = whole
         while shard is not None and node is not shard and not node.users:
@@ -117,7 +117,7 @@ class Shards:
             node = before
 
     def _around(self) -> tuple[Argument, Argument]:
-        """Rows before this rank's, and behind them."""
+        """Numbers of rows before this rank's, and after them."""
         counts = (self.rank, self.world - 1 - self.rank)
         if isinstance(self.own, int):
             before, behind = (count * self.own for count in counts)

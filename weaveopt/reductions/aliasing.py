@@ -1,12 +1,12 @@
-"""Which normalized rows may lie in the arena, where peers write them: no copy, and no memory of their own.
+"""Normalized rows that may alias the arena, where peers store them: no copy, and no memory of their own.
 
-All sites of a group hand rows out into one region, each overwriting what the one before left there. A peer writes
-once this rank's partial result has come to it: after all that this rank's stream did before the site. So a value may
-lie there if whatever reads it runs before every later site of its group. That must hold in any order that respects the
-data, since Inductor chooses one, and so only GEMMs may read it: they run as one call where they stand, while an
-element-wise op can end up inside a kernel far behind, and so can a GEMM of very short rows, which Inductor makes one.
-A GEMM that a later site takes in does not count: that site may write rows there while it still reads them. Opaque
-operations of the graph are taken to run no site of the group.
+All sites of a group store rows into one region, each overwriting those of the site before. A peer writes once this
+rank's partial result has come to it: after all that this rank's stream did before the site. So a value may stay there
+if whatever reads it runs before every later site of its group. That must hold in any order that respects the data,
+since Inductor chooses one, and so only GEMMs may read it: they run as one call where they stand, while an element-wise
+op can end up inside a kernel far downstream, and so can a GEMM of very short rows, which Inductor makes one. A GEMM
+that a later site takes in does not count: that site may write rows there while it still reads them. Opaque operations
+of the graph are taken to run no site of the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHORTEST_ROW = 64
 
 
 def aliasing_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
-    """The normalized rows that may lie in the arena; `chosen`: all rewritten sites of one group, of any rule."""
+    """The normalized rows that may alias the arena; `chosen`: all rewritten sites of one group, of any rule."""
     interiors = [each.proposal.consumes for each in chosen]
     wanted = [(index, value) for index, each in enumerate(chosen) if (value := _output(each)) is not None]
     if not wanted or _may_be_split(wanted[0][1]):

@@ -47,7 +47,7 @@ NUM_PARTIALS = 2
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Rows that a site reduces and hands out, and over how many ranks."""
+    """Format of the rows that a site reduces and returns, and the number of ranks."""
 
     hidden: int
     dtype: str
@@ -60,7 +60,7 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes of an arena, from the first one behind its header on."""
+    """Bytes of an arena, counted from the end of its header."""
 
     offset: int
     num_bytes: int
@@ -129,7 +129,8 @@ def placed_call(call: ReductionCall, placed: Mapping[str, PlacedBuffer]) -> Redu
 
 
 def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
-    """The plan of calls that follow one another in `group`, for use without a graph: transient buffers lie at 0."""
+    """The plan of calls that follow one another in `group`, for use without a graph: transient buffers are
+    at offset 0."""
     requests = [
         Request(call.site, buffer, index, index) for index, call in enumerate(calls) for buffer in buffers_of_call(call)
     ]

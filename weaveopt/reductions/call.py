@@ -23,7 +23,7 @@ class Features:
     """A table says by token count which kernel runs; else one-shot up to a threshold, two-shot above."""
     quantizes: bool
     aliases_arena: bool
-    """Normalized rows may be handed out where peers write them."""
+    """Normalized rows may be returned as views of the arena, where peers store them."""
     shards_sum: bool = True
     """The sum may stay with the rank that computed it."""
 

@@ -1,7 +1,7 @@
-"""The ways to lower a fused all-reduce + norm on each fabric: their estimates, and what speaks against them.
+"""Candidates of a fused all-reduce + norm on each fabric: their estimates and rejections.
 
-Which of them runs is a function of what all sites of a chain share (see `table.lowerings`), so sites
-that hand a token-sharded residual to each other always agree on who holds which rows.
+Which of them runs is a function of what all sites of a chain share (see `table.lowerings`), so sites that share a
+token-sharded residual always agree on who holds which rows.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Lowered:
     takes_gemm: bool = False
     quantizes: bool = False
     norm_apart: bool = False
-    """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+    """The operation returns the unsharded sum, and the norm stays in the graph, on every rank."""
     residual_sharded: bool = False
     """The residual that comes in holds only this rank's token rows."""
     sum_sharded: bool = False
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
     aliases_arena: bool = False
-    """The normalized rows lie in the arena, where peers write them (every reader is through before the next site)."""
+    """The normalized rows alias the arena, where peers store them (every reader has finished before the next site)."""
 
     @property
     def may_alias_arena(self) -> bool:
@@ -136,7 +136,8 @@ def candidates(
 
 
 def _beyond_times(workload: Workload, fabric: Fabric, machine: Machine) -> Iterator[Rejection]:
-    """Why the profile's times say nothing of the site: such kernels are not used where nobody timed them."""
+    """Rejections of a site that the profile's times do not cover: such kernels are not used where they were
+    not timed."""
     longest = longest_row_bytes(machine, fabric, workload.world // workload.hosts)
     if not longest:
         yield not_measured(machine, fabric, OP)
@@ -271,7 +272,8 @@ def _against(
 def _estimates(
     workload: Workload, fabric: Fabric, algorithm: Algorithm, machine: Machine, kernel: KernelVariant | None = None
 ) -> tuple[Estimate, float]:
-    """With the sum handed out whole; and what that takes, where the sum may stay sharded. The host's part included."""
+    """Estimate with the sum returned unsharded; and the cost of that, if the sum may stay sharded. The host's part
+    included."""
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_fused(
         machine, workload, fabric, algorithm, sum_sharded=False, transfer=transfer, num_ctas=num_ctas

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """A product `a [tokens, k] @ weight[hidden, k].t()` that the reducing kernel computes, and how it is cut."""
+    """A GEMM `a [tokens, k] @ weight[hidden, k].t()` that the reducing kernel computes, and how it is cut."""
 
     a: Tensor
     weight: Tensor

@@ -21,7 +21,7 @@ _KERNELS = {
 
 
 def host_transfer(row: KernelRow) -> _native.HostTransfer:
-    """How rows travel between GPUs of several hosts. Raises `WeaveError` where no kernel between them does that."""
+    """Transfer of rows between GPUs of several hosts. Raises `WeaveError` where no kernel between them does that."""
     if row.transfer not in BETWEEN_GPUS or row.algorithm is not Algorithm.DOUBLING:
         raise WeaveError(f"no kernel between hosts of GPUs for {row.variant}")
     transfer: _native.HostTransfer = getattr(_native.HostTransfer, row.transfer.value)
@@ -48,6 +48,6 @@ def kernel_name(row: KernelRow) -> str:
 
 
 def out_kind(dtype: str, out_dtype: str) -> _native.OutKind:
-    """How GPU kernels hand out normalized rows of `out_dtype`, where activations are of `dtype`."""
+    """Kind of GPU kernels' normalized rows for `out_dtype`, where activations are of `dtype`."""
     kind: _native.OutKind = getattr(_native.OutKind, "same" if out_dtype == dtype else out_dtype)
     return kind

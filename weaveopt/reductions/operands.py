@@ -1,4 +1,4 @@
-"""The op's tensor arguments as its implementations hand them on."""
+"""The op's tensor arguments as its implementations pass them."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ class Operands(NamedTuple):
 
 
 def split(rest: tuple[Argument, ...]) -> tuple[Operands, str]:
-    """The schema's arguments behind the first ones: the operands in their order, then the encoded call."""
+    """The schema's arguments after the first ones: the operands in their order, then the encoded call."""
     return Operands(*rest[:-1]), rest[-1]  # type: ignore[arg-type, return-value]

@@ -36,7 +36,7 @@ except ImportError:  # built without it: arena.of() says so before anything here
 
 Tensor = torch.Tensor
 _SCALE, _QUANT_SCALE = 5, 6
-"""Their bits in the mask of fp32 parameters, behind the five of a row's length."""
+"""Their bits in the mask of fp32 parameters, after the five of a row's length."""
 
 
 class PeerSite:
@@ -233,7 +233,7 @@ class PeerSite:
         self._check_launch(code)
 
     def launch_tiles(self, prepared: Prepared, product: Tiled, stream: int) -> None:
-        """The kernel that computes the product and does all the rest, on the raw `stream` of the current device.
+        """Launches the kernel that computes the GEMM and all the rest, on the raw `stream` of the current device.
 
         Rows of both operands begin at multiples of 16 bytes.
         """
@@ -261,7 +261,7 @@ class PeerSite:
         self._check_launch(code)
 
     def product_unsupported(self, k: int) -> str:
-        """Why the device cannot run a product of depth `k` in the reducing kernel; empty where it can."""
+        """Why the device cannot run a GEMM of depth `k` in the reducing kernel; empty where it can."""
         dtype = getattr(_native.DType, self._call.dtype)
         return _native.product_unsupported(dtype, self._hidden, k, self._call.world, self._index)
 

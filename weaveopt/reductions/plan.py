@@ -27,7 +27,7 @@ class ReductionPlan(Protocol):
 
     @property
     def norm_apart(self) -> bool:
-        """The operation hands out the whole sum, and the norm stays in the graph, on every rank."""
+        """True if the operation returns the unsharded sum, and the norm stays in the graph, on every rank."""
         ...
 
     @property

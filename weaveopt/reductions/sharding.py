@@ -1,9 +1,9 @@
-"""Which sums may stay sharded by tokens between sites: one answer, for what it saves and for what is laid out.
+"""Sums that may stay sharded by tokens between sites: one answer for their price and for their layout.
 
-A rewritten site makes the sum, and all its readers vanish into rewritten sites that read just their own rows of it:
-the residual of consecutive sites. Both ends must divide the tokens in the same way and switch between algorithms at
-the same token count, or one would read rows that the other never wrote. Else every rank needs the whole sum, and a
-two-shot exchange hands its rows out too: the term `gather` of an estimate (TokenWeave, section 4.2).
+A rewritten site makes the sum, and all its readers vanish into rewritten sites that read just their own rows of it: the
+residual of consecutive sites. Both ends must divide the tokens in the same way and switch between algorithms at the
+same token count, or one would read rows that the other never wrote. Else every rank needs the whole sum, and a two-shot
+exchange gathers its rows too: the term `gather` of an estimate (TokenWeave, section 4.2).
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ Tensor = torch.Tensor
 
 
 def native_site(call: ReductionCall, text: str, buffers: Mapping[str, Range]) -> _native.AllReduceNormSite:
-    """The constants of `call`, encoded as `text`, as native code takes them; its buffers lie where `buffers` says."""
+    """The constants of `call`, encoded as `text`, as native code takes them; `buffers` has the ranges of
+    its buffers."""
     site = _native.AllReduceNormSite()
     site.tag = tag_of(call.site, text)
     site.hidden = call.hidden

@@ -31,7 +31,7 @@ def operand_nodes(graph: fx.Graph, reduced: Reduced) -> tuple[fx.Node | None, ..
 
 
 def made_by(structure: Reduction) -> Iterator[fx.Node]:
-    """The GEMM that the operation takes in, and the views behind it."""
+    """The GEMM that the operation takes in, and the views of its result."""
     for partial in structure.reduced.partials:
         if product_of(partial) is structure.gemm:
             node = partial

@@ -1,4 +1,5 @@
-"""The kernels of this family by name: how a reduction is divided, how rows travel, and the run-time table of them.
+"""The kernels of this family by name: how a reduction is divided, how rows are transferred, and the run-time table of
+them.
 
 Profiles and reports name them `one_shot ll_packet`, `two_shot bulk ctas=16`.
 """
@@ -23,7 +24,7 @@ class Algorithm(StrEnum):
     ONE_SHOT = "one_shot"
     """Every rank reads all partial results and computes every token: one synchronization."""
     TWO_SHOT = "two_shot"
-    """Every rank computes its share of the tokens and hands the rows out: two synchronizations."""
+    """Every rank computes its share of the tokens and distributes the rows: two synchronizations."""
     DOUBLING = "doubling"
     """Between hosts: sums of all rows go to one host a step, in log2 steps (recursive doubling)."""
     HALVING = "halving"
@@ -31,24 +32,24 @@ class Algorithm(StrEnum):
 
 
 class Transfer(StrEnum):
-    """How rows travel between ranks."""
+    """Transfer of rows between ranks."""
 
     SEGMENT = "segment"
     """CPU ranks read each other's shared segments."""
     LL_PACKET = "ll_packet"
     """Words that carry their own arrival (LL protocol), pushed into peers' mailboxes: no barrier, no flag."""
     BULK = "bulk"
-    """Bulk copies (TMA) through a staging buffer with a signal behind each: few CTAs fill the link."""
+    """Bulk copies (TMA) through a staging buffer with a signal after each: few CTAs fill the link."""
     MESSAGE = "message"
     """Messages between hosts, one connection a pair of ranks."""
     PACKET = "packet"
-    """Words with the number of their call beside them, put into another host's inbox: no barrier, no signal."""
+    """Words, each paired with the number of its call, put into another host's inbox: no barrier, no signal."""
     FLAGGED_ROW = "flagged_row"
-    """Rows as they are, put into another host's inbox, and a flag behind each: half the bytes of packets."""
+    """Rows as they are, put into another host's inbox, and a flag after each: half the bytes of packets."""
     DIRECT = "direct"
     """Loads that reduce and stores that broadcast, in place, between two barriers."""
     TILES = "tiles"
-    """Tiles of a product that the same kernel computes, pushed as they are finished: no kernel of this operation."""
+    """Tiles of a GEMM that the same kernel computes, pushed as they are finished: no kernel of this operation."""
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
 """`all_gather_gemm` between GPUs of one host: copy engines push shards, and GEMMs begin with the rows that are here.
 
-A call opens with a barrier of all ranks, behind which peers' buffers may be written to. Then every rank pushes its
-shard to all others on a second stream, with a signal behind each copy, and this stream goes on:
+A call opens with a barrier of all ranks, after which peers' buffers may be written to. Then every rank pushes its shard
+to all others on a second stream, with a signal after each copy, and this stream goes on:
 
 with `call.cut`   the widest GEMM, with its bias, whose loading threads wait for the rows of a tile; own rows come
                   first, out of the shard itself. The others are the library's, behind all rows: they are here by then
 else              one kernel that waits for all rows, then the library's GEMMs
 
 The latter happens to calls that the kernel does not take, too: rows of each of several sequences, other GPUs; and a
-GEMM that rows are added to, or whose weight it does not read, comes behind all rows. All ranks see the same of a call,
-so all of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
+GEMM that rows are added to, or whose weight it does not read, runs after all rows have arrived. All ranks see the same
+of a call, so all of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
 
-Gathered rows lie in one buffer, `gathered`. Where the op hands them out they are copied: the next call's are pushed
-into the buffer as soon as all that this rank launched before that call is through. Nothing here synchronizes with the
+Gathered rows are stored in one buffer, `gathered`. If the op returns them they are copied: the next call's are pushed
+into the buffer as soon as all that this rank launched before that call has finished. Nothing here synchronizes with the
 host or allocates but results, and copies of operands whose rows do not begin at multiples of 16 bytes.
 """
 
@@ -70,8 +70,8 @@ class PeerSite:
         return PeerSite(call, PeerRows(call, text, op, need, forget))
 
     def run(self, shard: Tensor, weights: Weights, outer: int) -> tuple[Tensor, list[Tensor]] | None:
-        """The gathered rows, empty where they are not handed out, and the GEMMs' results; None where there are more
-        rows than were planned for."""
+        """The gathered rows, empty if they are not returned, and the GEMMs' results; None where there are more rows
+        than were planned for."""
         call, rows = self._call, self._rows
         shard = rows.checked(shard, call.hidden, "the shard")
         own = shard.numel() // call.hidden

@@ -1,6 +1,6 @@
-"""The ways to run an all-gather and its GEMMs, with their estimates, and what speaks against each.
+"""Candidates of an all-gather and its GEMMs, with their estimates and rejections.
 
-On `shm` there is one. On GPUs there are two: `copies`, behind which the library's GEMMs run, and `pushed`, GEMMs that
+On `shm` there is one. On GPUs there are two: `copies`, after which the library's GEMMs run, and `pushed`, GEMMs that
 begin before all rows are here.
 """
 
@@ -89,7 +89,7 @@ def _behind(
     variant: str,
     reasons: tuple[Rejection, ...],
 ) -> tuple[Candidate, Lowered]:
-    """The library's GEMMs behind all rows."""
+    """Candidate whose GEMMs are the library's, after all rows have arrived."""
     parts = measured_parts_us(machine, fabric, EXCHANGE, work.message_bytes, work.world)
     if parts is None and not reasons:
         reasons = (not_measured(machine, fabric, EXCHANGE),)

@@ -20,7 +20,7 @@ graph, overwrites.
 `row_scale` is [..., 1] in fp32, or empty [0] where call.quant is not `per_token`.
 
 On `shm`, up to `call.one_shot_max_tokens` tokens every rank computes all rows (one synchronization); above, its share
-of them, and rows are handed out (two). On `peer`, `call.table` says so by token count, and which kernel runs; with
+of them, and rows are distributed (two). On `peer`, `call.table` says so by token count, and which kernel runs; with
 `call.in_pieces` more tokens run in pieces of `call.max_tokens`. Else above `call.max_tokens`, where the device has no
 kernel for the rows, or with fabric `library`, the library's all-reduce runs, summing in `dtype`, and the rest in torch.
 

@@ -63,7 +63,7 @@ class GemmReductionCall:
     reduction: ReductionCall
     """Reduction of the GEMM's rows, at most `max_tokens` of them at a time."""
     variant: str
-    """How the GEMM and the reduction run beside each other: a word that the fabric's file knows, such as `chunks`."""
+    """Kind of overlap of the GEMM and the reduction: a word that the fabric's file knows, such as `chunks`."""
     chunks: tuple[ChunkRow, ...] = ()
     """Chunk sizes by token count, ascending; calls of more tokens use the last row. Empty: chunks of
     `reduction.max_tokens`."""

@@ -17,14 +17,14 @@ Variant `chunks`: rows in chunks of `call.reduction.max_tokens`, the last one pe
 chunk runs while the one before is exchanged; on `shm` chunks follow one another. Rows are divided among ranks chunk by
 chunk, so neither residual nor sum can stay sharded by tokens.
 
-Variant `tiles`, on `peer`, compute capability 9.0: one kernel computes the product, cut as `call.cut` says, sends every
+Variant `tiles`, on `peer`, compute capability 9.0: one kernel computes the GEMM, tiled as `call.cut` says, sends every
 tile to the owner of its rows as it is finished, and the owner's rows to everyone as their tiles are complete. Rows are
 divided as by any two-shot exchange; residual and sum may stay sharded by tokens, and normalized rows may be a view of
 the arena. It takes bf16 and fp16, rows and depths of multiples of 8 elements, no first norm, and an RMS norm without a
 bias or none.
 
 Where ranks hold different residuals or parameters, where the device has no kernel for the rows, or with fabric
-`library`, the whole product is reduced by the library.
+`library`, the library reduces the whole result of the GEMM.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or
 token count, `ArenaError` where no arena was reserved. After such an error the group's arena stays unusable.

@@ -2,11 +2,11 @@
 
 Tiles: one kernel, on the current stream. Its source, pushed_tiles.cuh, says what orders memory between ranks.
 
-Chunks: the GEMM of one runs beside the exchange of the one before. The GEMM of every chunk runs on the current stream,
-as one call of the library. Behind it an event; the fused kernel of that chunk waits for the event on a second stream,
-of which every device has one, of high priority: its few CTAs get their SMs as soon as CTAs of the next chunk's GEMM,
-which may be waiting already, leave them. The current stream waits for the last kernel of the second one before the call
-returns.
+Chunks: the GEMM of one overlaps with the exchange of the one before. The GEMM of every chunk runs on the current
+stream, as one call of the library, followed by an event; the fused kernel of that chunk waits for the event on a second
+stream, of which every device has one, of high priority: its few CTAs get their SMs as soon as CTAs of the next chunk's
+GEMM, which may be waiting already, leave them. The current stream waits for the last kernel of the second one before
+the call returns.
 
 What orders memory between chunks:
 
@@ -26,12 +26,12 @@ What orders memory between chunks:
       flag    that event too: the allocator hands memory on in the order of the current stream
 
 So for the group the kernels of a call are calls that follow one another, and follow what the group ran before: whatever
-was launched on the current stream before is through when the first event is, and nothing behind the call begins before
-the last kernel has ended. They share one channel and its buffers with the group's other calls for that reason: a buffer
-belongs to the calls of one channel, and a second channel would need mailboxes and staging of its own.
+was launched on the current stream before has finished when the first event has, and nothing after the call begins
+before the last kernel has ended. They share one channel and its buffers with the group's other calls for that reason: a
+buffer belongs to the calls of one channel, and a second channel would need mailboxes and staging of its own.
 
-Nothing here synchronizes with the host or allocates but the product and the results: a call can be captured in a CUDA
-graph, into which the second stream is drawn by the first event and from which it returns with the last.
+Nothing here synchronizes with the host or allocates but the GEMM's result and the call's: a call can be captured in a
+CUDA graph, into which the second stream is drawn by the first event and from which it returns with the last.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PeerChunks:
 
 
 class PeerTiles:
-    """One site, ready to run: one kernel computes the product and sends its tiles as they are finished.
+    """One site, ready to run: one kernel computes the GEMM and sends its tiles as they are finished.
 
     Nothing is allocated but results, and copies of operands whose rows do not begin at multiples of 16 bytes.
     """

@@ -42,7 +42,7 @@ class GemmReduceScatterNormCall(RowsCall):
     """Constants of `gemm_reduce_scatter_norm`: the sum over ranks is of one GEMM, and each rank gets its rows."""
 
     cut: str = ""
-    """As in `GemmReduceScatterCall`; empty: the norm is computed behind the reduce-scatter."""
+    """As in `GemmReduceScatterCall`; empty: the norm is computed after the reduce-scatter."""
     replicated: str = ""
     """As in `GemmReduceScatterCall`."""
     eps: float = 0.0

@@ -92,7 +92,7 @@ def _run(
 
 
 def _handed_out(total: Tensor, call: GemmReduceScatterNormCall) -> Tensor:
-    """`total` [own rows, hidden] as the call hands it out."""
+    """`total` [own rows, hidden] as the call returns it."""
     if not call.among_all:
         return total
     whole = total.new_empty(call.sum_rows(len(total)), call.hidden)

@@ -11,9 +11,9 @@ whole activations are cut along their rows, the batch where each sequence is. `c
 by, and the first call compares them with the other ranks'.
 
 On `shm` the GEMM writes into the arena, and the owner of a part sums it in fp32 in the order of the ranks and rounds
-once: bitwise the same from run to run. So it does on `peer`, either behind the library's GEMMs or, with `call.cut`, in
+once: bitwise the same from run to run. So it does on `peer`, either after the library's GEMMs or, with `call.cut`, in
 one kernel that computes the GEMM and sends every tile to the owner of its rows as it is finished: for one GEMM of bf16
-or fp16 without addends, rows of one block, on compute capability 9.0; other calls go the first way. Above
+or fp16 without addends, rows of one block, on compute capability 9.0; other calls use the first form. Above
 `call.max_tokens` rows, or with fabric `library`, the library's reduce-scatter runs, summing in `dtype`.
 
 Raises `PeerTimeoutError` where a peer's signal does not come, `AgreementError` where a peer runs another site or token

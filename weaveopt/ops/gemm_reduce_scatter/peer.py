@@ -1,4 +1,4 @@
-"""`gemm_reduce_scatter` between GPUs of one host: tile by tile in one kernel, or behind the library's GEMMs.
+"""`gemm_reduce_scatter` between GPUs of one host: tile by tile in one kernel, or after the library's GEMMs.
 
 Tiles (`call.cut`): one kernel computes the GEMM, sends every tile to the owner of its rows as it is finished, and sums
 the rows that this rank owns as their tiles are complete. Its source, pushed_tiles.cuh, says what orders memory between
@@ -6,12 +6,12 @@ ranks.
 
 Where rows stay with their owner the same kernel adds a residual and normalizes what it sums (`run_norm`).
 
-Else the GEMMs write into this rank's arena, and a kernel behind them sums this rank's part of all ranks' results. So do
-calls that the kernel of tiles does not take: several GEMMs, addends, rows of each of several sequences, columns, other
-GPUs than it is for. All ranks see the same of a call, so all of them choose the same.
+Otherwise the GEMMs write into this rank's arena, and a kernel after them sums this rank's part of all ranks' results.
+So do calls that the kernel of tiles does not take: several GEMMs, addends, rows of each of several sequences, columns,
+other GPUs than it is for. All ranks see the same of a call, so all of them choose the same.
 
 Both use one buffer, `staging`, which is also that of other operations' partial rows. Every kernel that has peers write
-there, or read there, ends only when all of them are through. Nothing here synchronizes with the host or allocates but
+there, or read there, ends only when all of them have finished. Nothing here synchronizes with the host or allocates but
 results, and copies of operands whose rows do not begin at multiples of 16 bytes.
 """
 

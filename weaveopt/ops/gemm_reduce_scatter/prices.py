@@ -1,6 +1,6 @@
-"""The ways to run GEMMs and their reduce-scatter, with their estimates, and what speaks against each.
+"""Candidates of GEMMs and their reduce-scatter, with their estimates and rejections.
 
-On `shm` there is one. On GPUs there are two: `partials`, whose results are summed behind the library's GEMMs, and
+On `shm` there is one. On GPUs there are two: `partials`, whose results are summed after the library's GEMMs, and
 `tiles`, one kernel that sends what it computes while it goes on. Where a residual and a norm of this rank's rows follow
 there is a third, `tiles norm`: the same kernel, with both of them.
 """
@@ -95,7 +95,7 @@ def _summed(
     variant: str,
     reasons: tuple[Rejection, ...],
 ) -> tuple[Candidate, Lowered]:
-    """The library's GEMMs, and what they wrote summed behind them."""
+    """Candidate with the library's GEMMs, whose results are summed afterwards."""
     parts = measured_parts_us(machine, fabric, EXCHANGE, work.message_bytes, work.world)
     if parts is None and not reasons:
         reasons = (not_measured(machine, fabric, EXCHANGE),)

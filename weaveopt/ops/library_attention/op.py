@@ -9,7 +9,7 @@
 
 `query` [batch, heads, queries, head_dim], `key` [batch, kv_heads, keys, head_dim], `value` [batch, kv_heads, keys,
 value_dim], of one dtype (bf16, fp16; fp32 on CPUs), with any strides; heads is a multiple of kv_heads. The result is
-[batch, heads, queries, value_dim] in memory of [batch, queries, heads, value_dim], so that the projection behind it
+[batch, heads, queries, value_dim] in memory of [batch, queries, heads, value_dim], so that the projection after it
 reads it as rows. `kernel` is a word of `Kernel`; where the device or this build of torch does not have it, whatever
 `scaled_dot_product_attention` takes computes the same. A window needs `causal`, and at most as many queries as keys.
 """

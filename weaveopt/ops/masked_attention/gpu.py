@@ -65,7 +65,7 @@ def masked_attention(operands: Operands, scores: Scores) -> Tensor:
 
 
 def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
-    """One kernel; `mask` may lie anywhere that Triton runs."""
+    """Launches one kernel; `mask` may be on any device that Triton supports."""
     from weaveopt.ops.masked_attention import kernels
 
     batch, heads, queries, keys = mask.shape
@@ -83,7 +83,7 @@ def launch_key_ranges(mask: Tensor, rows: int) -> Tensor:
 
 
 def launch_attention(operands: Operands, scores: Scores, how: Plan) -> Tensor:
-    """One kernel, and `combine` where keys are split; tensors may lie anywhere that Triton runs."""
+    """Launches one kernel, and `combine` if keys are split; tensors may be on any device that Triton supports."""
     from weaveopt.ops.masked_attention import kernels
 
     shape = checked_shape(operands)

@@ -22,7 +22,7 @@ Shapes: `query` [B, H, S, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, Dv] with
 `ranges` is `key_ranges(mask, RANGE_ROWS)`, made once for all layers that share a mask: keys outside of a tile's range
 are not read, and of keys within its inner range the mask need not be. Without `ranges`, and with a mask, the op makes
 them on its own. Ranges without a mask admit every key from first to end. A key within its range that the mask hides
-from all still has to be finite, as in torch; what lies outside need not be.
+from all still has to be finite, as in torch; keys outside need not be.
 
 On GPUs a Triton kernel runs for bf16 and fp16; fp32, head sizes above 256, and GPUs without Triton get the plain
 expression. Nothing waits for the device: calls can be captured in CUDA graphs, and what is filled may change between

@@ -11,7 +11,8 @@ Tensor = torch.Tensor
 
 
 def reference(operands: Operands, call: ExpertsCall) -> Tensor:
-    """Rounded to x's dtype where GEMMs hand rows on: after the activation, and after the second GEMM's bias."""
+    """Result of one call, rounded to x's dtype after each GEMM: after the activation, and after the second
+    GEMM's bias."""
     shape = checked_shape(operands, call)
     x, experts = operands.x, operands.experts
     y = x.new_zeros((shape.tokens, shape.hidden), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The two buffers of a call, on every fabric: what ranks push here, and what comes home."""
+"""The two buffers of a call, on every fabric: rows that ranks push here, and returned results."""
 
 from __future__ import annotations
 

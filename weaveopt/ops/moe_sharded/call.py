@@ -55,7 +55,7 @@ class ExpertExchangeCall(RowsCall):
         return Activation(self.activation, self.gated, self.interleaved, self.alpha, self.limit)
 
     def sources(self) -> Iterator[tuple[int, int]]:
-        """The parts: from how many ranks behind this one on, up to how many."""
+        """The parts: each a range of source ranks, counted from this one."""
         parts = min(self.batches, self.world)
         if parts <= 1:
             yield 0, self.world

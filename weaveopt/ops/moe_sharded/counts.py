@@ -1,8 +1,8 @@
-"""How many tokens the rank has that has most: what ranks on GPUs with batches of their own ask before a call.
+"""Largest token count of any rank, which GPU ranks with batches of their own need before a call.
 
 How many a rank has is known on its host, before its device comes to the call, and GPUs that reach each other's memory
-are of one host. So the hosts tell each other in memory that their processes share: a call waits for the slowest host,
-and for no device. All ranks learn the same number, which says how much room each source gets in the call, that nobody
+are of one host. So the hosts exchange counts in memory that their processes share: a call waits for the slowest host,
+and for no device. All ranks learn the same number, which says how much room each source gets in the call, that no rank
 has anything to send, or that there is more than was planned for.
 """
 

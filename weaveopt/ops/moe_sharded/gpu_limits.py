@@ -5,7 +5,7 @@ from __future__ import annotations
 from weaveopt.expert_kernels.gpu import MAX_CHOICES, MAX_EXPERTS
 
 MOST_ROWS = 1 << 28
-"""Choices of a rank's tokens: a row's place at home is a number of 28 bits."""
+"""Choices of a rank's tokens: a row's slot in the combine buffer is a number of 28 bits."""
 MOST_CHUNKS = 1 << 31
 """Most chunks of 8 elements in the rows of all ranks' tokens."""
 

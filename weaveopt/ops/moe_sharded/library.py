@@ -1,9 +1,9 @@
 """`expert_exchange` over the process group's own collectives, and its derivative.
 
 Four exchanges: how many rows and routes go to each rank, the rows, their local expert ids, and the results. As over
-shared memory one row travels for each (token, destination), and one comes home for each choice. How much each rank gets
-is known on the device alone, and the collectives want it on the host: one synchronization a call, so on GPUs a CUDA
-graph cannot hold it.
+shared memory one row is sent for each (token, destination), and one is returned for each choice. How much each rank
+gets is known on the device alone, and the collectives want it on the host: one synchronization a call, so on GPUs a
+CUDA graph cannot hold it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group:
 
 
 class _Exchange(torch.autograd.Function):
-    """`_exchange`, whose gradients travel the other way."""
+    """`_exchange` with its derivative, which sends gradients in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:

@@ -10,13 +10,13 @@ choices], of any dtype. `gate_up` [num_experts, N, hidden], `down` [num_experts,
 are this rank's experts in x's dtype, of any strides; see `ExpertWeights`. `call` is an encoded `ExpertExchangeCall`.
 The result is [tokens, hidden] in x's dtype.
 
-Rows travel and are rounded as in transformers' all-to-all; the sum over choices is in fp32, where transformers' is in
-the dtype of the weights. On `shm` one row is pushed for each (token, destination) into a place that no other rank
-writes, the experts begin with this rank's own rows, and their results go into this rank's [token][choice] (the layout
-and the order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Ranks that hold batches
-of their own (`same_tokens` is false) reserve the memory together in their first call. On `peer` the same is done by
-kernels (`peer.py`). Where a rank has more tokens than `call.max_tokens`, or with fabric `library`, all ranks use the
-group's all-to-all. All take the derivative through the library.
+Rows are sent and rounded as in transformers' all-to-all; the sum over choices is in fp32, where transformers' is in the
+dtype of the weights. On `shm` one row is pushed for each (token, destination) into a place that no other rank writes,
+the experts begin with this rank's own rows, and their results go into this rank's [token][choice] (the layout and the
+order of FlashDMoE, section 3.2, without its kernel): bitwise the same from run to run. Ranks that hold batches of their
+own (`same_tokens` is false) reserve the memory together in their first call. On `peer` the same is done by kernels
+(`peer.py`). Where a rank has more tokens than `call.max_tokens`, or with fabric `library`, all ranks use the group's
+all-to-all. All take the derivative through the library.
 
 The library's exchange waits for the device, and ranks with batches of their own ask each other's hosts for their
 counts: no CUDA graph can hold either, and Inductor leaves `expert_exchange` out of its graphs. The overload

@@ -11,5 +11,5 @@ class Traffic(NamedTuple):
     dispatched: int
     """Rows of this rank's tokens, pushed to others."""
     returned: int
-    """Results: on CPU ranks those that this one's experts sent home, on GPUs those that came home to this one. Over
-    all ranks it is the same."""
+    """Results: on CPU ranks those that this one's experts sent back, on GPUs those that this one received. The sum over
+    all ranks is the same."""

@@ -81,10 +81,10 @@ def estimate_fused(
 ) -> Estimate:
     """The same computation as one fused operation on `fabric` (TokenWeave §4.3 for two-shot).
 
-    Without `transfer`, the algorithm's fastest; without `num_ctas`, the fastest number of those measured.
-    Terms: `gemm`; `add` (partial results summed before the one reduction); `copy` (into the arena, if the transfer
-    needs it there and no GEMM writes there); `synchronize`, `reduce`, `norm`, `distribute`; `gather`, if the sum is
-    used beside normalized rows and `sum_sharded` is False: then two-shot also hands out the rows of the sum.
+    Without `transfer`, the algorithm's fastest; without `num_ctas`, the fastest number of those measured. Terms:
+    `gemm`; `add` (partial results summed before the one reduction); `copy` (into the arena, if the transfer needs it
+    there and no GEMM writes there); `synchronize`, `reduce`, `norm`, `distribute`; `gather`, if the sum is used in
+    addition to normalized rows and `sum_sharded` is False: then two-shot also gathers the rows of the sum.
     """
     message, world = workload.message_bytes, workload.world
     if fabric is Fabric.LIBRARY or algorithm is Algorithm.LIBRARY:

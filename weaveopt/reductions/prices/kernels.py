@@ -34,9 +34,9 @@ USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.NVSHMEM: (Transfer.DIRECT,),
     Fabric.LIBRARY: (),
 }
-"""Transfers that a fabric's devices can run, where the profile does not tell."""
+"""Transfers that a fabric's devices can run, if the profile does not name them."""
 READS_ANYWHERE = frozenset({Transfer.LL_PACKET, Transfer.BULK, *BETWEEN_GPUS})
-"""Transfers that send a partial result from wherever it is; for the others it must lie in the arena."""
+"""Transfers that send a partial result from wherever it is; for the others it must be in the arena."""
 MEASURED_ONLY = frozenset({Fabric.NVSHMEM})
 """Fabrics whose kernels are used only where the profile has times of them."""
 MEASURED_BYTES = 2
@@ -62,7 +62,7 @@ class KernelVariant:
 
 
 def usable_transfers(costs: FabricCosts) -> tuple[Transfer, ...]:
-    """Transfers that the fabric's devices can run; those that a profile tells of and no kernel has are left out."""
+    """Transfers that the fabric's devices can run; those that a profile names and no kernel has are left out."""
     told = tuple(Transfer(word) for word in costs.transfers if word in frozenset(Transfer))
     return told if costs.transfers else USUAL_TRANSFERS[costs.fabric]
 
@@ -73,8 +73,8 @@ def kernel_variants(
 ) -> tuple[KernelVariant, ...]:
     """Every kernel that may serve rows of `hidden`; the earlier one is taken where two are equally fast.
 
-    On `peer`, what was measured excludes what was not; without any measurement, and on the other fabrics, a kernel
-    that was not measured is modelled. Between hosts, messages are modelled, and what travels between GPUs measured.
+    On `peer`, what was measured excludes what was not; without any measurement, and on the other fabrics, a kernel that
+    was not measured is modelled. Between hosts, messages are modelled, and transfers between GPUs measured.
     """
     if world < 2 or fabric not in machine.fabrics:
         return ()

@@ -1,6 +1,6 @@
 """Which kernel serves which token count: a function of what all sites of a chain share, and of nothing else.
 
-So sites that hand a token-sharded residual to each other always agree on who holds which rows.
+So sites that share a token-sharded residual always agree on who holds which rows.
 """
 
 from __future__ import annotations

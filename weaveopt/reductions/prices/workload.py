@@ -51,7 +51,8 @@ class Workload:
 
 
 def workload_of(facts: ReductionFacts, tokens: TokenCounts, *, takes_gemm: bool, quantizes: bool) -> Workload:
-    """`takes_gemm`: the kernel's operation makes the partial result too; `quantizes`: it hands out e4m3 rows."""
+    """Workload of a site. `takes_gemm`: the kernel's operation makes the partial result too; `quantizes`: it returns
+    e4m3 rows."""
     gemm = Gemm(tokens.hint, facts.gemm_depth, facts.hidden) if takes_gemm and facts.gemm_depth else None
     return Workload(
         tokens=tokens.hint,
