@@ -1,6 +1,6 @@
 """A model's configuration as its JSON says it, and the plans that transformers has for it: without importing either.
 
-What is asked and cannot be is refused with it within milliseconds. What JSON leaves to transformers' defaults is
+Impossible requests are refused with it within milliseconds. Values that JSON leaves to transformers' defaults are
 checked again once transformers has built the configuration.
 """
 

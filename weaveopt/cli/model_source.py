@@ -142,7 +142,7 @@ def _near(word: str, known: tuple[str, ...]) -> str:
 def check(source: Source, request: Request) -> None:
     """Reject impossible requests before any time is spent. Raises `CaptureError`.
 
-    Of a sketch what JSON says is checked, and what it leaves to transformers is not.
+    For a sketch the values in its JSON are checked, and those that it leaves to transformers are not.
     """
     world, name = request.world, source.name
     for option in ("batch", "seq", "nodes"):

@@ -3,10 +3,9 @@
     scores = TopKLogitsWarper(k)(ids, scores)
     scores = TopPLogitsWarper(p, min_tokens_to_keep=least)(ids, scores)
 
-What top-k leaves are the k largest scores and all that equal the smallest of those. So the sum of probabilities that
-top-p compares with is one over k scores and a number of equal ones, and what it keeps are the scores above some score
-and as many of those that equal it: of these the last ones, as a sort that keeps their order would leave them.
-(transformers' sort does not say which.)
+Top-k leaves the k largest scores and all that equal the smallest of those. So the sum of probabilities that top-p
+compares with is one over k scores and a number of equal ones, and it keeps the scores above some score and as many of
+those that equal it: of these the last ones, as a stable sort would leave them. (transformers' sort does not say which.)
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def traffic_of(
 ) -> tuple[int, int]:
     """Bytes that a kernel reads from memory and writes there, without values that it alone makes and reads.
 
-    Of values that are in `scaling`, and of all others.
+    Returned as two counts: for values in `scaling`, and for all others.
     """
     members = set(kernel.steps)
     made = {value for index in kernel.steps for value in steps[index].writes}

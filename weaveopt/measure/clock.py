@@ -127,8 +127,8 @@ class Clock(Protocol):
 class CpuClock:
     """Clock of the host, for single calls: the fastest of several passes.
 
-    What other programs of the host add to a pass is not the machine's. Ranks that poll suffer most from it. So passes
-    end once the two fastest agree: after two on a quiet host, after `MOST_PASSES` on a busy one.
+    Time that other programs of the host add to a pass is not the machine's. Ranks that poll suffer most from it. So
+    passes end once the two fastest agree: after two on a quiet host, after `MOST_PASSES` on a busy one.
     """
 
     LONGEST_S = 0.03

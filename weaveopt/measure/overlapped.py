@@ -27,7 +27,7 @@ FEW_TOKENS, SHALLOW = 2048, 2048
 """Token count and depth limits: up to so many tokens tiles of 128 columns may pay, as they leave a shorter last
 wave; up to such a depth the exchange dominates, so that many CTAs only finish rows."""
 TAKEN_FLOPS_PER_US = 5e8
-"""About what a GEMM does, for how many calls a measurement makes."""
+"""Approximate rate of a GEMM, which sets how many calls a measurement makes."""
 
 C = TypeVar("C")
 """Tile configuration of a kernel; each family has its own type."""

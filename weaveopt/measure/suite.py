@@ -25,9 +25,9 @@ NUM_ATTEMPTS = 3
 def measure(session: Session, name: str, before: Machine | None, only: Sequence[str] = ()) -> Machine:
     """The profile `name` of this machine, the same on every rank.
 
-    What one host cannot measure, the link to another one, is kept from `before`, or assumed; so is the link between the
-    ranks where there is one rank. With `only`, names of families, no others are measured, and of `before` is kept
-    what a profile cannot be without.
+    The link to another host, which one host cannot measure, is kept from `before`, or assumed; so is the link between
+    the ranks if there is one rank. With `only`, names of families, no others are measured, and the parts of `before`
+    that a profile requires are kept.
     """
     families = [family() for family in families_on(session.device.type) if is_wanted(family, only)]
     with torch.no_grad():

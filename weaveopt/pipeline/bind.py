@@ -65,7 +65,7 @@ def reserve(plan: MemoryPlan, context: Context) -> str:
     """Reserve the arena for `plan`; returns the reason if there is none, the same on all ranks of its group, else
     empty.
 
-    What a process group could not have it is not asked for again, nor for anything larger: trying may take long.
+    A request that failed in a process group is not repeated, nor a larger one: trying may take long.
     """
     config, known = context.config, context.topologies[plan.group]
     before = _refused.get(plan.group)

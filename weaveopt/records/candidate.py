@@ -89,7 +89,7 @@ class Estimate:
     def plus(self, other: Estimate) -> Estimate:
         """Add two estimates, one after the other: terms of one name are summed, zero terms dropped, errors added.
 
-        What `other` is predicted to take adds to a measured time too.
+        The predicted time of `other` is added to a measured time too.
         """
         summed: dict[str, float] = {}
         for term in (*self.terms, *other.terms):

@@ -41,10 +41,10 @@ PUSHED_CUTS = {
     TileConfig(160, 2): Sizes(most_tokens=FEW_TOKENS),
     TileConfig(128, 2): Sizes(most_tokens=FEW_TOKENS),
 }
-"""Tile configurations. With few tile rows in a group rows are read in their order of arrival; with more the weight
+"""Tile configurations. With few panel pairs in a group rows are read in their order of arrival; with more the weight
 is read from memory less often. With few tokens only tiles of one of the widths may fill whole waves."""
 TAKEN_BYTES_PER_US = 3e5
-"""About what the link does, for how many calls a measurement makes."""
+"""Approximate rate of the link, which sets how many calls a measurement makes."""
 
 
 def call_of(

@@ -50,7 +50,7 @@ waves of tiles."""
 EPS = 1e-5
 TIMEOUT_S = 60.0
 TAKEN_BYTES_PER_US = 2e5
-"""About what the link does, for how many calls a measurement makes."""
+"""Approximate rate of the link, which sets how many calls a measurement makes."""
 
 
 def cases(quick: bool) -> Iterator[Case[Kernel]]:

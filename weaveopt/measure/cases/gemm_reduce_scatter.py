@@ -44,7 +44,7 @@ TILE_CUTS = {
 }
 """Fastest of several: for sums that are ready early, for a long weight, and for an exchange that dominates."""
 TAKEN_BYTES_PER_US = 3e5
-"""About what the link does, for how many calls a measurement makes."""
+"""Approximate rate of the link, which sets how many calls a measurement makes."""
 
 
 def call_of(

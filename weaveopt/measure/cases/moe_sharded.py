@@ -31,7 +31,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192)
 ROW_BYTES = HIDDEN * DTYPE.itemsize
 TIMEOUT_S = 60.0
 TAKEN_BYTES_PER_US = 2e5
-"""About what the link does, for how many calls a measurement makes."""
+"""Approximate rate of the link, which sets how many calls a measurement makes."""
 
 
 def call_of(ranks: Ranks, most: int) -> ExpertExchangeCall:
