@@ -1,4 +1,4 @@
-"""Attention as models write it, in one function a form: masks, repeated keys and values, products with a softmax."""
+"""Attention as models write it, in one function a form: masks, repeated keys and values, GEMMs with a softmax."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rows(out: Tensor) -> Tensor:
 def attend_written(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
 ) -> Tensor:
-    """Two products and a softmax, with a soft cap as gemma2 or sinks as gpt-oss have them."""
+    """Two GEMMs and a softmax, with a soft cap as gemma2 or sinks as gpt-oss have them."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat(key, groups), repeat(value, groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5

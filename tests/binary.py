@@ -84,7 +84,8 @@ def instructions(architecture: str, names: list[str]) -> dict[str, str]:
 
 @cache
 def _functions(*arguments: str) -> tuple[tuple[str, str, str], ...]:
-    """Architecture, mangled name and text. `-arch sm_90` shows sm_90a too: all are asked for and told apart, once."""
+    """Architecture, mangled name and text. `-arch sm_90` shows sm_90a too: all are asked for and
+    distinguished, once."""
     found = []
     _, *parts = re.split(r"^arch = (\w+)$", dump(*arguments), flags=re.MULTILINE)
     for architecture, listed in zip(parts[::2], parts[1::2], strict=True):

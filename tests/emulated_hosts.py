@@ -83,7 +83,7 @@ class Network(Sequence[Host]):
         return self._change()
 
     def down(self, host: int) -> None:
-        """No packet leaves or reaches it any more, and nobody is told: a cable that is cut."""
+        """No packet leaves or reaches it any more, without any notice: a cable that is cut."""
         self._change(down=host)
 
     def up(self, host: int) -> None:

@@ -155,7 +155,7 @@ def random_sizes(choice: random.Random) -> Sizes:
 
 
 def poisoned(operands: Operands) -> Operands:
-    """Weights of experts that nobody chose, and of foreign choices, become NaN or infinite."""
+    """Makes weights of experts without a choice, and of remote experts' choices, NaN or infinite."""
     num_experts = len(operands.gate_up)
     chosen = set(operands.experts.flatten().tolist())
     idle = [e for e in range(num_experts) if e not in chosen]

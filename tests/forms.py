@@ -1,4 +1,4 @@
-"""Hand-written blocks in the forms that model families have: product, all-reduce, addition, norm, product.
+"""Hand-written blocks in the forms that model families have: GEMM, all-reduce, addition, norm, GEMM.
 
 Every form is `form(weights, x, residual) -> outputs` on one rank; `x` differs by rank, everything else is equal.
 """
@@ -230,7 +230,7 @@ def other_work(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def residual_in_fp32(w: Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-    """As under autocast: partial results in two bytes beside a residual and a norm in fp32."""
+    """Block under autocast: partial results in two bytes, with a residual and a norm in fp32."""
     total = residual.float() + all_reduce((x @ w.product).bfloat16())
     return rms(total, w.norm.float()).bfloat16().to(x.dtype) @ w.after, total
 

@@ -24,7 +24,7 @@ def kernel_us(num_bytes: int) -> float:
 
 
 def flagged_us(num_bytes: int) -> float:
-    """Made up: a fence beside the packets' latency, and half their bytes."""
+    """Made-up time of flagged rows: the packets' latency and a fence, and half their bytes."""
     return 8.0 + num_bytes / 2.8e5
 
 

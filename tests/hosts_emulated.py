@@ -42,7 +42,7 @@ class Case:
     tokens: tuple[int, ...]
     """Token count of every call."""
     flagged: tuple[bool, ...] = ()
-    """Calls whose rows travel as they are, with flags, one after the other and again from the first; else packets."""
+    """Calls whose rows are sent as they are, with flags, one after the other and again from the first; else packets."""
     hidden: int = 32
     dtype: torch.dtype = torch.bfloat16
     vecs: int = 1

@@ -74,7 +74,7 @@ def generated(module: fx.GraphModule, inputs: Sequence[object], arguments: Mappi
 def captured(
     config: object, request: Request, seen: Callable[[fx.GraphModule, Sequence[object], dict[str, object]], None]
 ) -> None:
-    """Hand the graph of one rank of a model, as `inner_compile` gets it, to `seen`."""
+    """Passes the graph of one rank of a model, as `inner_compile` gets it, to `seen`."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         outputs = fx.map_arg(module.graph.output_node().args[0], lambda node: node.meta["val"])

@@ -1,4 +1,4 @@
-"""Graphs of attention masks for tests: written op by op as AOTAutograd leaves them, with the value beside them."""
+"""Graphs of attention masks for tests: written op by op as AOTAutograd leaves them, with their values."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ FORCED = ("all_reduce_rms_norm",)
 
 @contextmanager
 def fake_group(world: int) -> Iterator[None]:
-    """A process group of `world` ranks in which this process is rank 0 and nobody else exists."""
+    """A process group of `world` ranks in which this process is rank 0 and no other exists."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         yield

@@ -29,7 +29,7 @@ OUTPUT_BYTES = 5000
 PROCESS = "WEAVE_TEST_PROCESS"
 """The variable that numbers the processes of a run: 1 and up in helpers, and not set in the first."""
 BEGIN = "begin"
-"""The file that tells helpers to claim."""
+"""File whose existence lets helpers claim units."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -182,7 +182,7 @@ class Processes:
                     helper.wait()
 
     def _pass_on(self, session: pytest.Session, folder: Path, helpers: list[subprocess.Popen[bytes]]) -> None:
-        """Reports what helpers have told since the last time."""
+        """Reports the helpers' events since the last time."""
         hook = self._config.hook
         for number in range(len(helpers)):
             with open(folder / f"events-{number}", "rb") as file:

@@ -33,7 +33,7 @@ def torchao_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The flat rows times 448 / amax; the product gets the inverse of that."""
+    """The flat rows times 448 / amax; the GEMM gets the inverse of that."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     factor = 448.0 / flat.abs().max(dim=-1, keepdim=True).values.float().clamp(min=1e-12)
     return saturated(flat * factor), factor.reciprocal()
@@ -108,7 +108,7 @@ ONE = torch.ones(())
 
 
 def linear(rows: Tensor, scale: Tensor, out: int = forms.INNER) -> Tensor:
-    """The FP8 product that reads quantized rows."""
+    """The FP8 GEMM that reads quantized rows."""
     b_scale = ONES[out] if scale.numel() > 1 else ONE
     return torch._scaled_mm(rows, WEIGHTS[out], scale_a=scale, scale_b=b_scale, out_dtype=torch.bfloat16)
 
@@ -135,7 +135,7 @@ def chain(quantize: Quantize) -> Form:
 
 
 def extra_reader(w: forms.Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-    """A router in 16 bits beside FP8 experts."""
+    """A router in 16 bits that reads the rows too, with FP8 experts."""
     total = residual + forms.all_reduce(x @ w.product)
     normed = forms.rms(total, w.norm)
     return linear(*torchao_rows(normed)), normed @ w.after, total

@@ -1,4 +1,4 @@
-"""Graphs of sequence-parallel forms, rewritten, and run on simulated ranks beside the graphs as they were."""
+"""Graphs of sequence-parallel forms, rewritten, and run on simulated ranks along with the graphs as they were."""
 
 from __future__ import annotations
 

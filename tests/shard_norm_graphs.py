@@ -32,7 +32,7 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def inputs(tokens: int = 16) -> tuple[Tensor, ...]:
-    """x, residual, weight of the first GEMM, of the norm, and of a GEMM behind it."""
+    """x, residual, weight of the first GEMM, of the norm, and of a GEMM after it."""
     return zeros(2, tokens // 2, K), zeros(2, tokens // 2, H), zeros(H, K), zeros(H), zeros(K, H)
 
 

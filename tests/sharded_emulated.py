@@ -117,7 +117,7 @@ def wanted_of(case: Case, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor
 
 
 def moved_by(case: Case, rank: int, experts: Tensor) -> tuple[int, int]:
-    """Rows pushed to others, and rows that come home from them."""
+    """Rows pushed to others, and rows returned by them."""
     someones = (experts >= 0) & (experts < case.world * case.num_experts)
     owner = torch.where(someones, experts // case.num_experts, -1)
     others = [(owner == other) for other in range(case.world) if other != rank]

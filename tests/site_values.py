@@ -131,7 +131,7 @@ def _tensor(values: Values, node: fx.Node, rank: int) -> Tensor:
 
 
 def _close(got: Tensor, want: Tensor) -> None:
-    """Values travel and are added in bf16; sizes of the largest value, since sums cancel."""
+    """Compares values that are sent and added in bf16, relative to the largest one, since sums cancel."""
     scale = float(want.abs().max()) or 1.0
     assert got.abs().max() > 0, "nothing is compared"
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.03 * scale)

@@ -133,7 +133,7 @@ def test_training_gradients_equal_eager() -> None:
 
 
 def _mesh(rank: int) -> None:
-    """A 2 x 2 mesh: products reduced over one dimension, then over the other, in one graph."""
+    """A 2 x 2 mesh: GEMMs reduced over one dimension, then over the other, in one graph."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     weights = forms.make_weights(torch.float32)
     tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
@@ -248,7 +248,8 @@ def test_a_failing_step_falls_back_or_raises(strict: bool) -> None:
 
 
 def _failing_work(rank: int, strict: bool) -> str:
-    """An estimate of the work outside the sites that breaks: the graph is rewritten all the same, and both are told."""
+    """An estimate of the work outside the sites that breaks: the graph is rewritten all the same, and the report says
+    both."""
     import weaveopt
     from weaveopt.pipeline import price
 

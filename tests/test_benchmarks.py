@@ -222,7 +222,7 @@ def test_a_layer_is_cut_out_of_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_call_of_experts_is_cut_out_of_a_trace(tmp_path: Path) -> None:
-    """The last one; GEMMs in one kernel and in two are told apart."""
+    """It is the last call; GEMMs in one kernel and in two are distinguished."""
     gemms = [f"weave::moe_experts::grouped_gemm<bf16, (weave::moe_experts::Product){which}>" for which in (0, 3)]
     names = ("route", *gemms, "weave::moe_experts::both_gemms<bf16>", "combine")
     kernels = [traces.Kernel(name, 10.0 * at, 9.0) for at, name in enumerate(names * 3)]

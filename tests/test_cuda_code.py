@@ -89,7 +89,7 @@ def test_ptx_waits_for_the_kernel_ahead_where_the_host_launches_it_early() -> No
 def early_flags(text: str) -> list[str]:
     """Counts of arrived data that a peer may see before the data; the kernel's counts, of several threads, are `RED`s.
 
-    In the order of the text, in which what follows the end of a loop stands behind it.
+    In the order of the text, in which what follows the end of a loop stands after it.
     """
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +(.+?) *;", text)
     arrived, found, flags = False, [], 0

@@ -1,4 +1,4 @@
-"""Which of the experts' kernels the shipped profiles choose, beside the times of all of them in the result files."""
+"""The experts' kernels that the shipped profiles choose, against the times of all of them in the result files."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _model(name: str) -> PreTrainedModel:
 
 
 def _calls(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Logits of a prompt, and of one with padding over a static cache and of the token behind it."""
+    """Logits of a prompt, and of one with padding over a static cache and of the token after it."""
     ids = torch.randint(3, VOCABULARY, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(5))
     padding = torch.ones_like(ids)
     padding[0, :NUM_PADDED] = 0

@@ -1,4 +1,5 @@
-"""Multicast cannot run on the machines at hand: its instructions are looked for in the binary, for every architecture.
+"""Multicast cannot run on the available machines: its instructions are looked for in the binary, for every
+architecture.
 
 What PTX becomes (nvcc 13.0): `multimem.ld_reduce` an `LDGMC`, whose name says the type and whether the switch sums in
 fp32 (`F32ADD` on sm_90, `HPADD` on sm_100; without `.acc::f32` it is `ADD`); `multimem.st` a plain store of system

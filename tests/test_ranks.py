@@ -27,7 +27,7 @@ def _begins_with(_: int) -> tuple[bool, bool]:
 
 
 def test_ranks_begin_with_what_the_server_loaded() -> None:
-    """multiprocessing says nothing where it cannot load what it was told to; each rank would then load it all."""
+    """multiprocessing says nothing where it cannot load a module it was given; each rank would then load it all."""
     assert run_ranks(_begins_with, 2) == [(True, True)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Training and layers that are compiled apart: every all-reduce is rewritten, with a norm behind it or without."""
+"""Training and layers that are compiled apart: every all-reduce is rewritten, with a norm after it or without."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _value() -> torch.Tensor:
 
 
 def chain(offers: Sequence[Sequence[Offer]], broken_after: int | None = None, kind: str = "") -> Graph:
-    """s0 -> s1 -> ..., each handing something to the next but for the site `broken_after`."""
+    """s0 -> s1 -> ..., each passing a value to the next except for the site `broken_after`."""
     graph = Graph()
     for index, row in enumerate(offers):
         graph.site(row, kind=kind, continues=index > 0 and broken_after != index - 1)

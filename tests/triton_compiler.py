@@ -19,7 +19,7 @@ class Compiled:
     kernel: str
     shared_bytes: int
     wgmma: int
-    """Instructions of warp groups on tensor cores; beside them those of warps."""
+    """Instructions of warp groups on tensor cores; `mma` counts those of warps."""
     mma: int
     async_bytes: tuple[int, ...]
     """Sizes of asynchronous copies to shared memory, each once."""
@@ -53,7 +53,7 @@ class Driver:
 
 
 def only_compile(kernels: dict[str, object], tell: Callable[[Compiled], None]) -> None:
-    """From now on a launch of one of these kernels compiles it, and tells what came of it."""
+    """From now on a launch of one of these kernels compiles it, and reports the result."""
     from triton.runtime.driver import driver
 
     driver.set_active(Driver())

@@ -41,7 +41,7 @@ def record(measured: Mapping[str, float]) -> None:
 
 
 def is_alone(item: pytest.Item) -> bool:
-    """True if no other test may run beside it."""
+    """True if no other test may run concurrently."""
     return item.get_closest_marker("alone") is not None
 
 

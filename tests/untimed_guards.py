@@ -1,4 +1,5 @@
-"""Has Dynamo not time its guards, which nobody reads here: a quarter of what it takes to compile a small function.
+"""Keeps Dynamo from timing its guards, as no test reads the times: a quarter of what it takes to compile a small
+function.
 
 Dynamo checks the guards of each graph it compiles once more with the clock, and before that writes over 32 MB, so that
 they are not in the core's caches.

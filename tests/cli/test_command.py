@@ -164,7 +164,7 @@ TINY = {
 def test_configurations_that_transformers_cannot_build(
     fields: dict[str, object], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, and nothing beside it: what torch logs of an error goes around `sys.stderr`."""
+    """One line, and nothing else: what torch logs of an error goes around `sys.stderr`."""
     config = _config(tmp_path, json.dumps({**TINY, **fields}))
     assert message in _error(["explain", config, "--tp", "2", "--tokens", "8", "--machine", "cpu"], capfd)
 

@@ -20,7 +20,7 @@ from weaveopt.reporting.memory import routing_lines
 from weaveopt.reporting.timeline import total
 
 EMBEDDING = 1
-"""All-reduces behind the embedding, which is shared by vocabulary."""
+"""All-reduces after the embedding, which is shared by vocabulary."""
 
 
 SCREEN = 30

@@ -1,4 +1,4 @@
-"""Capture without peers: every all-reduce of the whole model is accounted for, and nothing is left behind."""
+"""Capture without peers: every all-reduce of the whole model is accounted for, and nothing remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weaveopt.errors import CaptureError, OptionError
 from weaveopt.reporting import timeline
 
 EMBEDDING = 1
-"""All-reduces behind the embedding, which is shared by vocabulary."""
+"""All-reduces after the embedding, which is shared by vocabulary."""
 
 TINY = {
     "hidden_size": 64,

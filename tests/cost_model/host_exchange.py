@@ -29,10 +29,10 @@ def _bounds(schedule: HostSchedule, begin: int, end: int, length: int) -> slice:
 
 
 def execute(algorithm: str, own: list[Array], ranks_per_host: int = 1) -> Executed:
-    """All hosts in turns, each as far as its messages have come; `own[h]` is what host `h` begins with.
+    """Runs all hosts in turns, each as far as its messages have come; `own[h]` is what host `h` begins with.
 
-    Raises if a host waits for what nobody sends, if a message has another length or payload than its receiver
-    expects, or if one is left over.
+    Raises if a host waits for what no host sends, if a message has another length or payload than its receiver expects,
+    or if one is left over.
     """
     hosts, length = len(own), len(own[0])
     schedules = [host_schedule(algorithm, host, hosts, ranks_per_host) for host in range(hosts)]

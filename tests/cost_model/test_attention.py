@@ -44,7 +44,7 @@ def test_cpu_attention_as_measured(dtype: str, batch: int, q_len: int, kv_len: i
 
 
 def test_flops_of_what_a_causal_mask_leaves() -> None:
-    """Query i of n sees i + 1 keys; of the last queries over a longer cache, all that lie before them as well."""
+    """Query i of n sees i + 1 keys; of the last queries over a longer cache, all before them as well."""
     visible = {(4, 4): 10, (1, 4): 4, (2, 4): 7, (4, 2): 3}
     for (q_len, kv_len), scores in visible.items():
         causal = Attention(1, 1, 1, q_len, kv_len, 1, "float32", causal=True)

@@ -115,7 +115,7 @@ def test_same_steps_within_a_host_as_a_tree() -> None:
 
 @pytest.mark.parametrize(("hosts", "steps"), [(1, 0), (2, 1), (3, 3), (4, 2), (5, 4), (6, 4), (7, 4), (8, 3)])
 def test_steps_between_any_number_of_hosts(hosts: int, steps: int) -> None:
-    """Beyond a power of two, one step to fold the others in and one to hand them the sum."""
+    """Beyond a power of two, one step to fold the others in and one to send them the sum."""
     assert doubling_cost(SMALL, hosts, INTER).latency_us == steps * INTER.latency_us
 
 

@@ -1,4 +1,5 @@
-"""Chunks of a GEMM beside their exchanges: by hand, against Algorithm 1 of FlashOverlap, and what bounds them."""
+"""Chunks of a GEMM that overlap with their exchanges: by hand, against Algorithm 1 of FlashOverlap, and what bounds
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_three_chunks_by_hand() -> None:
 
 
 def test_contention_by_hand() -> None:
-    """The first GEMM alone until 10. Beside it: 6 of exchange take 12, in which 6 of the GEMM's 10 are done at half
+    """The first GEMM alone until 10. Concurrently: 6 of exchange take 12, in which 6 of the GEMM's 10 are done at half
     speed; 4 more follow until 26, and the last exchange until 32."""
     found = pipelined([ChunkTimes(10.0, 6.0)] * 2, 2.0, 2.0)
     assert found.us == pytest.approx(10.0 + 12.0 + 4.0 + 6.0)

@@ -37,7 +37,7 @@ def test_one_exchange_by_hand() -> None:
 
 
 def test_an_early_message_waits_for_one_that_is_awaited() -> None:
-    """Three hosts: host 1 sends its sum at once, but host 0 first needs what host 2 hands it."""
+    """Three hosts: host 1 sends its sum at once, but host 0 first needs the message of host 2."""
     us = 1e6 / INTER.bytes_per_s * 1e6
     three = simulate(DOUBLING, Problem(1e6, 1, 3), LOCAL, INTER)
     handed, traded, returned = us, 2 * us, us

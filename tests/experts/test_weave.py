@@ -133,7 +133,7 @@ def test_own_batches_train(one_mixture: Path) -> None:
 
 
 def run_without_arena(rank: int, world: int, folder: Path) -> None:
-    """Rank 1 has no memory to share: both go through the library, and are told why."""
+    """Rank 1 has no memory to share: both go through the library, and warn of the reason."""
     theirs, ours = (sharded(folder, FAMILY_OF["mixtral"], each, world) for each in ("all_to_all", "weave"))
     compiled = torch.compile(ours, backend="weave", fullgraph=True, options={"force": [RULE], "strict": True})
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Calls every binding of `weaveopt._native` with values that nobody should give: `python -m tests.fabrics.hostile`.
+"""Calls every binding of `weaveopt._native` with invalid values: `python -m tests.fabrics.hostile`.
 
 What there is to call, and of which types, is read from the stub. Of a call that is right one argument after the
 other is replaced, and then all of them at random. Sizes and counts are any number, addresses those of enough memory, or

@@ -24,7 +24,7 @@ CLOSED_S = 2.0
 
 
 def _strangers_at(place: tuple[str, int], whom: int, answers: list[bytes]) -> list[threading.Thread]:
-    """Garbage, half a greeting, silence, and a greeting without the key: what each of them is told in the end."""
+    """Threads that send garbage, half a greeting, nothing, or a greeting without the key; each appends its answer."""
 
     def visit(words: bytes, proof: bytes) -> None:
         with socket.create_connection(place, timeout=TIMEOUT_S) as door:

@@ -99,7 +99,7 @@ def test_nothing_is_known_where_nobody_says(tmp_path: Path) -> None:
 
 
 def test_a_host_that_says_0_says_nothing(tmp_path: Path) -> None:
-    """As sandboxes do, beside gigabytes that can be taken."""
+    """Sandboxes report 0, though gigabytes can be reserved."""
     assert _native.available_memory(make(tmp_path / "alone", host=0)) is None
     job = group_v2(A_JOB, current=30 * MIB, most=64 * MIB)
     root = make(tmp_path / "job", job, own="0::/system.slice/job\n", mounts=V2.format(top="/") + "\n", host=0)

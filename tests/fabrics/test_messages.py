@@ -128,7 +128,7 @@ def test_a_message_may_come_byte_by_byte_and_the_next_call_before_its_time(ends:
 
 @pytest.mark.parametrize("words", [header(), header(num_bytes=BYTES) + bytes(BYTES - 1)])
 def test_single_bytes_buy_no_time(words: bytes, ends: Ends) -> None:
-    """A byte every tenth of the timeout, in the header and behind it: the peer is given up as a silent one is."""
+    """A byte every tenth of the timeout, in the header and after it: the peer is given up as a silent one is."""
     over = threading.Event()
 
     def dribble() -> None:

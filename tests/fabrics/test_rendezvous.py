@@ -77,7 +77,8 @@ def run_stuck(rank: int) -> list[list[str]]:
 
 
 def stuck(rank: int, for_socket: bool) -> list[str]:
-    """Rank 1 fails in torch's rendezvous, where rank 0 waits for it; what both are told, then and the next time."""
+    """Rank 1 fails in torch's rendezvous, where rank 0 waits for it; returns this rank's errors, then and the
+    next time."""
     store = c10d._get_process_group_store(topology.process_group("0"))
     before = store.timeout
     module: object = symmetric

@@ -117,7 +117,7 @@ def test_ranks_ask_whether_their_gpus_reach_each_other() -> None:
 
 
 def run_slow_readers(rank: int) -> list[str]:
-    """Rank 0, which has the store, ends as soon as it may; the others are slow to read what was told."""
+    """Rank 0, which has the store, ends as soon as it may; the others are slow to read the exchanged records."""
     channel = topology.exchange(dist.new_group([0, 1, 2]).group_name, 30.0)
     if rank != 0:
         store = channel.store

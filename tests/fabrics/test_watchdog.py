@@ -219,7 +219,7 @@ def test_a_peer_that_looks_gone_once_is_not_given_up(arena: MadeUpArena) -> None
 
 
 def test_a_forked_process_watches_nothing(arena: MadeUpArena) -> None:
-    """Even where the lock was held at the fork, its end waits for nobody."""
+    """The forked process ends without waiting, even if the lock was held at the fork."""
     watchdog.watch(arena)
     held, done = threading.Event(), threading.Event()
 

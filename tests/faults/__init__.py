@@ -1,1 +1,1 @@
-"""Faults: every way in which a rank can fail its group, what every rank says, and what is left behind."""
+"""Faults: every way in which a rank can fail its group, what every rank says, and what remains."""

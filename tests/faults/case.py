@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Said:
-    """How one rank ended, as it told itself."""
+    """How one rank ended, by its own report."""
 
     steps: tuple[str, ...] = ()
     """A digest of every step's results; `wrong ...` where they are not those of the reference."""

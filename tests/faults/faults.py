@@ -42,7 +42,7 @@ class Expected:
     codes: tuple[int | None, ...] = ()
     """None: it is still stopped."""
     waits_s: float = 0.0
-    """How long somebody may wait, slack included; 0: nobody has to."""
+    """Seconds that a rank may wait, slack included; 0: none has to."""
     compiles: bool = False
     """True if a rank compiles before the fault is found."""
 
@@ -73,7 +73,7 @@ class Fault:
     stop_s: float = inf
     """How long a rank stays stopped."""
     stops_until_told: bool = False
-    """Until the others have told how they ended."""
+    """True if a rank stays stopped until the others have reported their end."""
 
     def fits(self, mode: Mode, moment: Moment) -> bool:
         """True if the fault can strike in this mode at this moment."""
@@ -150,7 +150,7 @@ def calls_differ(case: Case) -> Expected:
 
 
 def without_arena(saying: Saying) -> Callable[[Case], Expected]:
-    """A program that reserves an arena itself is told; a compiled model runs without one."""
+    """A program that reserves an arena itself gets an error; a compiled model runs without one."""
     return lambda case: Expected(*[frozenset({saying}) if case.mode is Mode.EAGER else RIGHT] * 2)
 
 

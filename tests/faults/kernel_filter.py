@@ -49,7 +49,7 @@ def _filter(call: Syscall, action: int) -> None:
 
 
 def hide_from_peers() -> None:
-    """From now on no unprivileged process may open what lies in /proc/<pid>/fd of this one."""
+    """Denies unprivileged processes the files in /proc/<pid>/fd of this process from now on."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 

@@ -63,7 +63,7 @@ class Pool:
             yield cases[int(number)], Outcome.from_json(text)
 
     def close(self) -> list[str]:
-        """Ends the process. Temporary files that ranks left behind."""
+        """Ends the process; returns the temporary files that ranks left."""
         self._channel.close()
         self._process.wait(30)
         left = [str(path) for path in Path(self._folder.name).rglob("*")]

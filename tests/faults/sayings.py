@@ -26,7 +26,7 @@ class Saying(Enum):
     GAVE_UP_ALONE = (
         rf"PeerTimeoutError: {_OP}peer rank {{victim}} (gave up waiting itself|exited){_SLOT}\. It said: group .+"
     )
-    """It compiled a graph alone, and told."""
+    """It compiled a graph alone, and reported that."""
     LATE = rf"PeerTimeoutError: {_OP}peer rank {{victim}} did not signal within [\d.]+ s{_SLOT}"
     OTHER_LATE = rf"PeerTimeoutError: {_OP}peer rank \d+ did not signal within [\d.]+ s{_SLOT}"
     ABSENT = rf"AgreementError: {_GROUP}rank {{victim}} of \([\d, ]+\) did not come within [\d.]+ s for .+"

@@ -29,7 +29,7 @@ class _Child:
 
     pid: int
     words: int
-    """The pipe that it tells on."""
+    """Pipe for its reports."""
     output: int
     text: bytes = b""
     said: Said | None = None
@@ -107,7 +107,7 @@ def _store(port: int, listening: socket.socket) -> object:
 
 
 def _await_ranks(run: _Run, started: float, release: int) -> None:
-    """Until every rank has ended or told how it ended, or has stopped for good."""
+    """Waits until every rank has ended or reported its end, or has stopped for good."""
     case, fault = run.case, FAULTS[run.case.fault]
     deadline = started + fault.deadline_s(case)
     signal_at: float | None = None

@@ -1,5 +1,5 @@
 """Ranks that die, stop, differ or are short of something: the right result or one clear error on every rank, in bounded
-time, and nothing left behind. `docs/faults.md` is the table of what they said.
+time, and nothing remains. `docs/faults.md` is the table of what they said.
 
 Another part of the combinations: FAULT_SEED=7000 FAULT_COMBINATIONS=500. One of them, with what every rank says:
 `python -m tests.faults.run --random 1 --seed SEED`.

@@ -3,7 +3,7 @@
 A rank that has to load torch itself costs seconds; forked from here it costs milliseconds, and compiles with warm
 caches. `python -m tests.faults.zygote` gets cases on the socket that its argument names, each as one message, and sends
 their outcomes back. Every case has a supervisor of its own, forked from here, whose children the ranks are: it holds
-the store, continues stopped ranks, collects what ranks say, and looks for what they left behind.
+the store, continues stopped ranks, collects what ranks say, and looks for what remains of them.
 """
 
 from __future__ import annotations

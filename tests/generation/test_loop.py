@@ -1,4 +1,4 @@
-"""The loop that launches ahead, with steps that end late: what it hands out, and how far it runs beyond the stop."""
+"""The loop that launches ahead, with steps that end late: what it returns, and how far it runs beyond the stop."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LLAMA = next(family for family in FAMILIES if family.name == "llama")
 
 
 class Failing:
-    """A backend that compiles nothing behind the first `good` graphs."""
+    """A backend that compiles nothing after the first `good` graphs."""
 
     def __init__(self, good: int = 0) -> None:
         self.__name__ = "failing"

@@ -32,7 +32,7 @@ def test_sequences_end_at_any_of_several_tokens(llama: PreTrainedModel, batch: i
 
 
 def test_a_streamer_gets_every_token_of_a_batch_in_order(llama: PreTrainedModel) -> None:
-    """transformers does not hand streamers on to a function in `custom_generate`; it still gets them."""
+    """transformers does not pass streamers to a function in `custom_generate`; it still gets them."""
     inputs, heard = ragged(), Heard()
     found = ours(llama, inputs, streamer=heard)
     prompt, *tokens = heard.tokens

@@ -1,1 +1,1 @@
-"""Golden files of what weaveopt decides and predicts, so that a refactoring can be told from a regression."""
+"""Golden files of what weaveopt decides and predicts, so that a refactoring can be distinguished from a regression."""

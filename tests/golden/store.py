@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Record]:
 
 
 def _changed(value: Json, change: Callable[[Json], Json]) -> Json:
-    """`value` with what its shared fields hold changed, at any depth. Of an alternative the time stays beside it."""
+    """`value` with what its shared fields hold changed, at any depth. An alternative keeps its time."""
     if isinstance(value, list):
         return [_changed(each, change) for each in value]
     if not isinstance(value, dict):

@@ -21,7 +21,7 @@ MAX_TOKENS = 64
 
 
 WIDE, TOKENS = 8192, 2200
-"""Rows that are handed out in bulk."""
+"""Width and number of rows that bulk copies distribute."""
 
 
 def check_aliasing(rank: int, check: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], str], None]) -> None:

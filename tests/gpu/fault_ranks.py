@@ -1,4 +1,4 @@
-"""One rank of `test_faults`: ranks that die, stall or differ, and what the others are told. Prints one JSON line.
+"""One rank of `test_faults`: ranks that die, stall or differ, and the errors of the others. Prints one JSON line.
 
 Arguments: the scenario, this rank's GPU, and where the store is (MASTER_ADDR and so on come by the environment).
 """

@@ -1,7 +1,7 @@
 """One rank of `test_gemm_chunks`: chunks on GPUs against the reference, and a compiled block. Started by torchrun.
 
-Uninitialized memory is filled with NaN while chunks are compared with the reference: a row that nobody wrote, or that
-was sent before it was made, shows.
+Uninitialized memory is filled with NaN while chunks are compared with the reference: a row that was never written, or
+that was sent before it was made, shows.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Gpu:
         self.call("cudaDeviceSynchronize")
 
     def free(self, keep: int) -> None:
-        """All memory that was handed out after the first `keep` pieces."""
+        """Frees all memory allocated after the first `keep` pieces."""
         while len(self._owned) > keep:
             self.call("cudaFree", ctypes.c_void_p(self._owned.pop()))
 

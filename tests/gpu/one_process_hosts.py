@@ -3,7 +3,7 @@
 `python -m tests.gpu.one_process_hosts` runs calls one after the other on every rank, each of other tokens, again and
 again from graphs, and compares with the reference and between ranks. All arenas are mapped: nothing is put. Each rank
 has one stream of few CTAs, so that all ranks' kernels are on the GPU together; more than 8 streams would share its
-queues, and a kernel could wait behind one that waits for it.
+queues, and a kernel could be queued after one that waits for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The GEMM alone, and the kernel whose tiles leave while it runs, in a group of one rank, for compute-sanitizer.
 
-`python -m tests.gpu.one_process_tiles` runs them on small products of every kind and compares with the reference. The
+`python -m tests.gpu.one_process_tiles` runs them on small GEMMs of every kind and compares with the reference. The
 second one takes all of a GPU, so ranks of one process would wait for each other; a rank alone pushes its tiles to
 itself and goes through all of the kernel. Device memory comes from the CUDA runtime, as in `one_process`.
 """

@@ -221,7 +221,7 @@ def reference_of(inputs: Inputs, call: ReductionCall, residual: Tensor | None = 
 
 
 def own_rows(call: ReductionCall, tokens: int, rank: int) -> slice:
-    """The rows of the sum that a rank may read: after one-shot all of them hold data, but nobody relies on that."""
+    """The rows of the sum that a rank may read: after one-shot all of them hold data, but no reader relies on that."""
     if call.sum_out is not SumOut.SHARDED:
         return slice(0, tokens)
     return slice(*call.share(tokens, rank))
@@ -249,7 +249,7 @@ def check(
 
 
 FP8_STEP = 0.125
-"""One unit in the last place of e4m3: where what is rounded lies between two values, either may come."""
+"""One unit in the last place of e4m3: a value between two of e4m3 may be rounded to either."""
 LEAST_FP8_STEP = 2.0**-9
 """The same below e4m3's smallest normal value, where steps are equal."""
 MOST_FP8_DIFFERENCES = {Quant.STATIC: 0.03, Quant.PER_TOKEN: 0.15}

@@ -1,7 +1,7 @@
 """One rank of `test_op`: the fused op on GPUs against the reference. Started by torchrun; `--quick` runs a few cases.
 
-Uninitialized memory is filled with NaN while kernels are compared with the reference, so that a row that nobody wrote
-shows; the other stages run back to back, without anything between that would hide a race.
+Uninitialized memory is filled with NaN while kernels are compared with the reference, so that a row that was never
+written shows; the other stages run back to back, without anything between that would hide a race.
 """
 
 from __future__ import annotations

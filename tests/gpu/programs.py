@@ -159,7 +159,7 @@ def start(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -
 
 
 class Ranks:
-    """A program's ranks, each with what a launcher tells it. The store is this process's: it outlives them."""
+    """A program's ranks, each with a launcher's variables. The store is this process's: it outlives them."""
 
     def __init__(
         self, arguments_of: Sequence[Sequence[str]], name: str, environment: Mapping[str, str], host: str = "127.0.0.1"

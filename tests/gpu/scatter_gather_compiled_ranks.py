@@ -1,7 +1,7 @@
 """One rank of `test_scatter_gather`: compiled blocks of a sequence-parallel plan, by every pair of variants.
 
-Profiles claim times that nobody measured, so short that the variants meant are chosen. What has to come out is computed
-by plain torch from all ranks' inputs, which are -1, 0 and 1: nothing is rounded.
+Profiles claim made-up times, so short that the variants meant are chosen. What has to come out is computed by plain
+torch from all ranks' inputs, which are -1, 0 and 1: nothing is rounded.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def tiles(place: Place) -> None:
 
 
 def partials(place: Place) -> None:
-    """GEMMs of the library, summed behind them: every way to cut, addends, odd sizes, all dtypes."""
+    """GEMMs of the library, summed after them: every way to cut, addends, odd sizes, all dtypes."""
     for dtype in ("bfloat16", "float16", "float32"):
         kind = getattr(torch, dtype)
         for hidden, rows, outer, columns, gemms in (
@@ -158,7 +158,7 @@ def partials(place: Place) -> None:
 
 
 def not_for_tiles(place: Place) -> None:
-    """Calls of a site with a cut that its kernel does not take go behind the library's GEMMs."""
+    """Calls of a site with a cut that its kernel does not take are summed after the library's GEMMs."""
     kind, rows, hidden = torch.bfloat16, 96, 1024
     call = scatter_call(hidden, "bfloat16", TILE_CUTS[0])
     reserve(call)
@@ -176,7 +176,7 @@ def not_for_tiles(place: Place) -> None:
 
 
 def pushed(place: Place) -> None:
-    """GEMMs that begin before all rows are here, and those that come behind them; each call twice."""
+    """GEMMs that begin before all rows are here, and those that start after them; each call twice."""
     for index, (rows, hidden, widths) in enumerate(GATHER_SHAPES):
         for turn, cut in enumerate((*GATHER_CUTS, None)):
             dtype, hands_out = ("bfloat16", "float16")[(index + turn) % 2], turn % 2 == 1

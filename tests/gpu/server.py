@@ -1,6 +1,6 @@
 """A process that has loaded all that programs on GPUs import, and forks one for each: `python -m tests.gpu.server FD`.
 
-A program that loads torch, transformers and weaveopt itself, behind a launcher that loads torch, begins 10 to 20 s
+A program that loads torch, transformers and weaveopt itself, after a launcher that loads torch, begins 10 to 20 s
 later. The server never touches a GPU, so each program begins with a driver of its own, has a process of its own, and
 may end it as it likes. Requests come on the socket FD, one message each, with the files for standard output and error;
 the pid goes back at once, and the exit code when it has ended.

@@ -1,8 +1,8 @@
 """One rank of `test_shard_norm_gpu`: a compiled decoder under a tensor-parallel plan, by every pair of variants.
 
-Profiles claim times that nobody measured, so short that the variants meant are chosen. Logits are held against the
-same decoder in fp32: what is compiled may be off by twice what eager in the same dtype is. They are bitwise the same on
-all ranks, and from replay to replay of a CUDA graph.
+Profiles claim made-up times, so short that the variants meant are chosen. Logits are held against the same decoder in
+fp32: what is compiled may be off by twice what eager in the same dtype is. They are bitwise the same on all ranks, and
+from replay to replay of a CUDA graph.
 """
 
 from __future__ import annotations

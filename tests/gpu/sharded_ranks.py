@@ -249,7 +249,7 @@ def own_batches_in_a_row(place: Place) -> None:
 
 
 def own_batches_in_a_graph(place: Place) -> None:
-    """A capture ends with an error that says why, on every rank, and calls go on behind it."""
+    """A capture ends with an error that says why, on every rank, and later calls succeed."""
     call = call_of(PLAIN, place, Kernels.HOPPER, same_tokens=False)
     case = make_case(PLAIN, "uniform", [4] * place.world, place, 1)
     torch.cuda.synchronize()

@@ -98,7 +98,7 @@ def test_steps_that_do_not_compile_are_captured_all_the_same(llama: PreTrainedMo
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_nothing_is_seen_of_steps_beyond_the_stop(name: str, batch: int) -> None:
-    """Tokens, scores, what the streamer got, and the cache that is handed out: of a window that is full, too."""
+    """Tokens, scores, what the streamer got, and the cache that is returned: of a window that is full, too."""
     model = build(name, **({"sliding_window": 24} if name == "mistral" else {})).cuda()
     inputs = on_gpu(ragged(batch))
     free = theirs(model, inputs, max_new_tokens=24).sequences[:, 20:].tolist()  # type: ignore[attr-defined]

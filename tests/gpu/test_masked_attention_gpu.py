@@ -1,4 +1,5 @@
-"""The kernels of `masked_attention` against the plain expression, in CUDA graphs, and beside NaN."""
+"""The kernels of `masked_attention` against the plain expression, in CUDA graphs, and with NaN around their
+operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of `moe_experts` against the plain expression, in CUDA graphs, and beside NaN."""
+"""The kernels of `moe_experts` against the plain expression, in CUDA graphs, and with NaN around their operands."""
 
 from __future__ import annotations
 

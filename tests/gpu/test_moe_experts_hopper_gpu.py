@@ -1,4 +1,5 @@
-"""The native GEMMs of `moe_experts` on Hopper against the plain expression, in CUDA graphs, and beside NaN."""
+"""The native GEMMs of `moe_experts` on Hopper against the plain expression, in CUDA graphs, and with NaN around their
+operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weave::expert_exchange` on GPUs of one host: against the reference, from CUDA graphs, and what travels."""
+"""`weave::expert_exchange` on GPUs of one host: against the reference, from CUDA graphs, and the rows that are sent."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 def _memory(num_bytes: int, device: int) -> int:
-    """Zeros. Not from torch: what its allocator hands out may not be mapped for peers."""
+    """Memory of zeros. Not from torch: its allocator's memory may not be mapped for peers."""
     pointer = ctypes.c_void_p()
     with torch.cuda.device(device):
         assert _runtime().cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(num_bytes)) == 0

@@ -1,7 +1,7 @@
 """One rank of `test_gemm_tiles`: the operation's variant `tiles`, called as graphs call it, and by compiled blocks.
 
-Uninitialized memory is filled with NaN while calls are compared with the reference: a row that nobody wrote, or that
-was sent before it was made, shows.
+Uninitialized memory is filled with NaN while calls are compared with the reference: a row that was never written, or
+that was sent before it was made, shows.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ _alive: list[object] = []
 
 
 def sharded(rank: int) -> None:
-    """Three calls that hand a sum to each other of which every rank has its own rows alone; the second in bulk."""
+    """Three calls in a chain whose sums stay sharded; the second in bulk."""
     hidden, tokens, world = 4096, 1000, dist.get_world_size()
     first = call_of(Case(sum_out=SumOut.SHARDED), hidden, "bfloat16", CUTS[0])
     last = replace(first, reduction=replace(first.reduction, site="last", residual_sharded=True, sum_out=SumOut.WHOLE))

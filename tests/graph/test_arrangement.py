@@ -63,7 +63,8 @@ def test_symbols_divide_where_they_always_do() -> None:
 
 
 def test_what_is_no_movement_of_whole_digits_says_so() -> None:
-    """Steps of slices, other sizes of elements, parts beside other values; what does not read the source is None."""
+    """Steps of slices, other sizes of elements, parts joined with other values; what does not read the
+    source is None."""
     graph = fx.Graph()
     source, other = graph.placeholder("source"), graph.placeholder("other")
     source.meta["val"] = other.meta["val"] = torch.empty(8, 4, dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def test_a_norm_whose_eps_is_a_tensor_stays_in_the_graph(form: Callable[..., Ten
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_scale_on_another_device_is_no_part_of_the_site(device: str) -> None:
-    """A product may be scaled by a tensor of the host; the kernel reads the scale where the rows are."""
+    """A GEMM's result may be scaled by a tensor of the host; the kernel reads the scale where the rows are."""
     graph, rows = fx.Graph(), torch.empty(3, 8, device="meta")
     partial, scale = graph.placeholder("partial"), graph.placeholder("scale")
     reduced = graph.call_function(c10d.all_reduce.default, (partial, "sum", "0"))

@@ -1,4 +1,4 @@
-"""Nodes that a rewrite inserts stand behind what they read."""
+"""Nodes that a rewrite inserts follow the nodes that they read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weaveopt.reductions.splice import summed
 
 
 def test_residuals_of_symbolic_sizes_are_summed_in_the_shape_of_the_first() -> None:
-    """The view of the second reads sizes that become nodes behind the first."""
+    """The view of the second reads sizes that become nodes after the first."""
 
     def compute(first: Tensor, rows: Tensor) -> Tensor:
         return first.sin().flatten(0, 1) + rows.cos()

@@ -96,7 +96,7 @@ def _line(cells: Sequence[str], last: str) -> str:
 
 
 def ended(run: Run) -> Ended:
-    """Runs it on hosts of its own. Emulated hosts share a kernel, so their ranks are told which one they are on."""
+    """Runs it on hosts of its own. Emulated hosts share a kernel, so WEAVE_HOST names the host of each rank."""
     begin = time.monotonic()
     with hosts(run.hosts, LINK) as made:
         processes = []

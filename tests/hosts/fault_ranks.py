@@ -28,7 +28,7 @@ STEP = 2
 WIDE, LONG = 4096, 192
 """Elements and rows of a call that takes its time: 3 MiB a rank."""
 STRUCK, PORTS, ENDED = "struck", "ports", "ended"
-"""Files: when the fault struck; who listens where; a rank has told its end."""
+"""Files: when the fault struck; who listens where; a rank has reported its end."""
 _LAST_WAITS_S = 20.0
 STRANGER_S = 5.0
 """Time that a connecting process has to identify itself; until then a rank may listen to it."""
@@ -40,7 +40,7 @@ class Case:
     hosts: int
     ranks_per_host: int
     folder: str
-    """For what ranks tell one another and the test beside the network."""
+    """Folder of the files by which ranks and the test communicate outside of the network."""
 
     @property
     def world(self) -> int:

@@ -19,7 +19,7 @@ SHORT_S = 1.5
 MEETING_S = 3.0
 """The timeout of reserving and connecting, where somebody has to wait for it."""
 LONG_S = 30.0
-"""Both, where nobody has to."""
+"""Both timeouts, if no rank has to wait for them."""
 STORE_S = 5.0
 """Time that a store which does not answer has beyond the timeout."""
 SLACK_S = 1.5

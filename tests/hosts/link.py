@@ -116,7 +116,8 @@ class Wires:
         return chance.random() * 100 < percent
 
     def _arrives(self, num_bytes: int, source: int, target: int, now: float) -> float:
-        """When its last byte does. A switch hands bytes on as they come, once the cable to the target is free."""
+        """Time at which a packet's last byte arrives. A switch forwards bytes as they come, once the cable to the
+        target is free."""
         rate = self.link.gbit_per_s
         seconds = num_bytes * 8e-9 / rate if rate else 0.0
         begin = max(now, self._sent_until[source])

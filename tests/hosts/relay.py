@@ -4,7 +4,7 @@
 
 Namespaces have no names: they are open files of this process, so they end with it, and their devices with them. It ends
 when its standard input does, or its parent, and kills first what still runs on a host. It says one line when hosts are
-there. A relayed host has a TUN device, whose packets this process reads and hands to the target's when their time has
+there. A relayed host has a TUN device, whose packets this process reads and writes to the target's when their time has
 come; bridged ones have veth pairs and leave delay and rate to the kernel.
 """
 
@@ -37,7 +37,7 @@ NETWORK = "10.77.0"
 _CALIBRATION_PORT, _CALIBRATION_TURNS, _CALIBRATION_ROUNDS, _CALIBRATION_S = 29300, 3, 80, 2.0
 _AWAKE_S = 60e-6
 _BURST, _SMALL_BYTES = 16, 1500
-"""Packets read of one host before the others have their turn. Behind a small one there is seldom another."""
+"""Packets read of one host before the others have their turn. After a small one there is seldom another."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -186,7 +186,7 @@ def _echoes(_: float) -> None:
 
 
 def _pings(delay_us: float) -> None:
-    """Tells the relay what a packet needs beyond the delay, one way; then again, with what it was told taken off."""
+    """Sends the relay a packet's one-way time beyond the delay; then again, with the first value subtracted."""
     own_us = 0.0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.settimeout(0.05)
@@ -208,7 +208,7 @@ def _pings(delay_us: float) -> None:
 
 
 class Relay:
-    """Hands packets on, and does what it is told, until its standard input ends."""
+    """Forwards packets and serves its control socket until its standard input ends."""
 
     def __init__(self, hosts: Hosts, link: Link) -> None:
         self.hosts, self.wires = hosts, Wires(len(hosts.namespaces), link)

@@ -1,4 +1,4 @@
-"""How true emulated links are: round trips and bytes per second between two of the hosts, beside what was asked for.
+"""Accuracy of emulated links: round trips and bytes per second between two of the hosts, against those asked for.
 
 Packets are made by TCP as between any two hosts: what a benchmark sees has its part of these errors. The ends of round
 trips have the relay's priority, so these are the links' own, whatever else the machine does; bytes per second need the

@@ -1,4 +1,4 @@
-"""Rows that products of one row read are stored once, whatever they are computed from."""
+"""Rows that GEMMs of one row read are stored once, whatever they are computed from."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_layer_more_costs_what_a_layer_costs() -> None:
 
 
 def test_same_work_however_the_sites_are_treated() -> None:
-    """A site that is left alone is a site, so its collective and its product are no work."""
+    """A site that is left alone is a site, so its collective and its GEMM are no work."""
     weights = forms.make_weights(torch.float32)
     inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
 
@@ -178,7 +178,7 @@ def test_what_a_site_covers_is_no_work(form: Form, expected: list[tuple[str, int
 
 
 def test_a_site_that_may_not_be_rewritten_covers_the_same() -> None:
-    """Its product, all-reduce, addition and norm are its baseline, though no rule takes it."""
+    """Its GEMM, all-reduce, addition and norm are its baseline, though no rule takes it."""
     weights = forms.make_weights(torch.float32)
     inputs = (torch.randn(2, 7, forms.INNER), torch.randn(2, 7, forms.HIDDEN))
 
@@ -248,7 +248,7 @@ def test_a_failure_leaves_the_report_without_work(monkeypatch: pytest.MonkeyPatc
 
 
 def test_eighty_layers_in_half_a_second() -> None:
-    """The graph of a layer repeated: 80 times the nodes of `chain`'s three products, norms and point-wise work."""
+    """The graph of a layer repeated: 80 times the nodes of `chain`'s three GEMMs, norms and point-wise work."""
     graph = fx.Graph()
     fake = torch.empty(64, 128, device="meta")
     weight = graph.placeholder("weight")

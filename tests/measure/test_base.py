@@ -152,7 +152,7 @@ def test_a_renewed_profile_is_renewed_again() -> None:
 
 
 def test_runs_of_one_day_keep_their_own_origins() -> None:
-    """Groups of 3 and of 4 ranks from two runs of the day that `BASE` tells, and of 2 from today's."""
+    """Groups of 3 and of 4 ranks from two runs of the day that `BASE` names, and of 2 from today's."""
     costs, library = BASE.fabric_costs[1], BASE.fabric_costs[0]
     named = dict(BASE.origins)
     other = replace(named["fused"], spread=0.5)
@@ -196,7 +196,7 @@ def test_fabrics_dtypes_and_kinds_that_were_not_measured_are_kept() -> None:
 
 
 def test_kernels_of_one_group_size_are_all_of_one_run() -> None:
-    """A coarse look measures fewer kernels; one of last year's beside them would win or lose by the year."""
+    """A coarse look measures fewer kernels; one of last year's among them would win or lose by the year."""
     today = measured_today()
     costs = today.fabric_costs[1]
     few = tuple(c for c in costs.curves if c.row == 4096 and ("=" not in c.variant or c.variant.endswith("=8")))

@@ -214,7 +214,7 @@ def test_ranks_share_corners_out() -> None:
 
 @dataclass
 class Whispers(Family):
-    """A family that nobody else has heard of."""
+    """A family that no other file names."""
 
     devices: ClassVar = frozenset({"cpu"})
     times: Rows = field(default_factory=lambda: rows(1.0))

@@ -110,7 +110,7 @@ def test_a_run_on_one_host_keeps_what_was_measured_between_hosts() -> None:
 
 
 def test_the_link_is_what_the_kernel_makes_of_it() -> None:
-    """Packets are twice the rows; beside launch and rounds."""
+    """Packets are twice the rows; launch and rounds are apart."""
     launch_us = BEFORE.memory.floor_us
     made = machine(lambda size: launch_us + 3.0 + size / 1e5)
     link = inter_link(made, Fabric.NVSHMEM)

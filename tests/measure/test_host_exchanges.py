@@ -42,7 +42,7 @@ def test_the_terms_come_out_as_they_are(hosts: int, ranks: int) -> None:
 
 
 def test_between_two_hosts_bytes_are_sent_bytes() -> None:
-    """There every exchange sends the rows once: nothing tells the two apart."""
+    """There every exchange sends the rows once: nothing distinguishes the two."""
     found = measured(BusyHosts("", 2, 1, 150.0, 0.0, 0.0, 0.001, 0.0)).terms(BEFORE)
     assert found.sent_byte_us == pytest.approx(0.001, rel=0.05) and found.row_byte_us == 0.0
 

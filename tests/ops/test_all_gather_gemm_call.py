@@ -128,7 +128,7 @@ def test_equals_the_reference(world: int) -> None:
 
 
 def run_groups(rank: int) -> None:
-    """Two sub-groups at once, then their ranks across; special values travel as the bits that they are."""
+    """Two sub-groups at once, then their ranks across; special values are sent as the bits that they are."""
     for ranks_of in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
         groups = [dist.new_group(ranks) for ranks in ranks_of]
         at = next(index for index, ranks in enumerate(ranks_of) if rank in ranks)

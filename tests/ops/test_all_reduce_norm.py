@@ -1,6 +1,6 @@
 """`weave::all_reduce_norm` and `mm_all_reduce_norm` on spawned ranks against the one reference.
 
-Uninitialized memory is filled with NaN throughout, in results and in the arena: a row that nobody wrote, or that
+Uninitialized memory is filled with NaN throughout, in results and in the arena: a row that was never written, or that
 was read before it was written, shows.
 """
 

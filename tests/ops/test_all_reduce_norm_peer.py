@@ -1,4 +1,4 @@
-"""The fused op on GPUs as far as that needs none: table, buffers, what is handed to the kernel, quantization."""
+"""The fused op on GPUs as far as that needs none: table, buffers, the kernel's arguments, quantization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`weave::expert_exchange` on spawned CPU ranks: against one process that has all tokens, and what travels."""
+"""`weave::expert_exchange` on spawned CPU ranks: against one process that has all tokens, and the rows that
+are sent."""
 
 from __future__ import annotations
 
@@ -313,7 +314,7 @@ def test_sub_groups() -> None:
 
 
 def run_special_values(rank: int) -> None:
-    """A row that is not finite stays its token's, and a choice that is nobody's adds nothing whatever its weight."""
+    """A row that is not finite stays its token's, and a choice of no rank's expert adds nothing whatever its weight."""
     reserve_for(2)
     form = Form("relu", gated=False, choices=2, experts=1)
     call = make_call(form, "float32", 2)

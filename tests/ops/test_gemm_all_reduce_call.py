@@ -1,6 +1,6 @@
 """`weave::gemm_all_reduce_norm` on spawned ranks: against its reference, and against the op that takes a GEMM whole.
 
-Uninitialized memory is filled with NaN throughout: a row that nobody wrote shows.
+Uninitialized memory is filled with NaN throughout: a row that was never written shows.
 """
 
 from __future__ import annotations

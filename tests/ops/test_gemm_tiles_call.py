@@ -154,7 +154,7 @@ FIELDS = (
 
 @dataclass
 class TileLaunches(Launches):
-    """Stands for the native module; `why_not`: the device cannot compute such a product."""
+    """Stands for the native module; `why_not`: the device cannot compute such a GEMM."""
 
     products: list[SimpleNamespace] = field(default_factory=list)
 

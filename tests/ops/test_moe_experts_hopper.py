@@ -51,7 +51,7 @@ def test_every_activation(routing: str, wide: int) -> None:
 @pytest.mark.parametrize("counts", [(288, 0, 1), (289, 300), (64, 65, 128), (161, 63), (0, 256, 513), (577,)])
 @pytest.mark.parametrize("call", [SILU, PLAIN], ids=["gated", "plain"])
 def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...], call: ExpertsCall, wide: int) -> None:
-    """In either panel and either consumer of a tile, and just behind one."""
+    """Rows end in either panel and either consumer of a tile, and just after one."""
     sizes = Sizes(tokens=sum(counts), choices=1, experts=len(counts), hidden=136, inner=264)
     operands = make_operands(sizes, call, BF16, 1)
     ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -71,7 +71,7 @@ def test_tiles_are_shared_out(num_sms: int, group: int, wide: int) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("homes", [1, 2, 5, 8])
 def test_rows_to_several_ranks(homes: int, transposed: bool) -> None:
-    """The bits of rows that go into one tensor, and nothing beside them."""
+    """The bits of rows that go into one tensor, and nothing around them."""
     sizes = Sizes(tokens=200, choices=2, experts=3, hidden=328, inner=72, bias=True, transposed=transposed)
     operands = make_operands(sizes, SILU, BF16, 8, "some_foreign")
     _, together = rows_of(operands, SILU, 4, 0, 2)

@@ -39,7 +39,7 @@ def test_interpreted(name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(case: str) -> None:
-    """Weights travel in asynchronous copies of 16 bytes, tiles of many rows go to the warp groups' tensor cores.
+    """Weights are loaded by asynchronous copies of 16 bytes, tiles of many rows go to the warp groups' tensor cores.
 
     In decode an SM has shared memory for as many programs as are planned, each with 1 KiB for the system.
     """

@@ -22,7 +22,7 @@ from weaveopt.ops.moe_experts.reference import reference
 BF16 = torch.bfloat16
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
 SMALL = Sizes(tokens=23, choices=2, experts=3, hidden=72, inner=40, bias=True)
-"""Depths of two stages and of one: a ticket is taken and told in the same stage."""
+"""Depths of two stages and of one: a ticket is taken and signalled in the same stage."""
 DEEP = Sizes(tokens=200, choices=2, experts=3, hidden=328, inner=648)
 """Depths of more stages than the ring has; several columns in both GEMMs."""
 NUM_SMS = 6
@@ -37,7 +37,7 @@ def check(operands: Operands, call: ExpertsCall, what: str, one: OneKernel, seed
 
 @pytest.mark.parametrize("lag", range(4))
 def test_items_come_a_lag_behind_all_that_they_read(lag: int) -> None:
-    """Each item once; one of the second GEMM behind its group's and `lag` further groups' of the first, until there are
+    """Each item once; one of the second GEMM after its group's and `lag` further groups' of the first, until there are
     no more; and as early as that allows."""
     for tiles, group, first, second in itertools.product((1, 2, 3, 7, 16, 17), (1, 2, 8), (1, 3), (1, 2)):
         items = lagged_items(tiles, group, (first, second), lag)
@@ -88,7 +88,7 @@ def test_experts_whose_rows_end_anywhere(counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("resident", [1, 2, 3, 5])
 def test_clusters_need_not_run_side_by_side(resident: int) -> None:
-    """One that begins when others have ended waits for nobody."""
+    """One that begins when others have ended waits for none."""
     operands = make_operands(DEEP, SILU, BF16, 4, "some_foreign")
     want = emulated(operands, SILU)
     for seed in range(3):

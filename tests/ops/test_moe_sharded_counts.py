@@ -155,15 +155,15 @@ def run_calls(rank: int, world: int) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_calls_have_room_for_the_largest_count(world: int) -> None:
-    """Calls without a token run nothing; in those with more than planned all ranks go through the library, and the
-    calls behind them are as before."""
+    """Calls without a token run nothing; in those with more than planned all ranks go through the library, and later
+    calls are as before."""
     uneven = 1 + 5 * (world - 1)
     want = [7, uneven, MAX_TOKENS, 9, uneven]
     assert run_ranks(run_calls, world, world) == [(want, 2)] * world
 
 
 def run_without_memory(rank: int) -> None:
-    """Rank 1's host has none to share: all go through the library, and are told why."""
+    """Rank 1's host has none to share: all go through the library, and warn of the reason."""
     call = call_of(2)
     first_call.transport = lambda _: peer_arena  # type: ignore[assignment,return-value]
     peer_arena.reserve = lambda *_: None  # type: ignore[assignment,return-value]

@@ -1,4 +1,4 @@
-"""The text by which hosts tell each other token counts, among threads, as it is and with mistakes in it."""
+"""The source of the hosts' exchange of token counts, among threads, as it is and with mistakes in it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The kernels that push rows to their experts and sum what comes home: their own text, on emulated ranks.
+"""The kernels that dispatch rows to their experts and combine the results: their own source, on emulated ranks.
 
 What ranks write to each other arrives late and in any order, in pieces of 8 bytes, and calls follow one another. A
-release arrives behind what it orders, and nothing else does.
+release arrives after what it orders, and nothing else does.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Alone:
         self.native = _native.AllReduceNorm(_native.Group([segment], 0, 1, 0), site, 1, isa)
 
     def run(self, partial: torch.Tensor, residual: torch.Tensor, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """normalized and sum; what lies just behind them in memory must stay as it was."""
+        """normalized and sum; the memory just after them must stay as it was."""
         results = [torch.full((partial.numel() + 64,), GUARD, dtype=self.dtype) for _ in range(2)]
         fp32 = 0b11111 if parameter.dtype is torch.float32 else 0
         code = self.native.enter_and_run(

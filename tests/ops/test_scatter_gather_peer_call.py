@@ -209,7 +209,7 @@ def test_a_gemm_begins_before_all_rows_are_here(launches: Launches, monkeypatch:
 
 
 def test_only_the_widest_gemm_begins_early(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's are faster behind it, when all rows are here."""
+    """The library's GEMMs are faster afterwards, when all rows have arrived."""
     shard, weights = ones(100, HIDDEN), [ones(32, HIDDEN), ones(64, HIDDEN), ones(64, HIDDEN)]
     site = gather_site(GATHER, monkeypatch)
     found = site.run(shard, Weights([each.t() for each in weights], [None] * 3), 1)

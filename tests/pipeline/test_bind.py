@@ -203,6 +203,6 @@ def run_own_batches(rank: int) -> tuple[int, str]:
 
 
 def test_ranks_with_batches_of_their_own_compile_at_times_of_their_own() -> None:
-    """Nothing that communicates could be rewritten, so nobody waits for a rank that has nothing to compile."""
+    """Nothing that communicates could be rewritten, so no rank waits for a rank that has nothing to compile."""
     (many, _), (one, kinds) = run_ranks(run_own_batches, 2, timeout_s=120)
     assert (many, one) == (2, 1) and "attention" in kinds, "the second rank compiled once, with a site in the graph"

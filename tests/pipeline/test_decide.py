@@ -221,7 +221,7 @@ def test_the_best_candidate_is_charged_its_error() -> None:
 
 
 def test_sites_with_equal_facts_and_other_kernels_have_prices_of_their_own() -> None:
-    """Facts need not tell all that a site costs as it is: whether the graph reads something of it, say."""
+    """Facts need not determine all that a site costs as it is: whether the graph reads something of it, say."""
     graph = toys.Graph()
     graph.site([Offer(5.0)], kind="alike")
     graph.site([Offer(5.0)], [graph.node(), graph.node()], kind="alike")

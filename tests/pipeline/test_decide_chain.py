@@ -1,4 +1,4 @@
-"""Choices that save something together are made together, and told as they will run."""
+"""Choices that save something together are made together, and reported as they will run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chosen(decisions: Sequence[Decision]) -> list[str]:
 
 
 def whole(us: float, gather_us: float, fabric: Fabric = SHM) -> Offer:
-    """`us` more than the site as it is with its sum sharded; `gather_us` on top of that to hand the sum out whole."""
+    """`us` more than the site as it is with its sum sharded; `gather_us` on top of that to gather the sum."""
     return Offer(-us - gather_us, fabric, gather_us)
 
 

@@ -124,7 +124,7 @@ def test_the_plan_counts_as_the_native_part_does() -> None:
 
 
 def test_a_fabric_that_maps_more_stands_for_the_arena() -> None:
-    """The buffer of a product that writes into the arena is there for the site that asks for it."""
+    """The buffer of a GEMM that writes into the arena is there for the site that asks for it."""
     graph = toys.Graph()
     needing(graph, *regions(0, 0, 30720, 256), fabric=Fabric.MULTIMEM)
     needing(graph, *regions(20480, 81920, 40960), fabric=Fabric.PEER)
@@ -144,7 +144,7 @@ def test_channels_are_numbered_by_their_first_site() -> None:
 
 
 def test_a_buffer_that_is_read_later_keeps_its_bytes() -> None:
-    """Until the site behind its last reader is through: that one may begin before the reader is."""
+    """A buffer is kept until the site after its last reader has finished: that one may begin before the reader is."""
     graph = toys.Graph()
     first = graph.node()
     reader = graph.node()

@@ -147,7 +147,7 @@ def test_sites_of_one_kind_are_asked_once_and_refused_ones_never() -> None:
 
 
 def test_a_choice_that_the_count_alone_does_not_give_is_left_out() -> None:
-    """The decision told is another one than the step makes for that count: nothing is said of it."""
+    """The reported decision is another one than the step makes for that count: nothing is said of it."""
     context = _context("h200x4", 4)
     decided = _decided(512, 4, context)
     assert _middle(decided).rewritten

@@ -32,7 +32,7 @@ def collect(
 ) -> list[Outcome]:
     """`fn(rank, *args)` on `world` ranks: how each ended, by rank. For tests in which ranks are meant to die.
 
-    Without `grouped` ranks have all that a launcher tells them, and `fn` makes the process group.
+    Without `grouped` ranks have all of a launcher's variables, and `fn` makes the process group.
     """
     job = Job(fn, args, world, free_port(), threads, grouped, environment())
     return own_processes.run(job, timeout_s, network)

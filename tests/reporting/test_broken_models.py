@@ -33,7 +33,7 @@ def _in_eager(x: Tensor) -> None:
 
 
 class Block(nn.Module):
-    """Three graphs: one up to `norm`, one up to the communication, and one behind it, which has no parameters.
+    """Three graphs: one up to `norm`, one up to the communication, and one after it, which has no parameters.
 
     GEMMs and collectives alone: no kernel of Inductor's own has to be compiled.
     """

@@ -192,7 +192,7 @@ def test_variants_and_regimes_survive(report: Report) -> None:
 
 
 def test_reports_without_fields_that_a_reader_does_not_need_are_read(report: Report) -> None:
-    """Sums for readers without our code; what only some reports tell."""
+    """Sums for readers without our code; fields of only some reports."""
     document = json.loads(report_json.to_json(report))
     graph = document["graphs"][0]
     for name in ("exposed_us", "work", "work_failure", "layers", "whole", "sensitivity", "regime"):

@@ -1,4 +1,4 @@
-"""Normalized rows lie in the arena only where whatever reads them is through before the next site writes there."""
+"""Normalized rows alias the arena only if all their readers have finished before the next site writes there."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_reader_that_may_run_behind_the_next_site_keeps_them_out() -> None:
 
 
 def test_a_reader_has_to_be_through_before_every_later_site() -> None:
-    """Two sites that do not wait for each other: the reader of the first may run behind the second."""
+    """Two sites that do not wait for each other: the reader of the first may run after the second."""
     chain = Chain()
     first = chain.site(chain.mm(chain.x))
     beside = chain.site(chain.mm(chain.call(aten.neg.default, chain.x)))
@@ -126,7 +126,7 @@ def test_a_reader_has_to_be_through_before_every_later_site() -> None:
 
 
 def test_what_any_site_writes_counts() -> None:
-    """A site whose own rows do not lie in the arena passes its rows through it all the same; so may another rule's."""
+    """A site whose own rows do not alias the arena passes its rows through it all the same; so may another rule's."""
     chain = Chain()
     first = chain.site(chain.mm(chain.x))
     aside = chain.mm(first)
@@ -253,7 +253,7 @@ def test_rows_that_products_read_alias_and_nothing_that_leaves_the_graph(graphs:
 
 @pytest.mark.parametrize("lands", [True, False])
 def test_inductor_puts_nothing_of_its_own_into_the_arena(lands: bool) -> None:
-    """A later product's result takes the memory of normalized rows that are read no more, unless it is the arena's."""
+    """A later GEMM's result takes the memory of normalized rows that are read no more, unless it is the arena's."""
 
     def model(x: Tensor, residual: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
         op = torch.ops.weave.all_reduce_norm.default

@@ -82,7 +82,7 @@ def test_what_is_left_says_why() -> None:
         return first, whole @ first[:32].exp()
 
     def in_rank_order(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        """The collective's own order is read too: the ranks' shards one behind the other."""
+        """The collective's own order is read too: the ranks' shards one after the other."""
         whole = torch.ops._c10d_functional.wait_tensor(
             torch.ops._c10d_functional.all_gather_into_tensor(x.view(4, 4, 32), 2, dist.group.WORLD.group_name)
         )

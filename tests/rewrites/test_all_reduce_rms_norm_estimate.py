@@ -70,7 +70,8 @@ def test_a_gemm_writes_into_the_arena_or_is_copied() -> None:
 
 @pytest.mark.parametrize("gemm", [Gemm(512, 7168, HIDDEN), None])
 def test_peer_copies_nothing_and_adds_with_a_kernel(gemm: Gemm | None) -> None:
-    """Its kernel sends rows from wherever they are; two products are added by a kernel of the graph's own."""
+    """Its kernel sends rows from wherever they are; the results of two GEMMs are added by a kernel of the
+    graph's own."""
     machine, work = MACHINES["h200x4"], replace(_work(512), gemm=gemm, num_partials=2)
     terms = _terms(estimate_fused(machine, work, Fabric.PEER, Algorithm.TWO_SHOT))
     assert "copy" not in terms

@@ -1,4 +1,4 @@
-"""The rule on GPUs that reach each other's memory: the product stays in the graph, the call holds a run-time table."""
+"""The rule on GPUs that reach each other's memory: the GEMM stays in the graph, the call holds a run-time table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def on_gpus(
 
 
 def table_of(rows: Sequence[KernelRow]) -> tuple[TableRow, ...]:
-    """A run-time table as reports tell it."""
+    """A run-time table as reports print it."""
     return tuple(
         TableRow(
             row.max_tokens,

@@ -183,7 +183,7 @@ def test_cpu_ranks_keep_it_in_the_graph(graphs: list[fx.Graph]) -> None:
 
 
 def test_multicast_takes_the_partial_result(graphs: list[fx.Graph]) -> None:
-    """The op that quantizes has no form that multiplies: the product stays in the graph there too."""
+    """The op that quantizes has no form that multiplies: the GEMM stays in the graph there too."""
     report = on_gpus(block(inverse), machine="h100x8")
     (decision,) = report.decisions
     assert decision.rewritten and len(quant_calls(graphs[-1])) == 1
@@ -216,7 +216,8 @@ def in_order(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["numbers", "symbols"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.quantize.__name__)
 def test_the_rewritten_graph_computes_the_same(case: Case, dynamic: bool) -> None:
-    """Bit for bit, but for values that lie in the middle between two of e4m3: those may turn to the other one.
+    """Results are equal bit by bit, except for values midway between two of e4m3, which may be rounded to the other
+    one.
 
     Where the model computes in fp32, scales agree to 2**-22, and a quotient turns only that near the middle; where it
     rounds scale or quotient to bf16, 2**-8 takes the place of that. e4m3 has 4 bits: never more than the neighbour.

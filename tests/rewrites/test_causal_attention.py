@@ -21,7 +21,7 @@ INF = float("-inf")
 LEAST = torch.finfo(torch.bfloat16).min
 SQUARE = Sizes()
 CHUNK = Sizes(queries=8)
-"""Eight new tokens behind sixteen that the cache holds."""
+"""Eight new tokens after sixteen that the cache holds."""
 ROOM = Sizes(keys=40)
 """A static cache that is longer than the prompt."""
 CHUNK_IN_ROOM = Sizes(queries=8, keys=40)
@@ -45,7 +45,7 @@ class Case:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Form -> code; the others compute it."""
     more: tuple[Tensor, ...] = ()
-    """Inputs beside query, key and value."""
+    """Inputs other than query, key and value."""
 
 
 def _left_padded() -> Tensor:

@@ -255,7 +255,7 @@ def test_symbolic_lengths(form: str, machine: str) -> None:
 
 
 def test_symbolic_keys_behind_a_known_query_are_refused_or_read() -> None:
-    """A cache that grows: where the query stands differs from call to call, so no kernel of the library is told."""
+    """A cache that grows: where the query stands differs from call to call, so no kernel of the library gets it."""
     reports: list[GraphReport] = []
 
     def compute(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ NOT_TAKEN = {
     "scaled_product": "gemm_is_scaled",
     "embedding": "no_gemm",
 }
-"""Forms whose GEMM the rule leaves, and why. In fp32 the cast of `residual_in_fp32` stands behind the GEMM."""
+"""Forms whose GEMM the rule leaves, and why. In fp32 the cast of `residual_in_fp32` follows the GEMM."""
 ON_RANKS = ((3, torch.float32, (2, 121)),)
 ON_EQUAL_RANKS = ((2, torch.bfloat16, (2, 7)), (3, torch.float32, (5, 1)))
 ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
@@ -141,7 +141,7 @@ def test_memory_is_that_of_a_chunk() -> None:
 
 
 def on_gpus(tokens: int, k: int, hidden: int, **options: tuple[str, ...]) -> GraphReport:
-    """Half a Llama layer on four H200: rows of [tokens, hidden], products of depth k."""
+    """Half a Llama layer on four H200: rows of [tokens, hidden], GEMMs of depth k."""
 
     def block(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + forms.all_reduce(torch.nn.functional.linear(x, weight))
@@ -311,7 +311,7 @@ def chain(w: forms.Weights, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_neighbours(rank: int, place: int) -> list[list[str]]:
-    """A chain of three sites one of which is taken by the other rule; sums are handed over in between."""
+    """A chain of three sites one of which is taken by the other rule; sums are passed between them."""
     weights = forms.make_weights(torch.float32)
     rules = replace(RULES, site_rules=(WholeElsewhere(place), ChunksAt(place)))
     config = replace(CONFIG, force=(RULE, OTHER), disable=())

@@ -63,7 +63,7 @@ def pair(
     hands_out: Sequence[HandsOut] = NORMALIZED,
     **known: object,
 ) -> tuple[Curve, ...]:
-    """At two depths, of each kernel that hands out such rows."""
+    """Curves at two depths of each kernel that returns such rows."""
     by_depth = ((shallow_us, 512), (deep_us, 8192))
     return tuple(curve(us, depth, hands_out=each, **known) for each in hands_out for us, depth in by_depth)  # type: ignore[arg-type]
 
@@ -206,7 +206,7 @@ def test_the_whole_sum_and_normalized_rows_are_measured_apart(profile: Profile) 
 
 
 def test_rows_beside_the_whole_sum_are_measured_by_themselves(profile: Profile) -> None:
-    """The graph's sum is read outside of sites: a kernel whose sum stays sharded tells nothing of it."""
+    """The graph's sum is read outside of sites: times of a kernel whose sum stays sharded do not apply."""
     assert refused(on_gpus(profile(*pair(hands_out=(HandsOut.NORM, HandsOut.SUM))))) == {"not_measured"}
     [whole] = [each for each in tiles(on_gpus(profile(*pair(hands_out=(HandsOut.BOTH,))))) if each.variant == "tiles"]
     assert whole.allowed

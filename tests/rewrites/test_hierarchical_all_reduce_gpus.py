@@ -143,7 +143,7 @@ def test_hosts_of_several_gpus_need_times_of_as_many() -> None:
 
 
 def test_more_hosts_of_several_gpus_take_as_many_rounds_more() -> None:
-    """Nothing travels between them but sums, of 4 bytes."""
+    """Only sums are sent between them, of 4 bytes."""
     made = machine(ranks_of_host=2)
     took = {}
     for hosts in (2, 4):

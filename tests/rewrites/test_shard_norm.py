@@ -1,4 +1,4 @@
-"""The rule `shard_norm`: what it takes and leaves, with which reasons, and beside which neighbours."""
+"""The rule `shard_norm`: what it takes and leaves, with which reasons, and with which neighbours."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_replicated_is_named(graphs: list[fx.Graph]) -> None:
 
 
 def several(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """Attention and MLP side by side, each with a bias, and a scaled sum of both behind a LayerNorm."""
+    """Attention and MLP side by side, each with a bias, and a scaled sum of both after a LayerNorm."""
     one, two = forms.all_reduce(linear(x, down)) + norm, forms.all_reduce(linear(x.relu(), down))
     total = residual + (one + two)
     return (linear(layer_norm(total, (H,), norm, norm), up),)
@@ -77,7 +77,7 @@ def post(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) ->
 
 
 def biased(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """A bias that every rank adds ahead of the sum, and one of a GEMM behind the norm (Qwen2)."""
+    """A bias that every rank adds ahead of the sum, and one of a GEMM after the norm (Qwen2)."""
     total = residual + forms.all_reduce(linear(x, down, norm)) * 0.5
     return (linear(forms.rms(total, norm), up, up[:, 0].contiguous()),)
 
@@ -208,7 +208,7 @@ def test_every_fabric_has_its_reasons(reported: Reported) -> None:
 
 
 def chain(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """Three sites, of which the first and the last hand rows to something beside GEMMs."""
+    """Three sites, of which the first and the last have a consumer of rows other than GEMMs."""
     total = residual + forms.all_reduce(linear(x, down))
     rows = forms.rms(total, norm)
     hidden = linear(rows, up) + rows.sum(-1, keepdim=True)
@@ -283,7 +283,7 @@ def test_a_second_norm_reads_the_gathered_sum(graphs: list[fx.Graph]) -> None:
 
 
 def overlapping(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """The GEMM behind the first norm makes the partial result of the second sum."""
+    """The GEMM after the first norm makes the partial result of the second sum."""
     total = residual + forms.all_reduce(linear(x, down))
     rows = forms.rms(total, norm)
     second = forms.all_reduce(linear(rows, torch.cat([up, up])[:H]))

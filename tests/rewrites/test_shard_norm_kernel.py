@@ -244,7 +244,7 @@ def test_the_shard_is_handed_on_between_its_sites(reported: Reported, graphs: li
 
 
 def chain(x: Tensor, residual: Tensor, down: Tensor, norm: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """Three sites, of which the first and the last hand rows to something beside GEMMs."""
+    """Three sites, of which the first and the last have a consumer of rows other than GEMMs."""
     total = residual + forms.all_reduce(linear(x, down))
     rows = forms.rms(total, norm)
     hidden = linear(rows, up) + rows.sum(-1, keepdim=True)

@@ -66,7 +66,7 @@ def run_families(rank: int, folder: str) -> dict[str, Choices]:
 
 def test_logits_of_families_are_those_of_eager(tmp_path: Path) -> None:
     """Token counts that the ranks divide, that they do not, and symbolic ones; biases of q, k and v (Qwen2); attention
-    and MLP side by side behind one LayerNorm (Cohere)."""
+    and MLP in parallel after one LayerNorm (Cohere)."""
     first, second = run_ranks(run_families, 2, str(tmp_path), timeout_s=420)
     assert first == second
     # The sum of the embedding is no GEMM's; every layer's sums are, and the last one's logits are of all tokens.
@@ -114,7 +114,7 @@ def input_of(tokens: int) -> Tensor:
 
 
 def check_timed(report: GraphReport) -> None:
-    """The option `verify` runs the GEMMs behind a site with it, as it is and rewritten."""
+    """The option `verify` runs the GEMMs after a site with it, as it is and rewritten."""
     taken = [d for d in report.decisions if d.chosen.choice == RULE]
     assert len(taken) == NUM_LAYERS - 1, report.decisions
     for decision in taken:

@@ -141,7 +141,7 @@ def test_scaled_gemms() -> None:
 
 
 def test_two_groups() -> None:
-    """Collectives of another group lie between; what no GEMM makes or reads is no site."""
+    """Collectives of another group are in between; what no GEMM makes or reads is no site."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "other"))
 
     def fn(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def test_several_gemms_read_one_gather() -> None:
 
 
 def test_what_lies_around_the_scatter() -> None:
-    """Casts, the division of a mean, biases before and behind, the residual and the norm of the shard."""
+    """Casts, the division of a mean, biases before and after, the residual and the norm of the shard."""
 
     def mean_of_wide(x: Tensor, w: Tensor) -> Tensor:
         return (reduce_scatter_single((x @ w).float() / WORLD, "sum", 1, dist.group.WORLD)).bfloat16()

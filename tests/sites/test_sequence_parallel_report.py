@@ -57,7 +57,7 @@ def test_every_kind_has_a_matcher_and_a_rule() -> None:
 
 
 def test_a_report_without_a_rule_for_them() -> None:
-    """They are left, priced as they are; the decision of the site beside them, and the whole time, stay the same."""
+    """They are left, priced as they are; the decision of the other site, and the whole time, stay the same."""
     bare = without_their_rules()
     full = reported(bare)
     plain = reported(replace(bare, matchers=tuple(each for each in MATCHERS if each not in SEQUENCE_PARALLEL)))

@@ -63,7 +63,7 @@ def test_no_site_and_sites_without_a_choice() -> None:
 
 
 def test_rounding_breaks_no_tie() -> None:
-    """In floating point 0.1 + 0.2 + 0.3 depends on the order; 2**-60 is lost beside 1. Here neither happens."""
+    """In floating point 0.1 + 0.2 + 0.3 depends on the order; 2**-60 is lost in a sum with 1. Here neither happens."""
     costs = [[-0.1, 0.0], [-0.2, 0.0], [-0.3, 0.0]]
     apart = Interaction((0, 1, 2), {(0, 0, 0): 0.3 + 0.2 + 0.1})
     assert select(costs, [apart]) == exhaustive(costs, [apart])
