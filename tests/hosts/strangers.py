@@ -1,6 +1,6 @@
 """Somebody on a host that is not the group's, who comes to every port that its ranks open.
 
-python -m tests.hosts.strangers STRANGER FOLDER      ends when it is told to (end of input), with what it was told
+python -m tests.hosts.strangers STRANGER FOLDER      ends at the end of its input, with the answers it got
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rules that exist in tests alone, one of each kind. None of them is known to any other file.
 
 fast_tanh       a local rewrite: `tanh(x * c)` in one operation
-library_sum     a second candidate at reductions: the library's all-reduce and one kernel behind it
+library_sum     a second candidate at reductions: the library's all-reduce and one kernel after it
 kept_relu       a block with buffers of different lifetimes: `relu(all_reduce(x))` through symmetric memory
-two_halves      a variant of a whole graph: rows in two halves, one's all-reduce beside the other's GEMM
+two_halves      a variant of a whole graph: rows in two halves, one's all-reduce overlaps with the other's GEMM
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_the_price_of_the_library_is_its_time(hosts: int, ranks: int) -> None:
 
 
 def test_sizes_that_hardly_differ_show_no_bandwidth() -> None:
-    """As where something else ran beside the smallest one, or a link that is faster than sizes are large."""
+    """Something else ran during the smallest one, or the link is faster than sizes are large."""
     disturbed = [(64 << 10, Sample(4000.0, 0.5)), (1 << 20, Sample(4001.0, 0.1))]
     assert not shows_bytes(disturbed)
     assert shows_bytes([*disturbed, (4 << 20, Sample(16000.0, 0.1)), (16 << 20, Sample(64000.0, 0.1))])

@@ -10,9 +10,9 @@ the call returns.
 
 What orders memory between chunks:
 
-    rows of the product
+    rows of the GEMM
       stored  the chunk's GEMM, on the current stream
-      flag    the event behind it
+      flag    the event after it
       wait    the second stream, before the chunk's kernel, which reads them, or has peers read them
     residual, parameters
       stored  whatever ran before, on the current stream
@@ -20,10 +20,10 @@ What orders memory between chunks:
       wait    the second stream, before the first kernel
     normalized rows, sum
       stored  the chunks' kernels
-      flag    the event behind the last one
+      flag    the event after the last one
       wait    the current stream, before whatever follows the call
-    memory of product and results, when others get it
-      flag    that event too: the allocator hands memory on in the order of the current stream
+    memory of the GEMM's result and the call's, when others get it
+      flag    that event too: the allocator reuses memory in the order of the current stream
 
 So for the group the kernels of a call are calls that follow one another, and follow what the group ran before: whatever
 was launched on the current stream before has finished when the first event has, and nothing after the call begins
