@@ -4,7 +4,7 @@ A call opens with a barrier of all ranks, after which peers' buffers may be writ
 to all others on a second stream, with a signal after each copy, and this stream goes on:
 
 with `call.cut`   the widest GEMM, with its bias, whose loading threads wait for the rows of a tile; own rows come
-                  first, out of the shard itself. The others are the library's, after all rows, which have arrived by then
+                  first, out of the shard itself. The others are the library's, started after all rows
 else              one kernel that waits for all rows, then the library's GEMMs
 
 The latter happens to calls that the kernel does not take, too: rows of each of several sequences, other GPUs; and a
