@@ -88,3 +88,12 @@ def test_table_is_of_tests_that_are_there() -> None:
     root = units.TABLE.parents[1]
     gone = {test for test in units.durations() if not (root / test.partition("::")[0]).exists()}
     assert not gone, f"{len(gone)} tests of tests/durations.json have no file, such as {min(gone)}"
+
+
+def test_a_test_on_a_gpu_of_unknown_length_is_a_unit_of_its_own(tmp_path: Path) -> None:
+    text = "import pytest\n\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(2))\ndef test_gpu(n): ...\n"
+    text += "\ndef test_cpu(): ...\n"
+    (tmp_path / "test_file.py").write_text(text)
+    assert _names(tmp_path, {}) == [["test_gpu[0]"], ["test_gpu[1]"], ["test_cpu"]]
+    known = {"test_file.py::test_gpu[0]": 0.5, "test_file.py::test_gpu[1]": 0.5}
+    assert _names(tmp_path, known) == [["test_gpu[0]", "test_gpu[1]", "test_cpu"]]

@@ -17,6 +17,8 @@ import pytest
 TABLE = Path(__file__).with_name("durations.json")
 DEFAULT_S = 0.2
 """Duration of a test that is not in the table, such as short and new ones."""
+GPU_DEFAULT_S = 3.0
+"""The same for a test that needs a GPU: most make their references on a CPU, or wait for a compiler."""
 RECORDED_S = 1.0
 """Tests that take less are not in the table: it would change with every run."""
 LONG_S = 3.0
@@ -45,11 +47,17 @@ def is_alone(item: pytest.Item) -> bool:
     return item.get_closest_marker("alone") is not None
 
 
+def seconds_of(item: pytest.Item, seconds: Mapping[str, float]) -> float:
+    """How long a test takes, as far as is known."""
+    needs_gpu = any(item.get_closest_marker(name) is not None for name in ("gpu", "multigpu"))
+    return seconds.get(item.nodeid, GPU_DEFAULT_S if needs_gpu else DEFAULT_S)
+
+
 def units_of(items: Iterable[pytest.Item], seconds: Mapping[str, float]) -> list[Unit]:
     """All tests, in the order in which units are claimed. It is the same in every process that collected the same."""
 
     def takes(unit: Unit) -> float:
-        return sum(seconds.get(item.nodeid, DEFAULT_S) for item in unit)
+        return sum(seconds_of(item, seconds) for item in unit)
 
     found: list[Unit] = []
     for _, file in itertools.groupby(items, lambda item: item.path):
@@ -65,7 +73,7 @@ def _units_of_file(items: list[pytest.Item], seconds: Mapping[str, float]) -> It
     short: Unit = []
     left_s = MOST_S
     for item in items:
-        own_s = seconds.get(item.nodeid, DEFAULT_S)
+        own_s = seconds_of(item, seconds)
         if _shares_fixture(item):
             together.append(item)
         elif own_s >= LONG_S:
