@@ -44,7 +44,7 @@ MACHINE ?=
 QUICK ?=
 PYTEST_ARGS ?=
 # That share the tests of make test
-PROCESSES ?= 2
+PROCESSES ?= 3
 # The same of make gpu-test: programs mostly load and compile, so several fit on one GPU at a time
 GPU_PROCESSES ?= 4
 GENERATE_ARGS ?=

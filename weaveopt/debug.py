@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +20,7 @@ import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weaveopt.config import variable
 from weaveopt.errors import WeaveError
 from weaveopt.reporting.events import LOGGER
 
@@ -33,7 +33,7 @@ LEVELS = (logging.NOTSET, logging.DEBUG, STEPS, CALLS)
 
 def listen() -> None:
     """Logs to standard error what `WEAVE_DEBUG` asks for. Raises `WeaveError` for a value that it has not."""
-    asked = os.environ.get(VARIABLE) or "0"
+    asked = variable(VARIABLE) or "0"
     if asked not in map(str, range(len(LEVELS))):
         raise WeaveError(f"{VARIABLE}={asked}: expected 0, 1, 2 or 3")
     if asked == "0" or any(isinstance(each, _Handler) for each in LOGGER.handlers):
@@ -47,8 +47,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     """Each line with the rank that it is of."""
 
     def format(self, record: logging.LogRecord) -> str:
-        rank = f" rank {os.environ['RANK']}" if os.environ.get("RANK") else ""
-        return f"[weaveopt{rank}] {super().format(record)}"
+        rank = variable("RANK")
+        return f"[weaveopt{f' rank {rank}' if rank else ''}] {super().format(record)}"
 
 
 def log_step(step: str, lap_us: float, before: Sequence[fx.Graph], after: Sequence[fx.Graph]) -> None:

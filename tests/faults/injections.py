@@ -191,12 +191,12 @@ def other_version(rank: Rank) -> None:
 
 
 def other_constants(rank: Rank) -> None:
-    inner = weaveopt.backend.cost_model.load
+    inner = weaveopt.cost_model.load
 
     def load(name: str) -> Machine:
         return replace(inner(name), relative_error=0.77)
 
-    weaveopt.backend.cost_model.load = load  # type: ignore[assignment]
+    weaveopt.cost_model.load = load  # type: ignore[assignment]
 
 
 def other_model(rank: Rank) -> None:

@@ -76,8 +76,13 @@ def test_decisions_are_logged(report: Report, caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="weaveopt"):
         events.log(graph)
-    assert [record.levelname for record in caplog.records] == ["INFO", *["DEBUG"] * len(graph.decisions)]
-    for decision, message in zip(graph.decisions, caplog.messages[1:], strict=True):
+    num_sites = len(graph.decisions)
+    assert [record.levelname for record in caplog.records] == ["INFO", *["DEBUG"] * (1 + 2 * num_sites)]
+    head, *rows = caplog.messages[1 : 2 + num_sites]
+    assert head.split() == " ".join(events.COLUMNS).split()
+    for decision, row in zip(graph.decisions, rows, strict=True):
+        assert row.split()[0] == decision.site.id and decision.chosen.choice in row
+    for decision, message in zip(graph.decisions, caplog.messages[2 + num_sites :], strict=True):
         assert decision.site.id in message and decision.chosen.choice in message
         assert all(each.rejections[0].message in message for each in decision.alternatives if each.rejections)
     assert {record.name for record in caplog.records} == {"weaveopt"}
