@@ -152,3 +152,4 @@ def equal_ranks(world: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+            torch._dynamo.reset()  # what was compiled here counts against the recompile limit of later tests
