@@ -54,7 +54,9 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Spread tests that need one GPU over all of this host, by the number of the process that runs them."""
-    if item.get_closest_marker("gpu") is None or (process := os.environ.get("WEAVE_TEST_PROCESS")) is None:
+    from tests.processes import PROCESS
+
+    if item.get_closest_marker("gpu") is None or (process := os.environ.get(PROCESS)) is None:
         return
     import torch
 

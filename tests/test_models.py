@@ -6,7 +6,6 @@ and without the prompt whose masks are proven, in which no other rank has a part
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from transformers import DynamicCache
 from tests.executing import FORCED, Backend, executing, executing_alone
 from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
-from tests.ranks.simulated import equal_ranks
+from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 
@@ -49,7 +48,6 @@ ONE_LAYER = ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "glm4", "c
 """Families whose layers are all alike, by id, are tested with one: what joins two of them is llama's and mixtral's."""
 ARCHETYPES = ("llama", "gemma2", "mixtral", "gpt_oss-ep")
 """Families, by id: dense, windows with soft caps, a mixture sharded by tensors, and one sharded by experts."""
-ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def _check(rank: int, family: Family, folder: str) -> list[str]:
     if rank == 0:
         save(family, folder)
     dist.barrier()
-    return _problems(family, folder, executing, with_prompt=ALL and family.name in PROMPT)
+    return _problems(family, folder, executing, with_prompt=ALL_ON_REAL_RANKS and family.name in PROMPT)
 
 
 def _problems(
@@ -165,10 +163,10 @@ def test_family_computes_as_eager(family: Family, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [each for each in FAMILIES if ALL or each.id in ARCHETYPES], ids=lambda family: family.id
+    "family", [each for each in FAMILIES if ALL_ON_REAL_RANKS or each.id in ARCHETYPES], ids=lambda family: family.id
 )
 def test_family_on_ranks_computes_as_eager(family: Family, tmp_path: Path) -> None:
-    tested = _tested(family) if ALL else one_layer(family)
+    tested = _tested(family) if ALL_ON_REAL_RANKS else one_layer(family)
     assert run_ranks(_check, WORLD, tested, str(tmp_path), timeout_s=420) == [[]] * WORLD
 
 

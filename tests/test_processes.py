@@ -26,8 +26,8 @@ def test_other_process_is_there(number):
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "pytest.ini").write_text("[pytest]\n")
+def run(folder: Path, *arguments: str, marker: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers = {marker}\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.processes", "--processes", "2", *arguments, str(folder)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
 
@@ -55,15 +55,13 @@ def test_two_processes_make_one_report(folder: Path) -> None:
 
 
 def test_a_test_that_has_to_be_alone_runs_when_all_others_have_ended(folder: Path) -> None:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    alone: no other test beside it\n")
-    beside = "\nimport time, pathlib\n\ndef test_long():\n    time.sleep(3)\n    pathlib.Path(HERE, 'ended').touch()\n"
+    other = "\nimport time, pathlib\n\ndef test_long():\n    time.sleep(3)\n    pathlib.Path(HERE, 'ended').touch()\n"
     alone = "\n@pytest.mark.alone\ndef test_alone():\n    assert pathlib.Path(HERE, 'ended').exists()\n"
     with open(folder / "test_a.py", "a") as file:
         file.write(alone)
     with open(folder / "test_z.py", "a") as file:
-        file.write(beside)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.processes", "--processes", "2", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        file.write(other)
+    done = run(folder, marker="alone: no other test runs with it")
     assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
 
 

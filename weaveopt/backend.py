@@ -42,11 +42,12 @@ from weaveopt.verification.verify import verify
 def _regime(c: Compilation, v: VariantState) -> VariantState:
     frame = Frame(v.captured, v.sites, c.rules, c.context)
     regime, tokens = specialize(v.captured, frame, c.context)
-    return replace(v, regime=regime, problem=partial(frame.problem, tokens), frame=frame)
+    return replace(v, frame=frame, regime=regime, tokens=tokens)
 
 
 def _price(c: Compilation, v: VariantState) -> VariantState:
-    return replace(v, priced=price(v.captured, made(v.frame), made(v.problem)(), c.context))
+    frame = made(v.frame)
+    return replace(v, priced=price(v.captured, frame, frame.problem(v.tokens), c.context))
 
 
 def _verify(c: Compilation, v: VariantState) -> VariantState:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -51,34 +52,32 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
         return f"[weaveopt{f' rank {rank}' if rank else ''}] {super().format(record)}"
 
 
-def log_step(step: str, lap_us: float, before: Sequence[fx.Graph], after: Sequence[fx.Graph]) -> None:
-    """A step, how long it took, and the graphs that it changed or made: all variants, the captured graph first."""
+def log_step(step: str, lap_us: float, graphs: Sequence[fx.Graph]) -> None:
+    """Log a step, its time, and those of `graphs` that it changed or made: all variants, the captured graph first."""
     if not LOGGER.isEnabledFor(STEPS):
         return
     LOGGER.log(STEPS, "step %s: %.1f us", step, lap_us)
-    known = {id(graph) for graph in before}
-    for index, graph in enumerate(after):
+    for index, graph in enumerate(graphs):
         text = str(graph)
-        if id(graph) not in known or _texts.get(id(graph)) != text:
+        if _texts.get(graph) != text:
             LOGGER.log(STEPS, "graph %d after step %s\n%s", index, step, text)
-        _texts[id(graph)] = text
+        _texts[graph] = text
 
 
-_texts: dict[int, str] = {}
-"""Texts of graphs as last logged, by the graph's `id`. Only filled at level 2 and 3."""
+_texts: weakref.WeakKeyDictionary[fx.Graph, str] = weakref.WeakKeyDictionary()
+"""Texts of graphs as last logged. Only filled at level 2 and 3."""
 
 
 def watched(compiled: Callable[..., object]) -> Callable[..., object]:
-    """`compiled`, each call of which logs the operators of weaveopt that it runs; as it is where nobody listens."""
+    """Wrap `compiled` so that each call logs the operators of weaveopt that it runs; unchanged if nobody listens."""
     if not LOGGER.isEnabledFor(CALLS):
         return compiled
 
-    @functools.wraps(compiled, updated=())
+    @functools.wraps(compiled)
     def run(*arguments: object) -> object:
         with _Calls():
             return compiled(*arguments)
 
-    run.__dict__.update(getattr(compiled, "__dict__", {}))
     return run
 
 

@@ -37,6 +37,18 @@ def rewritten_alone(
     return run(ALONE, start, debug.log_step)
 
 
+def returning_fakes(graph: fx.Graph) -> Compiled:
+    """A compiled graph, as AOTAutograd calls it, that only returns the fake tensors of its outputs."""
+    values = fx.map_arg(graph.output_node().args[0], lambda node: node.meta["val"])
+
+    def run(arguments: list[object]) -> object:
+        arguments.clear()
+        return values
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def preview(
     config: Config,
     known: Topology,
@@ -50,7 +62,6 @@ def preview(
     What it returns only makes outputs of the right shapes, so it is good for fake inputs alone. With `ask_sensitivity`
     the reports say what would change the choices.
     """
-
     debug.listen()
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
@@ -60,15 +71,7 @@ def preview(
         )  # fmt: skip
         events.log(done.report)
         sink(done.report)
-        outputs = module.graph.output_node().args[0]
-        values = fx.map_arg(outputs, lambda node: node.meta["val"])
-
-        def returns_fakes(arguments: list[object]) -> object:
-            arguments.clear()
-            return values
-
-        returns_fakes._boxed_call = True  # type: ignore[attr-defined]
-        return returns_fakes
+        return returning_fakes(module.graph)
 
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> Compiled:
         return seams.compile_with(inner_compile, graph_module, example_inputs)

@@ -104,7 +104,7 @@ def run_rank(case: Case, rank: int, port: int, listen_on: int | None, words: int
 
 
 def _keep_operators() -> None:
-    """Has torch's operator libraries not be taken apart at exit: a fifth of what all cases cost."""
+    """Keep torch from taking its operator libraries apart at exit, which would be much of a rank's CPU time."""
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if (alive := each.peek()) is not None and alive[1] is torch.library._del_library:
             each.atexit = False

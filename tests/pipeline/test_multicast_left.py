@@ -26,6 +26,7 @@ from weaveopt.pipeline import bind as binding
 from weaveopt.pipeline import context as surroundings
 from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.bind import lost_multicast, reserve
+from weaveopt.preview import returning_fakes
 from weaveopt.records.candidate import Fabric, Rejection
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.report import GraphReport
@@ -56,14 +57,7 @@ def compiled_once(machine: str) -> tuple[list[GraphReport], list[fx.Graph]]:
         backend.optimize(module, example_inputs, config, entry, is_backward=False, is_inference=True)
         module.graph.lint()
         graphs.append(module.graph)
-        values = fx.map_arg(module.graph.output_node().args[0], lambda node: node.meta["val"])
-
-        def returns_fakes(arguments: list[object]) -> object:
-            arguments.clear()
-            return values
-
-        returns_fakes._boxed_call = True  # type: ignore[attr-defined]
-        return returns_fakes
+        return returning_fakes(module.graph)
 
     def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[object]) -> object:
         return seams.compile_with(inner_compile, graph_module, example_inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -18,7 +17,7 @@ from tests.calls import sharded, targets
 from tests.executing import FORCED, Backend, executing, executing_alone
 from tests.preview import previewed
 from tests.ranks import run_ranks
-from tests.ranks.simulated import equal_ranks
+from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import GraphReport
@@ -61,7 +60,6 @@ EXPECTED = {
 
 ON_RANKS = ((2, torch.bfloat16, (2, 7)), (3, torch.float16, (5, 50)))
 ON_EQUAL_RANKS = ((2, torch.float32, (1, 160)), (3, torch.float32, (5, 1)))
-ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 
 
 def inputs(dtype: torch.dtype, rank: int = 0, tokens: tuple[int, int] = (2, 7)) -> tuple[Tensor, Tensor]:
@@ -254,7 +252,7 @@ def _check_forms(rank: int, dtype: torch.dtype, tokens: tuple[int, int], backend
     return left
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL else ())])
+@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ())])
 def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """On real ranks, whose rows differ: few rows, which every rank reduces, and many, which the ranks do not divide."""
     for left in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from tests.executing import Backend, executing, executing_alone
 from tests.models import FAMILIES, VOCABULARY, load, save
 from tests.preview import previewed
 from tests.ranks import run_ranks
-from tests.ranks.simulated import equal_ranks
+from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from tests.tolerances import LIBRARY, assert_close
 from weaveopt.config import Config
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode
@@ -49,7 +48,6 @@ NOT_TAKEN = {
 """Forms whose GEMM the rule leaves, and why. In fp32 the cast of `residual_in_fp32` follows the GEMM."""
 ON_RANKS = ((3, torch.float32, (2, 121)),)
 ON_EQUAL_RANKS = ((2, torch.bfloat16, (2, 7)), (3, torch.float32, (5, 1)))
-ALL = os.environ.get("WEAVE_TEST_ALL") == "1"
 Form = Callable[[forms.Weights, Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -254,7 +252,7 @@ def _check_taken(taken: list[str]) -> None:
     assert missing <= {"residual_in_fp32"} and not set(taken) & NOT_TAKEN.keys()
 
 
-@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL else ())])
+@pytest.mark.parametrize(("world", "dtype", "tokens"), [*ON_RANKS, *(ON_EQUAL_RANKS if ALL_ON_REAL_RANKS else ())])
 def test_forms_compute_the_same(world: int, dtype: torch.dtype, tokens: tuple[int, int]) -> None:
     """On real ranks, whose rows differ: several chunks, the last one shorter, none of which the ranks divide."""
     for taken in run_ranks(_check_forms, world, dtype, tokens, timeout_s=300):

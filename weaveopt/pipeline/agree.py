@@ -27,7 +27,7 @@ from weaveopt.pipeline.plan import Planned, plan
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.shared_facts import CODE, Document, Verdict, compare, document
 from weaveopt.records.candidate import Fabric, Rejection
-from weaveopt.records.report import Decision, GraphReport
+from weaveopt.records.report import Decision
 from weaveopt.rule import CapturedGraph, Context, RuleSet
 from weaveopt.wording import listed
 
@@ -82,11 +82,6 @@ def agree(
         lines = str(error).splitlines()
         why = f"step 'agree' failed: {type(error).__name__}: {lines[0] if lines else 'no message'}"
         return _decline(tuple(agreement.active), captured, context, why, compile_)
-
-
-def failure_of(report: GraphReport) -> str:
-    """The step that failed on this rank, for its peers; empty where none did."""
-    return "; ".join(f"step {each.step!r} failed: {each.error}" for each in report.fallbacks)
 
 
 def _is_real(group: str, context: Context) -> bool:

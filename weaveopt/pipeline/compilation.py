@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol, TypeVar
@@ -20,8 +20,9 @@ from weaveopt.pipeline.context import Known, Surroundings
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
 from weaveopt.pipeline.price import PricedGraph
-from weaveopt.pipeline.problem import Frame, Problem
+from weaveopt.pipeline.problem import Frame
 from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, Values, Variant, WorkFailure
+from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
 Part = TypeVar("Part")
@@ -48,8 +49,8 @@ class VariantState:
     sites: tuple[FoundSite, ...] = ()
     frame: Frame | None = None
     regime: Regime | None = None
-    problem: Callable[[], Problem] | None = None
-    """Makes the problem at the token counts of the regime."""
+    tokens: Mapping[int, TokenCounts] = field(default_factory=dict)
+    """Token counts within the regime, by site."""
     priced: PricedGraph | None = None
     timed: tuple[str, ...] = ()
     decided: DecidedGraph | None = None
@@ -91,8 +92,9 @@ class Compilation:
     @property
     def graph(self) -> CapturedGraph:
         """The captured graph; if capture failed, only what can be read from the module without it."""
-        groups = groups_in(self.module.graph)
-        return self.captured or CapturedGraph(self.name, "unknown", 0, groups, self.module.graph)
+        if self.captured is not None:
+            return self.captured
+        return CapturedGraph(self.name, "unknown", 0, groups_in(self.module.graph), self.module.graph)
 
     @property
     def context(self) -> Context:
@@ -101,7 +103,7 @@ class Compilation:
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         """Graphs that a step may have changed or made."""
-        return (*(each.captured.graph for each in self.variants), *((self.graph.graph,) * (not self.variants)))
+        return tuple(each.captured.graph for each in self.variants) or (self.graph.graph,)
 
     @property
     def decided(self) -> tuple[DecidedGraph, ...]:
@@ -177,8 +179,8 @@ class Step:
     is_asked: Callable[[Compilation], bool] = lambda _: True
 
 
-Observer = Callable[[str, float, Sequence[fx.Graph], Sequence[fx.Graph]], None]
-"""Is told a step's name, its microseconds, and the graphs before it and after it."""
+Observer = Callable[[str, float, Sequence[fx.Graph]], None]
+"""Gets a step's name, its microseconds, and the graphs after it."""
 
 
 def run(steps: Sequence[Step], state: Compilation, observe: Observer) -> Compilation:
@@ -186,7 +188,7 @@ def run(steps: Sequence[Step], state: Compilation, observe: Observer) -> Compila
     for step in steps:
         if (state.fallbacks and not step.always) or not step.is_asked(state):
             continue
-        before, began = state, time.perf_counter()
+        began = time.perf_counter()
         try:
             state = step.run(state)
         except (AgreementError, PeerTimeoutError):
@@ -197,7 +199,7 @@ def run(steps: Sequence[Step], state: Compilation, observe: Observer) -> Compila
             state = replace(state, fallbacks=(Fallback(state.graph.name, step.name, _first_line(error)),))
         lap_us = round((time.perf_counter() - began) * 1e6, 1)
         state = replace(state, laps=(*state.laps, (step.name, lap_us)))
-        observe(step.name, lap_us, before.graphs, state.graphs)
+        observe(step.name, lap_us, state.graphs)
     return state
 
 
