@@ -79,7 +79,7 @@ run: $(BUILT)
 test: $(BUILT)
 	@$(BIN)/python -c "from importlib.metadata import version; \
 	    print('weaveopt: tests with', *(f'{name} {version(name)}' for name in ('torch', 'transformers', 'accelerate')))"
-	$(BIN)/python -m pytest -p tests.processes --processes $(PROCESSES) --durations 25 \
+	$(BIN)/python -m pytest -p tests.ranks.processes --processes $(PROCESSES) --durations 25 \
 	    --durations-min 1 -m "not gpu and not multigpu" $(TESTS) $(PYTEST_ARGS)
 
 test-all: export WEAVE_TEST_ALL := 1
@@ -111,7 +111,7 @@ hosts-demo: $(BUILT)
 
 gpu-test:
 	WEAVE_CUDA=1 python3 -m pip install -q --no-build-isolation --no-deps -e .
-	python3 -m pytest -p tests.processes --processes $(GPU_PROCESSES) --durations 25 --durations-min 1 \
+	python3 -m pytest -p tests.ranks.processes --processes $(GPU_PROCESSES) --durations 25 --durations-min 1 \
 	    -m "gpu or multigpu" $(PYTEST_ARGS)
 
 # All kernels under each of CUDA's checkers, as ranks of one process on one GPU: racecheck and synccheck of CUDA 13.0 end

@@ -89,7 +89,7 @@ class Needs:
         if self.machines and machine not in self.machines:
             return f"--machine {' or '.join(self.machines)}"
         if self.emulated_hosts:
-            from tests import emulated_hosts
+            from tests.emulation import emulated_hosts
 
             why = emulated_hosts.missing()
             return f"emulated hosts: {why}" if why else ""

@@ -38,7 +38,7 @@ gc.set_threshold(100_000, 20, 50)
 
 def pytest_collection_finish() -> None:
     if "torch._dynamo" in sys.modules:  # else nothing here compiles
-        from tests import untimed_guards
+        from tests.ranks import untimed_guards
 
         untimed_guards.install()
     # What is loaded by now stays: nobody looks through it again.
@@ -54,7 +54,7 @@ def _width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Spread tests that need one GPU over all of this host, by the number of the process that runs them."""
-    from tests.processes import PROCESS
+    from tests.ranks.processes import PROCESS
 
     if item.get_closest_marker("gpu") is None or (process := os.environ.get(PROCESS)) is None:
         return

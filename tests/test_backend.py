@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests import forms
+from tests.graphs import forms
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import LIBRARY, assert_close
 
 FORCE = {"force": ["all_reduce_rms_norm"], "strict": True}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.preview import fake_group
+from tests.graphs.preview import fake_group
 from weaveopt.config import OPTIONS, Config, Option, resolve
 from weaveopt.errors import ArenaError, OptionError
 from weaveopt.fabrics import addresses, shm

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
-from tests.executing import FORCED, Backend, executing, executing_alone
-from tests.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
+from tests.graphs.executing import FORCED, Backend, executing, executing_alone
+from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from weaveopt.integrations.cache_argument import with_cache

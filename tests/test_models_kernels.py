@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
-from tests.executing import FORCED, executing
-from tests.models import FAMILIES, VOCABULARY, WINDOW, config_of
+from tests.graphs.executing import FORCED, executing
+from tests.graphs.models import FAMILIES, VOCABULARY, WINDOW, config_of
 from weaveopt.config import Config
 from weaveopt.integrations.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weaveopt
-from tests.executing import executing
+from tests.graphs.executing import executing
 from tests.ranks import run_ranks
 from weaveopt.config import Config
 from weaveopt.records.report import GraphReport

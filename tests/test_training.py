@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.executing import FORCED, executing
+from tests.graphs.executing import FORCED, executing
 from tests.ranks import run_ranks
 from weaveopt.records.report import GraphReport
 

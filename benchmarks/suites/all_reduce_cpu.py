@@ -17,7 +17,7 @@ from benchmarks import record
 from benchmarks.ranks import Place
 from benchmarks.suite import CPU, Asked, Needs, Setting, Suite
 from benchmarks.timing import Effort, Step, host_us
-from tests.tolerances import LIBRARY, assert_close
+from tests.graphs.tolerances import LIBRARY, assert_close
 from weaveopt import cost_model
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec

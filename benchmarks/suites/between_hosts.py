@@ -1,10 +1,11 @@
 """All-reduce + addition + RMSNorm among CPU ranks of emulated hosts: weave over TCP against Gloo on the same links.
 
-Hosts are network namespaces of one machine (tests/emulated_hosts.py). Gloo's all-reduce is followed by Inductor's
-addition and norm. Every exchange between hosts is timed; `weave` is the one that the price chooses: by the links asked
-for and the rest of `profile`, or, in `between_hosts_calibrated`, by a profile that `weaveopt calibrate` writes on the
-very hosts first. All are timed on `calibrate`'s clock for CPU ranks, pass by pass in turns: the fastest pass's median,
-of the ranks the slowest. In the end the price is held against the clock, and how far calls of one pass are apart.
+Hosts are network namespaces of one machine (tests/emulation/emulated_hosts.py). Gloo's all-reduce is followed by
+Inductor's addition and norm. Every exchange between hosts is timed; `weave` is the one that the price chooses: by the
+links asked for and the rest of `profile`, or, in `between_hosts_calibrated`, by a profile that `weaveopt calibrate`
+writes on the very hosts first. All are timed on `calibrate`'s clock for CPU ranks, pass by pass in turns: the fastest
+pass's median, of the ranks the slowest. In the end the price is held against the clock, and how far calls of one pass
+are apart.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def measured(
     hosts: int, ranks: int, gbit: float, delay_us: float, sizes: Sequence[int], profile: Path | None
 ) -> list[Measured]:
     """A record a size; before, `weaveopt calibrate` writes `profile` on the same hosts, where it is asked for."""
-    from tests import emulated_hosts
+    from tests.emulation import emulated_hosts
 
     with emulated_hosts.hosts(hosts, emulated_hosts.Link(delay_us, gbit)) as made:
         if profile is not None:

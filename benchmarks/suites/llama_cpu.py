@@ -127,7 +127,7 @@ def rank_main(layers: int, quick: bool, texts: Sequence[str]) -> None:
 
 
 def rows_on_hosts(place: Place, cases: Sequence[HostsCase], asked: Asked) -> Iterator[record.Row]:
-    from tests import emulated_hosts
+    from tests.emulation import emulated_hosts
 
     gbit, delay_us = asked.of(GBIT), asked.of(DELAY)
     for count in dict.fromkeys(case.hosts for case in cases):

@@ -19,7 +19,7 @@ from benchmarks import record
 from benchmarks.ranks import Place
 from benchmarks.suite import CPU, Asked, Needs, Setting, Suite, product
 from benchmarks.timing import Effort, Step, host_us
-from tests.tolerances import LIBRARY, assert_close
+from tests.graphs.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import Fabric
 
 DTYPE = torch.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu_hosts import library_us, machine
+from tests.emulation.gpu_hosts import library_us, machine
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.host_schedules import host_schedule

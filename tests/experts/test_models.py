@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import weaveopt  # noqa: F401  (registers the implementation)
-from tests.models import Family, one_layer, save
+from tests.graphs.models import Family, one_layer, save
+from tests.graphs.sharded_models import FAMILY_OF, MIXTURES, ids_of, sharded
 from tests.ranks import run_ranks
-from tests.sharded_models import FAMILY_OF, MIXTURES, ids_of, sharded
 from weaveopt.config import OptionValue
 
 EXCHANGE = torch.ops.weave.expert_exchange.default

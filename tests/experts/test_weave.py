@@ -10,9 +10,9 @@ import torch
 
 import weaveopt
 from tests.experts.test_models import gradients, load
-from tests.models import one_layer, save
+from tests.graphs.models import one_layer, save
+from tests.graphs.sharded_models import FAMILY_OF, ids_of, sharded
 from tests.ranks import run_ranks
-from tests.sharded_models import FAMILY_OF, ids_of, sharded
 from weaveopt.config import OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError

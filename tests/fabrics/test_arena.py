@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tests.ranks import collect, free_port, run_ranks
-from tests.shm_ranks import MAX_TOKENS, check, make_call, partial_of, reserve, run_op
+from tests.ranks.shm_ranks import MAX_TOKENS, check, make_call, partial_of, reserve, run_op
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.records.candidate import Fabric

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from tests.descriptors import exhausted
 from tests.ranks import collect, run_ranks
-from tests.shm_ranks import check, make_call, partial_of, reserve, run_op
+from tests.ranks.descriptors import exhausted
+from tests.ranks.shm_ranks import check, make_call, partial_of, reserve, run_op
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from tests.descriptors import exhausted
+from tests.ranks.descriptors import exhausted
 from weaveopt import _native
 
 _IN_TIME_NAMESPACE = ("unshare", "--time", "--boottime", "100000", "--fork")

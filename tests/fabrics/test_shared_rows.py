@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops import test_all_gather_gemm_call as gathers
 from tests.ops import test_gemm_reduce_scatter_call as scatters
 from tests.ranks import collect, run_ranks
-from tests.shm_ranks import check, make_call
-from tests.tolerances import KERNEL, assert_close
+from tests.ranks.shm_ranks import check, make_call
 from weaveopt.errors import AgreementError, PeerTimeoutError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import memory_plan

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.descriptors import exhausted
+from tests.ranks.descriptors import exhausted
 from weaveopt import _native
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.fabrics import watchdog

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests import forms
 from tests.faults.case import FAULT_STEP, NUM_STEPS, Case, Mode, Moment
+from tests.graphs import forms
 from weaveopt.fabrics import shm, topology
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec

@@ -27,8 +27,8 @@ def warm() -> None:
     import tqdm
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from tests import untimed_guards
     from tests.faults import programs
+    from tests.ranks import untimed_guards
     from weaveopt.errors import ArenaError
     from weaveopt.rewrites import RULES
 

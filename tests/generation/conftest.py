@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel
 
-from tests.generating import build
+from tests.graphs.generating import build
 
 
 @pytest.fixture

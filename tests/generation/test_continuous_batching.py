@@ -9,7 +9,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import weaveopt
-from tests.generating import build
+from tests.graphs.generating import build
 from weaveopt.inductor import seams
 
 PROMPTS = [list(range(3, 12))]

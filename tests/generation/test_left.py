@@ -12,7 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import weaveopt
-from tests.generating import Heard, build, ours, ragged, theirs
+from tests.graphs.generating import Heard, build, ours, ragged, theirs
 from weaveopt.records.generation import GenerationReport, LeftCall
 from weaveopt.records.report import Report
 from weaveopt.reporting.document import to_json

@@ -17,8 +17,8 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
 import weaveopt
-from tests.generating import assert_same, ours, ragged, theirs
-from tests.models import FAMILIES, load, save
+from tests.graphs.generating import assert_same, ours, ragged, theirs
+from tests.graphs.models import FAMILIES, load, save
 from tests.ranks import run_ranks
 from weaveopt.config import Config
 from weaveopt.errors import AgreementError

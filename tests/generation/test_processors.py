@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
-from tests.generating import assert_same, ours, ragged, steps_of, theirs
+from tests.graphs.generating import assert_same, ours, ragged, steps_of, theirs
 from weaveopt.generation.processors import History, apply_all, as_tensors
 
 EOS = torch.tensor([5, 9])

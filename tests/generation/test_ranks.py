@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import weaveopt
-from tests.generating import assert_same, ours, ragged, theirs
-from tests.models import FAMILIES, load, save
+from tests.graphs.generating import assert_same, ours, ragged, theirs
+from tests.graphs.models import FAMILIES, load, save
 from tests.ranks import run_ranks
 
 WORLD = 2

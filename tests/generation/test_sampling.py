@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from tests.generating import assert_same, ours, ragged, theirs
+from tests.graphs.generating import assert_same, ours, ragged, theirs
 
 
 def test_a_seed_gives_transformers_own_samples(llama: PreTrainedModel) -> None:

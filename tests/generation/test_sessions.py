@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import weaveopt
-from tests.generating import assert_same, build, ours, ragged, steps_of, theirs
+from tests.graphs.generating import assert_same, build, ours, ragged, steps_of, theirs
 from weaveopt.generation import sessions
 from weaveopt.integrations.cache_argument import cache_argument, with_cache
 

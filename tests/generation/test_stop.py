@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import weaveopt
-from tests.generating import Heard, assert_same, ours, ragged, steps_of, theirs
+from tests.graphs.generating import Heard, assert_same, ours, ragged, steps_of, theirs
 
 
 def ends(model: PreTrainedModel, batch: int) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.generating import assert_same, build, ours, ragged, steps_of, theirs
+from tests.graphs.generating import assert_same, build, ours, ragged, steps_of, theirs
 
 WINDOW = {"sliding_window": 8}
 """Shorter than the prompt."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.models import FAMILIES, config_of
+from tests.graphs.models import FAMILIES, config_of
 
 AS_GENERATE = "as generate: "
 """Begins a case whose prefill computes the logits of the last position alone; the others compute those of all."""
 FAMILY = "family:"
-"""Begins the model word of a tiny random model of `tests.models`; the rest is the family's id."""
+"""Begins the model word of a tiny random model of `tests.graphs.models`; the rest is the family's id."""
 LLAMA = "llama-3.3-70b"
 DENSE = ("gemma-3-27b", "llama-3.1-405b", LLAMA, "qwen2.5-72b")
 MIXTURES = ("deepseek-v3", "mixtral-8x22b", "qwen3-235b-a22b")

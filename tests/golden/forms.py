@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tests import forms, quantizations
 from tests.golden.compact import Record
-from tests.preview import FORCED, previewed
+from tests.graphs import forms, quantizations
+from tests.graphs.preview import FORCED, previewed
 
 HIDDEN, INNER = 4096, 512
 WORLD = 4

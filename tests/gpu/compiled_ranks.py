@@ -12,8 +12,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import weaveopt
-from tests import forms
-from tests.tolerances import LIBRARY, assert_close
+from tests.graphs import forms
+from tests.graphs.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import Fabric
 
 RULE = "all_reduce_rms_norm"

@@ -17,9 +17,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import weaveopt
-from tests import forms
 from tests.gpu.op_cases import BULK, LL_PACKET_TWO_SHOT, TIMEOUT_S, Case, Kernel, make_call, make_inputs, unsupported
-from tests.tolerances import KERNEL, LIBRARY, assert_close
+from tests.graphs import forms
+from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.fabrics import peer, topology
 from weaveopt.ops.gemm_all_reduce.call import ChunkRow, GemmReductionCall, num_chunks
 from weaveopt.ops.gemm_all_reduce.reference import reference

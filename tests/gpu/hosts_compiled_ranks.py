@@ -16,9 +16,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import weaveopt
-from tests import forms
 from tests.gpu.profiles import read_unchecked
-from tests.tolerances import LIBRARY, assert_close
+from tests.graphs import forms
+from tests.graphs.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision
 

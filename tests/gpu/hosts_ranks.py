@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import nvshmem, topology
 from weaveopt.records.candidate import Fabric

@@ -18,7 +18,7 @@ import torch
 
 from tests.gpu.hosts_ranks import make_call
 from tests.gpu.one_process import HEADER_BYTES, Gpu, bits
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import nvshmem
 from weaveopt.fabrics.layout import Layout
 from weaveopt.reductions.buffers import memory_plan

@@ -13,7 +13,7 @@ import torch
 
 from tests.gpu.one_process import HEADER_BYTES, Gpu
 from tests.gpu.op_cases import BULK, GEMMA, Case, make_call, make_inputs, plan_of
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.fabrics.layout import Layout
 from weaveopt.reductions.call import SumOut

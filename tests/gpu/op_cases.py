@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import weaveopt.ops  # noqa: F401
-from tests.tolerances import KERNEL, LIBRARY, Tolerance, assert_close
+from tests.graphs.tolerances import KERNEL, LIBRARY, Tolerance, assert_close
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.norm import NormKind, NormSpec, Quant

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import weaveopt
-from tests.models import Family, config_of
-from tests.sharded_models import FAMILY_OF, ids_of, sharded
+from tests.graphs.models import Family, config_of
+from tests.graphs.sharded_models import FAMILY_OF, ids_of, sharded
 from weaveopt.config import OptionValue
 from weaveopt.errors import WeaveError
 from weaveopt.ops.moe_sharded import op

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.ranks import Place, barrier, run_and_exit
 from benchmarks.timing import capture as captured
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import RowsCall, memory_plan

@@ -30,7 +30,7 @@ from tests.gpu.scatter_gather_ranks import (
     scatter_call,
     small,
 )
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.ops.all_gather_gemm.call import Weights
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall, Products

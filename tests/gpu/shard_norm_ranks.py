@@ -18,9 +18,9 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 import weaveopt
 from benchmarks.ranks import Place, barrier, run_and_exit
-from tests import forms
 from tests.gpu.captured import captured
 from tests.gpu.profiles import with_curves, written_once
+from tests.graphs import forms
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.cost_model.tile_config import TileConfig

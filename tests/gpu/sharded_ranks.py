@@ -13,8 +13,8 @@ from torch import Tensor
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from benchmarks.ranks import Place, barrier, run_and_exit
 from benchmarks.timing import capture as captured
-from tests.experts_cases import Sizes, make_operands
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.experts_cases import Sizes, make_operands
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.shapes import Operands

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import weaveopt
-from tests.generating import Heard, assert_same, build, ours, ragged, theirs
 from tests.gpu.launch import needs_cuda_part, run_ranks
+from tests.graphs.generating import Heard, assert_same, build, ours, ragged, theirs
 from weaveopt.generation import sessions
 from weaveopt.generation.loop import MAX_AHEAD
 from weaveopt.generation.session import STEPS_BEFORE_CAPTURE

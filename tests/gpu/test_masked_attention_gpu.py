@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import weaveopt.ops  # noqa: F401
-from tests.attention_cases import LOOKS, Sizes, make_mask, make_operands, poison
 from tests.gpu.captured import captured
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.attention_cases import LOOKS, Sizes, make_mask, make_operands, poison
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.masked_attention import gpu
 from weaveopt.ops.masked_attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, Plan, plan
 from weaveopt.ops.masked_attention.reference import key_ranges, reference

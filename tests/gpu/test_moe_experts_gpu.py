@@ -9,10 +9,19 @@ import pytest
 import torch
 
 import weaveopt.ops  # noqa: F401
-from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_experts, make_operands, poisoned, random_sizes
-from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
 from tests.gpu.captured import captured
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.experts_cases import (
+    CALLS,
+    ROUTINGS,
+    Sizes,
+    expected,
+    make_experts,
+    make_operands,
+    poisoned,
+    random_sizes,
+)
+from tests.graphs.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.expert_kernels import gpu
 from weaveopt.expert_kernels.call import ExpertsCall
 from weaveopt.expert_kernels.plan import Plan, candidates, plan

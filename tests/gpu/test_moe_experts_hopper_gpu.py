@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import weaveopt.ops  # noqa: F401
-from tests.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_operands, poisoned
 from tests.gpu.captured import captured
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_operands, poisoned
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.expert_kernels import gpu, hopper
 from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.experts_cases import ROUTINGS, Sizes, make_experts, make_operands, poisoned
 from tests.gpu.captured import captured
 from tests.gpu.test_moe_experts_hopper_gpu import (
     CLAMPED,
@@ -24,7 +23,8 @@ from tests.gpu.test_moe_experts_hopper_gpu import (
     launch_one,
     pytestmark,  # noqa: F401  (marks of this file too)
 )
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.experts_cases import ROUTINGS, Sizes, make_experts, make_operands, poisoned
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.expert_kernels import gpu
 from weaveopt.expert_kernels.call import ExpertsCall
 from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS

@@ -17,11 +17,11 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import weaveopt
-from tests import forms
 from tests.gpu.gemm_ranks import DEPTH, inputs_of, run_op
 from tests.gpu.op_cases import BULK, TIMEOUT_S, Case, make_call
 from tests.gpu.profiles import with_curves, written_once
-from tests.tolerances import KERNEL, LIBRARY, assert_close
+from tests.graphs import forms
+from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt import _native, cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.cost_model.tile_config import TILES, TileConfig

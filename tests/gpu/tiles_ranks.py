@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.ranks import Place, barrier, run_and_exit
 from benchmarks.timing import capture as captured
 from tests.gpu.op_cases import BULK, GEMMA, TIMEOUT_S, Case, make_call, make_inputs
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.peer import PeerArena

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests.models import Family, config_of
+from tests.graphs.models import Family, config_of
 from weaveopt.graph.facts import module_of
 from weaveopt.integrations.cache_argument import cache_argument
 

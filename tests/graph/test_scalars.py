@@ -11,12 +11,12 @@ import torch.distributed._functional_collectives
 import torch.fx as fx
 from torch import Tensor, nn
 
-from tests import forms
-from tests.executing import FORCED, executing
-from tests.preview import FORCED as RULE
-from tests.preview import previewed
+from tests.graphs import forms
+from tests.graphs.executing import FORCED, executing
+from tests.graphs.preview import FORCED as RULE
+from tests.graphs.preview import previewed
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
 from weaveopt.sites.reduced import Reduced, follow

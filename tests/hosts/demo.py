@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.emulated_hosts import ROOT, Host, Link, finish, hosts, missing
+from tests.emulation.emulated_hosts import ROOT, Host, Link, finish, hosts, missing
 
 PORT = 29500
 LIMIT_S = 400.0

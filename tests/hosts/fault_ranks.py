@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.emulated_hosts import Network
+from tests.emulation.emulated_hosts import Network
+from tests.graphs.tolerances import KERNEL, assert_close
 from tests.hosts.faults import FAULTS, Fault, Moment
-from tests.tcp_ranks import make_call, partial_of
-from tests.tolerances import KERNEL, assert_close
+from tests.ranks.tcp_ranks import make_call, partial_of
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import connections, tcp, topology
 from weaveopt.reductions.buffers import memory_plan

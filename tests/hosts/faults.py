@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from tests.emulated_hosts import Link, Network
+from tests.emulation.emulated_hosts import Link, Network
 
 SHORT_S = 1.5
 """`timeout_s` of a call where somebody has to wait for it."""

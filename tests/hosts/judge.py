@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.emulated_hosts import ROOT, Host, hosts
+from tests.emulation.emulated_hosts import ROOT, Host, hosts
 from tests.hosts.fault_ranks import NUM_STEPS, PORTS, STEP, STRANGER_S, STRUCK, Case, Said, run
 from tests.hosts.faults import FAULTS, SLACK_S, STORE_S, Moment, Saying, Stranger
 from tests.ranks import collect

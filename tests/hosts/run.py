@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.emulated_hosts import Link, missing
+from tests.emulation.emulated_hosts import Link, missing
 from tests.hosts.faults import FAULTS
 from tests.hosts.judge import complaints, outcomes
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.emulated_hosts import missing
+from tests.emulation.emulated_hosts import missing
 from tests.hosts.demo import GENERATE, LAUNCHERS, LINK, Run, ended, runs
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulated_hosts import Link, missing
+from tests.emulation.emulated_hosts import Link, missing
 from tests.hosts.faults import FAULTS
 from tests.hosts.judge import Outcome, complaints, outcomes
 from tests.hosts.table import BEGIN, PAGE, rows_start

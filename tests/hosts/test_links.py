@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated_hosts import ROOT, Link, hosts, missing
+from tests.emulation.emulated_hosts import ROOT, Link, hosts, missing
 from tests.ranks import run_ranks
-from tests.tcp_ranks import NUM_RESULTS, check
+from tests.ranks.tcp_ranks import NUM_RESULTS, check
 
 LINKS = {
     "late": Link(delay_us=50, gbit_per_s=10),
@@ -52,7 +52,7 @@ def test_hosts_and_all_that_runs_on_them_end_with_the_process_that_made_them(tmp
     needs(Link())
     script = (
         "import subprocess, sys, time\n"
-        "from tests.emulated_hosts import Link, hosts\n"
+        "from tests.emulation.emulated_hosts import Link, hosts\n"
         "with hosts(2, Link(delay_us=10), changing=True) as made:\n"
         "    child = subprocess.Popen(made[1].command('sleep', '600'))\n"
         "    print(made.relay_pid, child.pid, flush=True)\n"

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from tests.emulated_hosts import Host, Link, hosts, missing
+from tests.emulation.emulated_hosts import Host, Link, hosts, missing
 from tests.hosts.relay import hurry
 
 PORT = 29500
@@ -142,7 +142,7 @@ def measure(made: list[Host]) -> Truth:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.emulated_hosts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.emulation.emulated_hosts", description=__doc__)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--delay-us", type=float, default=0.0, help="one way")
     parser.add_argument("--gbit", type=float, default=0.0, help="of each host in each direction; 0: as fast as it goes")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import forms
+from tests.emulation.machines import made_up
+from tests.graphs import forms
+from tests.graphs.preview import fake_group
 from tests.house import toys
-from tests.machines import made_up
-from tests.preview import fake_group
 from tests.ranks import run_ranks
 from weaveopt import backend, cost_model
 from weaveopt.config import Config

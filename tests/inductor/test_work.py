@@ -12,11 +12,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from tests import forms, models
-from tests.inductor_kernels import Generated, captured, generated
-from tests.preview import previewed
-from tests.reductions import Reductions, reduction_of, rows_of
-from tests.traces import context_of, framed, traced_chain
+from tests.graphs import forms, models
+from tests.graphs.inductor_kernels import Generated, captured, generated
+from tests.graphs.preview import previewed
+from tests.graphs.reductions import Reductions, reduction_of, rows_of
+from tests.graphs.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
 from weaveopt.cli.layers import every_layer
 from weaveopt.cli.model_source import Request, Source

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import weaveopt
-from tests.executing import FORCED, Backend, executing, executing_alone
-from tests.models import FAMILIES, VOCABULARY, Family, config_of, one_layer, save
+from tests.graphs.executing import FORCED, Backend, executing, executing_alone
+from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, one_layer, save
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from weaveopt.errors import WeaveError

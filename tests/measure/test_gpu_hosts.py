@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.gpu_hosts import CPU, flagged_us, kernel_us, library_us, machine, measured
+from tests.emulation.gpu_hosts import CPU, flagged_us, kernel_us, library_us, machine, measured
 from tests.ranks import run_ranks
-from tests.tcp_ranks import become_host
+from tests.ranks.tcp_ranks import become_host
 from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs, inter_link
 from weaveopt.cost_model.hosts_curves import curves_between

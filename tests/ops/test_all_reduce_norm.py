@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import weaveopt.ops  # noqa: F401
+from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.hosts_emulated import EPS, MISSING, POISON, Case, Made, run
-from tests.tcp_ranks import make_call
-from tests.tolerances import KERNEL, assert_close
+from tests.emulation.doubling_emulated import EPS, MISSING, POISON, Case, Made, run
+from tests.graphs.tolerances import KERNEL, assert_close
+from tests.ranks.tcp_ranks import make_call
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 from weaveopt.records.norm import NormKind, NormSpec

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weaveopt.ops  # noqa: F401
+from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import memory_plan

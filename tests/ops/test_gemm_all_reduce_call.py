@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 import weaveopt.ops  # noqa: F401
+from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.ops.gemm_all_reduce import peer

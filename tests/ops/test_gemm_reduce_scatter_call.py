@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weaveopt.ops  # noqa: F401
+from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import decode, memory_plan

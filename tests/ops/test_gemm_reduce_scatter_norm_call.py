@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
 import weaveopt.ops  # noqa: F401
-from tests import forms
-from tests.executing import executing
+from tests.graphs import forms
+from tests.graphs.executing import executing
 from tests.ops.test_scatter_gather_peer_call import Launches, launches, ones, scatter_site  # noqa: F401
 from tests.ranks import run_ranks
 from weaveopt.config import Config

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tests import forms, shm_ranks
-from tests.executing import FORCED, executing
+from tests.graphs import forms
+from tests.graphs.executing import FORCED, executing
 from tests.ops import test_all_gather_gemm_call as all_gather
 from tests.ops import test_expert_exchange as exchange
 from tests.ops import test_gemm_all_reduce_call as gemm_reduction
 from tests.ops import test_gemm_reduce_scatter_call as scatter
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, shm_ranks
 from weaveopt.fabrics import shm
 from weaveopt.fabrics.peer import PeerArena
 

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import shm_ranks
 from tests.ops.test_inference_mode import FAMILIES, Step
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, shm_ranks
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm
 from weaveopt.reductions.operands import Gemm

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import weaveopt.ops  # noqa: F401
-from tests.attention_cases import LOOKS, Sizes, expected, make_mask, make_operands, poison, random_sizes
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.attention_cases import LOOKS, Sizes, expected, make_mask, make_operands, poison, random_sizes
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.ops.masked_attention.plan import LONG, MAX_SPLITS, MIDDLE, SHORT, Plan, plan
 from weaveopt.ops.masked_attention.reference import reference

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import weaveopt.ops  # noqa: F401
-from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned, random_sizes
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned, random_sizes
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.expert_kernels.call import ExpertsCall, decode
 from weaveopt.expert_kernels.shapes import Operands

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import binary
-from tests.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned
-from tests.experts_emulated import FIRST_WIDE, SECOND_WIDE, cut_tile, emulated, rows_of
-from tests.tolerances import KERNEL, assert_close
+from tests.emulation import binary
+from tests.emulation.experts_emulated import FIRST_WIDE, SECOND_WIDE, cut_tile, emulated, rows_of
+from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_operands, poisoned
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.expert_kernels import hopper

@@ -11,8 +11,8 @@ from functools import cache
 
 import pytest
 
-from tests.experts_compiled import CASES
-from tests.experts_interpreted import CHECKS
+from tests.emulation.experts_compiled import CASES
+from tests.emulation.experts_interpreted import CHECKS
 from weaveopt.expert_kernels.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
 from weaveopt.expert_kernels.shapes import Shape
 
@@ -33,7 +33,7 @@ def lines_of(module: str, interpret: bool) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str) -> None:
-    (wrong,) = [line["wrong"] for line in lines_of("tests.experts_interpreted", True) if line["name"] == name]
+    (wrong,) = [line["wrong"] for line in lines_of("tests.emulation.experts_interpreted", True) if line["name"] == name]
     assert wrong is None, wrong
 
 
@@ -43,7 +43,11 @@ def test_compiled(case: str) -> None:
 
     In decode an SM has shared memory for as many programs as are planned, each with 1 KiB for the system.
     """
-    found = {str(line["kernel"]): line for line in lines_of("tests.experts_compiled", False) if line["case"] == case}
+    found = {
+        str(line["kernel"]): line
+        for line in lines_of("tests.emulation.experts_compiled", False)
+        if line["case"] == case
+    }
     assert list(found) == KERNELS
     assert all(int(str(line["shared_bytes"])) <= SHARED_MEMORY for line in found.values()), found
     for name in ("gate_up", "down"):
@@ -58,7 +62,7 @@ def test_compiled(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_with_rows_to_several_ranks(case: str) -> None:
     """Stores are as wide as where all rows go into one tensor: they cross a link."""
-    lines = lines_of("tests.experts_compiled", False)
+    lines = lines_of("tests.emulation.experts_compiled", False)
     [down] = [line for line in lines if (line["case"], line["kernel"]) == (f"{case}, home", "down")]
     assert down["store_bytes"] == [16] and down["waits_for_grid"], down
 

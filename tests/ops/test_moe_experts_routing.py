@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from tests import binary
-from tests.experts_emulated import library
-from tests.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
+from tests.emulation import binary
+from tests.emulation.experts_emulated import library
+from tests.graphs.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
 from weaveopt import _native
 
 Tensor = torch.Tensor

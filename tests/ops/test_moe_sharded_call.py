@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops.test_expert_exchange import FORMS, Form, make_call, make_inputs, reserve_for, wanted
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall

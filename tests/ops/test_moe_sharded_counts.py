@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops.test_expert_exchange import MAX_TOKENS, Form, Inputs, make_call, make_inputs, wanted
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, assert_close
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
 from weaveopt.expert_kernels import gpu
 from weaveopt.fabrics import peer as peer_arena

@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 
-from tests import emulated_build
-from tests.emulated_build import CSRC, EMULATED, Mistake, making, without
+from tests.emulation import emulated_build
+from tests.emulation.emulated_build import CSRC, EMULATED, Mistake, making, without
 
 COUNTS = "moe_sharded/counts.cpp"
 SOURCES = (EMULATED / "token_counts.cpp", *(

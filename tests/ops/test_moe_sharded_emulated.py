@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.sharded_emulated import MISTAKES, Case, run
+from tests.emulation.sharded_emulated import MISTAKES, Case, run
 
 
 def expect_right(case: Case) -> None:

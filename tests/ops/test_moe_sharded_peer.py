@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.emulation.sharded_interpreted import CHECKS
 from tests.ops.test_expert_exchange import Form, make_call
 from tests.ops.test_moe_experts_kernels import lines_of
-from tests.sharded_interpreted import CHECKS
 from weaveopt.ops.moe_sharded.gpu_limits import refusal
 from weaveopt.ops.moe_sharded.op import SITES
 from weaveopt.records.candidate import Fabric
@@ -16,7 +16,7 @@ from weaveopt.records.candidate import Fabric
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_interpreted(name: str) -> None:
-    (wrong,) = [line["wrong"] for line in lines_of("tests.sharded_interpreted", True) if line["name"] == name]
+    (wrong,) = [line["wrong"] for line in lines_of("tests.emulation.sharded_interpreted", True) if line["name"] == name]
     assert wrong is None, wrong
 
 

@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from tests import forms
-from tests.executing import FORCED, executing
+from tests.graphs import forms
+from tests.graphs.executing import FORCED, executing
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics.replicated import compare
 

@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import weaveopt
-from tests import emulated_hosts
-from tests.models import FAMILIES, load, save
+from tests.emulation import emulated_hosts
+from tests.graphs.models import FAMILIES, load, save
 from tests.ranks import collect, run_ranks
-from tests.tcp_ranks import NUM_RESULTS, become_host, check, make_call, partial_of, reserve
+from tests.ranks.tcp_ranks import NUM_RESULTS, become_host, check, make_call, partial_of, reserve
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import tcp, topology
 from weaveopt.reductions.buffers import memory_plan
@@ -146,7 +146,7 @@ def test_hosts_with_networks_of_their_own() -> None:
     if why:
         pytest.skip(why)
     with emulated_hosts.hosts(3, emulated_hosts.Link()) as made:
-        found = emulated_hosts.finish(emulated_hosts.start(made, 1, "tests.tcp_ranks"), 100.0)
+        found = emulated_hosts.finish(emulated_hosts.start(made, 1, "tests.ranks.tcp_ranks"), 100.0)
     assert [status for status, _ in found] == [0, 0, 0], found
     assert all(f"{NUM_RESULTS} results" in out for _, out in found)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests import forms
-from tests.executing import executing
+from tests.graphs import forms
+from tests.graphs.executing import executing
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt.config import Config
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import rounds

@@ -12,11 +12,11 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import forms
-from tests.executing import executing
-from tests.functional_collectives import all_gather_single
+from tests.graphs import forms
+from tests.graphs.executing import executing
+from tests.graphs.functional_collectives import all_gather_single
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt import _native
 from weaveopt.config import Config
 from weaveopt.errors import AgreementError, WeaveError

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests import toys
-from tests.toys import Offer
+from tests.graphs import toys
+from tests.graphs.toys import Offer
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.records.candidate import LEAVE, Candidate, Estimate, Rejection, Term
 from weaveopt.records.report import Decision

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import forms, toys
-from tests.preview import previewed
+from tests.graphs import forms, toys
+from tests.graphs.preview import previewed
+from tests.graphs.toys import Offer
+from tests.graphs.traces import context_of, framed, traced_chain
 from tests.rewrites.test_all_reduce_rms_norm import inputs
-from tests.toys import Offer
-from tests.traces import context_of, framed, traced_chain
 from weaveopt import backend, cost_model
 from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.price import PricedGraph, price

@@ -13,8 +13,8 @@ import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tests import forms
-from tests.preview import FORCED, fake_group
+from tests.graphs import forms
+from tests.graphs.preview import FORCED, fake_group
 from tests.rewrites.test_all_reduce_rms_norm import inputs
 from weaveopt import backend, cost_model
 from weaveopt.config import Config

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests import toys
-from tests.toys import Offer
+from tests.graphs import toys
+from tests.graphs.toys import Offer
 from weaveopt.pipeline.plan import Planned, plan
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer

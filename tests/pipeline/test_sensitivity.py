@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests import toys
-from tests.reductions import Reductions
-from tests.toys import Offer
-from tests.traces import context_of, framed, traced_chain
+from tests.graphs import toys
+from tests.graphs.reductions import Reductions
+from tests.graphs.toys import Offer
+from tests.graphs.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
 from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.machine_changes import changes

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tests import forms
-from tests.executing import executing
-from tests.machines import Times, made_up
+from tests.emulation.machines import Times, made_up
+from tests.graphs import forms
+from tests.graphs.executing import executing
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.records.report import GraphReport, Regime

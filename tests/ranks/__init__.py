@@ -1,4 +1,4 @@
-"""Ranks with a real gloo process group for tests: warm ones for the whole run, or processes of their own."""
+"""Ranks with a real gloo process group for tests, warm or with processes of their own; and the processes of a run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import traceback
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
-from tests.emulated_hosts import Network
+from tests.emulation.emulated_hosts import Network
 from tests.ranks.records import Job, Outcome, no_gpus
 
 starting = threading.Lock()
@@ -24,7 +24,7 @@ starting = threading.Lock()
 def server() -> ForkServerContext:
     """The fork server of the ranks, started with the first of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
+    context.set_forkserver_preload(["tests.ranks.preload"])
     return context
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from tests.emulated_hosts import Network
+from tests.emulation.emulated_hosts import Network
 from tests.ranks import own as own_processes
 from tests.ranks import pool
 from tests.ranks.records import Job, Outcome, environment, free_port

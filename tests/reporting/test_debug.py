@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import weaveopt
-from tests import forms
-from tests.preview import previewed
+from tests.graphs import forms
+from tests.graphs.preview import previewed
 from tests.ranks import run_ranks
 from weaveopt import debug
 from weaveopt.errors import WeaveError

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weaveopt
-from tests.preview import fake_group
+from tests.graphs.preview import fake_group
 from weaveopt.errors import WeaveError
 from weaveopt.records.report import Report
 from weaveopt.reporting.document import to_json

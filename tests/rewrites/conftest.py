@@ -9,8 +9,8 @@ import pytest
 import torch.fx as fx
 from torch import Tensor
 
-from tests.overlapped_gemms import Reported, toy
-from tests.preview import previewed
+from tests.graphs.overlapped_gemms import Reported, toy
+from tests.graphs.preview import previewed
 from weaveopt import backend, cost_model
 from weaveopt.cost_model.machine import Curve
 from weaveopt.pipeline.decide import DecidedGraph

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-from tests import forms
-from tests.calls import calls, sharded
-from tests.preview import fake_group, previewed
-from tests.reductions import RMS
+from tests.graphs import forms
+from tests.graphs.calls import calls, sharded
+from tests.graphs.preview import fake_group, previewed
+from tests.graphs.reductions import RMS
 from weaveopt.inductor import seams as inductor
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
-from tests.functional_collectives import all_gather_single
-from tests.preview import previewed
+from tests.graphs.functional_collectives import all_gather_single
+from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.fabrics import topology
 from weaveopt.ops.all_gather_gemm.prices import candidates

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
-from tests.functional_collectives import all_gather_single
-from tests.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
+from tests.graphs.functional_collectives import all_gather_single
+from tests.graphs.overlapped_gemms import HIDDEN, MESSAGE_BYTES, TOKENS, Reported, alone, fused, on_peer, rows, toy
 from weaveopt.cost_model import Gemm, gemm_us, memory_us
 from weaveopt.cost_model.machine import Curve
 from weaveopt.cost_model.tile_config import TileConfig

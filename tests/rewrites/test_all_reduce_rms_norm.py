@@ -12,13 +12,13 @@ import torch.distributed._functional_collectives as functional
 import torch.fx as fx
 from torch import Tensor
 
-from tests import forms
-from tests.calls import sharded, targets
-from tests.executing import FORCED, Backend, executing, executing_alone
-from tests.preview import previewed
+from tests.graphs import forms
+from tests.graphs.calls import sharded, targets
+from tests.graphs.executing import FORCED, Backend, executing, executing_alone
+from tests.graphs.preview import previewed
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.fx as fx
 
-from tests import forms
-from tests.calls import calls, needed, sharded, sizes, targets
-from tests.preview import FORCED, previewed
+from tests.graphs import forms
+from tests.graphs.calls import calls, needed, sharded, sizes, targets
+from tests.graphs.preview import FORCED, previewed
 from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point

@@ -11,10 +11,10 @@ import torch.fx as fx
 from functorch.compile import make_boxed_func
 from torch import Tensor
 
-from tests import forms
-from tests.calls import calls, needed, sharded, sizes, targets
-from tests.preview import FORCED, fake_group, previewed
-from tests.quantizations import (
+from tests.graphs import forms
+from tests.graphs.calls import calls, needed, sharded, sizes, targets
+from tests.graphs.preview import FORCED, fake_group, previewed
+from tests.graphs.quantizations import (
     CASES,
     E4M3,
     LEFT,

@@ -11,8 +11,20 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.attention_graphs import As, Compute, Ran, Sizes, attend, attend_written, bias, ran_each, rows, rules_of, seen
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.attention_graphs import (
+    As,
+    Compute,
+    Ran,
+    Sizes,
+    attend,
+    attend_written,
+    bias,
+    ran_each,
+    rows,
+    rules_of,
+    seen,
+)
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.records.candidate import LEAVE
 from weaveopt.rewrites.causal_attention.candidates import FORMS, RULE
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import forms
-from tests.attention_graphs import (
+from tests.graphs import forms
+from tests.graphs.attention_graphs import (
     As,
     Compute,
     Ran,
@@ -27,10 +27,10 @@ from tests.attention_graphs import (
     rules_of,
     seen,
 )
-from tests.executing import FORCED, executing
-from tests.preview import previewed
+from tests.graphs.executing import FORCED, executing
+from tests.graphs.preview import previewed
+from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from tests.ranks import run_ranks
-from tests.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.config import Config
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import GraphReport

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.attention_graphs import As, Sizes, attend, ran_each, rows, seen
-from tests.preview import previewed
+from tests.graphs.attention_graphs import As, Sizes, attend, ran_each, rows, seen
+from tests.graphs.preview import previewed
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision
 from weaveopt.rewrites.causal_attention import rule

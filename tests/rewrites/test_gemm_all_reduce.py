@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
-from tests import forms
-from tests.calls import targets
-from tests.executing import Backend, executing, executing_alone
-from tests.models import FAMILIES, VOCABULARY, load, save
-from tests.preview import previewed
+from tests.graphs import forms
+from tests.graphs.calls import targets
+from tests.graphs.executing import Backend, executing, executing_alone
+from tests.graphs.models import FAMILIES, VOCABULARY, load, save
+from tests.graphs.preview import previewed
+from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
-from tests.tolerances import LIBRARY, assert_close
 from weaveopt.config import Config
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric

@@ -10,9 +10,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from tests import forms
-from tests.overlapped_gemms import toy
-from tests.preview import previewed
+from tests.graphs import forms
+from tests.graphs.overlapped_gemms import toy
+from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.cost_model.tile_config import TileConfig

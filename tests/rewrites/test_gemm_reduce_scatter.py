@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
-from tests.functional_collectives import reduce_scatter_single
-from tests.preview import previewed
+from tests.graphs.functional_collectives import reduce_scatter_single
+from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
 from weaveopt.fabrics import topology

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import weaveopt
-from tests.models import Family, load, save
+from tests.graphs.models import Family, load, save
 from tests.ranks import run_ranks
-from tests.tcp_ranks import become_host, make_call
+from tests.ranks.tcp_ranks import become_host, make_call
 from weaveopt import cost_model
 from weaveopt.cost_model.host_schedules import Then, host_schedule
 from weaveopt.cost_model.machine import Link, Machine

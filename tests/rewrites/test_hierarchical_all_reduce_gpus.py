@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_hosts import CPU, flagged_us, kernel_us, library_us, machine, measured
+from tests.emulation.gpu_hosts import CPU, flagged_us, kernel_us, library_us, machine, measured
 from weaveopt import cost_model
 from weaveopt.cli.main import main
 from weaveopt.cost_model.machine import Machine

@@ -12,10 +12,10 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.executing import executing
-from tests.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, Family, experts_of, routed
-from tests.preview import previewed
-from tests.tolerances import KERNEL, assert_close
+from tests.graphs.executing import executing
+from tests.graphs.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, Family, experts_of, routed
+from tests.graphs.preview import previewed
+from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint

@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 import weaveopt.ops  # noqa: F401
-from tests.preview import previewed
+from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.exchange import (

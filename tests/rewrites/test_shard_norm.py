@@ -10,10 +10,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from tests import forms
-from tests.overlapped_gemms import Reported
-from tests.preview import previewed
-from tests.shard_norm_graphs import (
+from tests.graphs import forms
+from tests.graphs.overlapped_gemms import Reported
+from tests.graphs.preview import previewed
+from tests.graphs.shard_norm_graphs import (
     FUSED,
     GATHER,
     OTHER,

@@ -10,9 +10,9 @@ import torch.fx as fx
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from tests import forms
-from tests.overlapped_gemms import HIDDEN, TOKENS, Reported, alone, fused
-from tests.shard_norm_graphs import (
+from tests.graphs import forms
+from tests.graphs.overlapped_gemms import HIDDEN, TOKENS, Reported, alone, fused
+from tests.graphs.shard_norm_graphs import (
     GATHER,
     SCATTER,
     SCATTER_NORM,

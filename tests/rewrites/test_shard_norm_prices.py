@@ -10,10 +10,10 @@ import torch.fx as fx
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests import forms
-from tests.overlapped_gemms import HIDDEN, TOKENS, Reported, alone, fused
-from tests.shard_norm_graphs import OTHER, H, K, block, gather_calls, inputs, on, scatter_calls, zeros
-from tests.shard_norm_graphs import reported as on_cpus
+from tests.graphs import forms
+from tests.graphs.overlapped_gemms import HIDDEN, TOKENS, Reported, alone, fused
+from tests.graphs.shard_norm_graphs import OTHER, H, K, block, gather_calls, inputs, on, scatter_calls, zeros
+from tests.graphs.shard_norm_graphs import reported as on_cpus
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve
 from weaveopt.cost_model.tile_config import TileConfig

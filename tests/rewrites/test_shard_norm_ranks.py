@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weaveopt
-from tests import forms
-from tests.executing import executing
-from tests.models import FAMILIES, VOCABULARY, Family, load, save
+from tests.graphs import forms
+from tests.graphs.executing import executing
+from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, save
 from tests.ranks import run_ranks
 from weaveopt.config import Config
 from weaveopt.errors import AgreementError

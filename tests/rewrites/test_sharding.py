@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch.fx as fx
 
-from tests.reductions import Reductions, reduction_of, total_of
+from tests.graphs.reductions import Reductions, reduction_of, total_of
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.memory import Lifetime
 from weaveopt.reductions.candidates import Lowered, Terms, candidates

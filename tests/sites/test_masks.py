@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.mask_graphs import MaskGraph, assert_sound, read
+from tests.graphs.mask_graphs import MaskGraph, assert_sound, read
 from weaveopt.sites.masks import Mask, MaskCache, MaskKind, read_mask
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from tests.mask_graphs import MaskGraph, admits, assert_sound
+from tests.graphs.mask_graphs import MaskGraph, admits, assert_sound
 from weaveopt.sites.masks import MaskKind
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from tests.mask_graphs import MaskGraph
+from tests.graphs.mask_graphs import MaskGraph
 from weaveopt.sites.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
 
 aten = torch.ops.aten

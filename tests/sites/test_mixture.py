@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.capturing import captured, context_of
-from tests.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, WIDTH, Family, experts_of, routed
+from tests.graphs.capturing import captured, context_of
+from tests.graphs.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, WIDTH, Family, experts_of, routed
 from weaveopt.rule import FoundSite
 from weaveopt.sites.mixture import MixtureFacts, MixtureMatcher
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from tests.capturing import captured, codes, gathered, gathers, scattered, scatters, sites_in
-from tests.functional_collectives import (
+from tests.graphs.capturing import captured, codes, gathered, gathers, scattered, scatters, sites_in
+from tests.graphs.functional_collectives import (
     all_gather_single,
     all_gather_single_autograd,
     reduce_scatter_single,
     reduce_scatter_single_autograd,
 )
-from tests.preview import fake_group
-from tests.rewriting import check_rewritten
-from tests.site_values import check, run
+from tests.graphs.preview import fake_group
+from tests.graphs.rewriting import check_rewritten
+from tests.graphs.site_values import check, run
 from weaveopt.rule import FoundSite
 
 WORLD = 4

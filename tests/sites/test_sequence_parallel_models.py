@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tests.capturing import captured, codes, gathers, recording, scatters, sites_in
-from tests.preview import fake_group
-from tests.rewriting import check_rewritten
-from tests.site_values import check, run
+from tests.graphs.capturing import captured, codes, gathers, recording, scatters, sites_in
+from tests.graphs.preview import fake_group
+from tests.graphs.rewriting import check_rewritten
+from tests.graphs.site_values import check, run
 from weaveopt.graph.facts import collectives_in
 from weaveopt.rule import CapturedGraph
 

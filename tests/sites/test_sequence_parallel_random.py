@@ -14,9 +14,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from tests.capturing import codes, gathers, scattered, scatters, sites_in
-from tests.collective_graphs import Mover, Ranks, aten
-from tests.rewriting import Rewritten, check_rewritten
+from tests.graphs.capturing import codes, gathers, scattered, scatters, sites_in
+from tests.graphs.collective_graphs import Mover, Ranks, aten
+from tests.graphs.rewriting import Rewritten, check_rewritten
 from weaveopt.rule import CapturedGraph, FoundSite
 
 NUM_GRAPHS = 200

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
-from tests.functional_collectives import all_gather_single, reduce_scatter_single
-from tests.preview import fake_group
+from tests.graphs.functional_collectives import all_gather_single, reduce_scatter_single
+from tests.graphs.preview import fake_group
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology

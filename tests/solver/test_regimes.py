@@ -10,10 +10,10 @@ from functools import cache
 
 import pytest
 
-from tests import toys
-from tests.machines import Times, made_up
-from tests.reductions import Reductions, total_of
-from tests.traces import context_of, framed, traced_chain
+from tests.emulation.machines import Times, made_up
+from tests.graphs import toys
+from tests.graphs.reductions import Reductions, total_of
+from tests.graphs.traces import context_of, framed, traced_chain
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
 from weaveopt.pipeline.problem import Choices, Frame, Problem

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.fx as fx
 
-from tests import forms
-from tests.executing import executing
+from tests.emulation.machines import made_up
+from tests.graphs import forms
+from tests.graphs.executing import executing
 from tests.house.test_toys import LOCAL, chain, chain_inputs, scaled, second_candidate
 from tests.house.toys import FastTanh
-from tests.machines import made_up
 from tests.ranks import collect, run_ranks
-from tests.tcp_ranks import become_host
+from tests.ranks.tcp_ranks import become_host
 from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.records.candidate import LEAVE

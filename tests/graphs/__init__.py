@@ -1,0 +1,1 @@
+"""Graphs, models, cases and values that tests share, and functions that capture, rewrite and run them."""
