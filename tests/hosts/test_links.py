@@ -62,9 +62,11 @@ def test_hosts_and_all_that_runs_on_them_end_with_the_process_that_made_them(tmp
     assert made.stdout is not None
     with made.stdout:
         relay, child = map(int, made.stdout.readline().split())
-    time.sleep(0.3)  # the child is on its host by then
-    namespace = os.stat(f"/proc/{child}/ns/net").st_ino
-    assert namespace != os.stat("/proc/self/ns/net").st_ino
+    own = os.stat("/proc/self/ns/net").st_ino
+    deadline = time.monotonic() + 10
+    while os.stat(f"/proc/{child}/ns/net").st_ino == own:
+        assert time.monotonic() < deadline, "the child did not enter its host"
+        time.sleep(0.02)
     os.kill(made.pid, signal.SIGKILL)
     made.wait()
     deadline = time.monotonic() + 10
