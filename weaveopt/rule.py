@@ -108,7 +108,7 @@ class Proposal:
     """Nodes that are removed, of the site or its consumers. Proposals of two sites that share one exclude each
     other."""
     plan: object = None
-    """The rule's own frozen record. Other code sees of it what a `Protocol` names, as `reductions.plan` does."""
+    """The rule's own frozen record. Other code sees of it what a `Protocol` names: `rewrites.reduction.plan`."""
 
 
 @dataclass(frozen=True)

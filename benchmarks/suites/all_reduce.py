@@ -32,11 +32,11 @@ from weaveopt import cost_model
 from weaveopt.cost_model.kernels import norm_us
 from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
 from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.table import lowerings
+from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.table import lowerings
-from weaveopt.reductions.prices.workload import Workload, with_norm_apart
-from weaveopt.reductions.variant import Algorithm, KernelRow
 
 MAIN, CTAS, SHAPES = "all_reduce_rms_norm", "all_reduce_rms_norm_ctas", "all_reduce_rms_norm_shapes"
 SUMS = "all_reduce_sum"
@@ -75,7 +75,7 @@ class Bench:
 
         import weaveopt.ops  # noqa: F401
         from weaveopt.fabrics import peer, topology
-        from weaveopt.reductions.buffers import memory_plan
+        from weaveopt.ops.reduction.buffers import memory_plan
 
         inductor_config.compile_threads = 1  # one kernel at a time: no pool of processes to start
         jobs = [self.job(case) for case in cases]

@@ -19,14 +19,14 @@ from benchmarks.suite import CPU, Asked, Needs, Setting, Suite
 from benchmarks.timing import Effort, Step, host_us
 from tests.graphs.tolerances import LIBRARY, assert_close
 from weaveopt import cost_model
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.table import one_shot_max_tokens
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.table import one_shot_max_tokens
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 
 HIDDEN = 4096
 DTYPE = torch.bfloat16

@@ -72,11 +72,11 @@ def rank_main(sizes: list[int]) -> None:
     import weaveopt.ops  # noqa: F401
     from weaveopt.fabrics import tcp, topology
     from weaveopt.measure.clock import Collectives, CpuClock, Launch
+    from weaveopt.ops.reduction.buffers import memory_plan
+    from weaveopt.ops.reduction.call import ReductionCall
+    from weaveopt.ops.reduction.variant import ALGORITHMS, KernelRow, Transfer
     from weaveopt.records.candidate import Fabric
     from weaveopt.records.norm import NormKind, NormSpec
-    from weaveopt.reductions.buffers import memory_plan
-    from weaveopt.reductions.call import ReductionCall
-    from weaveopt.reductions.variant import ALGORITHMS, KernelRow, Transfer
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -137,10 +137,10 @@ def with_link(profile: str, gbit: float, delay_us: float) -> Machine:
 
 def predictions(profile: str, tokens: int, hosts: int, ranks: int, gbit: float, delay_us: float) -> dict[str, float]:
     """Microseconds of every exchange, by its name, and of the library's as `gloo`."""
+    from weaveopt.ops.reduction.prices.estimate import estimate_fused, estimate_unfused
+    from weaveopt.ops.reduction.prices.workload import Workload
+    from weaveopt.ops.reduction.variant import ALGORITHMS, Transfer
     from weaveopt.records.candidate import Fabric
-    from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
-    from weaveopt.reductions.prices.workload import Workload
-    from weaveopt.reductions.variant import ALGORITHMS, Transfer
 
     machine = with_link(profile, gbit, delay_us)
     workload = Workload(tokens, tokens, HIDDEN, "bfloat16", hosts * ranks, hosts)

@@ -23,13 +23,13 @@ from benchmarks.timing import Effort, Step, replayed_us
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics import nvshmem, peer, topology
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 HIDDENS = Setting("hiddens", (4096, 8192, 16384), quick=(4096,))
 PROFILE = Setting("profile", "", "what calibrate measured on such ranks")

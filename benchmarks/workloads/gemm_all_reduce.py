@@ -22,11 +22,11 @@ from weaveopt.fabrics.traits import header_bytes
 from weaveopt.measure.cases.all_reduce_norm import calls
 from weaveopt.measure.cases.all_reduce_norm.calls import EPS, TIMEOUT_S, Fused
 from weaveopt.measure.cases.memory import add_norm
+from weaveopt.ops.reduction.buffers import OUTPUT, locate, memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.peer import native_site
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.buffers import OUTPUT, locate, memory_plan
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.peer import native_site
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 EXCHANGE_CTAS = (32, 128)
 REPLAY_US = 1500.0

@@ -19,9 +19,9 @@ from weaveopt.measure.cases.all_reduce_norm.calls import Fused
 from weaveopt.measure.cases.attention import AttentionCase
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, barrier, slowest
 from weaveopt.measure.ranks import Ranks, subgroup
+from weaveopt.ops.reduction.prices.kernels import kernel_variants
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import LEAVE, Fabric
-from weaveopt.reductions.prices.kernels import kernel_variants
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from weaveopt import cost_model
 from weaveopt.cost_model import Gemm, Machine
 from weaveopt.inductor.calls import COLLECTIVE, MEMORY, CollectiveCall
 from weaveopt.inductor.kernels import Surroundings, Traffic
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.kernels import kernel_variants
+from weaveopt.ops.reduction.prices.table import lowerings
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import KernelRow, parse_variant, variant_name
 from weaveopt.records.candidate import LEAVE, Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.kernels import kernel_variants
-from weaveopt.reductions.prices.table import lowerings
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import KernelRow, parse_variant, variant_name
 
 ITEM_BYTES = 2
 HEAD = 128

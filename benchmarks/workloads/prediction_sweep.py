@@ -26,8 +26,8 @@ from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused
 from weaveopt.measure.cases.memory import add_norm
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.ranks import Ranks
+from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import LEAVE
-from weaveopt.reductions.variant import KernelRow
 
 Site = tuple[int, int]
 """(hidden, tokens)."""

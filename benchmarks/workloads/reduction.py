@@ -20,8 +20,8 @@ from tests.graphs.tolerances import LIBRARY, assert_close
 from weaveopt.measure.cases.all_reduce_norm import calls, peer
 from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
 from weaveopt.measure.cases.memory import add_norm
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Call = Callable[[int, Tensor], tuple[Tensor, Tensor]]

@@ -28,11 +28,11 @@ from weaveopt.ops.all_gather_gemm import op as gathers
 from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
 from weaveopt.ops.gemm_reduce_scatter import op as scatters
 from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
+from weaveopt.ops.reduction import buffers
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
-from weaveopt.reductions import buffers
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 TIMEOUT_S = 60.0
 EPS = 1e-5

@@ -1,5 +1,5 @@
 // all_reduce_norm on GPUs of one host: what a call is, and the kernels that run it. Meaning and arguments:
-// weaveopt/ops/all_reduce_norm/op.py.
+// weaveopt/ops/reduction/op.py.
 #pragma once
 
 #include <cstdint>

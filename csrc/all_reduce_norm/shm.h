@@ -1,5 +1,5 @@
 // all_reduce_norm over shared memory: sum of all ranks' partial results, residual and norms in one pass over the
-// tokens. Meaning and arguments: weaveopt/ops/all_reduce_norm/op.py.
+// tokens. Meaning and arguments: weaveopt/ops/reduction/op.py.
 #pragma once
 
 #include <cstdint>

@@ -23,13 +23,13 @@ import torch
 import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.ops.reduction import call as op
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions import call as op
-from weaveopt.reductions import fused
-from weaveopt.reductions.aliasing import aliasing_of_groups
-from weaveopt.reductions.candidates import Lowered
-from weaveopt.reductions.lowering import memory_of
-from weaveopt.reductions.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
+from weaveopt.rewrites.reduction import fused
+from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
+from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.lowering import memory_of
+from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.reduction import KIND, Reduction
 

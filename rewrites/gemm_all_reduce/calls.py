@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
-from weaveopt.reductions.call import FEATURES, SumOut
-from weaveopt.reductions.lowering import whole_call
+from weaveopt.ops.reduction.call import FEATURES, SumOut
 from weaveopt.rewrites.gemm_all_reduce.candidates import Lowered
+from weaveopt.rewrites.reduction.lowering import whole_call
 from weaveopt.rule import Chosen, Context, Placement
 from weaveopt.sites.reduced import Reduced
 

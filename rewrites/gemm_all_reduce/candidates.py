@@ -12,15 +12,16 @@ from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.ops.gemm_all_reduce.call import CHUNKS, ChunkRow
+from weaveopt.ops.reduction.prices.kernels import kernel_variants
+from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.eligible import shape_rejections
-from weaveopt.reductions.plan import two_shot_division
-from weaveopt.reductions.prices.kernels import kernel_variants
-from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.gemm_all_reduce import tiles
 from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
+from weaveopt.rewrites.reduction.eligible import shape_rejections
+from weaveopt.rewrites.reduction.plan import two_shot_division
+from weaveopt.rewrites.reduction.workload import workload_of
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "gemm_all_reduce"

@@ -21,11 +21,11 @@ from weaveopt.cost_model.chunks import (
 )
 from weaveopt.cost_model.gemm import Waves, waves_of
 from weaveopt.cost_model.machine import ContentionRow, Machine
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.kernels import KernelVariant
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Estimate, Fabric, Term
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.kernels import KernelVariant
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,14 @@ from weaveopt.graph.splice import call_after, current, erase_dead, last_of
 from weaveopt.ops.gemm_all_reduce.call import WeightLayout, results_in_arena
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.aliasing import aliasing_of_groups
-from weaveopt.reductions.eligible import norms_refused, refused_anywhere
-from weaveopt.reductions.lowering import memory_of
-from weaveopt.reductions.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
-from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results
 from weaveopt.rewrites.gemm_all_reduce.calls import call_of
 from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates, tile_notes
 from weaveopt.rewrites.gemm_all_reduce.tiles import form_rejections
+from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
+from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
+from weaveopt.rewrites.reduction.lowering import memory_of
+from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
+from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.linear import Gemm, gemm_at
 from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts

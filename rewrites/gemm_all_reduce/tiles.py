@@ -14,12 +14,12 @@ from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
 from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut, WeightLayout
+from weaveopt.ops.reduction.prices.estimate import gather_us
+from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.norm import NormKind
 from weaveopt.records.site import DTYPE_BYTES
-from weaveopt.reductions.eligible import ROW_ALIGNMENT
-from weaveopt.reductions.prices.estimate import gather_us
-from weaveopt.reductions.prices.workload import Workload
+from weaveopt.rewrites.reduction.eligible import ROW_ALIGNMENT
 from weaveopt.sites.reduced import Reduced
 from weaveopt.wording import counted
 

@@ -23,9 +23,9 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions import fused
-from weaveopt.reductions.candidates import Lowered
-from weaveopt.reductions.lowering import memory_of
+from weaveopt.rewrites.reduction import fused
+from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.reduction import KIND
 

@@ -19,9 +19,9 @@ from weaveopt.ops.all_gather_gemm import prices as gathering
 from weaveopt.ops.gemm_reduce_scatter import prices as scattering
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
-from weaveopt.reductions.plan import two_shot_division
-from weaveopt.reductions.prices.workload import workload_of
-from weaveopt.reductions.sharding import GATHER
+from weaveopt.rewrites.reduction.plan import two_shot_division
+from weaveopt.rewrites.reduction.sharding import GATHER
+from weaveopt.rewrites.reduction.workload import workload_of
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "shard_norm"

@@ -13,7 +13,7 @@ from weaveopt.graph.facts import DTYPE_NAMES, tokens_of
 from weaveopt.graph.pattern import describe, skip_shapes, tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
 from weaveopt.records.candidate import Rejection, Values
-from weaveopt.reductions.eligible import refused_anywhere
+from weaveopt.rewrites.reduction.eligible import refused_anywhere
 from weaveopt.sites.linear import Gemm, gemm_at, may_be_weight
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.readers import Readers

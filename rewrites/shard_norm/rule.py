@@ -41,7 +41,7 @@ from weaveopt.ops.gemm_reduce_scatter.op import SITES as SCATTERS
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.sharding import SharedSum, plan_of, residual_of, sharded_values, shared_sums, total_of
+from weaveopt.rewrites.reduction.sharding import SharedSum, plan_of, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rewrites.shard_norm.calls import Calls, calls_of
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, Lowered, candidates, notes_of
 from weaveopt.rewrites.shard_norm.forms import Form, form_of

@@ -22,11 +22,11 @@ from benchmarks.workloads.prediction import CPU, GPU
 from benchmarks.workloads.reduction import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
 from weaveopt.measure.cases import gemm, memory
 from weaveopt.measure.cases.all_reduce_norm import peer, shm
-from weaveopt.reductions.buffers import MAILBOXES, buffers_of_call
-from weaveopt.reductions.call import decode
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.reduction.buffers import MAILBOXES, buffers_of_call
+from weaveopt.ops.reduction.call import decode
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 PLACE = Place(0, 4, torch.device("cpu"))
 

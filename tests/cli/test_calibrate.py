@@ -19,10 +19,10 @@ from weaveopt.cli import calibrate
 from weaveopt.cli.calibrate import NO_MULTICAST
 from weaveopt.cli.main import main
 from weaveopt.cost_model.collectives import fabric_costs
+from weaveopt.ops.reduction.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

@@ -9,10 +9,10 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.cost_model.busy_hosts import BusyHosts, nearest
 from weaveopt.cost_model.machine import Machine
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 
 HIDDEN, TOKENS = 4096, 64
 

@@ -11,7 +11,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
 from weaveopt.measure.cases.all_reduce_norm.gpu_hosts import REDUCED_BYTES, GpuHosts, kernels
 from weaveopt.measure.clock import Sample
-from weaveopt.reductions.variant import Transfer
+from weaveopt.ops.reduction.variant import Transfer
 
 Times = Callable[[int], float]
 """Microseconds by bytes."""

@@ -23,8 +23,8 @@ from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.fabrics.shm import ShmArena
 from weaveopt.ops.gemm_reduce_scatter.op import SITES
 from weaveopt.ops.gemm_reduce_scatter.reference import reference
+from weaveopt.ops.reduction.buffers import memory_plan as plan_of_reductions
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.buffers import memory_plan as plan_of_reductions
 
 SCATTER, GATHER = scatters.Form(), gathers.Form(hands_out_rows=True)
 

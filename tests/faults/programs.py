@@ -17,10 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 from tests.faults.case import FAULT_STEP, NUM_STEPS, Case, Mode, Moment
 from tests.graphs import forms
 from weaveopt.fabrics import shm, topology
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall
 
 Tensor = torch.Tensor
 Step = Callable[[int], tuple[Tensor, ...]]

@@ -26,7 +26,7 @@ from tests.faults.programs import Rank, run_program
 from weaveopt import _native
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm
-from weaveopt.reductions import replication
+from weaveopt.ops.reduction import replication
 
 NUM_LATER = 2
 """Calls after the one that failed, where errors are caught."""

@@ -23,9 +23,9 @@ from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.fabrics import peer, topology
 from weaveopt.ops.gemm_all_reduce.call import ChunkRow, GemmReductionCall, num_chunks
 from weaveopt.ops.gemm_all_reduce.reference import reference
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.operands import Operands
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.operands import Operands
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
 DEPTH = 512

@@ -18,13 +18,13 @@ import weaveopt.ops  # noqa: F401
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import nvshmem, topology
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 MOST = 300
 COUNTS = (1, 5, MOST, 2, 64, 1)

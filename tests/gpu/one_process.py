@@ -34,11 +34,11 @@ from tests.gpu.op_cases import (
 from weaveopt import _native
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.traits import header_bytes
+from weaveopt.ops.reduction.buffers import OUTPUT, PARTIAL, locate
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.peer import native_kernel, native_site
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import Quant
-from weaveopt.reductions.buffers import OUTPUT, PARTIAL, locate
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.peer import native_kernel, native_site
 
 Tensor = torch.Tensor
 NUM_CTAS = 4

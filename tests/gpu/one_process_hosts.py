@@ -21,11 +21,11 @@ from tests.gpu.one_process import HEADER_BYTES, Gpu, bits
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import nvshmem
 from weaveopt.fabrics.layout import Layout
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.native import host_transfer
-from weaveopt.reductions.nvshmem import native_site
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.native import host_transfer
+from weaveopt.ops.reduction.nvshmem import native_site
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
 
 Tensor = torch.Tensor
 GROUPS = ((2, 1), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2))

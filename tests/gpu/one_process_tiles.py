@@ -16,9 +16,9 @@ from tests.gpu.op_cases import BULK, GEMMA, Case, make_call, make_inputs, plan_o
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.fabrics.layout import Layout
-from weaveopt.reductions.call import SumOut
-from weaveopt.reductions.peer import native_site
-from weaveopt.reductions.reference import reference
+from weaveopt.ops.reduction.call import SumOut
+from weaveopt.ops.reduction.peer import native_site
+from weaveopt.ops.reduction.reference import reference
 
 Tensor = torch.Tensor
 CASES = (Case(), Case(norm=GEMMA, wide_weights=True, sum_out=SumOut.NONE), Case(norm=None, sum_out=SumOut.SHARDED))

@@ -9,15 +9,15 @@ import torch
 
 import weaveopt.ops  # noqa: F401
 from tests.graphs.tolerances import KERNEL, LIBRARY, Tolerance, assert_close
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.peer import native_kernel
+from weaveopt.ops.reduction.reference import reference_quant
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.records.norm import NormKind, NormSpec, Quant
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.peer import native_kernel
-from weaveopt.reductions.reference import reference_quant
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 Results = tuple[Tensor, Tensor, Tensor]

@@ -45,11 +45,11 @@ from tests.gpu.tag_ranks import WORLD_GROUP, one_token, reserve
 from weaveopt.fabrics import peer
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
+from weaveopt.ops.reduction.buffers import MAILBOXES, OUTPUT
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan
 from weaveopt.records.norm import Quant
-from weaveopt.reductions.buffers import MAILBOXES, OUTPUT
-from weaveopt.reductions.call import ReductionCall, SumOut
 from weaveopt.solver.placement import Request, place
 
 REPLAYS = 10_000

@@ -19,8 +19,8 @@ from tests.gpu.op_cases import (
 )
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.peer import PeerArena
+from weaveopt.ops.reduction.call import SumOut
 from weaveopt.records.memory import MemoryPlan
-from weaveopt.reductions.call import SumOut
 
 WORLD_GROUP = "0"
 HIDDEN = 4096

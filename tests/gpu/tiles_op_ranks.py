@@ -28,9 +28,9 @@ from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics import peer, topology
 from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut
 from weaveopt.ops.gemm_all_reduce.reference import reference
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import SumOut
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import SumOut
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
 CASES = (Case(), Case(norm=None), Case(residual=False), Case(reduced_bias=True, scale=0.5))

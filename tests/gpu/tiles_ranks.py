@@ -16,11 +16,11 @@ from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.peer import PeerArena
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.peer import native_site
-from weaveopt.reductions.reference import reference
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.peer import native_site
+from weaveopt.ops.reduction.reference import reference
 
 CASES = (
     Case(sum_out=SumOut.SHARDED),

@@ -7,7 +7,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weaveopt.reductions.splice import summed
+from weaveopt.rewrites.reduction.splice import summed
 
 
 def test_residuals_of_symbolic_sizes_are_summed_in_the_shape_of_the_first() -> None:

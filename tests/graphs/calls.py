@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch.fx as fx
 
+from weaveopt.ops.reduction.buffers import RowFormat, buffers_of
+from weaveopt.ops.reduction.call import ReductionCall, SumOut, decode
+from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import MemoryPlan
-from weaveopt.reductions.buffers import RowFormat, buffers_of
-from weaveopt.reductions.call import ReductionCall, SumOut, decode
-from weaveopt.reductions.variant import KernelRow
 
 
 def targets(graph: fx.Graph) -> list[str]:

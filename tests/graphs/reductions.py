@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+from weaveopt.ops.reduction.call import NormKind, NormSpec
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.site import Site, TokenCounts
-from weaveopt.reductions.call import NormKind, NormSpec
 from weaveopt.rule import CapturedGraph, FoundSite
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced

@@ -17,10 +17,10 @@ from tests.hosts.faults import FAULTS, Fault, Moment
 from tests.ranks.tcp_ranks import make_call, partial_of
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import connections, tcp, topology
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
 
 NUM_STEPS = 4
 STEP = 2

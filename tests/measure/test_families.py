@@ -35,8 +35,8 @@ from weaveopt.measure.session import Rows
 from weaveopt.measure.suite import is_wanted
 from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
 from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 GRID = Grid((1, 64, 1024), (512, 2048), (512, 2048))
 

@@ -22,8 +22,8 @@ from weaveopt.measure.cases.all_reduce_norm import gpu_hosts
 from weaveopt.measure.cases.all_reduce_norm.calls import Fused
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
+from weaveopt.ops.reduction.variant import OP
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.variant import OP
 
 BEFORE = cost_model.load("h100x2")
 

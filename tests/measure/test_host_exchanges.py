@@ -13,9 +13,9 @@ from weaveopt.cost_model.busy_hosts import BusyHosts
 from weaveopt.measure.cases.all_reduce_norm.hosts import TOKENS, HostExchanges
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.fit import relative_nonnegative
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.variant import ALGORITHMS, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.variant import ALGORITHMS, Transfer
 
 CPU = torch.device("cpu")
 BEFORE = cost_model.load("cpu")

@@ -12,9 +12,9 @@ import pytest
 from weaveopt import cost_model
 from weaveopt.measure.cases.all_reduce_norm.hosts import HIDDEN, HostExchanges
 from weaveopt.measure.clock import Sample
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.variant import ALGORITHMS, Algorithm, Transfer
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "between_hosts.json"
 FITTED_KIB = (16, 128, 2048)

@@ -26,9 +26,9 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
 from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.exchange import ExchangeFacts, ExchangeMatcher

@@ -17,9 +17,9 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.overlapped import Times
 from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut, decode
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric, Rejection
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites.gemm_all_reduce.tiles import Priced, price
 
 BULK = KernelRow(0, Algorithm.TWO_SHOT, Transfer.BULK, 16)

@@ -22,12 +22,12 @@ from tests.ranks import run_ranks
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut, decode
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut, decode
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
 
 Tensor = torch.Tensor
 WORLDS = (2, 3, 4, 5, 6)

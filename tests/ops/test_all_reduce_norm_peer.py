@@ -17,16 +17,16 @@ from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group
-from weaveopt.ops.all_reduce_norm.op import SITES
+from weaveopt.ops.reduction import peer
+from weaveopt.ops.reduction.buffers import RowFormat, buffers_of, memory_plan, placed_call
+from weaveopt.ops.reduction.call import FEATURES, ReductionCall, SumOut, decode
+from weaveopt.ops.reduction.op import SITES
+from weaveopt.ops.reduction.operands import Gemm, Operands
+from weaveopt.ops.reduction.reference import reference, reference_quant
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime
 from weaveopt.records.norm import NormKind, NormSpec, Quant
-from weaveopt.reductions import peer
-from weaveopt.reductions.buffers import RowFormat, buffers_of, memory_plan, placed_call
-from weaveopt.reductions.call import FEATURES, ReductionCall, SumOut, decode
-from weaveopt.reductions.operands import Gemm, Operands
-from weaveopt.reductions.reference import reference, reference_quant
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HIDDEN = 64

@@ -13,14 +13,14 @@ import torch
 from tests.emulation.doubling_emulated import EPS, MISSING, POISON, Case, Made, run
 from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ranks.tcp_ranks import make_call
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import decode
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import decode
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 NORM = NormSpec(NormKind.RMS, EPS, 0.0, False)
 TRANSFERS = {"packets": (False,), "flagged rows and packets": (True, True, False)}

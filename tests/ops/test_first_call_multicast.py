@@ -15,13 +15,13 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics import multicast
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group
+from weaveopt.ops.reduction import first_call
+from weaveopt.ops.reduction.call import ReductionCall, decode
+from weaveopt.ops.reduction.first_call import MulticastCalls
+from weaveopt.ops.reduction.operands import Operands, QuantResults
+from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.reference import reference_quant
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions import first_call
-from weaveopt.reductions.call import ReductionCall, decode
-from weaveopt.reductions.first_call import MulticastCalls
-from weaveopt.reductions.operands import Operands, QuantResults
-from weaveopt.reductions.peer import PeerSite
-from weaveopt.reductions.reference import reference_quant
 
 WORLD = 4
 Spoil = Callable[[ReductionCall, QuantResults], QuantResults | None]

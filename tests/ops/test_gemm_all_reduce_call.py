@@ -23,11 +23,11 @@ from weaveopt.ops.gemm_all_reduce import peer
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode, num_chunks
 from weaveopt.ops.gemm_all_reduce.op import NAME
 from weaveopt.ops.gemm_all_reduce.reference import reference
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
 
 Tensor = torch.Tensor
 LLAMA = NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True)

@@ -21,14 +21,14 @@ from weaveopt.ops.gemm_all_reduce.call import ChunkRow, GemmReductionCall, decod
 from weaveopt.ops.gemm_all_reduce.operands import gemm_of
 from weaveopt.ops.gemm_all_reduce.peer import PeerTiles, aligned_rows, bind
 from weaveopt.ops.gemm_all_reduce.shm import ShmGemm
+from weaveopt.ops.reduction import peer
+from weaveopt.ops.reduction.buffers import buffers_of_call, memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime
 from weaveopt.records.norm import NormKind, NormSpec, Quant
-from weaveopt.reductions import peer
-from weaveopt.reductions.buffers import buffers_of_call, memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 LLAMA, LAYER = (NormSpec(kind, 1e-5) for kind in (NormKind.RMS, NormKind.LAYER))
 TOKENS, HIDDEN, DEPTH = 1000, 1024, 64

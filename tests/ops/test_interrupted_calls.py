@@ -23,7 +23,7 @@ from tests.ops.test_inference_mode import FAMILIES, Step
 from tests.ranks import run_ranks, shm_ranks
 from weaveopt.errors import PeerTimeoutError, WeaveError
 from weaveopt.fabrics import shm
-from weaveopt.reductions.operands import Gemm
+from weaveopt.ops.reduction.operands import Gemm
 
 HEARD_S = 1.0
 """From a signal to the exception that its handler raises."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.op_cases import CASES, DTYPES, Case, make_call, make_inputs, reference_of
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 MARKER = -(1 << 31)
 ROW = KernelRow(9, Algorithm.ONE_SHOT, Transfer.LL_PACKET)

@@ -10,11 +10,11 @@ import torch
 
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
 
 LLAMA = NormSpec(NormKind.RMS, 1e-5, cast_before_weight=True)
 GEMMA = NormSpec(NormKind.RMS, 1e-6, weight_offset=1.0)

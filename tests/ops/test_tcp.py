@@ -18,8 +18,8 @@ from tests.ranks import collect, run_ranks
 from tests.ranks.tcp_ranks import NUM_RESULTS, become_host, check, make_call, partial_of, reserve
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import tcp, topology
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.variant import Algorithm
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.variant import Algorithm
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(2, 2), (4, 2), (6, 3), (7, 7)])

@@ -21,8 +21,8 @@ from weaveopt.pipeline.decide import DecidedGraph, decide
 from weaveopt.pipeline.price import PricedGraph, price
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision
-from weaveopt.reductions.candidates import Lowered
 from weaveopt.rewrites import RULES
+from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rule import Chosen, Context, Proposal, RuleSet
 
 NODE_US = toys.node_us()

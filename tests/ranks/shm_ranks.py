@@ -10,12 +10,12 @@ import weaveopt.ops  # noqa: F401
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.shm import ShmArena
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
 
 HIDDEN = 64
 MAX_TOKENS = 16

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from weaveopt.ops.all_reduce_norm import op as all_reduce_norm
 from weaveopt.ops.gemm_all_reduce import op as gemm_all_reduce
-from weaveopt.reductions import reference
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.operands import Operands, QuantResults
+from weaveopt.ops.reduction import op as all_reduce_norm
+from weaveopt.ops.reduction import reference
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.operands import Operands, QuantResults
 
 ALL_ON_REAL_RANKS = os.environ.get("WEAVE_TEST_ALL") == "1"
 """True under `make test-all`: what equal ranks show otherwise is shown on real ranks too."""

@@ -12,13 +12,13 @@ import weaveopt.ops  # noqa: F401
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.fabrics import tcp, topology
 from weaveopt.fabrics.tcp import TcpArena
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
+from weaveopt.ops.reduction.reference import reference
+from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
-from weaveopt.reductions.reference import reference
-from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
 
 HIDDEN = 64
 MAX_TOKENS = 40

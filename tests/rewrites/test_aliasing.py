@@ -18,14 +18,14 @@ from tests.graphs.calls import calls, sharded
 from tests.graphs.preview import fake_group, previewed
 from tests.graphs.reductions import RMS
 from weaveopt.inductor import seams as inductor
+from weaveopt.ops.reduction.call import NormKind, NormSpec, ReductionCall
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import Site
-from weaveopt.reductions.aliasing import aliasing_values
-from weaveopt.reductions.call import NormKind, NormSpec, ReductionCall
-from weaveopt.reductions.candidates import Lowered
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.rewrites import RULES
+from weaveopt.rewrites.reduction.aliasing import aliasing_values
+from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced

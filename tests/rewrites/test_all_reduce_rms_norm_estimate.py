@@ -10,11 +10,11 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
+from weaveopt.ops.reduction.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.ops.reduction.prices.table import one_shot_max_tokens
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Estimate, Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
-from weaveopt.reductions.prices.table import one_shot_max_tokens
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 
 HIDDEN = 8192
 MACHINES = {name: cost_model.load(name) for name in cost_model.names()}

@@ -17,14 +17,14 @@ from tests.rewrites.test_all_reduce_rms_norm import EXPECTED, inputs
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.fabrics import topology, traits
+from weaveopt.ops.reduction.buffers import RowFormat
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer, variant_name
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.buffers import RowFormat
-from weaveopt.reductions.candidates import Terms, candidates
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer, variant_name
+from weaveopt.rewrites.reduction.candidates import Terms, candidates
 from weaveopt.sites.reduction import ReductionFacts
 
 H200 = cost_model.load("h200x4")

@@ -34,12 +34,12 @@ from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
 from weaveopt.inductor import seams as inductor
+from weaveopt.ops.reduction.buffers import RowFormat
+from weaveopt.ops.reduction.call import Quant, ReductionCall
 from weaveopt.pipeline.context import Known
 from weaveopt.preview import rewritten_alone
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
-from weaveopt.reductions.buffers import RowFormat
-from weaveopt.reductions.call import Quant, ReductionCall
 
 H = forms.HIDDEN
 TEXT = {Quant.PER_TOKEN: " -> e4m3 per token", Quant.STATIC: " -> e4m3 static"}

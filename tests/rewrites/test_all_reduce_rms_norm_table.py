@@ -9,12 +9,12 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, FabricCosts, Machine, Point
+from weaveopt.ops.reduction.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.ops.reduction.prices.kernels import kernel_variants
+from weaveopt.ops.reduction.prices.table import lowerings, one_shot_max_tokens
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer, parse_variant, variant_name
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
-from weaveopt.reductions.prices.kernels import kernel_variants
-from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer, parse_variant, variant_name
 
 HIDDEN, DTYPE, WORLD = 1024, "bfloat16", 4
 ROW_BYTES = HIDDEN * 2

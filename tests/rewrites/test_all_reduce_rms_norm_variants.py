@@ -10,9 +10,9 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import TRANSFERS, Curve, Point
 from weaveopt.errors import ProfileError
+from weaveopt.ops.reduction.prices.kernels import kernel_variants, usable_transfers
+from weaveopt.ops.reduction.variant import ALGORITHMS, BETWEEN_GPUS, Transfer, parse_variant, variant_name
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.kernels import kernel_variants, usable_transfers
-from weaveopt.reductions.variant import ALGORITHMS, BETWEEN_GPUS, Transfer, parse_variant, variant_name
 
 H200 = cost_model.load("h200x4")
 BETWEEN_HOSTS = {Transfer.MESSAGE, *BETWEEN_GPUS}

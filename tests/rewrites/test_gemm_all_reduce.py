@@ -23,10 +23,10 @@ from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from weaveopt.config import Config
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode
+from weaveopt.ops.reduction.call import SumOut
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.call import SumOut
 from weaveopt.rewrites import RULES
 from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce

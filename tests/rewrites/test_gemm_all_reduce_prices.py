@@ -6,10 +6,10 @@ import pytest
 
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
+from weaveopt.ops.reduction.prices.kernels import kernel_variants
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.prices.kernels import kernel_variants
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 from weaveopt.rewrites.gemm_all_reduce import estimate
 from weaveopt.rewrites.gemm_all_reduce.estimate import Exchange, best_chunks, divisions, estimate_chunks, exchange_of
 

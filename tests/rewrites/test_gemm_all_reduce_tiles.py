@@ -18,12 +18,12 @@ from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
 from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, decode, results_in_arena
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.call import decode as decode_reduction
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, Transfer
 from weaveopt.records.candidate import Candidate, Fabric, Rejection
 from weaveopt.records.report import GraphReport
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.call import decode as decode_reduction
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, Transfer
 from weaveopt.rewrites.gemm_all_reduce.tiles import Priced, price
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"

@@ -20,13 +20,13 @@ from weaveopt.cost_model.host_schedules import Then, host_schedule
 from weaveopt.cost_model.machine import Link, Machine
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.layout import Layout
+from weaveopt.ops.reduction.buffers import locate, memory_plan
+from weaveopt.ops.reduction.shm import native_site
+from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, Transfer
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.buffers import locate, memory_plan
-from weaveopt.reductions.candidates import Lowered, Terms, candidates
-from weaveopt.reductions.lowering import memory_of
-from weaveopt.reductions.shm import native_site
-from weaveopt.reductions.variant import ALGORITHMS, Algorithm, Transfer
+from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.sites.reduction import ReductionFacts
 
 try:

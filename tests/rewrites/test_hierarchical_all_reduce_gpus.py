@@ -13,13 +13,13 @@ from weaveopt import cost_model
 from weaveopt.cli.main import main
 from weaveopt.cost_model.machine import Machine
 from weaveopt.fabrics import topology
+from weaveopt.ops.reduction.prices.estimate import estimate_unfused
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions.candidates import Lowered, Terms, candidates
-from weaveopt.reductions.lowering import memory_of
-from weaveopt.reductions.prices.estimate import estimate_unfused
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import KernelRow
+from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.sites.reduction import ReductionFacts
 
 RULE = "hierarchical_all_reduce"

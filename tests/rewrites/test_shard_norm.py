@@ -29,9 +29,9 @@ from tests.graphs.shard_norm_graphs import (
     reported,
     scatter_calls,
 )
+from weaveopt.ops.reduction.call import SumOut
+from weaveopt.ops.reduction.call import decode as decode_reduction
 from weaveopt.records.candidate import LEAVE, Fabric
-from weaveopt.reductions.call import SumOut
-from weaveopt.reductions.call import decode as decode_reduction
 from weaveopt.rewrites.shard_norm.candidates import RULE
 
 # --- what it takes ----------------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.graph.pattern import skip_shapes
 from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
 from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
+from weaveopt.ops.reduction.call import SumOut
+from weaveopt.ops.reduction.call import decode as decode_reduction
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.call import SumOut
-from weaveopt.reductions.call import decode as decode_reduction
 from weaveopt.rewrites.shard_norm.candidates import RULE
 
 OTHER = "all_reduce_rms_norm"

@@ -10,13 +10,13 @@ import pytest
 import torch.fx as fx
 
 from tests.graphs.reductions import Reductions, reduction_of, total_of
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Term
 from weaveopt.records.memory import Lifetime
-from weaveopt.reductions.candidates import Lowered, Terms, candidates
-from weaveopt.reductions.lowering import memory_of
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.sharding import sharded_values, shared_sums
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.lowering import memory_of
+from weaveopt.rewrites.reduction.sharding import sharded_values, shared_sums
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 
 WORKLOAD = Workload(64, 64, 1024, "bfloat16", 2)

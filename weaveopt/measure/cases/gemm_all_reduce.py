@@ -30,11 +30,11 @@ from weaveopt.measure.overlapped import (
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
 from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, WeightLayout
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Kernel = tuple[HandsOut, TileConfig]
 CUTS: Mapping[Kernel, Sizes] = MappingProxyType({

@@ -10,9 +10,9 @@ from functools import cache
 
 from weaveopt.cost_model.tile_config import TILE_DTYPES, TILES, TileConfig, TileKernels
 from weaveopt.errors import WeaveError
+from weaveopt.ops.reduction import call as reductions
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.records.norm import NormKind, Quant
-from weaveopt.reductions import call as reductions
-from weaveopt.reductions.call import ReductionCall, SumOut
 
 
 class WeightLayout(StrEnum):

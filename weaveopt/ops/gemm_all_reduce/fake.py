@@ -6,8 +6,8 @@ import torch
 
 from weaveopt.ops.gemm_all_reduce.call import decode
 from weaveopt.ops.gemm_all_reduce.operands import gemm_of
-from weaveopt.reductions.call import SumOut
-from weaveopt.reductions.operands import Argument, Results, split
+from weaveopt.ops.reduction.call import SumOut
+from weaveopt.ops.reduction.operands import Argument, Results, split
 
 Tensor = torch.Tensor
 

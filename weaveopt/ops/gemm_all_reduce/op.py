@@ -45,9 +45,9 @@ from weaveopt.ops.gemm_all_reduce import fake, peer
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode
 from weaveopt.ops.gemm_all_reduce.operands import gemm_of
 from weaveopt.ops.gemm_all_reduce.shm import ShmGemm
+from weaveopt.ops.reduction.operands import Argument, Gemm, Operands, Results, split
+from weaveopt.ops.reduction.reference import through_library
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.operands import Argument, Gemm, Operands, Results, split
-from weaveopt.reductions.reference import through_library
 
 Tensor = torch.Tensor
 NAME = "gemm_all_reduce_norm"

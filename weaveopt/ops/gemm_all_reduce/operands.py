@@ -6,7 +6,7 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, WeightLayout
-from weaveopt.reductions.operands import Gemm
+from weaveopt.ops.reduction.operands import Gemm
 
 Tensor = torch.Tensor
 

@@ -47,9 +47,9 @@ from weaveopt.fabrics.peer_rows import aligned_rows as aligned_rows
 from weaveopt.fabrics.peer_rows import second_stream
 from weaveopt.ops.gemm_all_reduce.call import CHUNKS, GemmReductionCall
 from weaveopt.ops.gemm_all_reduce.operands import rows_of
-from weaveopt.reductions.launches import Tiled
-from weaveopt.reductions.operands import Gemm, Operands, Results
-from weaveopt.reductions.peer import PeerSite
+from weaveopt.ops.reduction.launches import Tiled
+from weaveopt.ops.reduction.operands import Gemm, Operands, Results
+from weaveopt.ops.reduction.peer import PeerSite
 
 Tensor = torch.Tensor
 

@@ -8,8 +8,8 @@ import torch
 
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
 from weaveopt.ops.gemm_all_reduce.operands import gemm_of
-from weaveopt.reductions import reference as reductions
-from weaveopt.reductions.operands import Operands, Results
+from weaveopt.ops.reduction import reference as reductions
+from weaveopt.ops.reduction.operands import Operands, Results
 
 Tensor = torch.Tensor
 

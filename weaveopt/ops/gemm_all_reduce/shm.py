@@ -13,8 +13,8 @@ import torch
 from weaveopt.errors import WeaveError
 from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
 from weaveopt.ops.gemm_all_reduce.operands import rows_of
-from weaveopt.reductions.operands import Gemm, Operands, Results
-from weaveopt.reductions.shm import ShmSite
+from weaveopt.ops.reduction.operands import Gemm, Operands, Results
+from weaveopt.ops.reduction.shm import ShmSite
 from weaveopt.wording import counted
 
 Tensor = torch.Tensor

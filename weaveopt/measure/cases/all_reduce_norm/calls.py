@@ -11,11 +11,11 @@ from weaveopt.fabrics import topology
 from weaveopt.fabrics.arena import transport
 from weaveopt.measure.clock import Clock, Launch
 from weaveopt.measure.ranks import Ranks
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 DTYPE = torch.bfloat16
@@ -41,7 +41,7 @@ def is_supported(fused: Fused, world: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     from weaveopt import _native
-    from weaveopt.reductions.peer import native_kernel
+    from weaveopt.ops.reduction.peer import native_kernel
 
     kernel, dtype = native_kernel(fused.row), _native.DType.bfloat16
     return not _native.unsupported(kernel, dtype, fused.hidden, world, False, device.index or 0)

@@ -13,7 +13,7 @@ from weaveopt.measure.clock import Launch
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 TOKENS, HIDDEN = 4096, 8192
 CTAS = (8, 16, 32, 64)

@@ -8,7 +8,7 @@ from weaveopt.cost_model.machine import Curve, Link
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.session import Rows
-from weaveopt.reductions.variant import OP, Algorithm, KernelRow, Transfer, variant_name
+from weaveopt.ops.reduction.variant import OP, Algorithm, KernelRow, Transfer, variant_name
 
 Times = dict[tuple[int, int, KernelRow], Rows]
 """(bytes, time) by world, row length and kernel; its `max_tokens` is 0."""

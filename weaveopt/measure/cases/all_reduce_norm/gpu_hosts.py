@@ -23,8 +23,8 @@ from weaveopt.measure.cases.collectives import collective
 from weaveopt.measure.clock import Sample, barrier, sample_of
 from weaveopt.measure.ranks import Ranks, subgroup
 from weaveopt.measure.session import Rows, Session
+from weaveopt.ops.reduction.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 
 ROWS = (2048, 4096, 8192, 16384)
 """Elements of a row; the kernel takes none that are longer."""

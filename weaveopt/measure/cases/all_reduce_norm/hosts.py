@@ -25,14 +25,14 @@ from weaveopt.fabrics.topology import Topology
 from weaveopt.measure import draft, fit
 from weaveopt.measure.clock import Collectives, Launch, Sample, barrier
 from weaveopt.measure.session import Session
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.messages import problem_of
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.messages import problem_of
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import ALGORITHMS, Algorithm, KernelRow, Transfer
 
 HIDDEN, DTYPE = 4096, torch.bfloat16
 TOKENS = (1, 4, 24, 96, 384)

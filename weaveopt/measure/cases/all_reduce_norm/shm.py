@@ -13,8 +13,8 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 ROW = 4096
 """Elements of a row; the curve has no row length, as times depend on bytes alone."""

@@ -6,8 +6,8 @@ import warnings
 
 from weaveopt.errors import AgreementError
 from weaveopt.fabrics.replicated import Comparison, compare
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands
 
 
 class Replication:

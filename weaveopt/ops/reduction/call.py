@@ -10,9 +10,9 @@ from functools import cache
 from types import MappingProxyType
 
 from weaveopt.errors import WeaveError
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec, Quant
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 
 
 @dataclass(frozen=True)

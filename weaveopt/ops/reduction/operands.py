@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from weaveopt.reductions.call import ReductionCall
+from weaveopt.ops.reduction.call import ReductionCall
 
 Tensor = torch.Tensor
 Argument = Tensor | str | None

@@ -14,7 +14,7 @@ from itertools import product
 
 import torch.fx as fx
 
-from weaveopt.reductions.plan import ReductionPlan
+from weaveopt.rewrites.reduction.plan import ReductionPlan
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
 from weaveopt.sites.reduction import Reduction
 

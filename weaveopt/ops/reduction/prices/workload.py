@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from weaveopt.cost_model import Gemm
-from weaveopt.records.site import DTYPE_BYTES, TokenCounts
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.records.site import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -48,29 +47,6 @@ class Workload:
     @property
     def message_bytes(self) -> int:
         return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
-
-
-def workload_of(facts: ReductionFacts, tokens: TokenCounts, *, takes_gemm: bool, quantizes: bool) -> Workload:
-    """Workload of a site. `takes_gemm`: the kernel's operation makes the partial result too; `quantizes`: it returns
-    e4m3 rows."""
-    gemm = Gemm(tokens.hint, facts.gemm_depth, facts.hidden) if takes_gemm and facts.gemm_depth else None
-    return Workload(
-        tokens=tokens.hint,
-        max_tokens=tokens.most,
-        hidden=facts.hidden,
-        dtype=facts.dtype,
-        world=facts.world,
-        hosts=facts.hosts,
-        gemm=gemm,
-        num_partials=facts.num_partials,
-        num_norms=facts.num_norms,
-        has_norm=facts.has_norm,
-        has_residual=facts.has_residual,
-        sum_is_used=facts.sum_is_read,
-        sum_may_shard=facts.sum_read_by_reductions,
-        out_dtype="float8_e4m3fn" if quantizes else facts.out_dtype,
-        min_tokens=tokens.least,
-    )
 
 
 def with_norm_apart(workload: Workload) -> Workload:

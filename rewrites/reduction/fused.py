@@ -13,14 +13,14 @@ import torch
 import torch.fx as fx
 
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of
+from weaveopt.ops.reduction import call as op
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.reductions import call as op
-from weaveopt.reductions.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
-from weaveopt.reductions.eligible import norms_refused, refused_anywhere
-from weaveopt.reductions.lowering import call_of
-from weaveopt.reductions.splice import made_by, operand_nodes, rounding, splice_results, summed
-from weaveopt.reductions.variant import Algorithm
+from weaveopt.rewrites.reduction.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
+from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
+from weaveopt.rewrites.reduction.lowering import call_of
+from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results, summed
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.quantization import stored_scale
 from weaveopt.sites.reduction import Reduction, ReductionFacts

@@ -12,14 +12,14 @@ from weaveopt.cost_model.collectives import (
 from weaveopt.cost_model.gemm import Gemm, gemm_us
 from weaveopt.cost_model.kernels import memory_us, norm_us, traffic_us
 from weaveopt.cost_model.machine import Machine
-from weaveopt.records.candidate import Estimate, Fabric, Term
-from weaveopt.reductions.prices.kernels import (
+from weaveopt.ops.reduction.prices.kernels import (
     READS_ANYWHERE,
     exchange_terms,
     variant_for,
 )
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, Transfer
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, Transfer
+from weaveopt.records.candidate import Estimate, Fabric, Term
 
 
 def _estimate(machine: Machine, gemm_us: float, terms: list[Term]) -> Estimate:

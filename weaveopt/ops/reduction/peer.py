@@ -18,15 +18,15 @@ from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import TRAITS, header_bytes
+from weaveopt.ops.reduction.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.launches import NO_KERNEL, VECTOR_BYTES, Launch, Piece, Prepared, Returned, Tiled
+from weaveopt.ops.reduction.native import kernel_name, native_norm, out_kind
+from weaveopt.ops.reduction.operands import Gemm, Operands
+from weaveopt.ops.reduction.reference import row_scale_shape
+from weaveopt.ops.reduction.replication import Replication
+from weaveopt.ops.reduction.variant import KernelRow, Transfer
 from weaveopt.records.norm import Quant
-from weaveopt.reductions.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.launches import NO_KERNEL, VECTOR_BYTES, Launch, Piece, Prepared, Returned, Tiled
-from weaveopt.reductions.native import kernel_name, native_norm, out_kind
-from weaveopt.reductions.operands import Gemm, Operands
-from weaveopt.reductions.reference import row_scale_shape
-from weaveopt.reductions.replication import Replication
-from weaveopt.reductions.variant import KernelRow, Transfer
 from weaveopt.wording import counted
 
 try:

@@ -12,11 +12,9 @@ from weaveopt.cost_model.curve import at_row, blend, nearest_curve, nearest_worl
 from weaveopt.cost_model.hosts_curves import at_least, curves_between, gpu_doubling, hosts_parts_us
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import MEASURED, Curve, FabricCosts, Machine, Point
-from weaveopt.records.candidate import Fabric, Term
-from weaveopt.records.site import DTYPE_BYTES
-from weaveopt.reductions.prices.messages import message_terms
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import (
+from weaveopt.ops.reduction.prices.messages import message_terms
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import (
     ALGORITHMS,
     BETWEEN_GPUS,
     OP,
@@ -25,6 +23,8 @@ from weaveopt.reductions.variant import (
     parse_variant,
     variant_name,
 )
+from weaveopt.records.candidate import Fabric, Term
+from weaveopt.records.site import DTYPE_BYTES
 
 USUAL_TRANSFERS: dict[Fabric, tuple[Transfer, ...]] = {
     Fabric.SHM: (Transfer.SEGMENT,),

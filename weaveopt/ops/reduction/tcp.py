@@ -8,9 +8,9 @@ import torch
 
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import tcp as arena
-from weaveopt.reductions.buffers import PARTIAL, expect_world, locate
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.shm import ShmSite, native_site
+from weaveopt.ops.reduction.buffers import PARTIAL, expect_world, locate
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.shm import ShmSite, native_site
 from weaveopt.wording import counted
 
 try:

@@ -14,16 +14,17 @@ from weaveopt.cost_model import Machine, host_us
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.topology import Topology
 from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.reduction import call as op
+from weaveopt.ops.reduction.prices.estimate import estimate_fused
+from weaveopt.ops.reduction.prices.kernels import MEASURED_ONLY, KernelVariant, kernel_variants, longest_row_bytes
+from weaveopt.ops.reduction.prices.table import lowerings, one_shot_max_tokens
+from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
+from weaveopt.ops.reduction.variant import OP, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Scalar, TableRow, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
-from weaveopt.reductions import call as op
-from weaveopt.reductions.eligible import shape_rejections
-from weaveopt.reductions.plan import two_shot_division
-from weaveopt.reductions.prices.estimate import estimate_fused
-from weaveopt.reductions.prices.kernels import MEASURED_ONLY, KernelVariant, kernel_variants, longest_row_bytes
-from weaveopt.reductions.prices.table import lowerings, one_shot_max_tokens
-from weaveopt.reductions.prices.workload import Workload, with_norm_apart, workload_of
-from weaveopt.reductions.variant import OP, Algorithm, KernelRow, Transfer
+from weaveopt.rewrites.reduction.eligible import shape_rejections
+from weaveopt.rewrites.reduction.plan import two_shot_division
+from weaveopt.rewrites.reduction.workload import workload_of
 from weaveopt.sites.reduction import ReductionFacts
 
 FP8_ROW_ALIGNMENT = 16

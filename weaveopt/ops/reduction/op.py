@@ -38,18 +38,18 @@ from typing import Protocol
 
 import torch
 
+from weaveopt.errors import WeaveError
 from weaveopt.fabrics import multicast
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.all_reduce_norm import fake
+from weaveopt.ops.reduction.call import ReductionCall, SumOut, decode
+from weaveopt.ops.reduction.first_call import MulticastCalls
+from weaveopt.ops.reduction.nvshmem import NvshmemSite
+from weaveopt.ops.reduction.operands import Argument, Gemm, Operands, QuantResults, Results, split
+from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.reference import row_scale_shape, through_library
+from weaveopt.ops.reduction.shm import ShmSite
+from weaveopt.ops.reduction.tcp import TcpSite
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions.call import ReductionCall, decode
-from weaveopt.reductions.first_call import MulticastCalls
-from weaveopt.reductions.nvshmem import NvshmemSite
-from weaveopt.reductions.operands import Argument, Gemm, Operands, QuantResults, Results, split
-from weaveopt.reductions.peer import PeerSite
-from weaveopt.reductions.reference import through_library
-from weaveopt.reductions.shm import ShmSite
-from weaveopt.reductions.tcp import TcpSite
 
 Tensor = torch.Tensor
 
@@ -133,6 +133,41 @@ def _all_reduce_norm_quant(device: str, partial: Tensor, *rest: Argument) -> Qua
     return normalized, total, total.new_empty(0, dtype=torch.float32) if row_scale is None else row_scale
 
 
+def _fake_all_reduce_norm(partial: Tensor, *rest: Argument) -> Results:
+    operands, call = split(rest)
+    return _empty_results(partial, partial.shape, operands, decode(call))
+
+
+def _fake_mm_all_reduce_norm(a: Tensor, b: Tensor, addend: Tensor | None, *rest: Argument) -> Results:
+    operands, call = split(rest)
+    return _empty_results(a, (a.shape[0], b.shape[1]), operands, decode(call))
+
+
+def _fake_all_reduce_norm_quant(partial: Tensor, *rest: Argument) -> QuantResults:
+    operands, text = split(rest)
+    call = decode(text)
+    normalized, total = _empty_results(partial, partial.shape, operands, call)
+    shape = row_scale_shape(_result_shape(partial.shape, operands), call)
+    return normalized, total, partial.new_empty(shape, dtype=torch.float32)
+
+
+def _result_shape(shape: torch.Size | tuple[int, ...], operands: Operands) -> torch.Size | tuple[int, ...]:
+    """Shape of the results: the residual's, if there is one."""
+    return shape if operands.residual is None else operands.residual.shape
+
+
+def _empty_results(
+    like: Tensor, shape: torch.Size | tuple[int, ...], operands: Operands, call: ReductionCall
+) -> Results:
+    """Results without memory or peers, for tracing."""
+    if like.dtype is not getattr(torch, call.dtype):
+        raise WeaveError(f"site {call.site}: planned for {call.dtype}, called with {like.dtype}")
+    shape = _result_shape(shape, operands)
+    normalized = like.new_empty(0 if call.norm is None else shape, dtype=getattr(torch, call.out_dtype))
+    total = like.new_empty(0 if call.sum_out is SumOut.NONE else shape, dtype=getattr(torch, call.dtype))
+    return normalized, total
+
+
 multicast.register(MulticastCalls())
 _library = torch.library.Library("weave", "FRAGMENT")
 
@@ -146,8 +181,8 @@ def _register(schema: str, run: Callable[..., tuple[Tensor, ...]], traced: Calla
     torch.library.register_fake(f"weave::{name}", traced, lib=_library)
 
 
-_register(f"all_reduce_norm(Tensor partial, {_REST}", _all_reduce_norm, fake.all_reduce_norm)
+_register(f"all_reduce_norm(Tensor partial, {_REST}", _all_reduce_norm, _fake_all_reduce_norm)
 _register(
-    f"mm_all_reduce_norm(Tensor a, Tensor b, Tensor? addend, {_REST}", _mm_all_reduce_norm, fake.mm_all_reduce_norm
+    f"mm_all_reduce_norm(Tensor a, Tensor b, Tensor? addend, {_REST}", _mm_all_reduce_norm, _fake_mm_all_reduce_norm
 )
-_register(f"all_reduce_norm_quant(Tensor partial, {_QUANT_REST}", _all_reduce_norm_quant, fake.all_reduce_norm_quant)
+_register(f"all_reduce_norm_quant(Tensor partial, {_QUANT_REST}", _all_reduce_norm_quant, _fake_all_reduce_norm_quant)

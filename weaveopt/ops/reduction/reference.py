@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import topology
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.operands import Operands, QuantResults, Results
 from weaveopt.records.norm import NormKind, NormSpec, Quant
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.operands import Operands, QuantResults, Results
 
 Tensor = torch.Tensor
 

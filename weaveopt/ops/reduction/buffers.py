@@ -25,11 +25,11 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.topology import Group
 from weaveopt.fabrics.traits import TRAITS, arena_fabric, header_bytes
+from weaveopt.ops.reduction.call import FEATURES, ReductionCall
+from weaveopt.ops.reduction.native import host_transfer, kernel_name, out_kind
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
-from weaveopt.reductions.call import FEATURES, ReductionCall
-from weaveopt.reductions.native import host_transfer, kernel_name, out_kind
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
 from weaveopt.solver.placement import Request, arena_bytes, place
 from weaveopt.wording import counted
 

@@ -9,10 +9,10 @@ from weaveopt.cost_model.collectives import fabric_costs, inter_link
 from weaveopt.cost_model.host_algorithms import Problem, host_algorithm
 from weaveopt.cost_model.kernels import traffic_us
 from weaveopt.cost_model.machine import Machine
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Fabric, Term
 from weaveopt.records.site import DTYPE_BYTES
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm
 
 
 def problem_of(workload: Workload, algorithm: Algorithm) -> Problem:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weaveopt.errors import WeaveError
+from weaveopt.ops.reduction.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 from weaveopt.records.norm import NormSpec
-from weaveopt.reductions.variant import BETWEEN_GPUS, Algorithm, KernelRow, Transfer
 
 try:
     from weaveopt import _native

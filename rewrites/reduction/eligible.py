@@ -7,8 +7,8 @@ import torch.fx as fx
 
 from weaveopt.fabrics.reaching import world_refused
 from weaveopt.graph.pattern import tensor_of
+from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.candidate import Fabric, Rejection
-from weaveopt.reductions.prices.workload import Workload
 from weaveopt.sites.norms import Norm
 from weaveopt.sites.reduced import Reduced
 from weaveopt.sites.reduction import Reduction, ReductionFacts

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from weaveopt.fabrics.traits import TRAITS
+from weaveopt.ops.reduction import call as op
+from weaveopt.ops.reduction.buffers import RowFormat, buffers_of, placed_call, wiring_of
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Fabric
-from weaveopt.reductions import call as op
-from weaveopt.reductions.buffers import RowFormat, buffers_of, placed_call, wiring_of
-from weaveopt.reductions.candidates import Lowered
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import KernelRow
+from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
 from weaveopt.sites.quantization import Quantized
 from weaveopt.sites.reduced import Reduced
@@ -41,7 +41,7 @@ class Lowering(Protocol):
 def memory_of(lowered: Lowering, max_tokens: int = 0) -> Memory:
     """The buffers of exchanges of up to `max_tokens` tokens (0: of all that the workload may have).
 
-    See `weaveopt.reductions.buffers`.
+    See `weaveopt.ops.reduction.buffers`.
     """
     workload = lowered.workload
     # Among CPU ranks normalized rows may be wider than the activations (fp32 weights): for the widest.

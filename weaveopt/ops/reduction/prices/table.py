@@ -12,16 +12,16 @@ from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.hosts_curves import curves_between
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.token_grid import LARGEST_TOKENS, corners_of, grid_of, last_where
-from weaveopt.records.candidate import Fabric
-from weaveopt.records.site import DTYPE_BYTES
-from weaveopt.reductions.prices.estimate import estimate_fused, estimate_unfused
-from weaveopt.reductions.prices.kernels import (
+from weaveopt.ops.reduction.prices.estimate import estimate_fused, estimate_unfused
+from weaveopt.ops.reduction.prices.kernels import (
     KernelVariant,
     exchange_us,
     kernel_variants,
 )
-from weaveopt.reductions.prices.workload import Workload
-from weaveopt.reductions.variant import Algorithm, KernelRow, Transfer
+from weaveopt.ops.reduction.prices.workload import Workload
+from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
+from weaveopt.records.candidate import Fabric
+from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.wording import counted
 
 

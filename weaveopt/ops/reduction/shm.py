@@ -11,11 +11,11 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics.arena import Arena
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
-from weaveopt.reductions.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
-from weaveopt.reductions.call import ReductionCall, SumOut
-from weaveopt.reductions.native import native_norm
-from weaveopt.reductions.operands import Gemm, Operands, Results
-from weaveopt.reductions.replication import Replication
+from weaveopt.ops.reduction.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
+from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.native import native_norm
+from weaveopt.ops.reduction.operands import Gemm, Operands, Results
+from weaveopt.ops.reduction.replication import Replication
 from weaveopt.wording import counted
 
 try:

@@ -15,14 +15,14 @@ from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.multicast import Run
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.topology import Group
+from weaveopt.ops.reduction.buffers import memory_plan
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.operands import Operands, QuantResults
+from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.reference import reference_quant
+from weaveopt.ops.reduction.variant import OP, Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.norm import NormKind, NormSpec, Quant
-from weaveopt.reductions.buffers import memory_plan
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.operands import Operands, QuantResults
-from weaveopt.reductions.peer import PeerSite
-from weaveopt.reductions.reference import reference_quant
-from weaveopt.reductions.variant import OP, Algorithm, KernelRow, Transfer
 
 Tensor = torch.Tensor
 _TOKENS, _HIDDEN = 67, 1024

@@ -12,12 +12,12 @@ from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.reductions.buffers import HOST_BUFFERS, Range, expect_world, locate
-from weaveopt.reductions.call import ReductionCall
-from weaveopt.reductions.launches import Launch
-from weaveopt.reductions.native import host_transfer, native_norm, out_kind
-from weaveopt.reductions.peer import PeerSite
-from weaveopt.reductions.variant import KernelRow
+from weaveopt.ops.reduction.buffers import HOST_BUFFERS, Range, expect_world, locate
+from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.launches import Launch
+from weaveopt.ops.reduction.native import host_transfer, native_norm, out_kind
+from weaveopt.ops.reduction.peer import PeerSite
+from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.wording import counted
 
 try:

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
-from weaveopt.reductions.sharding import plan_of
+from weaveopt.rewrites.reduction.sharding import plan_of
 from weaveopt.rule import Chosen
 from weaveopt.sites.reduction import Reduction
 

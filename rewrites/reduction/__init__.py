@@ -1,0 +1,1 @@
+"""Candidates and rewrites of reduction sites that several rules share."""
