@@ -14,6 +14,7 @@ from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.records import from_document, to_document
 from weaveopt.cost_model.validate import SCHEMA, checked
 from weaveopt.errors import ProfileError, closest
+from weaveopt.plain_json import JsonError, text_of
 
 _PROFILES = Path(__file__).parent / "profiles"
 _LINE = 110
@@ -73,11 +74,9 @@ def _filled_numbers(numbers: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ProfileError(f"profile {path}: cannot be read: not UTF-8 text") from None
-    except OSError as error:
-        raise ProfileError(f"profile {path}: cannot be read: {error.strerror}") from None
+        return text_of(path)
+    except JsonError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
 
 
 def _machine(path: Path, shipped: bool) -> Machine:

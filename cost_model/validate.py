@@ -63,6 +63,10 @@ def _expected(error: ValidationError) -> str:
             return str(limit)
         case "minItems" | "minProperties" | "minLength":
             return "at least one entry"
+        case "maxLength":
+            return f"at most {limit} characters"
+        case "pattern":
+            return "no control characters"
         case "uniqueItems":
             return "every entry once"
         case "oneOf":

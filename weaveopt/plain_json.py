@@ -1,4 +1,5 @@
-"""Parser of JSON files: into plain values, and into records by their fields' types. Errors are one line with the place.
+"""JSON files of users: read into plain values, and into records by their fields' types. Errors are one line with the
+place.
 
 msgspec reads it: numbers of thousands of digits and thousands of brackets are errors of its own, never Python's.
 """
@@ -8,7 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 R = TypeVar("R")
@@ -33,8 +37,22 @@ class JsonError(ValueError):
     """Text that is no JSON, or no JSON of what is expected: one line that names the place."""
 
 
+def text_of(path: Path) -> str:
+    """The text of a file. Raises `JsonError` for what cannot be read, and for a pipe or device, whose text may never
+    begin or never end."""
+    try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a directory the system says so
+            raise JsonError("cannot be read: not a regular file")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise JsonError("cannot be read: not UTF-8 text") from None
+    except OSError as error:
+        raise JsonError(f"cannot be read: {error.strerror}") from None
+
+
 def read(text: str, wrong: Callable[[str, object, str], Exception] | None = None) -> Json:
-    """The plain values of the text; integers have at most 64 bits, floats are finite.
+    """The plain values of the text; integers have at most 64 bits, floats are finite, names are unique in an object.
 
     `wrong` makes the error for a number that does not fit, of its path (`a.b[0]`), what was found and what is expected.
     Raises `JsonError`, and `ImportError` where msgspec is missing.
@@ -50,6 +68,10 @@ def read(text: str, wrong: Callable[[str, object, str], Exception] | None = None
         raise JsonError(_long_number(text) or f"not JSON that can be read: {error}") from None
     except msgspec.DecodeError as error:
         raise JsonError(_malformed(text, str(error))) from None
+    # msgspec keeps the last of two fields with one name, which nobody means.
+    repeated = _repeated(json.loads(text, object_pairs_hook=_Object))
+    if repeated is not None:
+        raise JsonError(f"not JSON that can be read: two fields {repeated.removeprefix('.')!r}")
     return value
 
 
@@ -89,6 +111,26 @@ def _check(value: object, path: str, wrong: Callable[[str, object, str], Excepti
 
 def _does_not_fit(path: str, found: object, expected: str) -> JsonError:
     return JsonError(f"{f'$.{path}' if path else '$'}: found {shown(found)}, expected {expected}")
+
+
+class _Object:
+    """An object of a document: the path below it of the first field that another field of the same name follows."""
+
+    def __init__(self, fields: list[tuple[str, object]]) -> None:
+        self.repeated: str | None = None
+        counts = Counter(name for name, _ in fields)
+        for name, value in fields:
+            below = "" if counts[name] > 1 else _repeated(value)
+            if below is not None:
+                self.repeated = f".{name}{below}"
+                return
+
+
+def _repeated(value: object) -> str | None:
+    if isinstance(value, _Object):
+        return value.repeated
+    places = enumerate(value) if isinstance(value, list) else ()
+    return next((f"[{index}]{below}" for index, each in places if (below := _repeated(each)) is not None), None)
 
 
 def _place(text: str, at: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -170,7 +171,13 @@ def test_configurations_that_transformers_cannot_build(
 
 
 def test_a_directory_without_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot read" in _error(["explain", str(tmp_path), "--tp", "2"], capsys)
+    assert "config.json cannot be read: No such file" in _error(["explain", str(tmp_path), "--tp", "2"], capsys)
+
+
+def test_a_pipe_as_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody writes into it."""
+    os.mkfifo(tmp_path / "config.json")
+    assert "cannot be read: not a regular file" in _error(["explain", str(tmp_path), "--tp", "2"], capsys)
 
 
 def test_a_binary_file_as_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +234,8 @@ NAMES_AND_NUMBERS = (
     "gpt-oss-120b --tp 8",
     "--compare a.json b.json",
     "calibrate --base nosuch",
+    "calibrate --name \x1b[31m",
+    f"calibrate --name {'x' * 256}",
 )
 """Wrong arguments of `explain`, unless another command is named."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,6 +197,8 @@ CASES = [
     (f"{CURVE}.us", 0.5, f"field {CURVE}.us: found 0.5, expected no less than the smaller size before it ("),
     ("gemms.bfloat16.samples.us", [1.0], "samples.us: found 1, expected 2760 times, one for each m, n and k"),
     ("gemms.bfloat16.samples.m", [1, 1], "samples.m[1]: found 1, expected more than 1 before it"),
+    ("name", "a\x1b[31m", 'field name: found "a\\u001b[31m", expected no control characters'),
+    ("name", "x" * 256, "expected at most 255 characters"),
     ("gemms.bfloat16.last_wave", 1.5, "gemms.bfloat16.last_wave: found 1.5, expected a number <= 1"),
     ("attention.step_us", -1.0, "field attention.step_us: found -1.0, expected a number > 0"),
     ("attention.origin", "nowhere", 'field attention.origin: found "nowhere", expected one of the origins'),
@@ -273,6 +276,20 @@ def test_not_json(tmp_path: Path) -> None:
     assert _refusal(tmp_path, '{"schema": 1,').startswith("line 1, column 14: not JSON: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ('{"schema": 2, "name": "a", "name": "a"}', "name"),
+        ('{"schema": 2, "fabrics": {"peer": {"curves": [{}, {"points": {"us": 1, "us": 2}}]}}, "name": "a"}',
+         "fabrics.peer.curves[1].points.us"),
+    ],
+    ids=["top", "within"],
+)  # fmt: skip
+def test_two_fields_of_one_name(text: str, path: str, tmp_path: Path) -> None:
+    """JSON parsers keep the last of them."""
+    assert _refusal(tmp_path, text) == f"not JSON that can be read: two fields {path!r}"
+
+
 FLOOR = '{"schema": 2,\n "memory": {"floor_us": VALUE}}'
 
 
@@ -323,6 +340,10 @@ def test_unreadable(tmp_path: Path) -> None:
         cost_model.load(str(tmp_path / "missing.json"))
     with pytest.raises(ProfileError, match="cannot be read: Is a directory"):
         cost_model.load(f"{tmp_path}/")
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", "/dev/zero"):  # one never begins, the other never ends
+        with pytest.raises(ProfileError, match="cannot be read: not a regular file"):
+            cost_model.load(str(path))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProfileError, match="not UTF-8"):
         cost_model.load(str(tmp_path / "binary.json"))

@@ -134,6 +134,7 @@ def _error(left: Path, right: Path, capsys: pytest.CaptureFixture[str]) -> str:
         (b'{"schema":\n ' + b"2" * 5000 + b"}", "line 2, column 2: found a number of 5000 digits, expected an integer"),
         (b'{"schema": ' + b"2" * 4000 + b"}", "$.schema: found 2222222222"),
         (b'{"schema": 2, "world": 1e999}', "$.world: found Infinity, expected a finite number"),
+        (b'{"schema": 2, "schema": 2}', "not JSON that can be read: two fields 'schema'"),
         (b"[]", "$: found [], expected an object"),
         (b"3", "$: found 3, expected an object"),
         (b"{}", "$: no field 'schema'"),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT = "weaveopt-profile.json"
 GROUP_TIMEOUT_S = 300
+MOST_CHARACTERS = 255
+"""Length of a machine's name, as in the profile's schema."""
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Multicast objects can put the GPUs of a shared host out of service; nothing that is measured uses them.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -80,6 +82,9 @@ def question(args: argparse.Namespace) -> Question:
         raise OptionError(f"--output {asked.output}: {folder} is not writable")
     if os.path.isdir(asked.output):
         raise OptionError(f"--output {asked.output}: is a directory, expected a file")
+    name = asked.name or asked.output.stem
+    if not name.isprintable() or len(name) > MOST_CHARACTERS:
+        raise OptionError(f"--name {name[:40]!r}: expected at most {MOST_CHARACTERS} characters, none of control")
     if asked.only and asked.base is None:
         raise OptionError("--only measures a part of a profile: name the profile to renew with --base NAME|FILE")
     if asked.base is not None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 from weaveopt import presets
 from weaveopt.errors import CaptureError, closest
+from weaveopt.plain_json import JsonError, text_of
 
 Fields = dict[str, object]
 PLANS = ("base_model_tp_plan", "base_model_ep_plan")
@@ -55,12 +56,9 @@ def find(model: str) -> ModelFile | None:
     if os.path.exists(path) or model.endswith(".json") or model.startswith((".", os.sep, "~")):
         file = path / "config.json" if os.path.isdir(path) else path
         try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise CaptureError(
-                f"cannot read {file}: {reason}; give a config.json or a directory that holds one"
-            ) from error
+            text = text_of(file)
+        except JsonError as error:
+            raise CaptureError(f"{file} {error}; give a config.json or a directory that holds one") from None
         return _parsed(path.parent.name if path.name == "config.json" else path.stem, str(file), text)
     if "/" not in model:
         hint = closest(model, presets.names())

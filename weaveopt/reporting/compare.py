@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weaveopt.errors import OptionError, WeaveError
+from weaveopt.plain_json import JsonError, text_of
 from weaveopt.records.report import GraphReport, MachineSummary, Report
 from weaveopt.reporting.document_reader import from_json
 from weaveopt.reporting.headline import headline, headline_line
@@ -65,14 +66,8 @@ def _numbered(graph: GraphReport) -> Iterator[tuple[tuple[str, int], Row]]:
 
 def _read(path: Path) -> Report:
     try:
-        document = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise OptionError(f"--compare {path}: cannot be read: not UTF-8 text") from None
-    except OSError as error:
-        raise OptionError(f"--compare {path}: cannot be read: {error.strerror}") from error
-    try:
-        return from_json(document)
-    except WeaveError as error:
+        return from_json(text_of(path))
+    except (JsonError, WeaveError) as error:
         raise OptionError(f"--compare {path}: {error}") from error
 
 
