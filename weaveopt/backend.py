@@ -17,7 +17,7 @@ from weaveopt import debug
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.errors import WeaveError
 from weaveopt.inductor import seams
-from weaveopt.inductor.seams import Compiled
+from weaveopt.inductor.seams import Compiled, GraphPass
 from weaveopt.pipeline.agree import agree
 from weaveopt.pipeline.bind import bind, compiling, count_calls, lost_multicast
 from weaveopt.pipeline.capture import capture
@@ -62,8 +62,7 @@ def _choose(c: Compilation) -> Compilation:
 
 
 DECIDE = (
-    Step("capture", lambda c: replace(c, captured=capture(
-        c.module, c.name, c.inputs, is_backward=c.is_backward, is_inference=c.is_inference))),
+    Step("capture", lambda c: replace(c, captured=capture(c.module, c.name, c.graph_pass, c.inputs))),
     Step("context", lambda c: replace(c, found=context(c.graph, c.config, c.known)), always=True),
     Step("variants", lambda c: replace(
         c, variants=tuple(map(VariantState, variants(made(c.captured), c.rules, c.context))))),
@@ -110,10 +109,7 @@ def weave(
 
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
-            is_backward, is_inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-            done = optimize(
-                module, inputs, config, entry, rules, make, is_backward=is_backward, is_inference=is_inference
-            )
+            done = optimize(module, inputs, GraphPass.of(arguments), config, entry, rules, make)
             with compiling(done.agreed, done.context):
                 compiled = seams.compile_graph(module, inputs, arguments, hooks)
                 guard(done.graph, done.report.regime, done.numbers)
@@ -128,12 +124,12 @@ def weave(
 
 
 def optimize(
-    module: fx.GraphModule, inputs: Sequence[object], config: Config, entry: registry.Entry, rules: RuleSet = RULES,
-    make: Make = seams.compile_alone, *, is_backward: bool, is_inference: bool,
+    module: fx.GraphModule, inputs: Sequence[object], graph_pass: GraphPass, config: Config, entry: registry.Entry,
+    rules: RuleSet = RULES, make: Make = seams.compile_alone,
 ) -> Compilation:  # fmt: skip
     """All steps on one graph; `module` gets the rewritten graph, if any. `make` compiles what `verify` times."""
     time = (lambda priced, context: verify(priced, rules, context, make)) if config.verify else None
-    start = Compilation(module, inputs, config, rules, is_backward, is_inference, time=time)
+    start = Compilation(module, inputs, config, rules, graph_pass, time=time)
     done = run(DECIDE, start, debug.log_step)
     try:
         done = run(TOGETHER, done, debug.log_step)
@@ -141,7 +137,7 @@ def optimize(
         if not (lost := lost_multicast(done.not_bound)):
             registry.add(entry, done.report, done.context, made(done.found).stands_in_for)
     if lost:  # again without it; every time one group fewer has it
-        return optimize(module, inputs, config, entry, rules, make, is_backward=is_backward, is_inference=is_inference)
+        return optimize(module, inputs, graph_pass, config, entry, rules, make)
     if config.strict:
         done.raise_failure()
     if done.result is not None:

@@ -11,9 +11,10 @@ from weaveopt import debug
 from weaveopt.backend import DECIDE, REWRITE
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
+from weaveopt.errors import ProfileError
 from weaveopt.fabrics.topology import Topology
 from weaveopt.inductor import seams
-from weaveopt.inductor.seams import Compiled
+from weaveopt.inductor.seams import Compiled, GraphPass
 from weaveopt.pipeline.agree import Agreed
 from weaveopt.pipeline.compilation import Compilation, Step, made, run
 from weaveopt.pipeline.context import Known
@@ -27,14 +28,15 @@ ALONE = (*DECIDE, Step("agree", lambda c: replace(c, agreed=Agreed(c.best, made(
 
 
 def rewritten_alone(
-    module: fx.GraphModule, inputs: Sequence[object], config: Config, known: Known, rules: RuleSet = RULES,
-    *, asks_sensitivity: bool = False, is_backward: bool = False, is_inference: bool = True,
+    module: fx.GraphModule, inputs: Sequence[object], graph_pass: GraphPass, config: Config, known: Known,
+    rules: RuleSet = RULES, *, asks_sensitivity: bool = False,
 ) -> Compilation:  # fmt: skip
-    """All steps on one graph. Every process group is taken to have the topology of `known`."""
-    start = Compilation(
-        module, inputs, config, rules, is_backward, is_inference, known, asks_sensitivity=asks_sensitivity
-    )
-    return run(ALONE, start, debug.log_step)
+    """All steps on one graph. Every process group is taken to have the topology of `known`.
+
+    Raises `ProfileError` for a profile that a rule cannot read: without peers it need not become a fallback.
+    """
+    start = Compilation(module, inputs, config, rules, graph_pass, known, asks_sensitivity=asks_sensitivity)
+    return run(ALONE, start, debug.log_step, raised=(ProfileError,))
 
 
 def returning_fakes(graph: fx.Graph) -> Compiled:
@@ -66,8 +68,8 @@ def preview(
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         done = rewritten_alone(
-            module, inputs, config, Known(known, machine), rules, asks_sensitivity=ask_sensitivity,
-            is_backward=bool(arguments.get("is_backward")), is_inference=bool(arguments.get("is_inference")),
+            module, inputs, GraphPass.of(arguments), config, Known(known, machine), rules,
+            asks_sensitivity=ask_sensitivity,
         )  # fmt: skip
         events.log(done.report)
         sink(done.report)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from weaveopt import cost_model
 from weaveopt.cli.explain import DEFAULT_MACHINE
 from weaveopt.cli.main import main
 from weaveopt.fabrics.traits import header_bytes
@@ -102,6 +103,22 @@ def test_mixtral_on_cpu_ranks_in_decode(tmp_path: Path) -> None:
     assert sum(d.site.count for d in graph.decisions if d.rewritten) > 0
     assert sum(plan.num_bytes for plan in graph.plans) > 0
     assert list(routing_lines(graph)) == ["rows by expert: 1 on average, 2 of the busiest (routing 0.5:0.25)"]
+
+
+@pytest.mark.parametrize("op", ["all_reduce_norm", "gemm_all_reduce"])
+def test_a_curve_of_no_kernel_is_refused_in_one_line(
+    op: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rules alone know their kernels' names, so it is found when a site is priced."""
+    document = json.loads(cost_model.dumps(cost_model.load("h200x4")))
+    next(each for each in document["fabrics"]["peer"]["curves"] if each["op"] == op)["variant"] = "two_shot blk"
+    profile = tmp_path / "own.json"
+    profile.write_text(json.dumps(document))
+    words = ["llama-3.3-70b", "--tp", "2", "--layers", "1", "--tokens", "64", "--machine", str(profile)]
+    assert main(["explain", *words]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert f"profile {profile}: a curve of {op}: found variant 'two_shot blk', expected " in captured.err
 
 
 def test_defaults_disable_why_and_trace(

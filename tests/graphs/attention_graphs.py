@@ -181,12 +181,11 @@ def ran_each(compute: Compute, operands: Sequence[Tensor], ways: Sequence[As]) -
     results: list[list[Tensor]] = []
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
-        inference = bool(arguments.get("is_inference"))
         for way in ways:
             config = Config(force=(RULE,) if way.force else (), machine=way.machine, strict=True)
             entry = registry.open_entry(())
             mine = fx.GraphModule(module, module.graph)
-            optimize(mine, inputs, config, entry, way.rules, is_backward=False, is_inference=inference)
+            optimize(mine, inputs, seams.GraphPass.of(arguments), config, entry, way.rules)
             mine.graph.lint()
             mine.recompile()
             made.append((entry.graphs[0], mine))

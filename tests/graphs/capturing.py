@@ -24,8 +24,7 @@ def recording(graphs: list[CapturedGraph]) -> Callable[..., object]:
     """A dynamo backend that keeps every graph, and whose results are zeros."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
-        backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        graphs.append(capture(module, f"g{len(graphs)}", inputs, is_backward=backward, is_inference=inference))
+        graphs.append(capture(module, f"g{len(graphs)}", seams.GraphPass.of(arguments), inputs))
         outputs = module.graph.output_node().args[0]
         values = fx.map_arg(outputs, lambda node: node.meta["val"])
 

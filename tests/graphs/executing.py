@@ -50,8 +50,7 @@ def executing(
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         entry = registry.open_entry(())
-        backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
-        done = optimize(module, inputs, config, entry, rules, make, is_backward=backward, is_inference=inference)
+        done = optimize(module, inputs, inductor.GraphPass.of(arguments), config, entry, rules, make)
         with compiling(done.agreed, done.context):
             guard(done.graph, done.report.regime, done.numbers)
         groups.update(done.rewritten_groups)
@@ -69,9 +68,8 @@ def executing_alone(config: Config, reports: list[GraphReport], world: int) -> C
     """`executing` in a group of equal ranks (`tests/ranks/simulated.py`), which has no peers to agree with."""
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
-        backward, inference = bool(arguments.get("is_backward")), bool(arguments.get("is_inference"))
         known = Known(topology.fake(world), cost_model.load("cpu"))
-        done = rewritten_alone(module, inputs, config, known, is_backward=backward, is_inference=inference)
+        done = rewritten_alone(module, inputs, inductor.GraphPass.of(arguments), config, known)
         assert done.report.fallbacks == ()
         reports.append(done.report)
         if done.result is not None:

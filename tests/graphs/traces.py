@@ -14,6 +14,7 @@ from tests.graphs.preview import fake_group
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
 from weaveopt.fabrics import topology
+from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.problem import Frame
 from weaveopt.pipeline.recognize import recognize
@@ -27,7 +28,7 @@ def traced(
     """The graph of `fn` on tensors of these shapes."""
     with FakeTensorMode(), fake_group(world), torch.no_grad():
         module = make_fx(fn, tracing_mode="fake")(*(torch.empty(*shape, dtype=dtype) for shape in shapes))
-    return capture(module, "graph", is_backward=False, is_inference=True)
+    return capture(module, "graph", GraphPass.INFERENCE)
 
 
 def traced_chain(inner: Sequence[int], tokens: int = 64, hidden: int = 1024, world: int = 2) -> CapturedGraph:

@@ -8,6 +8,7 @@ import torch.distributed._functional_collectives
 import torch.fx as fx
 from torch._subclasses import FakeTensorMode
 
+from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.capture import capture
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -35,7 +36,7 @@ def finish(graph: fx.Graph, result: fx.Node) -> fx.GraphModule:
 def test_a_copy_over_a_whole_tensor_is_what_was_copied() -> None:
     graph, x, wait = graph_of(2, 3, 8)
     module = finish(graph, graph.call_function(aten.copy.default, (x, wait)))
-    captured = capture(module, "g", is_backward=False, is_inference=True)
+    captured = capture(module, "g", GraphPass.INFERENCE)
     assert not any(node.target is aten.copy.default for node in captured.graph.nodes)
     assert any(node.target is aten.copy.default for node in module.graph.nodes), "the module itself is not touched"
 
@@ -48,7 +49,7 @@ def test_views_that_cancel_and_doubled_waits_go() -> None:
     again.meta["val"] = back.meta["val"] = wait.meta["val"]
     with wait.meta["val"].fake_mode:
         flat.meta["val"] = wait.meta["val"].view(6, 8)
-    captured = capture(finish(graph, back), "g", is_backward=False, is_inference=True)
+    captured = capture(finish(graph, back), "g", GraphPass.INFERENCE)
     targets = [node.target for node in captured.graph.nodes]
     assert targets.count(c10d.wait_tensor.default) == 1
     (result,) = captured.graph.output_node().args[0]  # type: ignore[misc]
@@ -56,16 +57,18 @@ def test_views_that_cancel_and_doubled_waits_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "backward", "inference", "phase", "tokens"),
+    ("shape", "arguments", "phase", "tokens"),
     [
-        ((2, 3, 8), False, True, "prefill", 6),
-        ((4, 1, 8), False, True, "decode", 4),
-        ((6, 8), False, True, "inference", 6),
-        ((2, 3, 8), False, False, "forward", 6),
-        ((2, 3, 8), True, False, "backward", 6),
+        ((2, 3, 8), {"is_inference": True}, "prefill", 6),
+        ((4, 1, 8), {"is_inference": True, "is_backward": False}, "decode", 4),
+        ((6, 8), {"is_inference": True}, "inference", 6),
+        ((2, 3, 8), {"is_inference": False}, "forward", 6),
+        ((2, 3, 8), {}, "forward", 6),
+        ((2, 3, 8), {"is_backward": True}, "backward", 6),
     ],
 )
-def test_the_phase_is_told(shape: tuple[int, ...], backward: bool, inference: bool, phase: str, tokens: int) -> None:
+def test_the_phase_is_told(shape: tuple[int, ...], arguments: dict[str, object], phase: str, tokens: int) -> None:
+    """From the arguments that Inductor gives `inner_compile`."""
     graph, _, wait = graph_of(*shape)
-    captured = capture(finish(graph, wait), "g", is_backward=backward, is_inference=inference)
+    captured = capture(finish(graph, wait), "g", GraphPass.of(arguments))
     assert (captured.phase, captured.tokens, captured.groups) == (phase, tokens, ("7",))

@@ -54,7 +54,7 @@ def compiled_once(machine: str) -> tuple[list[GraphReport], list[fx.Graph]]:
     config = Config(force=FORCED, machine=machine, strict=True)
 
     def inner_compile(module: fx.GraphModule, example_inputs: Sequence[object], **_: object) -> object:
-        backend.optimize(module, example_inputs, config, entry, is_backward=False, is_inference=True)
+        backend.optimize(module, example_inputs, seams.GraphPass.INFERENCE, config, entry)
         module.graph.lint()
         graphs.append(module.graph)
         return returning_fakes(module.graph)

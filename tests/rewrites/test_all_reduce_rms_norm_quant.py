@@ -197,7 +197,7 @@ def executing_as_gpus(made: list[ReductionCall]) -> Callable[..., object]:
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         known = Known(topology.fake(4, device="cuda"), cost_model.load("h200x4"))
-        done = rewritten_alone(module, (), Config(force=FORCED), known)
+        done = rewritten_alone(module, (), inductor.GraphPass.INFERENCE, Config(force=FORCED), known)
         assert done.report.fallbacks == () and done.result is not None
         made.extend(quant_calls(done.result))
         module.graph = done.result

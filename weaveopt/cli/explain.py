@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weaveopt.cli.question import ALL_LAYERS, DEFAULT_MACHINE, PICTURES, Question
-from weaveopt.errors import CaptureError, OptionError
+from weaveopt.errors import CaptureError, OptionError, ProfileError
 from weaveopt.records.report import GraphReport, Report
 from weaveopt.wording import counted
 
@@ -84,7 +84,10 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
     graphs: list[GraphReport] = []
     group = topology.fake(request.world, hosts=request.nodes, device=machine.device)
     seen = weaveopt.preview.preview(config, group, machine, graphs.append, ask_sensitivity=asked.tells_all)
-    preview.capture(source, request, plan, seen, on_step)
+    try:
+        preview.capture(source, request, plan, seen, on_step)
+    except ProfileError as error:  # a curve that no rule can read
+        raise ProfileError(f"profile {config.machine or DEFAULT_MACHINE}: {error}") from None
     if not graphs:
         raise CaptureError(f"{source.name}: no graph was captured")
     graphs = [replace(layers.scale(g, plan), phase=request.phase, tokens=request.tokens) for g in graphs]

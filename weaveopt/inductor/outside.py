@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from weaveopt.graph.facts import groups_in
+from weaveopt.inductor.seams import GraphPass
 from weaveopt.records.report import OutsideCommunication
 
 InnerCompile = Callable[..., object]
@@ -46,7 +47,7 @@ def watched(
     # Inductor's own signature: its arguments are passed on unchanged.
     def compile_and_watch(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
         global _last
-        is_backward = bool(arguments.get("is_backward"))
+        is_backward = GraphPass.of(arguments) is GraphPass.BACKWARD
         call = (threading.get_ident(), caller, is_backward)
         if _last is not None and _last.call == call:
             # Only a break says that the same call goes on; after a return anything may have run. Backward graphs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 
 import torch
 import torch.fx as fx
@@ -25,6 +26,21 @@ from weaveopt.inductor.one_row import store_rows
 from weaveopt.rule import ReuseHook, ReusePredicate
 
 Compiled = Callable[..., object]
+
+
+class GraphPass(Enum):
+    """Pass of a model that a graph computes: without gradients, or one of the two of a training step."""
+
+    INFERENCE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, object]) -> GraphPass:
+        """The pass that Inductor's arguments of `inner_compile` name."""
+        if arguments.get("is_backward"):
+            return cls.BACKWARD
+        return cls.INFERENCE if arguments.get("is_inference") else cls.FORWARD
 
 
 def known_options() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch.fx as fx
 from weaveopt.graph.facts import collectives_in, count_tokens, groups_in, tokens_of
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.scalars import mark
+from weaveopt.inductor.seams import GraphPass
 from weaveopt.rule import CapturedGraph
 
 _c10d = torch.ops._c10d_functional
@@ -19,7 +20,7 @@ _WAIT = frozenset({_c10d.wait_tensor.default})
 
 
 def capture(
-    graph_module: fx.GraphModule, name: str, inputs: Sequence[object] = (), *, is_backward: bool, is_inference: bool
+    graph_module: fx.GraphModule, name: str, graph_pass: GraphPass, inputs: Sequence[object] = ()
 ) -> CapturedGraph:
     """A copy of the graph, normalized; the graph module itself is not touched. `inputs` are its fake arguments."""
     graph = fx.Graph()
@@ -30,12 +31,12 @@ def capture(
     made = graph.output(value)
     made.meta.update(output_node.meta)
     graph._codegen = graph_module.graph._codegen
-    if not is_backward:  # which has no guards of its own
+    if graph_pass is not GraphPass.BACKWARD:  # which has no guards of its own
         mark(graph, inputs)
     for node in list(graph.nodes):
         _normalize(graph, node)
     collectives = collectives_in(graph)
-    phase, tokens = _phase(collectives, is_backward, is_inference)
+    phase, tokens = _phase(collectives, graph_pass)
     return CapturedGraph(name, phase, tokens, groups_in(graph), graph, _symbolic_tokens(collectives))
 
 
@@ -69,16 +70,14 @@ def _replace(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _phase(collectives: list[fx.Node], is_backward: bool, is_inference: bool) -> tuple[str, int]:
+def _phase(collectives: list[fx.Node], graph_pass: GraphPass) -> tuple[str, int]:
     """`decode` is one position a sequence; the token count is that of the widest all-reduce, or without any of the
     widest collective, by its larger side."""
     reductions = [node for node in collectives if "all_reduce" in str(node.target)]
     values = [v for node in reductions or collectives if (v := _larger_side(node)) is not None and v.ndim >= 2]
     tokens = max((count_tokens(value, 0)[0] for value in values), default=0)
-    if is_backward:
-        return "backward", tokens
-    if not is_inference:
-        return "forward", tokens
+    if graph_pass is not GraphPass.INFERENCE:
+        return graph_pass.name.lower(), tokens
     sequences = [value for node in reductions or collectives for value in _forms(node) if value.ndim == 3]
     if not sequences:
         return "inference", tokens

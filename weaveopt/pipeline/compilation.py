@@ -14,6 +14,7 @@ import torch.fx as fx
 from weaveopt.config import Config
 from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
 from weaveopt.graph.facts import groups_in
+from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.agree import EMPTY, Agreed
 from weaveopt.pipeline.bind import unrewritten
 from weaveopt.pipeline.context import Known, Surroundings
@@ -64,8 +65,7 @@ class Compilation:
     inputs: Sequence[object]
     config: Config
     rules: RuleSet
-    is_backward: bool
-    is_inference: bool
+    graph_pass: GraphPass
     known: Known | None = None
     """Set by `preview` alone."""
     time: Callable[[PricedGraph, Context], Timed] | None = None
@@ -183,15 +183,18 @@ Observer = Callable[[str, float, Sequence[fx.Graph]], None]
 """Gets a step's name, its microseconds, and the graphs after it."""
 
 
-def run(steps: Sequence[Step], state: Compilation, observe: Observer) -> Compilation:
-    """All steps in order, each timed. Raises `AgreementError` and `PeerTimeoutError`: no graph runs without a peer."""
+def run(
+    steps: Sequence[Step], state: Compilation, observe: Observer, raised: tuple[type[WeaveError], ...] = ()
+) -> Compilation:
+    """All steps in order, each timed. Raises `AgreementError` and `PeerTimeoutError`, as no graph runs without a peer,
+    and errors of the kinds `raised`; any other error of a step is a fallback."""
     for step in steps:
         if (state.fallbacks and not step.always) or not step.is_asked(state):
             continue
         began = time.perf_counter()
         try:
             state = step.run(state)
-        except (AgreementError, PeerTimeoutError):
+        except (AgreementError, PeerTimeoutError, *raised):
             raise
         except Exception as error:  # whatever went wrong, the unrewritten graph is still right
             if step.always:
