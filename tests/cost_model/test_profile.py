@@ -370,11 +370,14 @@ def test_imports_nothing_but_records_and_errors() -> None:
         "weaveopt.errors",
         "weaveopt.plain_json",
     }
+    found = set()
     for path in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found.update(names)
             for name in names:
                 assert not name.startswith(("torch", "numpy")), f"{path.name} imports {name}"
                 if name.startswith("weaveopt"):
                     assert any(name == each or name.startswith(f"{each}.") for each in allowed), f"{path.name}: {name}"
+    assert "weaveopt.errors" in found, f"only {sorted(found)} are imported in {FOLDER}"

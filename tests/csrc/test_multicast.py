@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 
 from tests.emulation import binary
+from tests.graphs.nonempty import some
 from weaveopt import _native
 
 pytestmark = binary.needs_cuda_part
@@ -54,7 +55,7 @@ def test_multicast_kernels_reduce_and_broadcast_in_the_switch() -> None:
     found = [*filter(has_multicast, binary.for_all_chips())]
     if not found:
         pytest.skip(f"built for {_native.CUDA_ARCHS} alone, which has no multicast")
-    for architecture in found:
+    for architecture in some(found):
         kernels = instructions(architecture, MULTICAST)
         assert {element_type(name) for name in kernels} == set(REDUCING_LOAD), f"{architecture}: a type is missing"
         for name, text in kernels.items():
@@ -66,7 +67,7 @@ def test_multicast_kernels_reduce_and_broadcast_in_the_switch() -> None:
 
 
 def test_peer_kernels_have_no_multicast() -> None:
-    for architecture in binary.for_all_chips():
+    for architecture in some(binary.for_all_chips()):
         kernels = instructions(architecture, PEER)
         assert {element_type(name) for name in kernels} == set(REDUCING_LOAD), f"{architecture}: a type is missing"
         for name, text in kernels.items():
@@ -76,7 +77,9 @@ def test_peer_kernels_have_no_multicast() -> None:
 
 def test_older_architectures_have_no_multicast() -> None:
     """There the kernels are empty shells, and the launch refuses."""
-    for architecture in binary.for_all_chips():
-        if not has_multicast(architecture):
-            for name, text in instructions(architecture, MULTICAST).items():
-                assert not re.search(f"{ANY_REDUCING_LOAD}|{BROADCAST_STORE}", text), f"{architecture}: {name}"
+    found = [each for each in binary.for_all_chips() if not has_multicast(each)]
+    if not found:
+        pytest.skip(f"built for {_native.CUDA_ARCHS} alone, which has multicast")
+    for architecture in some(found):
+        for name, text in some(instructions(architecture, MULTICAST).items()):
+            assert not re.search(f"{ANY_REDUCING_LOAD}|{BROADCAST_STORE}", text), f"{architecture}: {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.golden import cases, compare, predictions, record, store
+from tests.graphs.nonempty import some
 
 BLOCKS = ("block:chain, any number of tokens, 512 first, h200x4", "block:fp8 torchao_rows, forced, h200x4")
 
@@ -34,8 +35,7 @@ def test_a_lost_choice_is_a_difference() -> None:
 
 def test_predictions_are_as_good_as_in_the_record() -> None:
     new = predictions.record_all()
-    for machine, kinds in predictions.read().items():
-        for kind, figures in kinds.items():
-            if "p90" in figures:
-                assert new[machine][kind]["mean"] <= figures["mean"] + 0.005, f"{machine} {kind}"
-                assert new[machine][kind]["cases"] == figures["cases"], f"{machine} {kind}"
+    for machine, kinds in some(predictions.read().items()):
+        for kind, figures in some((kind, figures) for kind, figures in kinds.items() if "p90" in figures):
+            assert new[machine][kind]["mean"] <= figures["mean"] + 0.005, f"{machine} {kind}"
+            assert new[machine][kind]["cases"] == figures["cases"], f"{machine} {kind}"

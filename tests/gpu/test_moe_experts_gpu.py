@@ -21,6 +21,7 @@ from tests.graphs.experts_cases import (
     random_sizes,
 )
 from tests.graphs.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
+from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.expert_kernels import gpu
 from weaveopt.expert_kernels.call import ExpertsCall
@@ -52,7 +53,7 @@ def check(operands: Operands, call: ExpertsCall, what: str, how: Plan | None = N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_equals_the_sum_token_by_token(routing: str, dtype: torch.dtype) -> None:
-    for seed, call in enumerate(CALLS):
+    for seed, call in enumerate(some(CALLS)):
         sizes = random_sizes(random.Random(seed * 31 + ROUTINGS.index(routing)))
         operands = poisoned(make_operands(sizes, call, dtype, seed, routing, "cuda"))
         plain = make_operands(sizes, call, dtype, seed, routing)
@@ -151,8 +152,8 @@ class NativeRouting:
 @needs_native_routing
 @pytest.mark.parametrize("num_rows", (*ROWS, 8192, 131072, 262144, 1000003))
 def test_native_routing_equals_a_stable_sort(num_rows: int) -> None:
-    for num_experts in EXPERTS if num_rows <= 1 << 17 else EXPERTS[2::3]:
-        for at, (name, experts) in enumerate(cases(num_rows, num_experts)):
+    for num_experts in some(EXPERTS if num_rows <= 1 << 17 else EXPERTS[2::3]):
+        for at, (name, experts) in enumerate(some(cases(num_rows, num_experts))):
             routing = NativeRouting(num_rows, num_experts, TILE_ROWS[(at + num_experts) % len(TILE_ROWS)])
             routing.experts.copy_(experts)
             routing.run(early=at % 3 > 0)
@@ -187,7 +188,7 @@ def test_a_graph_sorts_the_experts_of_its_replay(num_rows: int) -> None:
         second.run()
 
     graph, _ = captured(run)
-    for _, experts in cases(num_rows, 64):
+    for _, experts in some(cases(num_rows, 64)):
         first.experts.copy_(experts)
         graph.replay()
         first.check()

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from tests.graphs.nonempty import some
 from tests.house.source import ROOT
 from weaveopt.cli.calibrate import NO_MULTICAST
 
@@ -39,14 +40,14 @@ def test_a_program_of_tests_or_benchmarks_switches_it_off_for_itself(package: st
 
 def test_all_programs_belong_to_those_packages() -> None:
     for folder in ("tests", "benchmarks"):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in some((ROOT / folder).rglob("*.py")):
             packages = [each for each in path.relative_to(ROOT).parents if (ROOT / each / "__init__.py").exists()]
             assert any(str(each) == folder for each in packages), path
 
 
 def test_make_exports_it_to_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for name, value in NO_MULTICAST.items():
+    for name, value in some(NO_MULTICAST.items()):
         assert re.search(rf"^export {name} := {value}$", makefile, re.MULTILINE), name
         assert len(re.findall(name, makefile)) == 1, "in one place"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.graphs import forms, models
 from tests.graphs.inductor_kernels import Generated, captured, generated
+from tests.graphs.nonempty import some
 from tests.graphs.preview import previewed
 from tests.graphs.reductions import Reductions, reduction_of, rows_of
 from tests.graphs.traces import context_of, framed, traced_chain
@@ -287,7 +288,7 @@ def test_a_site_at_another_token_count_is_priced_as_if_captured_with_it(machine:
         return [tuple((term.name, term.us) for term in site.baseline.terms) for site in sites]
 
     for tokens in (1, 7, 64, 640, 4096):
-        for ours, wanted in zip(baselines(64, tokens), baselines(tokens), strict=True):
+        for ours, wanted in zip(some(baselines(64, tokens)), baselines(tokens), strict=True):
             assert [name for name, _ in ours] == [name for name, _ in wanted] == ["gemm", "all_reduce", "memory"]
             assert [us for _, us in ours] == pytest.approx([us for _, us in wanted], rel=1e-9)
 

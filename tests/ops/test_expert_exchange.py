@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weaveopt.ops  # noqa: F401
+from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ranks import run_ranks
 from weaveopt import _native
@@ -223,14 +224,14 @@ def run_instruction_sets(rank: int) -> None:
     """Sums of products are those of torch in every bit, whatever the vectors: rows and weights that cancel."""
     memory = reserve_for(1)
     random = torch.Generator().manual_seed(5)
-    for dtype, hidden, choices in itertools.product(DTYPES, (1, 37, 200), (1, 4)):
+    for dtype, hidden, choices in itertools.product(some(DTYPES), (1, 37, 200), (1, 4)):
         call = replace(make_call(Form(choices=choices), dtype, 1, hidden), site="instruction sets")
         rows = torch.randn(MAX_TOKENS * choices, hidden, generator=random).to(getattr(torch, dtype))
         weights = torch.randn(MAX_TOKENS, choices, generator=random)
         ids = torch.zeros(MAX_TOKENS, choices, dtype=torch.int64)
         ids[3] = -1
         want = combine(rows.view(MAX_TOKENS, choices, hidden).masked_fill((ids < 0)[..., None], 0), ids >= 0, weights)
-        for isa in _native.isas():
+        for isa in some(_native.isas()):
             site = _native.ShardedMixtureSite()
             needs = SITES[Fabric.SHM].buffers(call)
             site.dispatch_offset, site.combine_offset = (memory.buffer(need.name).offset for need in needs)
@@ -283,7 +284,7 @@ def run_eight(rank: int) -> None:
     reserve_for(8)
     form = Form(choices=4, experts=1, batches=8)
     call = make_call(form, "float32", 8)
-    for seed, counts in enumerate(COUNTS * 3):
+    for seed, counts in enumerate(some(COUNTS * 3)):
         inputs = make_inputs(form, call, counts, ROUTINGS[seed % 3], seed)
         assert_close(inputs[rank].run(call), wanted(inputs, call)[rank], KERNEL, counts, torch.float32)
 

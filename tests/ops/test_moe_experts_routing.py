@@ -11,6 +11,7 @@ import torch
 from tests.emulation import binary
 from tests.emulation.experts_emulated import library
 from tests.graphs.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
+from tests.graphs.nonempty import some
 from weaveopt import _native
 
 Tensor = torch.Tensor
@@ -41,8 +42,8 @@ def check(experts: Tensor, num_experts: int, tile_rows: int, seed: int = 0) -> N
 def test_rows_of_a_few_steps(num_rows: int) -> None:
     """One CTA alone, and several whose last one has few rows; by every kernel, with tiles of every size."""
     tile_rows = itertools.cycle(TILE_ROWS)
-    for num_experts in EXPERTS:
-        for seed, (_, experts) in enumerate(cases(num_rows, num_experts)):
+    for num_experts in some(EXPERTS):
+        for seed, (_, experts) in enumerate(some(cases(num_rows, num_experts))):
             check(experts, num_experts, next(tile_rows), seed)
         next(tile_rows)  # or each case would have a size of its own
 
@@ -56,11 +57,11 @@ def test_many_rows(num_rows: int, num_experts: int) -> None:
 
 
 def test_the_same_in_any_order_of_threads() -> None:
-    for name, experts in cases(3 * STEP - 5, 100):
+    for name, experts in some(cases(3 * STEP - 5, 100)):
         first = routed(experts, 100, 32)
         for seed in (1000, 2000):
             again = routed(experts, 100, 32, seed)
-            assert all(torch.equal(*pair) for pair in zip(again, first, strict=True)), name
+            assert all(torch.equal(*pair) for pair in zip(some(again), first, strict=True)), name
 
 
 def test_no_rows_are_no_tiles() -> None:
@@ -80,7 +81,7 @@ def test_counts_that_each_cta_reads_are_bounded() -> None:
 
 @binary.needs_cuda_part
 def test_machine_code_waits_for_the_counts_where_the_host_launches_it_early() -> None:
-    for architecture in binary.for_all_chips():
+    for architecture in some(binary.for_all_chips()):
         names = [name for name in binary.kernels(architecture) if "rows_by_expert" in name]
         assert len(names) == 8, names
         launched_early = _native.has_sm90_code(binary.number(architecture), binary.number(architecture))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops.test_expert_exchange import FORMS, Form, make_call, make_inputs, reserve_for, wanted
 from tests.ranks import run_ranks
@@ -58,10 +59,10 @@ def test_opcheck() -> None:
 
 
 def test_fake_results_have_the_shape_of_the_reference() -> None:
-    for form in FORMS:
+    for form in some(FORMS):
         call = make_call(form, "bfloat16", 2)
         inputs = make_inputs(form, call, "uneven", "uniform", seed=1)
-        for at, want in enumerate(wanted(inputs, call)):
+        for at, want in enumerate(some(wanted(inputs, call))):
             with FakeTensorMode(allow_non_fake_inputs=True):
                 got = inputs[at].run(call)
             assert (got.shape, got.dtype) == (want.shape, want.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.graphs import toys
+from tests.graphs.nonempty import some
 from tests.graphs.toys import Offer
 from weaveopt.pipeline.plan import Planned, plan
 from weaveopt.records.candidate import Fabric
@@ -192,7 +193,7 @@ def test_live_buffers_never_overlap(seed: int) -> None:
         apart = a.offset + a.num_bytes <= b.offset or b.offset + b.num_bytes <= a.offset
         assert apart or not (a.num_bytes and b.num_bytes) or (a.first > b.last or b.first > a.last)
         assert Lifetime.ARENA not in (a.lifetime, b.lifetime) or apart
-    for buffer in arena.buffers:
+    for buffer in some(arena.buffers):
         if buffer.lifetime is Lifetime.UNTIL_READ:
             begun = [at for at, start in enumerate(starts) if start <= read_at[buffer.owners[0], buffer.name]]
             assert buffer.last >= max(begun), "every site that begins before its last reader finds it alive"

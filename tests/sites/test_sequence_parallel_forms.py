@@ -22,6 +22,7 @@ from tests.graphs.functional_collectives import (
     reduce_scatter_single,
     reduce_scatter_single_autograd,
 )
+from tests.graphs.nonempty import some
 from tests.graphs.preview import fake_group
 from tests.graphs.rewriting import check_rewritten
 from tests.graphs.site_values import check, run
@@ -94,7 +95,7 @@ def test_scatters_along_every_dimension() -> None:
         ]
 
     found = sites(every, rows(32, 16), *(rows(*sizes) for _, sizes, _ in cases))
-    for site, (dim, sizes, op) in zip(found, cases, strict=True):
+    for site, (dim, sizes, op) in zip(some(found), cases, strict=True):
         [facts] = scatters([site])
         last, within = dim == len(sizes) - 1, len(sizes) == 3 and dim == 1 and sizes[0] > 1
         assert (facts.dim, facts.outer) == ((-1, 1) if last else (1, sizes[0]) if within else (0, 1)), (dim, sizes)
