@@ -39,9 +39,12 @@ ALL_ARCHS = ("80", "90", "100")
 # whatever the architectures are, as their headers compile for nothing else.
 HOPPER_SOURCE = ".sm90a.cu"
 HOPPER_CODE = "-gencode=arch=compute_90a,code=sm_90a"
+# Sources that instantiate kernels for one type of elements, which they find as a macro: compiled once for each.
+DTYPES_MARK = ".dtypes."
+ELEMENTS = ("__nv_bfloat16", "__half")
 # Sources of the module that needs NVSHMEM, and those of the other module that are part of it too.
 NVSHMEM_MARK = ".nvshmem."
-NVSHMEM_SHARED = ["csrc/hierarchical_all_reduce/doubling.cpp", "csrc/hierarchical_all_reduce/schedule.cpp"]
+NVSHMEM_SHARED = ["csrc/reduction/hosts/doubling.cpp", "csrc/reduction/hosts/schedule.cpp"]
 NVSHMEM_MODULE = "weaveopt._nvshmem"
 HEADERS = (".h", ".hpp", ".inc", ".cuh")
 PYTHON_HEADER = re.compile(r'^#include ["<](pybind11/|Python\.h)', re.MULTILINE)
@@ -203,13 +206,18 @@ class CudaCompiler:
 
     def compile_all(self, paths: list[str], nvshmem: Path | None = None) -> list[str]:
         OBJECTS.mkdir(parents=True, exist_ok=True)
+        units = [(path, element) for path in paths for element in (ELEMENTS if DTYPES_MARK in path else (None,))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda path: self.compile(path, nvshmem), paths))
+            return list(pool.map(lambda unit: self.compile(*unit, nvshmem), units))
 
-    def compile(self, path: str, nvshmem: Path | None = None) -> str:
-        """The object of a source; with `nvshmem` one that is still to be linked on the device."""
+    def compile(self, path: str, element: str | None = None, nvshmem: Path | None = None) -> str:
+        """The object of a source, for one type of `ELEMENTS` if it is compiled for each; with `nvshmem` one that is
+        still to be linked on the device."""
         text = [*self.surroundings, *(part for each in with_includes(path) for part in (each, read(each)))]
         flags, codes = self.flags, [HOPPER_CODE] if path.endswith(HOPPER_SOURCE) else self.codes
+        if element is not None:
+            flags = [*flags, f"-DWEAVE_ELEMENT={element}"]
+            text += [element]
         if nvshmem is not None:
             flags, codes = [*flags, "-rdc=true"], self.machine_codes
             text += [*flags, nvshmem_version(nvshmem)]

@@ -1,4 +1,4 @@
-"""Types of the native module between hosts; see csrc/hierarchical_all_reduce/bindings.nvshmem.cpp."""
+"""Types of the native module between hosts; see csrc/reduction/hosts/bindings.nvshmem.cpp."""
 
 from collections.abc import Sequence
 

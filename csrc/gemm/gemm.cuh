@@ -47,7 +47,8 @@ int enqueue(Kernel kernel, const Argument& argument, int32_t num_ctas, void* str
     return cudaLaunchKernelEx(&config, kernel, argument);
 }
 
-int enqueue_bf16(const Work& work, int32_t tile_columns, int32_t num_ctas, void* stream);
-int enqueue_fp16(const Work& work, int32_t tile_columns, int32_t num_ctas, void* stream);
+// In gemm.dtypes.sm90a.cu.
+template <typename T>
+int enqueue_gemm(const Work& work, int32_t tile_columns, int32_t num_ctas, void* stream);
 
 }  // namespace weave::gemm

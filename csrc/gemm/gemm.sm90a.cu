@@ -42,8 +42,8 @@ int run(const Problem& problem, DType dtype, int32_t tile_columns, int32_t group
                          store_columns(tile_columns));
     if (error != 0) return error;
     const int32_t num_ctas = work.num_clusters * kClusterCtas;
-    if (dtype == DType::kBFloat16) return enqueue_bf16(work, tile_columns, num_ctas, stream);
-    if (dtype == DType::kFloat16) return enqueue_fp16(work, tile_columns, num_ctas, stream);
+    if (dtype == DType::kBFloat16) return enqueue_gemm<__nv_bfloat16>(work, tile_columns, num_ctas, stream);
+    if (dtype == DType::kFloat16) return enqueue_gemm<__half>(work, tile_columns, num_ctas, stream);
     return cudaErrorInvalidValue;
 }
 

@@ -188,13 +188,18 @@ def test_cuda_objects_are_found_again_by_their_content(
         return (tmp_path / "asked").read_text().splitlines()
 
     objects = compile_all()
-    assert len(set(objects)) == len(sources) == len(asked())
+    by_dtype = [path for path in sources if build.DTYPES_MARK in path]
+    assert len(set(objects)) == len(asked()) == len(sources) + len(by_dtype) > len(sources)
+    for path in by_dtype:
+        found = [re.findall(r"-DWEAVE_ELEMENT=(\w+)", line) for line in asked() if f" {path} " in line]
+        assert sorted(found) == [["__half"], ["__nv_bfloat16"]]
     for line in asked():
         found = re.findall(r"-gencode=arch=compute_(\w+),code=(\w+)", line)
         everywhere = [("80", "sm_80"), ("90", "sm_90"), ("100", "sm_100"), ("100", "compute_100")]
         assert found == ([("90a", "sm_90a")] if build.HOPPER_SOURCE in line else everywhere)
-    assert sum(build.HOPPER_SOURCE in line for line in asked()) == len(build.sources(build.HOPPER_SOURCE)) > 0
-    assert compile_all() == objects and len(asked()) == len(sources), "nothing is compiled twice"
+    hopper = [path for path in sources if path.endswith(build.HOPPER_SOURCE)]
+    assert sum(build.HOPPER_SOURCE in line for line in asked()) == len(hopper) + len(by_dtype) > len(by_dtype)
+    assert compile_all() == objects and len(asked()) == len(objects), "nothing is compiled twice"
     monkeypatch.setenv("WEAVE_CUDA_ARCHS", "90a")
     assert not set(compile_all()) & set(objects), "other flags make other objects"
     assert "sm_100" not in asked()[-1] and "code=compute" not in asked()[-1], "PTX for one chip alone helps no other"

@@ -79,7 +79,7 @@ class Made:
     weight: Tensor
 
 
-ROWS = "hierarchical_all_reduce/doubling_rows.cuh"
+ROWS = "reduction/hosts/doubling_rows.cuh"
 FENCE = "if (threadIdx.x == 0) fabric::fence();"
 MISSING = {
     "mapped: the fence before a flag": without(ROWS, FENCE, "\n    }"),
@@ -91,7 +91,7 @@ MISSING = {
 
 
 def library() -> ctypes.CDLL:
-    sources = [CSRC / "hierarchical_all_reduce" / name for name in ("doubling.cpp", "schedule.cpp")]
+    sources = [CSRC / "reduction" / "hosts" / name for name in ("doubling.cpp", "schedule.cpp")]
     return emulated_build.library((EMULATED / "between_hosts.cpp", *sources), (EMULATED / "hosts",), MISSING)
 
 

@@ -71,7 +71,7 @@ class Made:
     moved: tuple[tuple[int, int], ...]
 
 
-EXCHANGE = "moe_sharded/exchange.cuh"
+EXCHANGE = "experts/sharded/exchange.cuh"
 MISTAKES = {
     "no barrier before the signal": without(
         EXCHANGE,

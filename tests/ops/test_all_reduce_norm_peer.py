@@ -300,7 +300,7 @@ def buffers(row: KernelRow, rows: RowFormat) -> dict[str, Buffer]:
 
 
 def test_buffers_hold_what_the_kernels_lay_out() -> None:
-    """The layouts of csrc/all_reduce_norm/layout.cpp, for rows whose e4m3 form is no multiple of 16 bytes."""
+    """The layouts of csrc/reduction/layout.cpp, for rows whose e4m3 form is no multiple of 16 bytes."""
     world, tokens, share = 4, 6, 2
     plain, fp8 = RowFormat(8, "bfloat16", "bfloat16", world), RowFormat(8, "bfloat16", "float8_e4m3fn", world)
     (one,) = buffers(KernelRow(tokens, Algorithm.ONE_SHOT, Transfer.LL_PACKET), plain).values()

@@ -9,7 +9,7 @@ import pytest
 from tests.emulation import emulated_build
 from tests.emulation.emulated_build import CSRC, EMULATED, Mistake, making, without
 
-COUNTS = "moe_sharded/counts.cpp"
+COUNTS = "experts/sharded/counts.cpp"
 SOURCES = (EMULATED / "token_counts.cpp", *(
     CSRC / each for each in (COUNTS, "fabric/shm.cpp", "base/memory.cpp", "base/process.cpp")
 ))  # fmt: skip

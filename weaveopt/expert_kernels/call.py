@@ -20,10 +20,10 @@ class Kernels(StrEnum):
     HOPPER = "hopper"
     """Native kernels if they run on the device, else Triton's."""
     ONE = "one_kernel"
-    """Both native GEMMs in one kernel (csrc/moe_experts/both.cuh); those of `HOPPER` if only one of the weights is
+    """Both native GEMMs in one kernel (csrc/experts/both.cuh); those of `HOPPER` if only one of the weights is
     transposed."""
     WIDE = "wide"
-    """Native kernels for many rows an expert (csrc/moe_experts/wide.cuh); those of `HOPPER` for weights they do not
+    """Native kernels for many rows an expert (csrc/experts/wide.cuh); those of `HOPPER` for weights they do not
     support."""
 
 

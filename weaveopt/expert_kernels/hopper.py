@@ -1,4 +1,4 @@
-"""The experts' GEMMs on Hopper: native kernels, csrc/moe_experts, between the routing and Triton's sum.
+"""The experts' GEMMs on Hopper: native kernels, csrc/experts, between the routing and Triton's sum.
 
 Rows are gathered by the first GEMM, whose epilogue activates; the second one puts them in their places. Both are
 persistent grids over the tiles of `EXPERT_TILE_ROWS` rows that the routing kernels left, or of `WIDE_EXPERT_TILE_ROWS`;
@@ -47,9 +47,9 @@ class HopperPlan(RowTiles):
     rows: int
     group: int
     wide: bool = False
-    """True if each multiply covers all rows of a tile (csrc/moe_experts/wide.cuh) instead of half of them."""
+    """True if each multiply covers all rows of a tile (csrc/experts/wide.cuh) instead of half of them."""
     one_kernel: bool = False
-    """True if both GEMMs are one kernel (csrc/moe_experts/both.cuh)."""
+    """True if both GEMMs are one kernel (csrc/experts/both.cuh)."""
     lag: int = LAG
     """Lag between the two GEMMs of that kernel."""
     combine_columns: int = 2048
@@ -191,7 +191,7 @@ def gate_of(call: ExpertsCall) -> _native.ExpertGate:
 
 
 def activation_number(name: str) -> int:
-    """Number of an activation in csrc/moe_experts/activation.cuh, which follows the order of `ActivationName`."""
+    """Number of an activation in csrc/experts/activation.cuh, which follows the order of `ActivationName`."""
     return tuple(ActivationName).index(ActivationName(name))
 
 

@@ -5,9 +5,9 @@
     table[i + 1]    tile i: its expert, its first position, the end of its expert's positions, and their begin
     behind them     0 for each tile
 
-A GEMM counts from those zeros (csrc/moe_experts/both.cuh).
+A GEMM counts from those zeros (csrc/experts/both.cuh).
 
-Nothing is added atomically: the order is the same at every call. Many rows are sorted by csrc/moe_experts/routing.cu,
+Nothing is added atomically: the order is the same at every call. Many rows are sorted by csrc/experts/routing.cu,
 which leaves the same, where it was built.
 """
 

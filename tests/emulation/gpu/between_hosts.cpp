@@ -1,10 +1,10 @@
-// Recursive doubling between hosts, from csrc/hierarchical_all_reduce, as functions of a library for tests: on the CPU,
+// Recursive doubling between hosts, from csrc/reduction/hosts, as functions of a library for tests: on the CPU,
 // among emulated ranks.
 #include <algorithm>
 #include <string>
 #include <utility>
 
-#include "hierarchical_all_reduce/doubling.cuh"
+#include "reduction/hosts/doubling.cuh"
 
 namespace weave::hosts {
 namespace {

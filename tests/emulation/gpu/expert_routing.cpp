@@ -1,11 +1,11 @@
-// The kernels that sort rows of a mixture by expert, from csrc/moe_experts, as a function of a library for tests: on the
+// The kernels that sort rows of a mixture by expert, from csrc/experts, as a function of a library for tests: on the
 // CPU.
 #include <algorithm>
 #include <string>
 
 #include "machine.h"
 // What the kernels need of CUDA is above.
-#include "moe_experts/routing.cuh"
+#include "experts/routing.cuh"
 
 namespace weave::moe_experts {
 namespace {

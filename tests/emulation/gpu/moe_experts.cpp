@@ -1,8 +1,9 @@
-// The GEMMs of a mixture's experts, from csrc/moe_experts, as functions of a library for tests: on the CPU, in bf16.
+// The GEMMs of a mixture's experts, from csrc/experts, as functions of a library for tests: on the CPU, in bf16.
 #include <string>
+#include <type_traits>
 
-#include "moe_experts/gather_rows.cuh"
-#include "moe_experts/grouped.sm90a.cu"
+#include "experts/gather_rows.cuh"
+#include "experts/grouped.sm90a.cu"
 
 namespace {
 
@@ -56,11 +57,19 @@ int enqueue_as(const Work& work, Product product) {
     });
 }
 
-int enqueue_bf16(const Work& work, Product product, bool transposed, int32_t, void*) {
+// The tests' calls are of bf16.
+template <typename T>
+constexpr bool is_tested = std::is_same_v<T, __nv_bfloat16>;
+
+template <typename T>
+int launch_product(const Work& work, Product product, bool transposed, int32_t, void*) {
+    if (!is_tested<T>) return cudaErrorInvalidValue;
     return transposed ? enqueue_as<true>(work, product) : enqueue_as<false>(work, product);
 }
 
-int enqueue_wide_bf16(const Work& work, Product product, int32_t, void*) {
+template <typename T>
+int launch_wide(const Work& work, Product product, int32_t, void*) {
+    if (!is_tested<T>) return cudaErrorInvalidValue;
     return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
         if (product == Product::kGated) return wide_grouped_gemm<__nv_bfloat16, Product::kGated>(work);
         if (product == Product::kPlain) return wide_grouped_gemm<__nv_bfloat16, Product::kPlain>(work);
@@ -77,7 +86,9 @@ void run_both_as(const BothWork& work, Product first) {
     both_gemms<__nv_bfloat16, Product::kPairs, kTransposed>(work);
 }
 
-int enqueue_both_bf16(const BothWork& work, Product first, bool transposed, int32_t num_ctas, void*) {
+template <typename T>
+int launch_both(const BothWork& work, Product first, bool transposed, int32_t num_ctas, void*) {
+    if (!is_tested<T>) return cudaErrorInvalidValue;
     try {
         emulated::run_grid({gemm::kClusterCtas, gemm::kThreads}, num_ctas / gemm::kClusterCtas, resident, seed,
                            [&] { transposed ? run_both_as<true>(work, first) : run_both_as<false>(work, first); });
@@ -86,18 +97,6 @@ int enqueue_both_bf16(const BothWork& work, Product first, bool transposed, int3
         return -1;
     }
     return cudaSuccess;
-}
-
-int enqueue_both_fp16(const BothWork&, Product, bool, int32_t, void*) {
-    return cudaErrorInvalidValue;
-}
-
-int enqueue_fp16(const Work&, Product, bool, int32_t, void*) {
-    return cudaErrorInvalidValue;
-}
-
-int enqueue_wide_fp16(const Work&, Product, int32_t, void*) {
-    return cudaErrorInvalidValue;
 }
 
 int gather_rows(const RowsToGather& rows, const Routing& routing, void*) {

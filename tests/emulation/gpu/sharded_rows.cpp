@@ -1,10 +1,10 @@
-// Rows to the ranks of their experts and the sum of what comes home, from csrc/moe_sharded, as a function of a library
-// for tests: on the CPU, among emulated ranks. Between the two kernels stands one that is no GEMM, and stores as the
-// second GEMM does.
+// The dispatch of rows to the ranks of their experts and the sum of the results, from csrc/experts/sharded, as a function
+// of a library for tests: on the CPU, among emulated ranks. Between the two kernels runs one that is no GEMM, and stores
+// as the second GEMM does.
 #include <algorithm>
 #include <string>
 
-#include "moe_sharded/exchange.cuh"
+#include "experts/sharded/exchange.cuh"
 
 namespace weave::moe {
 namespace {

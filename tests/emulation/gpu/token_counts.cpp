@@ -1,5 +1,5 @@
-// Token counts of csrc/moe_sharded among threads of one process that stand for ranks, as a function of a library for
-// tests: the text as it is, with segments that are really mapped once by each rank.
+// Token counts of csrc/experts/sharded among threads of one process that stand for ranks, as a function of a library
+// for tests: the text as it is, with segments that are really mapped once by each rank.
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "moe_sharded/counts.h"
+#include "experts/sharded/counts.h"
 
 extern "C" {
 

@@ -9,7 +9,7 @@ else              one kernel that waits for all rows, then the library's GEMMs
 
 The latter happens to calls that the kernel does not take, too: rows of each of several sequences, other GPUs; and a
 GEMM that rows are added to, or whose weight it does not read, runs after all rows have arrived. All ranks see the same
-of a call, so all of them choose the same. csrc/all_gather_gemm/gpu.cu says what orders memory between ranks.
+of a call, so all of them choose the same. csrc/gemm_comm/all_gather/gpu.cu says what orders memory between ranks.
 
 Gathered rows are stored in one buffer, `gathered`. If the op returns them they are copied: the next call's are pushed
 into the buffer as soon as all that this rank launched before that call has finished. Nothing here synchronizes with the
