@@ -6,6 +6,11 @@ rewritten is not an error: it is a `Rejection` (see `weaveopt.records.candidate`
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weaveopt.records.candidate import Rejection
+
 
 class WeaveError(RuntimeError):
     """Misuse, or a state in which continuing would give wrong data or a hang."""
@@ -29,6 +34,17 @@ class AgreementError(WeaveError):
 
 class ArenaError(WeaveError):
     """Symmetric memory could not be reserved or exchanged."""
+
+
+class OrderError(WeaveError):
+    """The code that Inductor wrote for a graph begins and waits for communication in another order than was asked.
+
+    Nothing of it ran, and nothing of it is cached. All ranks run the captured graph in its place.
+    """
+
+    def __init__(self, rejection: Rejection) -> None:
+        super().__init__(rejection.message)
+        self.rejection = rejection
 
 
 class MulticastError(WeaveError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from enum import Enum, auto
 
 import torch
@@ -23,6 +24,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from weaveopt.config import Config
 from weaveopt.errors import OptionError
 from weaveopt.inductor.one_row import store_rows
+from weaveopt.inductor.order import keeping
+from weaveopt.records.order import ANY_ORDER, Order
 from weaveopt.rule import ReuseHook, ReusePredicate
 
 Compiled = Callable[..., object]
@@ -87,19 +90,25 @@ def compile_with(
 
 
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object], hooks: Sequence[ReuseHook] = ()
-) -> object:
-    """Inductor's compile of one graph; `hooks` say which results of operators it must leave alone."""
+    module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object],
+    hooks: Sequence[ReuseHook] = (), order: Order = ANY_ORDER,
+) -> object:  # fmt: skip
+    """Inductor's compile of one graph; `hooks` say which results of operators it must leave alone.
+
+    `order` is what `place` returned for the graph. Raises `OrderError` where the code that Inductor wrote has another
+    one: the caller then compiles the captured graph on all ranks.
+    """
     _forget_mesh_hashes(inputs)
     if inductor_config.coordinate_descent_tuning and store_rows(module.graph):
         module.recompile()
     for hook in hooks:
         _keep_from_reuse(hook.op, hook.keeps)
-    return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
+    with keeping(order) if order else nullcontext():
+        return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
 
 
 def compile_alone(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], hooks: Sequence[ReuseHook] = ()
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], hooks: Sequence[ReuseHook] = (), order: Order = ANY_ORDER
 ) -> Callable[[list[torch.Tensor]], object]:
     """Compile a graph with Inductor that is called by itself with tensors of the sizes of `inputs`.
 
@@ -111,7 +120,7 @@ def compile_alone(
     with tracing(TracingContext(mode)), V.set_fake_mode(mode):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
         arguments = {"cudagraphs": BoxedBool(False), "is_inference": True}
-        compiled = compile_graph(module, fakes, arguments, hooks)
+        compiled = compile_graph(module, fakes, arguments, hooks, order)
     assert callable(compiled), f"Inductor returned a {type(compiled).__name__}"
     return compiled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weaveopt.ops.all_gather_gemm import op as _all_gather_gemm  # noqa: F401
+from weaveopt.ops.collective_wait import op as _collective_wait  # noqa: F401
 from weaveopt.ops.gemm_all_reduce import op as _gemm_all_reduce  # noqa: F401
 from weaveopt.ops.gemm_reduce_scatter import norm_op as _gemm_reduce_scatter_norm  # noqa: F401
 from weaveopt.ops.gemm_reduce_scatter import op as _gemm_reduce_scatter  # noqa: F401

@@ -38,10 +38,18 @@ def bind(agreed: Agreed, why: str, context: Context) -> str:
     that this one shares groups with, directly or through others. Empty where all is in place. Raises `AgreementError`
     where a rank does not come, before any kernel runs.
     """
-    timeout_s = context.config.compile_timeout_s
     # A rank that has no arena in one group still takes part in the next: the others wait for it there.
     failures = [reserve(plan, context) for plan in agreed.planned.plans if not context.topologies[plan.group].fake]
-    why = why or next((failure for failure in failures if failure), "")
+    return shared_reason(agreed, why or next((failure for failure in failures if failure), ""), context)
+
+
+def shared_reason(agreed: Agreed, why: str, context: Context) -> str:
+    """Return why the graph has to stay as it was, here (`why`) or on a rank that shares groups with this one; empty if
+    on none. All ranks that agreed together on the graph call it at the same point, and get one answer.
+
+    Raises `AgreementError` as `bind` does.
+    """
+    timeout_s = context.config.compile_timeout_s
     for group in agreed.met:
         if group not in agreed.several:
             told = _gather(group, {"why": why}, "what could be reserved", timeout_s)

@@ -1,0 +1,1 @@
+"""`weave::collective_wait`, and its placement in a graph."""
