@@ -7,12 +7,12 @@ Unfused, on every rank of a group::
 Fused: the same operation with a fabric and its memory in `call`. One row is sent for each (token, destination), results
 are stored into [token][choice] of the token's rank, and nothing is counted on the host first.
 
-On GPUs of one host that reach each other's memory the same is done by kernels (`weaveopt/ops/moe_sharded/peer.py`).
+On GPUs of one host that reach each other's memory the same is done by kernels (`weaveopt/ops/experts/sharded/peer.py`).
 How many rows come is known on the device alone, so a CUDA graph can hold the call.
 
 Where ranks hold batches of their own, the call is the same in whatever graph a rank has compiled, and its memory is no
 part of the graph's: all ranks reserve it in the first call, together. On GPUs their hosts exchange their token counts
-in every call (`weaveopt/ops/moe_sharded/counts.py`), and CUDA graphs are made around it.
+in every call (`weaveopt/ops/experts/sharded/counts.py`), and CUDA graphs are made around it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from weaveopt.cost_model import Machine
 from weaveopt.cost_model.exchange import OP, GpuParts, PushedParts, ShardedMixture, gpu_parts, pushed_parts
 from weaveopt.cost_model.mixture import fastest_kernels, few_rows, has_few_rows, rows_by_expert
 from weaveopt.cost_model.token_grid import grid_of
-from weaveopt.expert_kernels.call import Kernels
-from weaveopt.expert_kernels.gpu import has_triton
-from weaveopt.expert_kernels.hopper import lacks_hopper
 from weaveopt.fabrics.reaching import not_measured, reaching
 from weaveopt.fabrics.rows_call import decode
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, erase_dead, replace_uses
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.gpu_limits import refusal
-from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.experts.call import Kernels
+from weaveopt.ops.experts.gpu import has_triton
+from weaveopt.ops.experts.hopper import lacks_hopper
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import SITES
+from weaveopt.ops.experts.sharded.peer import refusal
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal

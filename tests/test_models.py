@@ -20,7 +20,7 @@ from tests.graphs.executing import FORCED, Backend, executing, executing_alone
 from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, load, one_layer, save
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
-from weaveopt.integrations.cache_argument import with_cache
+from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 
 WORLD = 2

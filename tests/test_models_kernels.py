@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 from tests.graphs.executing import FORCED, executing
 from tests.graphs.models import FAMILIES, VOCABULARY, WINDOW, config_of
 from weaveopt.config import Config
-from weaveopt.integrations.cache_argument import with_cache
+from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.rewrites.causal_attention.candidates import RULE
 

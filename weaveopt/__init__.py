@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from weaveopt.errors import WeaveError
-from weaveopt.experts.registration import register_when_imported
+from weaveopt.integrations.transformers.registration import register_when_imported
 from weaveopt.versions import TRANSFORMERS
 
 if TYPE_CHECKING:
     from weaveopt.generation.entry import generate as generate
-    from weaveopt.integrations.key_heads import replicated_key_heads as replicated_key_heads
+    from weaveopt.integrations.transformers.key_heads import replicated_key_heads as replicated_key_heads
     from weaveopt.records.report import Report
 
 try:
@@ -44,7 +44,7 @@ def report(model: object | None = None) -> Report:
 
 _LAZY = {
     "generate": "weaveopt.generation.entry",
-    "replicated_key_heads": "weaveopt.integrations.key_heads",
+    "replicated_key_heads": "weaveopt.integrations.transformers.key_heads",
 }
 """Imported on first use: they import transformers."""
 

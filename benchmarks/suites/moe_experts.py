@@ -40,9 +40,9 @@ from benchmarks.workloads.experts import (
     over_all,
     times_us,
 )
-from weaveopt.expert_kernels import gpu, hopper
-from weaveopt.expert_kernels.call import Kernels
-from weaveopt.expert_kernels.plan import Plan, candidates, plan
+from weaveopt.ops.experts import gpu, hopper
+from weaveopt.ops.experts.call import Kernels
+from weaveopt.ops.experts.plan import Plan, candidates, plan
 
 HOW_ROUTED = ("uniform", "skewed")
 MODEL = Setting("models", tuple(MODELS), quick=("qwen3-30b-a3b",), among=tuple(MODELS))
@@ -162,7 +162,7 @@ def compile_all(data: Data, launches: tuple[Plan, ...]) -> None:
     """Compiles the kernels of all launches at a time; an error is raised again where the launch is timed."""
     from triton import AsyncCompileMode
 
-    from weaveopt.expert_kernels import kernels, routing_kernels
+    from weaveopt.ops.experts import kernels, routing_kernels
 
     began, threads = time.monotonic(), os.cpu_count() or 1
     known = [routing_kernels.route, kernels.gate_up, kernels.down, kernels.combine]

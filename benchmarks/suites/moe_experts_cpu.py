@@ -22,8 +22,8 @@ from benchmarks import record
 from benchmarks.ranks import Place
 from benchmarks.suite import CPU, Asked, Needs, Setting, Suite, product
 from benchmarks.timing import Effort, Step, host_us
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.experts.activation import ActivationName
+from weaveopt.ops.experts.call import ExpertsCall
 
 Tensor = torch.Tensor
 

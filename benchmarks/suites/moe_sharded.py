@@ -27,11 +27,11 @@ from benchmarks.ranks import Place
 from benchmarks.suite import GPU, Asked, Needs, Setting, Suite, UsageError, product
 from benchmarks.timing import Effort, chain, replayed_us
 from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0

@@ -71,12 +71,12 @@ def variants(case: Case, world: int, rank: int) -> dict[str, Step]:
     from transformers.distributed.expert_parallel import AllToAllEP
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    from weaveopt.experts.form import activation_of, call_of
     from weaveopt.fabrics import shm, topology
     from weaveopt.fabrics.rows_call import memory_plan
-    from weaveopt.mixtures.by_expert import ExpertWeights
-    from weaveopt.ops.moe_sharded.experts import expert_rows
-    from weaveopt.ops.moe_sharded.op import SITES
+    from weaveopt.integrations.transformers.expert_form import activation_of, call_of
+    from weaveopt.ops.experts.by_expert import ExpertWeights
+    from weaveopt.ops.experts.sharded.local_experts import expert_rows
+    from weaveopt.ops.experts.sharded.op import SITES
 
     shape = SHAPES[case.shape]
     own = shape.experts // world

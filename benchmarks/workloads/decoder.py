@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 from benchmarks.ranks import Place
 from benchmarks.suite import UsageError
-from weaveopt.integrations.cache_argument import with_cache
+from weaveopt.integrations.transformers.cache_argument import with_cache
 
 INDUCTOR, WEAVE = "inductor", "weave"
 Forward = Callable[..., object]

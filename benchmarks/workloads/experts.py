@@ -15,11 +15,11 @@ import weaveopt.ops  # noqa: F401
 from benchmarks import gpu_limits
 from benchmarks.ranks import Place
 from benchmarks.timing import Effort, Step, replayed_us
-from weaveopt.expert_kernels import gpu, hopper
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.plan import Plan
-from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
-from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.experts import gpu, hopper
+from weaveopt.ops.experts.activation import ActivationName
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.plan import Plan
+from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 Tensor = torch.Tensor
 Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]

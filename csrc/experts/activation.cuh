@@ -5,7 +5,7 @@
 
 namespace weave::moe_experts {
 
-// By the words of expert_kernels/call.py, in their order.
+// By the words of ops/experts/call.py, in their order.
 enum class Activation : int32_t {
     kSilu = 0,
     kGelu = 1,

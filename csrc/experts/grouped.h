@@ -3,7 +3,7 @@
 //   inner[p] = act(x[order[p] / choices] * gate_up[expert of p]^T + bias)
 //   results[order[p]] = inner[p] * down[expert of p]^T + bias
 //
-// for positions p of rows sorted by expert, in tiles by the table of expert_kernels/routing_kernels.py: of up to 288
+// for positions p of rows sorted by expert, in tiles by the table of ops/experts/routing_kernels.py: of up to 288
 // rows, of up to 256 where a GEMM is `wide`.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Rows of a mixture sorted by expert, on every GPU: what expert_kernels/routing_kernels.py says of `order` and
+// Rows of a mixture sorted by expert, on every GPU: what ops/experts/routing_kernels.py says of `order` and
 // `table`, for any number of rows. A row is a pair [token][choice], by its number token * choices + choice.
 #pragma once
 

@@ -21,13 +21,13 @@ import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.mixture import WIDE
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.gpu import has_triton
-from weaveopt.expert_kernels.hopper import lacks_hopper
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.inductor.kernels import Surroundings
-from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.experts.activation import Activation
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.gpu import has_triton
+from weaveopt.ops.experts.hopper import lacks_hopper
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, ONE, RULE, Host, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal

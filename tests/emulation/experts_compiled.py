@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 
 from tests.emulation.triton_compiler import Compiled, only_compile
-from weaveopt.expert_kernels import gpu
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.plan import plan
-from weaveopt.expert_kernels.shapes import Operands, Shape
-from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.activation import ActivationName
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.plan import plan
+from weaveopt.ops.experts.shapes import Operands, Shape
 
 SILU = ExpertsCall(ActivationName.SILU, gated=True)
 GPT_OSS = ExpertsCall(ActivationName.CLAMPED_SWISH, gated=True, interleaved=True, alpha=1.702, limit=7.0)
@@ -49,7 +49,7 @@ def operands_of(shape: Shape, call: ExpertsCall) -> Operands:
 
 
 def main() -> None:
-    from weaveopt.expert_kernels import kernels, routing_kernels
+    from weaveopt.ops.experts import kernels, routing_kernels
 
     made: list[Compiled] = []
     of_kernels = {each: getattr(kernels, each) for each in ("gate_up", "down", "combine")}

@@ -13,10 +13,10 @@ from tests.emulation.emulated_build import EMULATED
 from tests.graphs import experts_routing
 from tests.graphs.experts_routing import plain
 from weaveopt import _native
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.hopper import activation_number
-from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
-from weaveopt.ops.moe_experts.cpu import combine
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.hopper import activation_number
+from weaveopt.ops.experts.library import combine
+from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 Tensor = torch.Tensor
 

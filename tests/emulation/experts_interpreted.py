@@ -29,10 +29,10 @@ from tests.graphs.experts_cases import (
 )
 from tests.graphs.experts_routing import POISON, assert_sorted, empty_table
 from tests.graphs.tolerances import KERNEL, assert_close
-from weaveopt.expert_kernels import gpu
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.plan import Plan, plan
-from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.plan import Plan, plan
+from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 SILU, INTERLEAVED, UNGATED, CLAMPED = CALLS[0], CALLS[1], CALLS[3], CALLS[5]
 

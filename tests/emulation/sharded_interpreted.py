@@ -22,11 +22,11 @@ from torch import Tensor
 from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops.test_expert_exchange import MAX_TOKENS, Form, Inputs, make_call, make_inputs, wanted
 from weaveopt import _native
-from weaveopt.expert_kernels import gpu
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.moe_sharded import peer
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.peer import PeerSite
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.sharded import peer
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.peer import PeerSite
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 

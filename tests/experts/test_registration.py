@@ -14,8 +14,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from weaveopt.errors import WeaveError
-from weaveopt.experts.form import activation_of
-from weaveopt.mixtures.activation import Activation
+from weaveopt.integrations.transformers.expert_form import activation_of
+from weaveopt.ops.experts.activation import Activation
 
 
 def python(code: str) -> str:

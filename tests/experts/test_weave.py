@@ -17,10 +17,10 @@ from weaveopt.config import OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
-from weaveopt.ops.moe_sharded import op
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import traffic
-from weaveopt.ops.moe_sharded.shm import ShmSite
+from weaveopt.ops.experts.sharded import op
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import traffic
+from weaveopt.ops.experts.sharded.shm import ShmSite
 from weaveopt.records.memory import Buffer
 from weaveopt.records.report import Decision
 

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 import weaveopt
 from tests.graphs.generating import assert_same, build, ours, ragged, steps_of, theirs
 from weaveopt.generation import sessions
-from weaveopt.integrations.cache_argument import cache_argument, with_cache
+from weaveopt.integrations.transformers.cache_argument import cache_argument, with_cache
 
 
 def cache_of(output: object) -> Cache:

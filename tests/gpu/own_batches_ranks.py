@@ -22,8 +22,8 @@ from tests.graphs.models import Family, config_of
 from tests.graphs.sharded_models import FAMILY_OF, ids_of, sharded
 from weaveopt.config import OptionValue
 from weaveopt.errors import WeaveError
-from weaveopt.ops.moe_sharded import op
-from weaveopt.ops.moe_sharded.op import traffic
+from weaveopt.ops.experts.sharded import op
+from weaveopt.ops.experts.sharded.op import traffic
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import Decision
 

@@ -16,14 +16,14 @@ from benchmarks.timing import capture as captured
 from tests.graphs.experts_cases import Sizes, make_operands
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.shapes import Operands
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
-from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_experts.reference import reference
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import SITES, traffic
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.reference import reference
+from weaveopt.ops.experts.shapes import Operands
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import SITES, traffic
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 40.0

@@ -23,11 +23,11 @@ from tests.graphs.experts_cases import (
 from tests.graphs.experts_routing import EXPERTS, POISON, ROWS, TILE_ROWS, assert_sorted, cases, empty_table
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
-from weaveopt.expert_kernels import gpu
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.plan import Plan, candidates, plan
-from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
-from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.plan import Plan, candidates, plan
+from weaveopt.ops.experts.reference import reference
+from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 pytestmark = pytest.mark.gpu
 SILU, CLAMPED = CALLS[0], CALLS[5]

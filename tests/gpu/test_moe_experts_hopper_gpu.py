@@ -14,11 +14,11 @@ from tests.gpu.captured import captured
 from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, make_experts, make_operands, poisoned
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
-from weaveopt.expert_kernels import gpu, hopper
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS
-from weaveopt.expert_kernels.shapes import Operands, checked_shape
-from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.experts import gpu, hopper
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS
+from weaveopt.ops.experts.reference import reference
+from weaveopt.ops.experts.shapes import Operands, checked_shape
 
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]
 QWEN = Sizes(choices=8, experts=64, hidden=2048, inner=768)

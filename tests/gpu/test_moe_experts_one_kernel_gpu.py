@@ -26,10 +26,10 @@ from tests.gpu.test_moe_experts_hopper_gpu import (
 from tests.graphs.experts_cases import ROUTINGS, Sizes, make_experts, make_operands, poisoned
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
-from weaveopt.expert_kernels import gpu
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS
-from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS
+from weaveopt.ops.experts.reference import reference
 
 MODELS = ((QWEN, SILU), (MIXTRAL, SILU), (GPT_OSS, CLAMPED))
 CALLS_IN_A_ROW = 20

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from tests.gpu.launch import needs_cuda_part, run_ranks
-from weaveopt.experts.registration import MODULE
+from weaveopt.integrations.transformers.registration import MODULE
 
 
 @needs_cuda_part

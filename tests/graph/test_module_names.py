@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from tests.graphs.models import Family, config_of
 from weaveopt.graph.facts import module_of
-from weaveopt.integrations.cache_argument import cache_argument
+from weaveopt.integrations.transformers.cache_argument import cache_argument
 
 
 class Block(nn.Module):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.shapes import Operands
-from weaveopt.mixtures.activation import ActivationName
+from weaveopt.ops.experts.activation import ActivationName
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.shapes import Operands
 
 Tensor = torch.Tensor
 

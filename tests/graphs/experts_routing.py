@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weaveopt.expert_kernels.plan import RowTiles
-from weaveopt.expert_kernels.shapes import Shape
+from weaveopt.ops.experts.plan import RowTiles
+from weaveopt.ops.experts.shapes import Shape
 
 Tensor = torch.Tensor
 

@@ -18,8 +18,6 @@ ROOMS_OF_SIZES = (
     "benchmarks",
     "measure",
     "ops",
-    "reductions",
-    "expert_kernels",
     "rewrites",
     "sites",
     "graph",

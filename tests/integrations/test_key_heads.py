@@ -26,8 +26,8 @@ from tests.graphs.models import FAMILIES, VOCABULARY, Family, config_of, one_lay
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from weaveopt.errors import WeaveError
-from weaveopt.integrations.cache_argument import cache_argument, with_cache
-from weaveopt.integrations.key_heads import ATTENTION_STYLE
+from weaveopt.integrations.transformers.cache_argument import cache_argument, with_cache
+from weaveopt.integrations.transformers.key_heads import ATTENTION_STYLE
 from weaveopt.records.report import GraphReport
 
 WORLD = 4

@@ -24,8 +24,8 @@ from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
 from weaveopt.measure.cases.moe_sharded import CHOICES, ROW_BYTES, TOKENS, ShardedKernels, owners, pushed_bytes, size_of
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Estimate, Fabric
 from weaveopt.records.site import TokenCounts

@@ -20,11 +20,11 @@ from weaveopt import _native
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.library import combine
-from weaveopt.ops.moe_sharded.op import SITES, traffic
-from weaveopt.ops.moe_sharded.reference import reference
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.library import combine
+from weaveopt.ops.experts.sharded.op import SITES, traffic
+from weaveopt.ops.experts.sharded.reference import reference
 from weaveopt.records.candidate import Fabric
 
 WORLDS = (1, 2, 3, 4)

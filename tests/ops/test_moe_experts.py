@@ -14,11 +14,11 @@ from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, expected, make_op
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels.call import ExpertsCall, decode
-from weaveopt.expert_kernels.shapes import Operands
-from weaveopt.mixtures import by_expert
-from weaveopt.ops.moe_experts.plain import plain
-from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.experts import by_expert
+from weaveopt.ops.experts.call import ExpertsCall, decode
+from weaveopt.ops.experts.library import plain
+from weaveopt.ops.experts.reference import reference
+from weaveopt.ops.experts.shapes import Operands
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SILU = CALLS[0]

@@ -16,10 +16,10 @@ from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels import hopper
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels, decode
-from weaveopt.expert_kernels.shapes import Operands, Shape
-from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.experts import hopper
+from weaveopt.ops.experts.call import ExpertsCall, Kernels, decode
+from weaveopt.ops.experts.reference import reference
+from weaveopt.ops.experts.shapes import Operands, Shape
 
 BF16 = torch.bfloat16
 SILU, PLAIN = CALLS[0], CALLS[3]

@@ -14,8 +14,8 @@ import pytest
 from tests.emulation.experts_compiled import CASES
 from tests.emulation.experts_interpreted import CHECKS
 from tests.graphs.nonempty import some
-from weaveopt.expert_kernels.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
-from weaveopt.expert_kernels.shapes import Shape
+from weaveopt.ops.experts.plan import FEW_ROWS, LEAST_ROWS, MOST_ROWS, RESIDENT, SHARED_MEMORY, candidates, plan
+from weaveopt.ops.experts.shapes import Shape
 
 KERNELS = ["route", "gate_up", "down", "combine"]
 

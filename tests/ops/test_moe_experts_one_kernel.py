@@ -15,10 +15,10 @@ from tests.graphs.experts_cases import CALLS, ROUTINGS, Sizes, make_operands, po
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt import _native
-from weaveopt.expert_kernels import hopper
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.shapes import Operands, checked_shape
-from weaveopt.ops.moe_experts.reference import reference
+from weaveopt.ops.experts import hopper
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.reference import reference
+from weaveopt.ops.experts.shapes import Operands, checked_shape
 
 BF16 = torch.bfloat16
 SILU, PLAIN, CLAMPED = CALLS[0], CALLS[3], CALLS[5]

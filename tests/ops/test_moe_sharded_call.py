@@ -14,8 +14,8 @@ from tests.ops.test_expert_exchange import FORMS, Form, make_call, make_inputs, 
 from tests.ranks import run_ranks
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.records.candidate import Fabric
 
 

@@ -20,15 +20,15 @@ from tests.graphs.tolerances import KERNEL, assert_close
 from tests.ops.test_expert_exchange import MAX_TOKENS, Form, Inputs, make_call, make_inputs, wanted
 from tests.ranks import run_ranks
 from weaveopt.errors import AgreementError, ArenaError, PeerTimeoutError, WeaveError
-from weaveopt.expert_kernels import gpu
 from weaveopt.fabrics import peer as peer_arena
 from weaveopt.fabrics import shm, topology
-from weaveopt.ops.moe_sharded import counts, first_call, op
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.counts import TokenCounts
-from weaveopt.ops.moe_sharded.library import through_library
-from weaveopt.ops.moe_sharded.op import CAPTURABLE, NAME
-from weaveopt.ops.moe_sharded.peer import PeerSite
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.sharded import counts, op
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.counts import TokenCounts
+from weaveopt.ops.experts.sharded.library import through_library
+from weaveopt.ops.experts.sharded.op import CAPTURABLE, NAME
+from weaveopt.ops.experts.sharded.peer import PeerSite
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0
@@ -166,7 +166,7 @@ def test_calls_have_room_for_the_largest_count(world: int) -> None:
 def run_without_memory(rank: int) -> None:
     """Rank 1's host has none to share: all go through the library, and warn of the reason."""
     call = call_of(2)
-    first_call.transport = lambda _: peer_arena  # type: ignore[assignment,return-value]
+    op.transport = lambda _: peer_arena  # type: ignore[assignment,return-value]
     peer_arena.reserve = lambda *_: None  # type: ignore[assignment,return-value]
     if rank == 1:
 

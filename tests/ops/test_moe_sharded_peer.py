@@ -9,8 +9,8 @@ import pytest
 from tests.emulation.sharded_interpreted import CHECKS
 from tests.ops.test_expert_exchange import Form, make_call
 from tests.ops.test_moe_experts_kernels import lines_of
-from weaveopt.ops.moe_sharded.gpu_limits import refusal
-from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.experts.sharded.op import SITES
+from weaveopt.ops.experts.sharded.peer import refusal
 from weaveopt.records.candidate import Fabric
 
 

@@ -20,9 +20,9 @@ from weaveopt import cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model.machine import KernelCurve, Machine, SizePoint
 from weaveopt.cost_model.mixture import LEAST_ROWS, WIDE, Mixture, kernels_us
-from weaveopt.expert_kernels.call import Kernels, decode
 from weaveopt.inductor.kernels import Surroundings
-from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.experts.activation import Activation
+from weaveopt.ops.experts.call import Kernels, decode
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts

@@ -23,8 +23,8 @@ from weaveopt.cost_model.exchange import (
 from weaveopt.cost_model.mixture import Mixture
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import SITES
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import SITES
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts

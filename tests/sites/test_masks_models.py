@@ -19,7 +19,7 @@ from transformers import (
     StaticCache,
 )
 
-from weaveopt.integrations.cache_argument import cache_argument, with_cache
+from weaveopt.integrations.transformers.cache_argument import cache_argument, with_cache
 from weaveopt.sites.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

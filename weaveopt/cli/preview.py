@@ -18,7 +18,7 @@ from weaveopt.cli.layers import LayerPlan, decoder_layers, every_layer, kinds_of
 from weaveopt.cli.model_file import first_line
 from weaveopt.cli.model_source import Request, Source, quiet, ranks_per_key_head
 from weaveopt.errors import CaptureError, WeaveError
-from weaveopt.integrations.cache_argument import with_cache
+from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.wording import counted
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _parallelism(source: Source, config: PreTrainedConfig, request: Request) -> 
     if request.ep:
         parallel = DistributedConfig(tp_size=request.world, ep_size=request.world)
     if ranks_per_key_head(source, request.world) > 1:
-        from weaveopt.integrations.key_heads import replicated_key_heads
+        from weaveopt.integrations.transformers.key_heads import replicated_key_heads
 
         return replicated_key_heads(config, parallel)
     return parallel

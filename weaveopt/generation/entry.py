@@ -27,7 +27,7 @@ from weaveopt.generation.request import Request, read
 from weaveopt.generation.session import Chosen, Session
 from weaveopt.generation.sessions import session_for
 from weaveopt.generation.step import Form
-from weaveopt.integrations.cache_argument import with_cache
+from weaveopt.integrations.transformers.cache_argument import with_cache
 from weaveopt.records.candidate import Rejection
 from weaveopt.reporting import registry
 

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerationMixin
 
 from weaveopt.generation.processors import TensorProcessor, as_tensors
-from weaveopt.integrations.cache_argument import cache_argument
+from weaveopt.integrations.transformers.cache_argument import cache_argument
 from weaveopt.records.candidate import Rejection
 from weaveopt.wording import counted
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import StaticCache
 from weaveopt.generation.masks import MaskForm, masks
 from weaveopt.generation.nucleus import in_parts
 from weaveopt.generation.processors import History, TensorProcessor, apply_all
-from weaveopt.integrations.cache_argument import cache_argument
+from weaveopt.integrations.transformers.cache_argument import cache_argument
 
 _CACHE = cache_argument()
 """Read here, as Dynamo would trace the look-up inside of a step."""

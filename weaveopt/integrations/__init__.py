@@ -1,1 +1,1 @@
-"""transformers: what differs between its versions, and parallel plans that it lacks."""
+"""Libraries that models come from, one folder each."""

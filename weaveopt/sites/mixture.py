@@ -19,7 +19,7 @@ import torch.fx as fx
 from weaveopt.graph.facts import DTYPE_NAMES, module_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.values import shape_of
-from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.experts.activation import Activation
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite

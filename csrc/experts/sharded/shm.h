@@ -1,5 +1,5 @@
 // Mixtures whose tokens are sharded, over shared memory: rows go to the ranks of their experts, results come home.
-// Meaning and arguments: weaveopt/ops/moe_sharded/op.py.
+// Meaning and arguments: weaveopt/ops/experts/sharded/op.py.
 //
 // A call of epoch e, on every rank:
 //

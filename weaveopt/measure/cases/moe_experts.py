@@ -16,14 +16,14 @@ import torch
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.machine import KernelCurve, SizePoint
 from weaveopt.cost_model.mixture import LEAST_ROWS, OPERATION, WIDE, Mixture, variant_of
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.gpu import has_triton
-from weaveopt.expert_kernels.hopper import runs_on
 from weaveopt.measure import fit
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Sample, slowest
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.gpu import has_triton
+from weaveopt.ops.experts.hopper import runs_on
 
 NAMES = {Kernels.TRITON: "", Kernels.HOPPER: "hopper", Kernels.ONE: "one_kernel", Kernels.WIDE: WIDE}
 """Names of the kernels in the profile."""

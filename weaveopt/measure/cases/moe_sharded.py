@@ -20,9 +20,9 @@ from weaveopt.measure.draft import Draft
 from weaveopt.measure.fit import never_falling
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.op import NAME, SITES
-from weaveopt.ops.moe_sharded.peer import PeerSite
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.op import NAME, SITES
+from weaveopt.ops.experts.sharded.peer import PeerSite
 from weaveopt.records.candidate import Fabric
 
 DTYPE, HIDDEN, CHOICES, EXPERTS = torch.bfloat16, 4096, 2, 8

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
 from weaveopt.graph.values import shape_of
-from weaveopt.mixtures.activation import Activation, computing
+from weaveopt.ops.experts.activation import Activation, computing
 from weaveopt.records.candidate import Rejection
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.experts.activation import Activation
 
 
 @dataclass(frozen=True)

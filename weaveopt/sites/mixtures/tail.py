@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import ADD, CAST, MUL, SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.values import argument, shape_of
-from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.experts.activation import Activation
 from weaveopt.records.candidate import Rejection
 from weaveopt.sites.mixtures.activation import GATHER, Between, activation_of, between
 from weaveopt.sites.mixtures.experts import Experts, Linear

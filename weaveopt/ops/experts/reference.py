@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.shapes import Operands, checked_shape
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.shapes import Operands, checked_shape
 
 Tensor = torch.Tensor
 

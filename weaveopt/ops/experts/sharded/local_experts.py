@@ -1,4 +1,4 @@
-"""The experts of one rank on rows that came, in plain torch; see `weaveopt.mixtures.by_expert`."""
+"""The experts of one rank on rows that came, in plain torch; see `weaveopt.ops.experts.by_expert`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from weaveopt.mixtures.by_expert import ExpertWeights, Range, ranges_of, through_experts
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.by_expert import ExpertWeights, Range, ranges_of, through_experts
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 
 Tensor = torch.Tensor
 

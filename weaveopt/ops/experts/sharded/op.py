@@ -31,22 +31,23 @@ captured in a CUDA graph and cannot be. After one of the first two the group's a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
-from weaveopt.errors import WeaveError
-from weaveopt.fabrics.rows_call import BoundCalls, decode
-from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_sharded import fake
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
-from weaveopt.ops.moe_sharded.first_call import reserve
-from weaveopt.ops.moe_sharded.library import derivative, through_library
-from weaveopt.ops.moe_sharded.peer import PeerSite
-from weaveopt.ops.moe_sharded.shm import ShmSite
-from weaveopt.ops.moe_sharded.traffic import Traffic
+from weaveopt.errors import AgreementError, ArenaError, WeaveError
+from weaveopt.fabrics import topology
+from weaveopt.fabrics.arena import transport
+from weaveopt.fabrics.rows_call import BoundCalls, decode, memory_plan
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.sharded import counts
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, Traffic, check
+from weaveopt.ops.experts.sharded.library import derivative, through_library
+from weaveopt.ops.experts.sharded.peer import PeerSite
+from weaveopt.ops.experts.sharded.shm import ShmSite
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
@@ -100,7 +101,7 @@ def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> Bo
     kind = SITES.get(call.fabric)
     if kind is None:
         return None
-    if not call.same_tokens and not reserve(call, text, kind.buffers(call)):
+    if not call.same_tokens and not reserve_together(call, text, kind.buffers(call)):
         return LibrarySite()
     return kind.bind(call, text, NAME, forget)
 
@@ -159,6 +160,66 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
+def reserve_together(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> bool:
+    """Reserves an arena for `call` and returns true on all ranks, or warns of the reason and returns false: the library
+    runs then.
+
+    Ranks that hold batches of their own compile graphs of other sizes, at other times, so nothing can be compared or
+    reserved while they compile. But they make the same calls in the same order, and every rank comes to its first one.
+    `text` is the encoded call. Raises `AgreementError` where a rank calls something else, or does not come within the
+    call's timeout.
+    """
+    group, timeout_s = call.group, call.timeout_s
+    known = topology.discover(group, timeout_s)
+    channel = topology.exchange(group, timeout_s)
+    told = channel.gather({"call": text}, "an exchange of experts", timeout_s)
+    calls, ranks = [str(record["call"]) for record in told], known.group.ranks
+    for rank, other in zip(ranks, calls, strict=True):
+        if other != calls[0]:
+            channel.settle()
+            raise AgreementError(
+                f"group {group!r}: rank {ranks[0]} exchanges experts by {calls[0]}, rank {rank} by {other}. Start all "
+                "ranks with the same options, versions and model."
+            )
+    plan = memory_plan(group, [(call, buffers)])
+    try:
+        transport(call.fabric).reserve(known, plan, call.arena_bytes, timeout_s)
+        if call.fabric is Fabric.PEER:
+            counts.reserve(known, call)
+    except ArenaError as error:
+        warnings.warn(f"weaveopt: experts are exchanged through the library: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _fake(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(
+    grad: Tensor,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    call: str,
+) -> list[Tensor]:
+    operands = ExpertWeights(gate_up, gate_up_bias, down, down_bias)
+    return [each.new_empty(each.shape) for each in (x, weights, *operands) if each is not None]
+
+
 _library = torch.library.Library("weave", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
@@ -176,7 +237,7 @@ _library.define(f"{_BACKWARD}(Tensor grad, {_ARGUMENTS}) -> Tensor[]", tags=_NO_
 for _name, _function in ((NAME, _run), (CAPTURABLE, _run), (_BACKWARD, _run_backward)):
     for _device in ("cpu", "cuda"):
         _library.impl(_name, functools.partial(_function, _device), _device.upper())
-torch.library.register_fake(f"weave::{_BACKWARD}", fake.expert_exchange_backward, lib=_library)
+torch.library.register_fake(f"weave::{_BACKWARD}", _fake_backward, lib=_library)
 for _name in (NAME, CAPTURABLE):
-    torch.library.register_fake(f"weave::{_name}", fake.expert_exchange, lib=_library)
+    torch.library.register_fake(f"weave::{_name}", _fake, lib=_library)
     torch.library.register_autograd(f"weave::{_name}", _backward, setup_context=_save, lib=_library)

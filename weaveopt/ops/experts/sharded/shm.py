@@ -9,11 +9,10 @@ import torch
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
-from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_sharded.buffers import needed, placed
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
-from weaveopt.ops.moe_sharded.experts import expert_rows
-from weaveopt.ops.moe_sharded.traffic import Traffic
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.sharded.buffers import needed, placed
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, Traffic, check
+from weaveopt.ops.experts.sharded.local_experts import expert_rows
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 from weaveopt.wording import counted

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
-from weaveopt.ops.moe_sharded.experts import expert_rows
-from weaveopt.ops.moe_sharded.library import combine
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.sharded.library import combine
+from weaveopt.ops.experts.sharded.local_experts import expert_rows
 
 Tensor = torch.Tensor
 

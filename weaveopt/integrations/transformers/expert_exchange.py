@@ -17,7 +17,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.errors import WeaveError
-from weaveopt.experts.form import activation_of, call_of
+from weaveopt.integrations.transformers.expert_form import activation_of, call_of
 
 Tensor = torch.Tensor
 _c10d = torch.ops._c10d_functional

@@ -1,17 +1,18 @@
-"""Constants over the calls of an `expert_exchange`, and the check that operands fit them."""
+"""Constants over the calls of an `expert_exchange`, the check that operands fit them, and the rows that they moved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels.call import Kernels
 from weaveopt.fabrics.rows_call import RowsCall
-from weaveopt.mixtures.activation import Activation
-from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.experts.activation import Activation
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.call import Kernels
 
 Tensor = torch.Tensor
 
@@ -89,3 +90,13 @@ def check(x: Tensor, experts: Tensor, weights: Tensor, operands: ExpertWeights, 
         tensor = shapes[name][0]
         if tensor is not None and tensor.dtype is not wanted:
             raise WeaveError(f"site {call.site}: {name} is {tensor.dtype}, expected {wanted}")
+
+
+class Traffic(NamedTuple):
+    """Rows between this rank and others since the site was bound."""
+
+    dispatched: int
+    """Rows of this rank's tokens, pushed to others."""
+    returned: int
+    """Results: on CPU ranks those that this one's experts sent back, on GPUs those that this one received. The sum over
+    all ranks is the same."""

@@ -19,21 +19,21 @@ from dataclasses import replace
 import torch
 
 from weaveopt.errors import ArenaError
-from weaveopt.expert_kernels import gpu, hopper
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.plan import plan
-from weaveopt.expert_kernels.shapes import Operands, Shape
 from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.lasting import lasting_tensors
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.peer_rows import VECTOR_BYTES
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.mixtures.by_expert import ExpertWeights
-from weaveopt.ops.moe_sharded.buffers import needed, placed
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall, check
-from weaveopt.ops.moe_sharded.counts import TokenCounts
-from weaveopt.ops.moe_sharded.traffic import Traffic
+from weaveopt.ops.experts import gpu, hopper
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.gpu import MAX_CHOICES, MAX_EXPERTS
+from weaveopt.ops.experts.plan import plan
+from weaveopt.ops.experts.shapes import Operands, Shape
+from weaveopt.ops.experts.sharded.buffers import needed, placed
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall, Traffic, check
+from weaveopt.ops.experts.sharded.counts import TokenCounts
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 from weaveopt.wording import counted
@@ -46,6 +46,24 @@ except ImportError:  # built without it: arena.of() says so before anything here
 Tensor = torch.Tensor
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the routing weights that the sum can read."""
+
+MOST_ROWS = 1 << 28
+"""Choices of a rank's tokens: a row's slot in the combine buffer is a number of 28 bits."""
+MOST_CHUNKS = 1 << 31
+"""Most chunks of 8 elements in the rows of all ranks' tokens."""
+
+
+def refusal(world: int, max_tokens: int, choices: int, experts: int, hidden: int) -> str:
+    """Why the kernels do not take calls of up to `max_tokens` tokens a rank; empty where they do."""
+    if experts > MAX_EXPERTS:
+        return f"the kernels sort rows by up to {MAX_EXPERTS} experts of a rank"
+    if choices > MAX_CHOICES:
+        return f"the kernels take up to {MAX_CHOICES} choices of a token"
+    if max_tokens * choices >= MOST_ROWS or world * max_tokens * (-(-hidden // 8)) >= MOST_CHUNKS:
+        return (
+            "the kernels count rows of the tokens' choices, and pieces of 16 bytes in the rows of all ranks, in 32 bits"
+        )
+    return ""
 
 
 class PeerSite:

@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from weaveopt.errors import WeaveError
-from weaveopt.mixtures.activation import Activation, computing
-from weaveopt.ops.moe_sharded.call import ExpertExchangeCall
+from weaveopt.ops.experts.activation import Activation, computing
+from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.records.candidate import Fabric
 
 Tensor = torch.Tensor

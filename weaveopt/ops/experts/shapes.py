@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.call import ExpertsCall
 
 Tensor = torch.Tensor
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from weaveopt.mixtures.activation import Activation
+from weaveopt.ops.experts.activation import Activation
 
 Tensor = torch.Tensor
 

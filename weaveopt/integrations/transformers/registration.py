@@ -19,7 +19,7 @@ def register() -> None:
     """Registers the implementation. Imports transformers; raises `ImportError` where that has no registry."""
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
-    from weaveopt.experts.implementation import ExpertExchange
+    from weaveopt.integrations.transformers.expert_exchange import ExpertExchange
 
     EPImplementationInterface.register(NAME, ExpertExchange)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weaveopt.expert_kernels.shapes import Shape
+from weaveopt.ops.experts.shapes import Shape
 
 LEAST_ROWS, MOST_ROWS = 16, 128
 """Smallest and largest number of rows of a tile: the minimum of a GEMM instruction, and the rows that one program's

@@ -14,13 +14,13 @@ from operator import or_
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels import gpu
-from weaveopt.expert_kernels.call import ExpertsCall, Kernels
-from weaveopt.expert_kernels.plan import RowTiles
-from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.mixtures.activation import ActivationName
-from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.experts import gpu
+from weaveopt.ops.experts.activation import ActivationName
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.plan import RowTiles
+from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 try:
     from weaveopt import _native

@@ -19,12 +19,12 @@ dtype, or None; the result [T, H], contiguous. N1 is 2 * I where the call is gat
 A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
 
 Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
-tokens (`cpu.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs, one
-adds up. A call that names `Kernels.HOPPER`, `Kernels.ONE` or `Kernels.WIDE`, or whose table does for such a token
+tokens (`library.py`). On GPUs Triton kernels run for bf16 and fp16: one or two sort rows by expert, two are the GEMMs,
+one adds up. A call that names `Kernels.HOPPER`, `Kernels.ONE` or `Kernels.WIDE`, or whose table does for such a token
 count, runs native GEMMs instead, where the GPU, the build and the weights' layout allow it (`hopper.py`). Nothing waits
 for the device and sizes come from shapes alone, so calls can be captured in CUDA graphs, and what is routed where may
 change between replays. fp32, and GPUs without Triton, get the plain expression, graph-safe but with E / k times the
-arithmetic (`plain.py`).
+arithmetic (`library.plain`).
 
 Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is none.
 """
@@ -33,11 +33,11 @@ from __future__ import annotations
 
 import torch
 
-from weaveopt.expert_kernels.call import decode
-from weaveopt.expert_kernels.shapes import Operands
-from weaveopt.ops.moe_experts import fake
-from weaveopt.ops.moe_experts.cpu import on_cpu
-from weaveopt.ops.moe_experts.on_gpu import on_gpu
+from weaveopt.ops.experts import gpu, hopper
+from weaveopt.ops.experts.call import ExpertsCall, Kernels, decode
+from weaveopt.ops.experts.library import on_cpu, plain
+from weaveopt.ops.experts.plan import plan
+from weaveopt.ops.experts.shapes import Operands, checked_shape
 
 Tensor = torch.Tensor
 
@@ -54,7 +54,32 @@ def _moe_experts(
 ) -> Tensor:
     operands = Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
     with torch._C._AutoDispatchBelowAutograd():
-        return on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+        return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+
+
+def _on_gpu(operands: Operands, call: ExpertsCall) -> torch.Tensor:
+    """`weave::moe_experts` on a GPU."""
+    shape = checked_shape(operands, call)
+    if not gpu.has_kernels(operands, shape):
+        return plain(operands, call)
+    kernels = call.kernels_at(shape.tokens)
+    if kernels != Kernels.TRITON and not hopper.unsupported(operands, shape):
+        return hopper.launch(operands, call, hopper.plan_of(kernels, operands, shape))
+    return gpu.launch(operands, call, plan(shape, gpu.num_sms(operands.x.device), call.gated))
+
+
+def _fake(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    checked_shape(Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias), decode(call))
+    return x.new_empty(x.shape)
 
 
 _library = torch.library.Library("weave", "FRAGMENT")
@@ -66,4 +91,4 @@ _library.define(
 )
 for _device in ("CPU", "CUDA"):
     _library.impl("moe_experts", _moe_experts, _device)
-torch.library.register_fake("weave::moe_experts", fake.moe_experts, lib=_library)
+torch.library.register_fake("weave::moe_experts", _fake, lib=_library)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cache
 
 from weaveopt.errors import WeaveError, closest
-from weaveopt.mixtures.activation import Activation, ActivationName
+from weaveopt.ops.experts.activation import Activation, ActivationName
 
 
 class Kernels(StrEnum):

@@ -9,11 +9,11 @@ from functools import cache
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.expert_kernels.call import ExpertsCall
-from weaveopt.expert_kernels.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
-from weaveopt.expert_kernels.shapes import Operands, Shape, checked_shape
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.mixtures.by_expert import ExpertWeights
+from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
+from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 try:
     from weaveopt import _native
@@ -89,7 +89,7 @@ def first_gemm(
     x: Tensor, order: Tensor, table: Tensor, weights: ExpertWeights, call: ExpertsCall, shape: Shape, how: Plan
 ) -> Tensor:
     """[positions, I], activated. Rows of `x` are contiguous."""
-    from weaveopt.expert_kernels import kernels
+    from weaveopt.ops.experts import kernels
 
     early, tile = how.early and may_launch_early(x.device), how.gate_up
     inner = x.new_empty((shape.rows, shape.inner))
@@ -116,7 +116,7 @@ def second_gemm(
     rows_of_home: int = 0,
 ) -> None:
     """Into `out` [splits, rows, H]; with `rows_of_home` `out` are addresses, each of that many rows [H]."""
-    from weaveopt.expert_kernels import kernels
+    from weaveopt.ops.experts import kernels
 
     early, tile = how.early and may_launch_early(inner.device), how.down
     assert not rows_of_home or how.splits == 1, f"{how.splits} splits have no sum at another rank"
@@ -134,7 +134,7 @@ def combine(
     results: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype, shape: Shape, how: RowTiles, early: bool
 ) -> Tensor:
     """The weighted sum over choices of `results` [splits, rows, H], in `dtype`. `experts` is contiguous."""
-    from weaveopt.expert_kernels import kernels
+    from weaveopt.ops.experts import kernels
 
     y = results.new_empty((shape.tokens, shape.hidden), dtype=dtype)
     columns = min(how.combine_columns, power_of_two(shape.hidden))
@@ -158,7 +158,7 @@ def route(experts: Tensor, shape: Shape, how: RowTiles, early: bool) -> tuple[Te
 
 
 def sort_by_triton(experts: Tensor, shape: Shape, tile_rows: int, early: bool, order: Tensor, table: Tensor) -> None:
-    from weaveopt.expert_kernels import routing_kernels
+    from weaveopt.ops.experts import routing_kernels
 
     routing_kernels.route[(shape.experts,)](
         experts, order, table, shape.rows, shape.experts,

@@ -1,1 +1,0 @@
-"""`weave::moe_experts`: the experts of a mixture, on tokens that every rank has."""
