@@ -27,8 +27,8 @@ from benchmarks.workloads.attention import (
     times_us,
     usable,
 )
-from weaveopt.ops.masked_attention import gpu
-from weaveopt.ops.masked_attention.plan import plan
+from weaveopt.ops.attention import gpu
+from weaveopt.ops.attention.plan import plan
 
 PHASES = ("prefill", "decode")
 PHASE = Setting("phases", PHASES, among=PHASES)

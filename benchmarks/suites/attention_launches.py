@@ -23,8 +23,8 @@ from benchmarks.suite import GPU, Asked, Needs, Setting, Suite
 from benchmarks.suites.attention_decode import PHASE, Decode, Prefill
 from benchmarks.suites.attention_decode import Case as Case
 from benchmarks.workloads.attention import Call, DecodeCase, DecodeData, PrefillData, times_us, usable
-from weaveopt.ops.masked_attention import gpu
-from weaveopt.ops.masked_attention.plan import Plan, plan
+from weaveopt.ops.attention import gpu
+from weaveopt.ops.attention.plan import Plan, plan
 
 SHAPES = (
     (1, 512, 1), (1, 512, 8), (1, 4096, 1), (1, 4096, 8), (1, 32768, 1), (1, 32768, 8), (8, 512, 8), (8, 4096, 4),
@@ -85,7 +85,7 @@ def compile_all(calls: list[Call]) -> None:
     """Compiles the kernels of all calls at a time; an error is raised again where the launch is timed."""
     from triton import AsyncCompileMode
 
-    from weaveopt.ops.masked_attention import kernels
+    from weaveopt.ops.attention import kernels
 
     began = time.monotonic()
     threads = os.cpu_count() or 1

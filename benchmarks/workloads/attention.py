@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import weaveopt.ops  # noqa: F401
 from benchmarks.ranks import Place
 from benchmarks.timing import Effort, Step, replayed_us
-from weaveopt.ops.masked_attention import gpu
-from weaveopt.ops.masked_attention.plan import Plan, plan
-from weaveopt.ops.masked_attention.reference import reference
-from weaveopt.ops.masked_attention.shapes import RANGE_ROWS, Operands, Scores, Shape
+from weaveopt.ops.attention import gpu
+from weaveopt.ops.attention.plan import Plan, plan
+from weaveopt.ops.attention.reference import reference
+from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape
 
 Tensor = torch.Tensor
 Call = Callable[[int], Tensor]

@@ -18,8 +18,8 @@ from weaveopt.cost_model.gemm import num_units
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.overlapped import Message, overlapped_us
 from weaveopt.cost_model.tile_config import TileConfig, TileKernels
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, HandsOut
 from weaveopt.records.candidate import Fabric
 
 DTYPE, ELEMENT_BYTES = "bfloat16", 2

@@ -24,10 +24,10 @@ from weaveopt.fabrics import peer, rows_call
 from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter
 from weaveopt.measure.cases.all_reduce_norm import calls
 from weaveopt.measure.cases.memory import add_norm
-from weaveopt.ops.all_gather_gemm import op as gathers
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.gemm_reduce_scatter import op as scatters
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
+from weaveopt.ops.gemm_comm.all_gather import op as gathers
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
+from weaveopt.ops.gemm_comm.reduce_scatter import op as scatters
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 from weaveopt.ops.reduction import buffers
 from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer

@@ -1,6 +1,6 @@
 // All-reduce and norm of a GEMM in the same kernel: tiles go to the owners of their rows as they are finished, and rows
 // to everyone as their tiles are complete. Meaning and arguments:
-// weaveopt/ops/gemm_all_reduce/op.py.
+// weaveopt/ops/gemm_comm/all_reduce/op.py.
 #pragma once
 
 #include <cstdint>

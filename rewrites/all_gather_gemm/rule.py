@@ -21,9 +21,10 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.sizes import argument_of, viewed_as
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.all_gather_gemm.op import SITES
-from weaveopt.ops.all_gather_gemm.prices import Lowered, candidates
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
+from weaveopt.ops.gemm_comm.all_gather.op import SITES
+from weaveopt.ops.gemm_comm.all_gather.prices import candidates
+from weaveopt.ops.gemm_comm.prices import Lowered
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of

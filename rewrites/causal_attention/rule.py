@@ -21,8 +21,8 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.inductor.kernels import Surroundings
-from weaveopt.ops.masked_attention.gpu import lacks_triton
-from weaveopt.ops.masked_attention.shapes import RANGE_ROWS
+from weaveopt.ops.attention.gpu import lacks_triton
+from weaveopt.ops.attention.shapes import RANGE_ROWS
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.causal_attention.candidates import LIBRARY, RULE, Form, Lowered, Terms, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall
+from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall
 from weaveopt.ops.reduction.call import FEATURES, SumOut
 from weaveopt.rewrites.gemm_all_reduce.candidates import Lowered
 from weaveopt.rewrites.reduction.lowering import whole_call

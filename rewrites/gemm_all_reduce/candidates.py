@@ -11,7 +11,7 @@ from weaveopt.cost_model import Machine
 from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics.reaching import reaching
 from weaveopt.fabrics.topology import Topology
-from weaveopt.ops.gemm_all_reduce.call import CHUNKS, ChunkRow
+from weaveopt.ops.gemm_comm.all_reduce.call import CHUNKS, ChunkRow
 from weaveopt.ops.reduction.prices.kernels import kernel_variants
 from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer

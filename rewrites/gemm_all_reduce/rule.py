@@ -28,7 +28,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import describe, skip_shapes
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of
-from weaveopt.ops.gemm_all_reduce.call import WeightLayout, results_in_arena
+from weaveopt.ops.gemm_comm.all_reduce.call import WeightLayout, results_in_arena
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_all_reduce.calls import call_of

@@ -13,7 +13,7 @@ from weaveopt.cost_model.machine import MEASURED
 from weaveopt.cost_model.overlapped import Message, Unmeasured, fastest
 from weaveopt.cost_model.tile_config import TILE_DTYPES, TileConfig
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut, WeightLayout
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, HandsOut, WeightLayout
 from weaveopt.ops.reduction.prices.estimate import gather_us
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term

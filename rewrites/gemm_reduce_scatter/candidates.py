@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weaveopt.cost_model import Gemm
-from weaveopt.ops.gemm_reduce_scatter.prices import Work
+from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work
 from weaveopt.records.site import TokenCounts
 from weaveopt.sites.scatter import ScatterFacts
 

@@ -24,9 +24,10 @@ import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.sizes import argument_of, find_shape, inputs_of, viewed_as
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall
-from weaveopt.ops.gemm_reduce_scatter.op import SITES
-from weaveopt.ops.gemm_reduce_scatter.prices import Lowered, candidates
+from weaveopt.ops.gemm_comm.prices import Lowered
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
+from weaveopt.ops.gemm_comm.reduce_scatter.prices import candidates
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, work_of

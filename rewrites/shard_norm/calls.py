@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 from weaveopt.records.norm import NormSpec
 from weaveopt.rewrites.shard_norm.candidates import Lowered
 from weaveopt.sites.reduction import ReductionFacts

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from weaveopt.cost_model import Gemm, Machine, gemm_us, host_us, memory_us, norm_us
 from weaveopt.cost_model.tile_config import TILES_NORM
 from weaveopt.fabrics.topology import Topology
-from weaveopt.ops.all_gather_gemm import prices as gathering
-from weaveopt.ops.gemm_reduce_scatter import prices as scattering
+from weaveopt.ops.gemm_comm.all_gather import prices as gathering
+from weaveopt.ops.gemm_comm.reduce_scatter import prices as scattering
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rewrites.reduction.plan import two_shot_division

@@ -36,8 +36,8 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.sizes import argument_of, viewed_as
 from weaveopt.graph.splice import current, erase_dead, replace_uses
-from weaveopt.ops.all_gather_gemm.op import SITES as GATHERS
-from weaveopt.ops.gemm_reduce_scatter.op import SITES as SCATTERS
+from weaveopt.ops.gemm_comm.all_gather.op import SITES as GATHERS
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES as SCATTERS
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.memory import Buffer
 from weaveopt.records.site import TokenCounts

@@ -21,8 +21,8 @@ from weaveopt.errors import AgreementError, PeerTimeoutError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.ops.gemm_reduce_scatter.op import SITES
-from weaveopt.ops.gemm_reduce_scatter.reference import reference
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
+from weaveopt.ops.gemm_comm.reduce_scatter.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan as plan_of_reductions
 from weaveopt.records.candidate import Fabric
 

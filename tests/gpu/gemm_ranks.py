@@ -21,8 +21,8 @@ from tests.gpu.op_cases import BULK, LL_PACKET_TWO_SHOT, TIMEOUT_S, Case, Kernel
 from tests.graphs import forms
 from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from weaveopt.fabrics import peer, topology
-from weaveopt.ops.gemm_all_reduce.call import ChunkRow, GemmReductionCall, num_chunks
-from weaveopt.ops.gemm_all_reduce.reference import reference
+from weaveopt.ops.gemm_comm.all_reduce.call import ChunkRow, GemmReductionCall, num_chunks
+from weaveopt.ops.gemm_comm.all_reduce.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.operands import Operands
 from weaveopt.records.candidate import Fabric

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine, validate
 from weaveopt.cost_model.machine import Curve
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.plain_json import Json
 from weaveopt.records.candidate import Fabric
 

@@ -18,8 +18,8 @@ from tests.gpu.scatter_gather_ranks import equal, small
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.cost_model.tile_config import TileConfig
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER
 
 POINTS = (Point(1 << 10, 0.5), Point(1 << 30, 1.0))
 ROWS, HIDDEN, INNER = 512, 1024, 512

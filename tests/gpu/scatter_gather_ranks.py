@@ -19,12 +19,12 @@ from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import RowsCall, memory_plan
-from weaveopt.ops.all_gather_gemm import op as gathers
-from weaveopt.ops.all_gather_gemm import reference as gathered
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.gemm_reduce_scatter import op as scatters
-from weaveopt.ops.gemm_reduce_scatter import reference as scattered
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_comm.all_gather import op as gathers
+from weaveopt.ops.gemm_comm.all_gather import reference as gathered
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall, Weights
+from weaveopt.ops.gemm_comm.reduce_scatter import op as scatters
+from weaveopt.ops.gemm_comm.reduce_scatter import reference as scattered
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, Products
 from weaveopt.records.candidate import Fabric
 
 TIMEOUT_S = 30.0

@@ -32,9 +32,9 @@ from tests.gpu.scatter_gather_ranks import (
 )
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.cost_model.tile_config import TileConfig
-from weaveopt.ops.all_gather_gemm.call import Weights
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall, Products
-from weaveopt.ops.gemm_reduce_scatter.reference import add_and_normalize, reference_norm
+from weaveopt.ops.gemm_comm.all_gather.call import Weights
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterNormCall, Products
+from weaveopt.ops.gemm_comm.reduce_scatter.reference import add_and_normalize, reference_norm
 from weaveopt.records.candidate import Fabric
 
 CUTS = (

@@ -24,8 +24,8 @@ from tests.graphs import forms
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.cost_model.tile_config import TileConfig
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.records.report import GraphReport
 
 RULE, OTHER = "shard_norm", "all_reduce_rms_norm"

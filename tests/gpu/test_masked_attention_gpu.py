@@ -15,10 +15,10 @@ from tests.gpu.captured import captured
 from tests.graphs.attention_cases import LOOKS, Sizes, make_mask, make_operands, poison
 from tests.graphs.nonempty import some
 from tests.graphs.tolerances import KERNEL, assert_close
-from weaveopt.ops.masked_attention import gpu
-from weaveopt.ops.masked_attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, Plan, plan
-from weaveopt.ops.masked_attention.reference import key_ranges, reference
-from weaveopt.ops.masked_attention.shapes import RANGE_ROWS, Operands, Scores, Shape, checked_shape
+from weaveopt.ops.attention import gpu
+from weaveopt.ops.attention.plan import LEAST_ROWS, LONG, MIDDLE, SHORT, Plan, plan
+from weaveopt.ops.attention.reference import key_ranges, reference
+from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape, checked_shape
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)

@@ -26,8 +26,8 @@ from weaveopt import _native, cost_model
 from weaveopt.cost_model.machine import Curve, Point
 from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.fabrics import peer, topology
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut
-from weaveopt.ops.gemm_all_reduce.reference import reference
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut
+from weaveopt.ops.gemm_comm.all_reduce.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import SumOut
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weaveopt.ops.masked_attention.shapes import Operands, Scores
+from weaveopt.ops.attention.shapes import Operands, Scores
 
 Tensor = torch.Tensor
 LOOKS = ("none", "random", "filled", "window", "left_padding", "packed", "causal_filled", "some_rows_empty")

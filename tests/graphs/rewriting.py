@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from tests.graphs.capturing import context_of
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.all_gather_gemm import reference as gathering
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.gemm_reduce_scatter import reference as scattering
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_comm.all_gather import reference as gathering
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall, Weights
+from weaveopt.ops.gemm_comm.reduce_scatter import reference as scattering
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, Products
 from weaveopt.pipeline.rewrite import seam
 from weaveopt.rewrites import RULES
 from weaveopt.rule import CapturedGraph, Chosen, FoundSite, Placement, Proposal, SiteRule

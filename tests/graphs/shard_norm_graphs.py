@@ -13,8 +13,8 @@ from tests.graphs import forms
 from tests.graphs.preview import previewed
 from weaveopt.cost_model.tile_config import TILES_NORM
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.rewrites.shard_norm.candidates import RULE

@@ -33,8 +33,8 @@ from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft, curve_order
 from weaveopt.measure.session import Rows
 from weaveopt.measure.suite import is_wanted
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric
 

@@ -16,7 +16,7 @@ from weaveopt.measure.cases.gemm_all_reduce import Kernel, TileKernels, call_of,
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.overlapped import Times
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, HandsOut, decode
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, HandsOut, decode
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Fabric, Rejection

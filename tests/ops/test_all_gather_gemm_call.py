@@ -18,9 +18,9 @@ from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import decode, memory_plan
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.all_gather_gemm.op import SITES
-from weaveopt.ops.all_gather_gemm.reference import reference
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall, Weights
+from weaveopt.ops.gemm_comm.all_gather.op import SITES
+from weaveopt.ops.gemm_comm.all_gather.reference import reference
 from weaveopt.records.candidate import Fabric
 
 WORLDS = (2, 3, 4)

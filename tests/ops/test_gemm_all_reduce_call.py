@@ -20,10 +20,10 @@ from tests.graphs.tolerances import KERNEL, LIBRARY, assert_close
 from tests.ranks import run_ranks
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
-from weaveopt.ops.gemm_all_reduce import peer
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode, num_chunks
-from weaveopt.ops.gemm_all_reduce.op import NAME
-from weaveopt.ops.gemm_all_reduce.reference import reference
+from weaveopt.ops.gemm_comm.all_reduce import peer
+from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, decode, num_chunks
+from weaveopt.ops.gemm_comm.all_reduce.op import NAME
+from weaveopt.ops.gemm_comm.all_reduce.reference import reference
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.operands import Operands

@@ -19,9 +19,9 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import decode, memory_plan
 from weaveopt.fabrics.shm import ShmArena
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
-from weaveopt.ops.gemm_reduce_scatter.op import SITES
-from weaveopt.ops.gemm_reduce_scatter.reference import reference
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
+from weaveopt.ops.gemm_comm.reduce_scatter.reference import reference
 from weaveopt.records.candidate import Fabric
 
 WORLDS = (2, 3, 4)

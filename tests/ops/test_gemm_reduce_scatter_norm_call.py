@@ -27,10 +27,10 @@ from weaveopt.errors import AgreementError, WeaveError
 from weaveopt.fabrics import shm, topology
 from weaveopt.fabrics.rows_call import decode, memory_plan
 from weaveopt.fabrics.topology import Topology
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall, Products
-from weaveopt.ops.gemm_reduce_scatter.op import SITES
-from weaveopt.ops.gemm_reduce_scatter.peer import PeerSite
-from weaveopt.ops.gemm_reduce_scatter.reference import add_and_normalize, reference_norm
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterNormCall, Products
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
+from weaveopt.ops.gemm_comm.reduce_scatter.peer import PeerSite
+from weaveopt.ops.gemm_comm.reduce_scatter.reference import add_and_normalize, reference_norm
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites.shard_norm import candidates as lowering

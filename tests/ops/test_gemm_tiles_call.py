@@ -17,10 +17,10 @@ from weaveopt.cost_model.tile_config import TILES, TileConfig
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics.layout import Layout
-from weaveopt.ops.gemm_all_reduce.call import ChunkRow, GemmReductionCall, decode, results_in_arena
-from weaveopt.ops.gemm_all_reduce.operands import gemm_of
-from weaveopt.ops.gemm_all_reduce.peer import PeerTiles, aligned_rows, bind
-from weaveopt.ops.gemm_all_reduce.shm import ShmGemm
+from weaveopt.ops.gemm_comm.all_reduce.call import ChunkRow, GemmReductionCall, decode, results_in_arena
+from weaveopt.ops.gemm_comm.all_reduce.operands import gemm_of
+from weaveopt.ops.gemm_comm.all_reduce.peer import PeerTiles, aligned_rows, bind
+from weaveopt.ops.gemm_comm.all_reduce.shm import ShmGemm
 from weaveopt.ops.reduction import peer
 from weaveopt.ops.reduction.buffers import buffers_of_call, memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut

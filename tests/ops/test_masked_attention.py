@@ -12,9 +12,9 @@ import weaveopt.ops  # noqa: F401
 from tests.graphs.attention_cases import LOOKS, Sizes, expected, make_mask, make_operands, poison, random_sizes
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.errors import WeaveError
-from weaveopt.ops.masked_attention.plan import LONG, MAX_SPLITS, MIDDLE, SHORT, Plan, plan
-from weaveopt.ops.masked_attention.reference import reference
-from weaveopt.ops.masked_attention.shapes import RANGE_ROWS, Operands, Scores, Shape
+from weaveopt.ops.attention.plan import LONG, MAX_SPLITS, MIDDLE, SHORT, Plan, plan
+from weaveopt.ops.attention.reference import reference
+from weaveopt.ops.attention.shapes import RANGE_ROWS, Operands, Scores, Shape
 
 SCORES = (
     Scores(0.125),

@@ -19,12 +19,12 @@ from weaveopt.fabrics import peer as transport
 from weaveopt.fabrics import peer_rows
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.rows_call import RowsCall, decode, memory_plan
-from weaveopt.ops.all_gather_gemm import op as gathers
-from weaveopt.ops.all_gather_gemm import peer as gather
-from weaveopt.ops.all_gather_gemm.call import AllGatherGemmCall, Weights
-from weaveopt.ops.gemm_reduce_scatter import op as scatters
-from weaveopt.ops.gemm_reduce_scatter import peer as scatter
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterCall, Products
+from weaveopt.ops.gemm_comm.all_gather import op as gathers
+from weaveopt.ops.gemm_comm.all_gather import peer as gather
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall, Weights
+from weaveopt.ops.gemm_comm.reduce_scatter import op as scatters
+from weaveopt.ops.gemm_comm.reduce_scatter import peer as scatter
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, Products
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Lifetime, PlacedBuffer
 

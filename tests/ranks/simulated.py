@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from weaveopt.ops.gemm_all_reduce import op as gemm_all_reduce
+from weaveopt.ops.gemm_comm.all_reduce import op as gemm_all_reduce
 from weaveopt.ops.reduction import op as all_reduce_norm
 from weaveopt.ops.reduction import reference
 from weaveopt.ops.reduction.call import ReductionCall

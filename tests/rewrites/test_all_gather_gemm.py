@@ -16,7 +16,7 @@ from tests.graphs.functional_collectives import all_gather_single
 from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_gather_gemm.prices import candidates
+from weaveopt.ops.gemm_comm.all_gather.prices import candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts

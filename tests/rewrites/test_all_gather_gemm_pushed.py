@@ -17,9 +17,9 @@ from weaveopt.cost_model.machine import Curve
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.all_gather_gemm import pushed
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER, AllGatherGemmCall
-from weaveopt.ops.all_gather_gemm.pushed import price, size_refused
+from weaveopt.ops.gemm_comm.all_gather import pushed
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER, AllGatherGemmCall
+from weaveopt.ops.gemm_comm.all_gather.pushed import price, size_refused
 from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
 

@@ -22,7 +22,7 @@ from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
 from tests.ranks.simulated import ALL_ON_REAL_RANKS, equal_ranks
 from weaveopt.config import Config
-from weaveopt.ops.gemm_all_reduce.call import GemmReductionCall, decode
+from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, decode
 from weaveopt.ops.reduction.call import SumOut
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import GraphReport

@@ -17,7 +17,7 @@ from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve, Machine, Point
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, decode, results_in_arena
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, decode, results_in_arena
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.call import decode as decode_reduction
 from weaveopt.ops.reduction.prices.workload import Workload

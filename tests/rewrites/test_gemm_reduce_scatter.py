@@ -16,7 +16,7 @@ from tests.graphs.preview import previewed
 from weaveopt import cost_model
 from weaveopt.cost_model import Gemm
 from weaveopt.fabrics import topology
-from weaveopt.ops.gemm_reduce_scatter.prices import Work, candidates
+from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work, candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts

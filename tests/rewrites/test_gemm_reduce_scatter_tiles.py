@@ -15,8 +15,8 @@ from weaveopt.cost_model.machine import Curve
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.errors import ProfileError
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
-from weaveopt.ops.gemm_reduce_scatter.tiles import price, size_refused
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
+from weaveopt.ops.gemm_comm.reduce_scatter.tiles import price, size_refused
 from weaveopt.records.candidate import LEAVE, Fabric, Rejection
 from weaveopt.records.site import TokenCounts
 

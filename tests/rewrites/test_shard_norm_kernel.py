@@ -27,8 +27,8 @@ from tests.graphs.shard_norm_graphs import (
 from weaveopt.cost_model.machine import Curve
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.graph.pattern import skip_shapes
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, REDUCE_SCATTER_NORM
 from weaveopt.ops.reduction.call import SumOut
 from weaveopt.ops.reduction.call import decode as decode_reduction
 from weaveopt.records.candidate import Fabric

@@ -18,8 +18,8 @@ from weaveopt import cost_model
 from weaveopt.cost_model.machine import Curve
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import topology
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, candidates

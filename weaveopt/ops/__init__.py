@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from weaveopt.ops.all_gather_gemm import op as _all_gather_gemm  # noqa: F401
+from weaveopt.ops.attention import library as _library_attention  # noqa: F401
+from weaveopt.ops.attention import op as _masked_attention  # noqa: F401
 from weaveopt.ops.collective_wait import op as _collective_wait  # noqa: F401
 from weaveopt.ops.experts import op as _moe_experts  # noqa: F401
 from weaveopt.ops.experts.sharded import op as _moe_sharded  # noqa: F401
-from weaveopt.ops.gemm_all_reduce import op as _gemm_all_reduce  # noqa: F401
-from weaveopt.ops.gemm_reduce_scatter import norm_op as _gemm_reduce_scatter_norm  # noqa: F401
-from weaveopt.ops.gemm_reduce_scatter import op as _gemm_reduce_scatter  # noqa: F401
-from weaveopt.ops.library_attention import op as _library_attention  # noqa: F401
-from weaveopt.ops.masked_attention import op as _masked_attention  # noqa: F401
+from weaveopt.ops.gemm_comm.all_gather import op as _all_gather_gemm  # noqa: F401
+from weaveopt.ops.gemm_comm.all_reduce import op as _gemm_all_reduce  # noqa: F401
+from weaveopt.ops.gemm_comm.reduce_scatter import norm_op as _gemm_reduce_scatter_norm  # noqa: F401
+from weaveopt.ops.gemm_comm.reduce_scatter import op as _gemm_reduce_scatter  # noqa: F401
 from weaveopt.ops.reduction import op as _all_reduce_norm  # noqa: F401

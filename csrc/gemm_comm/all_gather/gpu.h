@@ -1,5 +1,5 @@
 // all_gather_gemm on GPUs: copy engines push every rank's shard into the arenas of all others, while a GEMM begins with
-// the rows that are here already. Meaning and arguments: weaveopt/ops/all_gather_gemm/op.py.
+// the rows that are here already. Meaning and arguments: weaveopt/ops/gemm_comm/all_gather/op.py.
 //
 // A call is, in this order of launches (`main` is the caller's stream, `side` one beside it):
 //

@@ -1,6 +1,6 @@
 // gemm_reduce_scatter on GPUs, where library GEMMs have written the partial result into the arena: each rank sums its
 // part of all ranks' partial results. (Where one kernel computes the GEMM too: gemm_comm/pushed_tiles.h.) Meaning
-// and arguments: weaveopt/ops/gemm_reduce_scatter/op.py.
+// and arguments: weaveopt/ops/gemm_comm/reduce_scatter/op.py.
 #pragma once
 
 #include <cstdint>

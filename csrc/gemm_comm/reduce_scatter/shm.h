@@ -1,5 +1,5 @@
 // Reduce-scatter over shared memory of a partial result that a GEMM wrote there. Meaning and arguments:
-// weaveopt/ops/gemm_reduce_scatter/op.py.
+// weaveopt/ops/gemm_comm/reduce_scatter/op.py.
 //
 //   partial rows   each rank's GEMM writes its own, in the buffer of the epoch's parity
 //   fence, flag    release, in signal(ready)

@@ -21,8 +21,8 @@ from weaveopt.measure.fit import never_falling
 from weaveopt.measure.overlapped import FEW_TOKENS, Case, Sizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
-from weaveopt.ops.all_gather_gemm.call import ALL_GATHER, AllGatherGemmCall
-from weaveopt.ops.all_gather_gemm.op import SITES
+from weaveopt.ops.gemm_comm.all_gather.call import ALL_GATHER, AllGatherGemmCall
+from weaveopt.ops.gemm_comm.all_gather.op import SITES
 from weaveopt.records.candidate import Fabric
 
 DTYPE = torch.bfloat16

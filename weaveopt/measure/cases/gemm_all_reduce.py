@@ -29,7 +29,7 @@ from weaveopt.measure.overlapped import (
 )  # fmt: skip
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.ops.gemm_all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, WeightLayout
+from weaveopt.ops.gemm_comm.all_reduce.call import ALL_REDUCE, GemmReductionCall, HandsOut, WeightLayout
 from weaveopt.ops.reduction.buffers import memory_plan
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer

@@ -22,8 +22,8 @@ from weaveopt.measure.fit import never_falling
 from weaveopt.measure.overlapped import SHALLOW, Case, Sizes, Times, cases_of, measured_times, write_curves
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Rows, Session
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
-from weaveopt.ops.gemm_reduce_scatter.op import SITES
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER, GemmReduceScatterCall
+from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
 from weaveopt.records.candidate import Fabric
 
 DTYPE = torch.bfloat16

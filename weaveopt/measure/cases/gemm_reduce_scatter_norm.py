@@ -28,8 +28,8 @@ from weaveopt.measure.overlapped import (
 )
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
-from weaveopt.ops.gemm_reduce_scatter.call import REDUCE_SCATTER_NORM as NORMED
-from weaveopt.ops.gemm_reduce_scatter.call import GemmReduceScatterNormCall
+from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER_NORM as NORMED
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterNormCall
 from weaveopt.records.candidate import Fabric
 
 CUTS: Mapping[TileConfig, Sizes] = MappingProxyType({

@@ -13,7 +13,7 @@ from weaveopt.measure.attention_curves import DECODE, PREFILL, Call, Timed, oper
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session
-from weaveopt.ops.masked_attention.shapes import RANGE_ROWS
+from weaveopt.ops.attention.shapes import RANGE_ROWS
 
 SCALE = 128**-0.5
 

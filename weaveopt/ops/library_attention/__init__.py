@@ -1,1 +1,0 @@
-"""Attention without a mask tensor, by the kernels that torch ships."""
