@@ -41,7 +41,7 @@ from weaveopt.ops.experts.sharded.peer import refusal
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.exchange import KIND, ExchangeFacts
+from weaveopt.sites.mixture.exchange_matcher import KIND, ExchangeFacts
 from weaveopt.solver.boundaries import runs
 
 RULE = "moe_sharded"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weaveopt.cost_model import Gemm
 from weaveopt.ops.gemm_comm.all_gather.prices import Work
 from weaveopt.records.site import TokenCounts
-from weaveopt.sites.gather import GatherFacts
+from weaveopt.sites.sequence.gather_matcher import GatherFacts
 
 RULE = "all_gather_gemm"
 

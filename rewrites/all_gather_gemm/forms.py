@@ -12,11 +12,11 @@ from weaveopt.graph.moves import Moves
 from weaveopt.graph.pattern import CAST, is_call, tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.gather import GatherFacts
-from weaveopt.sites.gathered import Gathered
-from weaveopt.sites.linear import Gemm
-from weaveopt.sites.reduced import WAIT
-from weaveopt.sites.rows import gathered
+from weaveopt.sites.sequence.gather_consumers import Gathered
+from weaveopt.sites.sequence.gather_matcher import GatherFacts
+from weaveopt.sites.sequence.rows import gathered
+from weaveopt.sites.shared.epilogue import WAIT
+from weaveopt.sites.shared.linear import Gemm
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weaveopt.records.candidate import Rejection
 from weaveopt.rewrites.all_gather_gemm.forms import Form
-from weaveopt.sites.gather import GatherFacts
+from weaveopt.sites.sequence.gather_matcher import GatherFacts
 
 
 def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:

@@ -31,8 +31,8 @@ from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
 from weaveopt.rewrites.all_gather_gemm.forms import Form, form_of
 from weaveopt.rewrites.all_gather_gemm.pushed import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.gather import KIND, GatherFacts
-from weaveopt.sites.gathered import Gathered
+from weaveopt.sites.sequence.gather_consumers import Gathered
+from weaveopt.sites.sequence.gather_matcher import KIND, GatherFacts
 
 
 class AllGatherGemm:

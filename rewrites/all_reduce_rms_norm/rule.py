@@ -31,7 +31,7 @@ from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
-from weaveopt.sites.reduction import KIND, Reduction
+from weaveopt.sites.reduction.matcher import KIND, Reduction
 
 
 class AllReduceRMSNorm:

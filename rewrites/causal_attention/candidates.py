@@ -18,8 +18,8 @@ from weaveopt.inductor.calls import ATTENTION, MEMORY, AttentionCall, MemoryCall
 from weaveopt.inductor.kernels import Surroundings
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import DTYPE_BYTES, TokenCounts
-from weaveopt.sites.attention import AttentionFacts
-from weaveopt.sites.masks import MaskKind
+from weaveopt.sites.attention.matcher import AttentionFacts
+from weaveopt.sites.shared.masks import MaskKind
 
 RULE = "causal_attention"
 

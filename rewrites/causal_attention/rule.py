@@ -26,7 +26,7 @@ from weaveopt.ops.attention.shapes import RANGE_ROWS
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.causal_attention.candidates import LIBRARY, RULE, Form, Lowered, Terms, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.attention import KIND, AttentionFacts, AttentionNodes
+from weaveopt.sites.attention.matcher import KIND, AttentionFacts, AttentionNodes
 
 aten = torch.ops.aten
 _EXPANDED = frozenset({aten.expand.default})

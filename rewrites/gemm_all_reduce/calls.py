@@ -9,7 +9,7 @@ from weaveopt.ops.reduction.call import FEATURES, SumOut
 from weaveopt.rewrites.gemm_all_reduce.candidates import Lowered
 from weaveopt.rewrites.reduction.lowering import whole_call
 from weaveopt.rule import Chosen, Context, Placement
-from weaveopt.sites.reduced import Reduced
+from weaveopt.sites.shared.epilogue import Reduced
 
 
 def call_of(

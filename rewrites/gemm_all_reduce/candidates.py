@@ -22,7 +22,7 @@ from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tok
 from weaveopt.rewrites.reduction.eligible import shape_rejections
 from weaveopt.rewrites.reduction.plan import two_shot_division
 from weaveopt.rewrites.reduction.workload import workload_of
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 RULE = "gemm_all_reduce"
 NORM_APART = "norm apart: the sum is handed out whole and alone, and every rank normalizes it in the graph"

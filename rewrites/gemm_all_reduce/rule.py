@@ -40,8 +40,8 @@ from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
-from weaveopt.sites.linear import Gemm, gemm_at
-from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
+from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
+from weaveopt.sites.shared.linear import Gemm, gemm_at
 
 
 class GemmAllReduce:

@@ -20,7 +20,7 @@ from weaveopt.records.candidate import Estimate, Fabric, Rejection, Term
 from weaveopt.records.norm import NormKind
 from weaveopt.records.site import DTYPE_BYTES
 from weaveopt.rewrites.reduction.eligible import ROW_ALIGNMENT
-from weaveopt.sites.reduced import Reduced
+from weaveopt.sites.shared.epilogue import Reduced
 from weaveopt.wording import counted
 
 try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weaveopt.cost_model import Gemm
 from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work
 from weaveopt.records.site import TokenCounts
-from weaveopt.sites.scatter import ScatterFacts
+from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
 
 RULE = "gemm_reduce_scatter"
 

@@ -11,12 +11,12 @@ from weaveopt.graph.arrangement import Size
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.linear import Gemm
-from weaveopt.sites.partial import Partial
-from weaveopt.sites.reduced import WAIT
-from weaveopt.sites.rows import Rows, scattered_rows
-from weaveopt.sites.scatter import ScatterFacts
-from weaveopt.sites.scattered import Scattered
+from weaveopt.sites.sequence.rows import Rows, scattered_rows
+from weaveopt.sites.sequence.scatter_epilogue import Scattered
+from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
+from weaveopt.sites.sequence.scatter_producer import Partial
+from weaveopt.sites.shared.epilogue import WAIT
+from weaveopt.sites.shared.linear import Gemm
 
 
 @dataclass(frozen=True)

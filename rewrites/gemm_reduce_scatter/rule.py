@@ -34,8 +34,8 @@ from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, work_of
 from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of
 from weaveopt.rewrites.gemm_reduce_scatter.tiles import form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.scatter import KIND, ScatterFacts
-from weaveopt.sites.scattered import Scattered
+from weaveopt.sites.sequence.scatter_epilogue import Scattered
+from weaveopt.sites.sequence.scatter_matcher import KIND, ScatterFacts
 
 aten = torch.ops.aten
 

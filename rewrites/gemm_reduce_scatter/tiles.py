@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weaveopt.records.candidate import Rejection
 from weaveopt.rewrites.gemm_reduce_scatter.forms import Form
-from weaveopt.sites.scatter import ScatterFacts
+from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
 
 
 def form_refused(facts: ScatterFacts, form: Form) -> tuple[Rejection, ...]:

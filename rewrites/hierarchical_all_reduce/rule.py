@@ -27,7 +27,7 @@ from weaveopt.rewrites.reduction import fused
 from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.reduction import KIND
+from weaveopt.sites.reduction.matcher import KIND
 
 
 class HierarchicalAllReduce:

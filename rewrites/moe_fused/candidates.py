@@ -34,7 +34,7 @@ from weaveopt.inductor.kernels import Surroundings
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, TableRow, Term
 from weaveopt.records.site import TokenCounts
 from weaveopt.records.skew import Skew
-from weaveopt.sites.mixture import MixtureFacts
+from weaveopt.sites.mixture.matcher import MixtureFacts
 from weaveopt.solver.boundaries import runs
 
 RULE = "moe_fused"

@@ -31,8 +31,8 @@ from weaveopt.ops.experts.hopper import lacks_hopper
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, ONE, RULE, Host, candidates
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
-from weaveopt.sites.mixture import KIND, MixtureFacts
-from weaveopt.sites.mixtures.experts import Experts, Linear
+from weaveopt.sites.mixture.experts import Experts, Linear
+from weaveopt.sites.mixture.matcher import KIND, MixtureFacts
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from torch._inductor import config as inductor_config
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.rewrites.reduction.sharding import plan_of
 from weaveopt.rule import Chosen
-from weaveopt.sites.reduction import Reduction
+from weaveopt.sites.reduction.matcher import Reduction
 
 aten = torch.ops.aten
 _ROWS: dict[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}

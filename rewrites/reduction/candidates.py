@@ -25,7 +25,7 @@ from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rewrites.reduction.eligible import shape_rejections
 from weaveopt.rewrites.reduction.plan import two_shot_division
 from weaveopt.rewrites.reduction.workload import workload_of
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 FP8_ROW_ALIGNMENT = 16
 """Elements of a row in e4m3: bulk copies move 16 bytes, and any transfer may stand in the run-time table."""

@@ -9,9 +9,9 @@ from weaveopt.fabrics.reaching import world_refused
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.candidate import Fabric, Rejection
-from weaveopt.sites.norms import Norm
-from weaveopt.sites.reduced import Reduced
-from weaveopt.sites.reduction import Reduction, ReductionFacts
+from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
+from weaveopt.sites.shared.epilogue import Reduced
+from weaveopt.sites.shared.norms import Norm
 
 ROW_ALIGNMENT = 8
 """Elements: GPU kernels move rows in pieces of 16 bytes."""

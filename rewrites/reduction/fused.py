@@ -22,8 +22,8 @@ from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
 from weaveopt.rewrites.reduction.lowering import call_of
 from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results, summed
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
-from weaveopt.sites.quantization import stored_scale
-from weaveopt.sites.reduction import Reduction, ReductionFacts
+from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
+from weaveopt.sites.shared.quantization import stored_scale
 
 
 def propose(

@@ -13,8 +13,8 @@ from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Fabric
 from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rule import BufferRequest, Chosen, Context, Memory, Placement
-from weaveopt.sites.quantization import Quantized
-from weaveopt.sites.reduced import Reduced
+from weaveopt.sites.shared.epilogue import Reduced
+from weaveopt.sites.shared.quantization import Quantized
 
 
 class Lowering(Protocol):

@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from weaveopt.rewrites.reduction.plan import ReductionPlan
 from weaveopt.rule import Chosen, FoundSite, PricedSite, Proposal
-from weaveopt.sites.reduction import Reduction
+from weaveopt.sites.reduction.matcher import Reduction
 
 GATHER = "gather"
 """The term of an estimate for the rows of a sum that every rank needs whole."""

@@ -12,9 +12,9 @@ from torch.fx.node import Argument
 from weaveopt.graph.facts import shape_of
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, last_of, replace_uses
-from weaveopt.sites.quantization import Place, Quantized, shaped_like
-from weaveopt.sites.reduced import Reduced, product_of
-from weaveopt.sites.reduction import Reduction
+from weaveopt.sites.reduction.matcher import Reduction
+from weaveopt.sites.shared.epilogue import Reduced, product_of
+from weaveopt.sites.shared.quantization import Place, Quantized, shaped_like
 
 aten = torch.ops.aten
 

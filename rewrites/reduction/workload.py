@@ -5,7 +5,7 @@ from __future__ import annotations
 from weaveopt.cost_model import Gemm
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.records.site import TokenCounts
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 
 def workload_of(facts: ReductionFacts, tokens: TokenCounts, *, takes_gemm: bool, quantizes: bool) -> Workload:

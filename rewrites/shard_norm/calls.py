@@ -9,7 +9,7 @@ from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 from weaveopt.records.norm import NormSpec
 from weaveopt.rewrites.shard_norm.candidates import Lowered
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from weaveopt.records.site import DTYPE_BYTES, TokenCounts
 from weaveopt.rewrites.reduction.plan import two_shot_division
 from weaveopt.rewrites.reduction.sharding import GATHER
 from weaveopt.rewrites.reduction.workload import workload_of
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 RULE = "shard_norm"
 _NAMES: Mapping[str, str] = MappingProxyType({"reduce": "reduce_scatter", "gather": "all_gather"})

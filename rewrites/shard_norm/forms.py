@@ -14,12 +14,12 @@ from weaveopt.graph.pattern import describe, skip_shapes, tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
 from weaveopt.records.candidate import Rejection, Values
 from weaveopt.rewrites.reduction.eligible import refused_anywhere
-from weaveopt.sites.linear import Gemm, gemm_at, may_be_weight
-from weaveopt.sites.norms import Norm
-from weaveopt.sites.readers import Readers
-from weaveopt.sites.reduced import Reduced, product_of
-from weaveopt.sites.reduction import Reduction, ReductionFacts
-from weaveopt.sites.rows import hint_of
+from weaveopt.sites.reduction.consumers import Readers
+from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
+from weaveopt.sites.sequence.rows import hint_of
+from weaveopt.sites.shared.epilogue import Reduced, product_of
+from weaveopt.sites.shared.linear import Gemm, gemm_at, may_be_weight
+from weaveopt.sites.shared.norms import Norm
 
 _DIMS = frozenset({torch.ops.aten.mean.dim, torch.ops.aten.var_mean.correction})
 """Operations of norms that name the dimension they reduce, in their second argument."""

@@ -10,8 +10,8 @@ from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.norm import NormKind
 from weaveopt.rewrites.shard_norm.forms import Form
-from weaveopt.sites.reduced import Reduced
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
+from weaveopt.sites.shared.epilogue import Reduced
 
 
 def against_norm(

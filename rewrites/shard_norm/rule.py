@@ -48,8 +48,8 @@ from weaveopt.rewrites.shard_norm.forms import Form, form_of
 from weaveopt.rewrites.shard_norm.normed import against_norm
 from weaveopt.rewrites.shard_norm.shards import Shards
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, PricedSite, Proposal
-from weaveopt.sites.reduced import Reduced
-from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
+from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
+from weaveopt.sites.shared.epilogue import Reduced
 
 aten, weave = torch.ops.aten, torch.ops.weave
 

@@ -18,7 +18,7 @@ from torch.fx.node import Argument
 from weaveopt.graph.pattern import is_call, skip_shapes, tensor_of
 from weaveopt.graph.splice import call_after, current, last_of
 from weaveopt.rewrites.shard_norm.forms import reduces_over
-from weaveopt.sites.norms import Norm
+from weaveopt.sites.shared.norms import Norm
 
 aten = torch.ops.aten
 _PAD, _SLICE = aten.constant_pad_nd.default, aten.slice.Tensor

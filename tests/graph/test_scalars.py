@@ -19,7 +19,7 @@ from tests.graphs.tolerances import LIBRARY, assert_close
 from tests.ranks import run_ranks
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
-from weaveopt.sites.reduced import Reduced, follow
+from weaveopt.sites.shared.epilogue import Reduced, follow
 
 c10d = torch.ops._c10d_functional
 

@@ -14,10 +14,10 @@ from weaveopt.inductor import seams
 from weaveopt.pipeline.capture import capture
 from weaveopt.rule import CapturedGraph, Context, FoundSite
 from weaveopt.sites import SEQUENCE_PARALLEL
-from weaveopt.sites.gather import GatherFacts
-from weaveopt.sites.gathered import Gathered
-from weaveopt.sites.scatter import ScatterFacts
-from weaveopt.sites.scattered import Scattered
+from weaveopt.sites.sequence.gather_consumers import Gathered
+from weaveopt.sites.sequence.gather_matcher import GatherFacts
+from weaveopt.sites.sequence.scatter_epilogue import Scattered
+from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
 
 
 def recording(graphs: list[CapturedGraph]) -> Callable[..., object]:

@@ -6,7 +6,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import Argument
 
-from weaveopt.sites.masks import MaskReading, read_mask
+from weaveopt.sites.shared.masks import MaskReading, read_mask
 
 aten = torch.ops.aten
 prims = torch.ops.prims

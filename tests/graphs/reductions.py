@@ -11,9 +11,9 @@ from weaveopt.ops.reduction.call import NormKind, NormSpec
 from weaveopt.records.candidate import Rejection
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import CapturedGraph, FoundSite
-from weaveopt.sites.norms import Norm
-from weaveopt.sites.reduced import Reduced
-from weaveopt.sites.reduction import KIND, Reduction, ReductionFacts
+from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
+from weaveopt.sites.shared.epilogue import Reduced
+from weaveopt.sites.shared.norms import Norm
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 RMS = NormSpec(NormKind.RMS, 1e-6)

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.graphs.capturing import gathered, scattered
 from weaveopt.graph.facts import group_of
 from weaveopt.rule import CapturedGraph, FoundSite
-from weaveopt.sites.gather import GatherFacts
-from weaveopt.sites.linear import Gemm
-from weaveopt.sites.partial import Partial
-from weaveopt.sites.scatter import ScatterFacts
+from weaveopt.sites.sequence.gather_matcher import GatherFacts
+from weaveopt.sites.sequence.scatter_matcher import ScatterFacts
+from weaveopt.sites.sequence.scatter_producer import Partial
+from weaveopt.sites.shared.linear import Gemm
 
 c10d = torch.ops._c10d_functional
 Values = dict[fx.Node, list[object]]

@@ -23,7 +23,7 @@ from weaveopt.records.memory import Lifetime
 from weaveopt.records.report import GraphReport
 from weaveopt.rewrites import RULES
 from weaveopt.rule import RuleSet
-from weaveopt.sites.reduction import ReductionMatcher
+from weaveopt.sites.reduction.matcher import ReductionMatcher
 
 ROWS, INNER, HIDDEN = 8, forms.INNER, forms.HIDDEN
 

@@ -37,7 +37,7 @@ from weaveopt.rule import (
     Placement,
     Proposal,
 )
-from weaveopt.sites.reduction import Reduction, ReductionFacts
+from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
 
 aten = torch.ops.aten
 _library = torch.library.Library("house", "FRAGMENT")

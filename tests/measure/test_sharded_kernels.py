@@ -31,7 +31,7 @@ from weaveopt.records.candidate import Candidate, Estimate, Fabric
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.moe_sharded import MoeSharded
 from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
-from weaveopt.sites.exchange import ExchangeFacts, ExchangeMatcher
+from weaveopt.sites.mixture.exchange_matcher import ExchangeFacts, ExchangeMatcher
 
 OP = torch.ops.weave.expert_exchange
 HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 16, 8

@@ -27,9 +27,9 @@ from weaveopt.rewrites import RULES
 from weaveopt.rewrites.reduction.aliasing import aliasing_values
 from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rule import Chosen, FoundSite, HooksInductor, Proposal
-from weaveopt.sites.norms import Norm
-from weaveopt.sites.reduced import Reduced
-from weaveopt.sites.reduction import KIND, Reduction
+from weaveopt.sites.reduction.matcher import KIND, Reduction
+from weaveopt.sites.shared.epilogue import Reduced
+from weaveopt.sites.shared.norms import Norm
 
 aten = torch.ops.aten
 BULK, MAIL = (

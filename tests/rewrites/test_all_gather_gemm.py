@@ -21,7 +21,7 @@ from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
-from weaveopt.sites.gather import GatherFacts
+from weaveopt.sites.sequence.gather_matcher import GatherFacts
 
 OP = torch.ops.weave.all_gather_gemm.default
 PEER_CODES = ["not_measured", "weight_layout", "beyond_measured"]

@@ -25,7 +25,7 @@ from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, T
 from weaveopt.records.report import GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.candidates import Terms, candidates
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 H200 = cost_model.load("h200x4")
 MULTIMEM = (Fabric.MULTIMEM, "two_shot direct")

@@ -31,7 +31,7 @@ from weaveopt.rewrites import RULES
 from weaveopt.rewrites.all_reduce_rms_norm import AllReduceRMSNorm
 from weaveopt.rewrites.gemm_all_reduce import GemmAllReduce
 from weaveopt.rule import Context, FoundSite, Proposal
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 RULE, OTHER = "gemm_all_reduce", "all_reduce_rms_norm"
 OTHERS = (OTHER, "shard_norm")

@@ -28,7 +28,7 @@ from weaveopt.records.candidate import Candidate, Fabric
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.candidates import Lowered, Terms, candidates
 from weaveopt.rewrites.reduction.lowering import memory_of
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 try:
     from weaveopt import _native

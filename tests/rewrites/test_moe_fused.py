@@ -28,7 +28,7 @@ from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
 from weaveopt.records.skew import UNIFORM, Skew
 from weaveopt.rewrites.moe_fused.candidates import HOPPER, KERNELS, ONE, RULE, Host, candidates, mixture_of
-from weaveopt.sites.mixture import MixtureFacts
+from weaveopt.sites.mixture.matcher import MixtureFacts
 
 FORCED = Config(force=(RULE,), strict=True)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -31,7 +31,7 @@ from weaveopt.records.site import TokenCounts
 from weaveopt.records.skew import Skew
 from weaveopt.rewrites.moe_sharded import RULE, MoeSharded
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.exchange import ExchangeMatcher
+from weaveopt.sites.mixture.exchange_matcher import ExchangeMatcher
 
 OP = torch.ops.weave.expert_exchange.default
 HIDDEN, INNER, EXPERTS, CHOICES = 64, 32, 4, 2

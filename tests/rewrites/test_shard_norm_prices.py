@@ -23,7 +23,7 @@ from weaveopt.ops.gemm_comm.reduce_scatter.call import REDUCE_SCATTER
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, candidates
-from weaveopt.sites.reduction import ReductionFacts
+from weaveopt.sites.reduction.matcher import ReductionFacts
 
 
 def big(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS) -> tuple[Tensor, ...]:

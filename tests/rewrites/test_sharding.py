@@ -106,7 +106,7 @@ def test_the_rules_candidates_divide_alike_where_all_that_counts_is_equal() -> N
     from weaveopt import cost_model
     from weaveopt.fabrics import topology
     from weaveopt.records.site import TokenCounts
-    from weaveopt.sites.reduction import ReductionFacts
+    from weaveopt.sites.reduction.matcher import ReductionFacts
 
     terms = Terms(
         "all_reduce_rms_norm", False, topology.fake(4, device="cuda"), cost_model.load("h200x4"), against_library=False

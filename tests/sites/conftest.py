@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weaveopt.sites.masks import evaluate, intervals
+from weaveopt.sites.shared.masks import evaluate, intervals
 
 
 @pytest.fixture(params=["short forms", "blocks"])

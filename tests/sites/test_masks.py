@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.graphs.mask_graphs import MaskGraph, assert_sound, read
-from weaveopt.sites.masks import Mask, MaskCache, MaskKind, read_mask
+from weaveopt.sites.shared.masks import Mask, MaskCache, MaskKind, read_mask
 
 aten = torch.ops.aten
 
@@ -168,7 +168,7 @@ def test_a_mask_is_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     graph, cache = MaskGraph(), MaskCache()
     node = graph.masked(6, 6)
     first = read_mask(node, False, 6, 6, cache)
-    monkeypatch.setattr("weaveopt.sites.masks.reading._decide", None)
+    monkeypatch.setattr("weaveopt.sites.shared.masks.reading._decide", None)
     assert read_mask(node, False, 6, 6, cache) is first
     assert read_mask(graph.bias(node), False, 6, 6, cache).mask == first.mask
 

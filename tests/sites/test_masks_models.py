@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from weaveopt.integrations.transformers.cache_argument import cache_argument, with_cache
-from weaveopt.sites.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
+from weaveopt.sites.shared.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, **HEADS}

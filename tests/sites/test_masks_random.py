@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from tests.graphs.mask_graphs import MaskGraph, admits, assert_sound
-from weaveopt.sites.masks import MaskKind
+from weaveopt.sites.shared.masks import MaskKind
 
 aten = torch.ops.aten
 NUM_RANDOM = 500

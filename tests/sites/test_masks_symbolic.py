@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from tests.graphs.mask_graphs import MaskGraph
-from weaveopt.sites.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
+from weaveopt.sites.shared.masks import Mask, MaskCache, MaskKind, MaskReading, read_mask
 
 aten = torch.ops.aten
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.graphs.capturing import captured, context_of
 from tests.graphs.mixtures import EXPERTS, FAMILIES, FORMS, HIDDEN, WIDTH, Family, experts_of, routed
 from weaveopt.rule import FoundSite
-from weaveopt.sites.mixture import MixtureFacts, MixtureMatcher
+from weaveopt.sites.mixture.matcher import MixtureFacts, MixtureMatcher
 
 ACTIVATIONS = {
     "olmoe": "gelu(gate) * up",

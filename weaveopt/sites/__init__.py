@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weaveopt.rule import Matcher
-from weaveopt.sites.attention import AttentionMatcher
-from weaveopt.sites.exchange import ExchangeMatcher
-from weaveopt.sites.gather import GatherMatcher
-from weaveopt.sites.mixture import MixtureMatcher
-from weaveopt.sites.reduction import ReductionMatcher
-from weaveopt.sites.scatter import ScatterMatcher
+from weaveopt.sites.attention.matcher import AttentionMatcher
+from weaveopt.sites.mixture.exchange_matcher import ExchangeMatcher
+from weaveopt.sites.mixture.matcher import MixtureMatcher
+from weaveopt.sites.reduction.matcher import ReductionMatcher
+from weaveopt.sites.sequence.gather_matcher import GatherMatcher
+from weaveopt.sites.sequence.scatter_matcher import ScatterMatcher
 
 SEQUENCE_PARALLEL: tuple[Matcher, ...] = (GatherMatcher(), ScatterMatcher())
 """Matchers of sequence parallelism, in which activations are sharded by rows over the ranks."""

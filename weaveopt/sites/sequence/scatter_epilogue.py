@@ -16,9 +16,9 @@ from weaveopt.graph.pattern import CAST, MUL, SHAPE_ONLY, describe, is_call, ten
 from weaveopt.graph.scalars import casts_of, number_of
 from weaveopt.graph.values import hint
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.norms import Norm
-from weaveopt.sites.partial import DIV, Partial, partial_at, read_by_others
-from weaveopt.sites.reduced import WAIT, Reduced, follow
+from weaveopt.sites.sequence.scatter_producer import DIV, Partial, partial_at, read_by_others
+from weaveopt.sites.shared.epilogue import WAIT, Reduced, follow
+from weaveopt.sites.shared.norms import Norm
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     total = residual_shard + shard                          # absent in backward passes
     normalized = rms_norm(total) * weight                   # absent where none follows
 
-Rows of the GEMM are [outer, world, inner], and each rank keeps [outer, inner] of them (`sites.rows`). Two
+Rows of the GEMM are [outer, world, inner], and each rank keeps [outer, inner] of them (`sites.sequence.rows`). Two
 reduce-scatters whose results are added are one site. The gradient of a weight that ranks hold a part of each is a site
 too. A reduce-scatter of what no GEMM makes (a vocabulary-parallel embedding) is none.
 """
@@ -24,11 +24,11 @@ from weaveopt.graph.values import dtype_name
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.norms import find_norms
-from weaveopt.sites.partial import Partial
-from weaveopt.sites.reduced import REDUCE_SCATTER, WAIT
-from weaveopt.sites.rows import Rows, against_group, hint_of, scattered_rows
-from weaveopt.sites.scattered import Scattered, partial_of, scattered_at
+from weaveopt.sites.sequence.rows import Rows, against_group, hint_of, scattered_rows
+from weaveopt.sites.sequence.scatter_epilogue import Scattered, partial_of, scattered_at
+from weaveopt.sites.sequence.scatter_producer import Partial
+from weaveopt.sites.shared.epilogue import REDUCE_SCATTER, WAIT
+from weaveopt.sites.shared.norms import find_norms
 
 KIND = "reduce_scatter"
 

@@ -7,9 +7,9 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.values import shape_of
-from weaveopt.sites.mixtures.activation import GATHER
-from weaveopt.sites.mixtures.experts import Experts, Linear
-from weaveopt.sites.mixtures.reading import (
+from weaveopt.sites.mixture.activation import GATHER
+from weaveopt.sites.mixture.experts import Experts, Linear
+from weaveopt.sites.mixture.reading import (
     TRANSPOSE,
     VIEWS,
     Reading,
@@ -24,7 +24,7 @@ from weaveopt.sites.mixtures.reading import (
     unmasked,
     value_of,
 )
-from weaveopt.sites.mixtures.tail import activation_between, owning, tail_of, with_bias
+from weaveopt.sites.mixture.tail import activation_between, owning, tail_of, with_bias
 
 aten = torch.ops.aten
 

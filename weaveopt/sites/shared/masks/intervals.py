@@ -15,8 +15,8 @@ import torch
 import torch.fx as fx
 
 from weaveopt.graph.pattern import Argument, is_call, tensor_of
-from weaveopt.sites.masks.classes import without_empty
-from weaveopt.sites.masks.evaluate import ONES_ONLY, Ranges, Unreadable, Values, shape_of
+from weaveopt.sites.shared.masks.classes import without_empty
+from weaveopt.sites.shared.masks.evaluate import ONES_ONLY, Ranges, Unreadable, Values, shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.values import hint
-from weaveopt.sites.linear import Gemm, gemm_at
+from weaveopt.sites.shared.linear import Gemm, gemm_at
 
 
 @dataclass(frozen=True)

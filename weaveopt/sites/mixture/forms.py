@@ -19,11 +19,11 @@ import torch.fx as fx
 from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.values import argument
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.mixtures.activation import GATHER
-from weaveopt.sites.mixtures.batched import batched_experts
-from weaveopt.sites.mixtures.experts import Experts
-from weaveopt.sites.mixtures.grouped import grouped_experts, is_grouped
-from weaveopt.sites.mixtures.reading import BMM, SUM, TRANSPOSE, VIEWS, Refused, Unknown
+from weaveopt.sites.mixture.activation import GATHER
+from weaveopt.sites.mixture.batched import batched_experts
+from weaveopt.sites.mixture.experts import Experts
+from weaveopt.sites.mixture.grouped import grouped_experts, is_grouped
+from weaveopt.sites.mixture.reading import BMM, SUM, TRANSPOSE, VIEWS, Refused, Unknown
 
 aten = torch.ops.aten
 

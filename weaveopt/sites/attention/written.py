@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import CAST, MUL, is_call, tensor_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.attention_forms import COPIES, LAYOUTS, VIEWS, Form, ndim_of, same_size
+from weaveopt.sites.attention.forms import COPIES, LAYOUTS, VIEWS, Form, ndim_of, same_size
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """Attention as graphs hold it, read into one record; here as one operator of the library.
 
-`weaveopt.sites.attention_written` reads attention that is written out as GEMMs and a softmax.
+`weaveopt.sites.attention.written` reads attention that is written out as GEMMs and a softmax.
 """
 
 from __future__ import annotations

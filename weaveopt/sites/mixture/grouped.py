@@ -7,9 +7,9 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import CAST, is_call
 from weaveopt.graph.values import argument
-from weaveopt.sites.mixtures.activation import GATHER
-from weaveopt.sites.mixtures.experts import Experts, Linear
-from weaveopt.sites.mixtures.reading import (
+from weaveopt.sites.mixture.activation import GATHER
+from weaveopt.sites.mixture.experts import Experts, Linear
+from weaveopt.sites.mixture.reading import (
     GETITEM,
     TRANSPOSE,
     Reading,
@@ -21,7 +21,7 @@ from weaveopt.sites.mixtures.reading import (
     swaps_last,
     unmasked,
 )
-from weaveopt.sites.mixtures.tail import activation_between, owning, tail_of, with_bias
+from weaveopt.sites.mixture.tail import activation_between, owning, tail_of, with_bias
 
 aten = torch.ops.aten
 

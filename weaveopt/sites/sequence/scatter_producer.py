@@ -18,7 +18,7 @@ from weaveopt.graph.moves import MOVES, OTHER_MOVES, Moves
 from weaveopt.graph.pattern import ADD, MUL, describe, is_call, tensor_of
 from weaveopt.graph.scalars import number_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.linear import Gemm, gemm_at
+from weaveopt.sites.shared.linear import Gemm, gemm_at
 
 DIV = frozenset({torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar})
 

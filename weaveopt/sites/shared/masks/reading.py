@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weaveopt.graph.pattern import describe, tensor_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.masks.bias import BooleanForm, boolean_form
-from weaveopt.sites.masks.classes import Mask, MaskKind, classify
-from weaveopt.sites.masks.evaluate import SHAPES_ONLY, Unreadable, Values, known_constant
-from weaveopt.sites.masks.intervals import find_intervals
-from weaveopt.sites.masks.symbolic import prove_for_all_sizes
+from weaveopt.sites.shared.masks.bias import BooleanForm, boolean_form
+from weaveopt.sites.shared.masks.classes import Mask, MaskKind, classify
+from weaveopt.sites.shared.masks.evaluate import SHAPES_ONLY, Unreadable, Values, known_constant
+from weaveopt.sites.shared.masks.intervals import find_intervals
+from weaveopt.sites.shared.masks.symbolic import prove_for_all_sizes
 
 Size = int | torch.SymInt
 MAX_ELEMENTS = 1 << 30

@@ -4,7 +4,7 @@
     out[t] = sum over j: weights[t, j] * (act(x[t] @ up[chosen[t, j]].T) @ down[chosen[t, j]].T)
 
 A site consists of the nodes that compute `out` from the others, in whatever form the graph holds it
-(`sites.mixtures.forms`). The router and shared experts stay as they are, and so does the all-reduce that follows, which
+(`sites.mixture.forms`). The router and shared experts stay as they are, and so does the all-reduce that follows, which
 is a separate site. Every rank sees all tokens; with expert parallelism it computes the choices of the experts that it
 stores, and all others add nothing.
 """
@@ -23,9 +23,9 @@ from weaveopt.ops.experts.activation import Activation
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.mixtures.experts import Experts, Linear
-from weaveopt.sites.mixtures.forms import experts_of
-from weaveopt.sites.mixtures.routing import Routing, routing_of
+from weaveopt.sites.mixture.experts import Experts, Linear
+from weaveopt.sites.mixture.forms import experts_of
+from weaveopt.sites.mixture.routing import Routing, routing_of
 
 KIND = "mixture"
 

@@ -26,10 +26,10 @@ from weaveopt.graph.scalars import casts_of, symbols_of
 from weaveopt.records.candidate import NO_TOKENS, Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.norms import find_norms
-from weaveopt.sites.quantization import Quantized, find_quantized
-from weaveopt.sites.readers import Readers, readers_of
-from weaveopt.sites.reduced import ANY_ALL_REDUCE, Reduced, follow, product_of
+from weaveopt.sites.reduction.consumers import Readers, readers_of
+from weaveopt.sites.shared.epilogue import ANY_ALL_REDUCE, Reduced, follow, product_of
+from weaveopt.sites.shared.norms import find_norms
+from weaveopt.sites.shared.quantization import Quantized, find_quantized
 
 KIND = "reduction"
 aten = torch.ops.aten

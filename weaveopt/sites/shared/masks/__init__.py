@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weaveopt.sites.masks.classes import Mask, MaskKind
-from weaveopt.sites.masks.reading import MaskCache, MaskReading, read_mask
+from weaveopt.sites.shared.masks.classes import Mask, MaskKind
+from weaveopt.sites.shared.masks.reading import MaskCache, MaskReading, read_mask
 
 __all__ = ["Mask", "MaskCache", "MaskKind", "MaskReading", "read_mask"]

@@ -4,8 +4,8 @@
     bias = where(mask, 0, -inf)
     out = scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
 
-A site is the attention, in whatever form the graph holds it (`sites.attention_forms`), and the repetition of keys and
-values before it. What the mask means is read (`sites.masks`); it stays in the graph, since many layers share it.
+A site is the attention, in whatever form the graph holds it (`sites.attention.forms`), and the repetition of keys and
+values before it. What the mask means is read (`sites.shared.masks`); it stays in the graph, since many layers share it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from weaveopt.graph.values import shape_of
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.attention_forms import LAYOUTS, LIBRARY_CALLS, Form, library_form, unrepeated
-from weaveopt.sites.attention_written import written_form
-from weaveopt.sites.masks import Mask, MaskCache, MaskReading, read_mask
+from weaveopt.sites.attention.forms import LAYOUTS, LIBRARY_CALLS, Form, library_form, unrepeated
+from weaveopt.sites.attention.written import written_form
+from weaveopt.sites.shared.masks import Mask, MaskCache, MaskReading, read_mask
 
 KIND = "attention"
 PRODUCT = frozenset({torch.ops.aten.bmm.default})

@@ -10,7 +10,7 @@ import torch.fx as fx
 from weaveopt.graph.moves import MOVES, OTHER_MOVES
 from weaveopt.graph.pattern import MUL, is_call, tensor_of
 from weaveopt.graph.values import argument, hint
-from weaveopt.sites.reduced import WAIT
+from weaveopt.sites.shared.epilogue import WAIT
 
 aten = torch.ops.aten
 ALL_GATHER = frozenset({torch.ops._c10d_functional.all_gather_into_tensor.default})

@@ -17,7 +17,7 @@ import torch.fx as fx
 from weaveopt.graph.pattern import ADD, MUL, SHAPE_ONLY, describe, is_call, skip_shapes, tensor_of
 from weaveopt.graph.scalars import number_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.norms import Norm, tensor_eps
+from weaveopt.sites.shared.norms import Norm, tensor_eps
 
 _c10d = torch.ops._c10d_functional
 ALL_REDUCE = frozenset({_c10d.all_reduce.default})

@@ -20,9 +20,9 @@ from weaveopt.graph.arrangement import Arrangement, merged
 from weaveopt.graph.moves import BITS, MOVES, OTHER_MOVES, Moves
 from weaveopt.graph.pattern import describe, is_call, tensor_of
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.linear import Gemm, gemm_at, is_input, leads_to_gemm, may_be_weight
-from weaveopt.sites.reduced import WAIT
-from weaveopt.sites.rows import RANK, Rows, gathered, gathered_rows, text
+from weaveopt.sites.sequence.rows import RANK, Rows, gathered, gathered_rows, text
+from weaveopt.sites.shared.epilogue import WAIT
+from weaveopt.sites.shared.linear import Gemm, gemm_at, is_input, leads_to_gemm, may_be_weight
 
 
 @dataclass(frozen=True)

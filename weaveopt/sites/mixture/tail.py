@@ -11,9 +11,9 @@ from weaveopt.graph.pattern import ADD, CAST, MUL, SHAPE_ONLY, is_call, tensor_o
 from weaveopt.graph.values import argument, shape_of
 from weaveopt.ops.experts.activation import Activation
 from weaveopt.records.candidate import Rejection
-from weaveopt.sites.mixtures.activation import GATHER, Between, activation_of, between
-from weaveopt.sites.mixtures.experts import Experts, Linear
-from weaveopt.sites.mixtures.reading import (
+from weaveopt.sites.mixture.activation import GATHER, Between, activation_of, between
+from weaveopt.sites.mixture.experts import Experts, Linear
+from weaveopt.sites.mixture.reading import (
     SUM,
     TRANSPOSE,
     VIEWS,

@@ -15,8 +15,8 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from weaveopt.graph.pattern import Argument, is_call, tensor_of
-from weaveopt.sites.masks.classes import Mask, MaskKind
-from weaveopt.sites.masks.intervals import AND, COMPARE, MIRRORED, SAME
+from weaveopt.sites.shared.masks.classes import Mask, MaskKind
+from weaveopt.sites.shared.masks.intervals import AND, COMPARE, MIRRORED, SAME
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -3,9 +3,9 @@
     whole = all_gather(shard, gather_dim)       # 0, or 1 (within each sequence)
     q, k, v = whole @ wq, whole @ wk, whole @ wv
 
-Rows of the GEMMs are [outer, world, inner], and a rank's shard is [outer, inner] of them (`sites.rows`). Gathers of one
-shard are one site, with all GEMMs that read it; what else reads the gathered value is said, since it has to exist
-then. An all-gather that no GEMM reads is no site.
+Rows of the GEMMs are [outer, world, inner], and a rank's shard is [outer, inner] of them (`sites.sequence.rows`).
+Gathers of one shard are one site, with all GEMMs that read it; what else reads the gathered value is said, since it has
+to exist then. An all-gather that no GEMM reads is no site.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.records.candidate import Rejection, Values, values_of
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.rule import Context, FoundSite
-from weaveopt.sites.gathered import Gathered, gathered_at, travelling
-from weaveopt.sites.linear import ALL_GATHER
-from weaveopt.sites.reduced import WAIT
-from weaveopt.sites.rows import against_group, hint_of
+from weaveopt.sites.sequence.gather_consumers import Gathered, gathered_at, travelling
+from weaveopt.sites.sequence.rows import against_group, hint_of
+from weaveopt.sites.shared.epilogue import WAIT
+from weaveopt.sites.shared.linear import ALL_GATHER
 
 KIND = "all_gather"
 _DTYPES = {**DTYPE_NAMES, torch.float8_e4m3fn: "float8_e4m3fn"}

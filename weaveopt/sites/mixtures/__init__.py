@@ -1,1 +1,0 @@
-"""Mixtures of experts as graphs hold them: their forms, their activations, what chose the experts."""
