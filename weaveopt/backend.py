@@ -14,6 +14,8 @@ from functools import partial
 import torch.fx as fx
 
 from weaveopt import debug
+from weaveopt.autotune.trial import Make
+from weaveopt.autotune.verify import verify
 from weaveopt.config import Config, OptionValue, resolve
 from weaveopt.errors import WeaveError
 from weaveopt.inductor import seams
@@ -35,8 +37,6 @@ from weaveopt.pipeline.variants import variants
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
 from weaveopt.rule import HooksInductor, RuleSet
-from weaveopt.verification.trial import Make
-from weaveopt.verification.verify import verify
 
 
 def _regime(c: Compilation, v: VariantState) -> VariantState:

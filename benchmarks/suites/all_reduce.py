@@ -30,8 +30,8 @@ from benchmarks.workloads.reduction import (
 )
 from weaveopt import cost_model
 from weaveopt.cost_model.kernels import norm_us
-from weaveopt.measure.cases.all_reduce_norm.calls import TIMEOUT_S
-from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES
+from weaveopt.measure.cases.reduction.calls import TIMEOUT_S
+from weaveopt.measure.cases.reduction.peer import BULK_BYTES
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.prices.table import lowerings
 from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart

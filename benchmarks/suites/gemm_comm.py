@@ -29,7 +29,9 @@ from benchmarks.workloads.gemm_all_reduce import Cut, Inputs, chains_us
 from benchmarks.workloads.scatter_gather import ASYNC_TP, SEQUENCE, Gather, Scatter
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, topology
-from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter, gemm_reduce_scatter_norm
+from weaveopt.measure.cases.gemm_comm import all_gather as all_gather_gemm
+from weaveopt.measure.cases.gemm_comm import reduce_scatter as gemm_reduce_scatter
+from weaveopt.measure.cases.gemm_comm import reduce_scatter_norm as gemm_reduce_scatter_norm
 
 TOKENS = Setting("tokens", (1024, 2048, 4096, 8192, 16384), "of all ranks together", quick=(2048,))
 HIDDENS = Setting("hiddens", (8192,), "elements of a row that travels")

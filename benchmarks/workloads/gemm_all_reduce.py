@@ -19,9 +19,9 @@ from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
 from weaveopt import _native
 from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.traits import header_bytes
-from weaveopt.measure.cases.all_reduce_norm import calls
-from weaveopt.measure.cases.all_reduce_norm.calls import EPS, TIMEOUT_S, Fused
 from weaveopt.measure.cases.memory import add_norm
+from weaveopt.measure.cases.reduction import calls
+from weaveopt.measure.cases.reduction.calls import EPS, TIMEOUT_S, Fused
 from weaveopt.ops.reduction.buffers import OUTPUT, locate, memory_plan
 from weaveopt.ops.reduction.call import ReductionCall
 from weaveopt.ops.reduction.peer import native_site

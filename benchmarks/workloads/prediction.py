@@ -13,10 +13,11 @@ from benchmarks.workloads import prediction_sweep
 from benchmarks.workloads.prediction_model import choice_row, name_of, predicted_us
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
-from weaveopt.measure.cases import attention, collectives, gemm, memory
-from weaveopt.measure.cases.all_reduce_norm import calls, peer
-from weaveopt.measure.cases.all_reduce_norm.calls import Fused
-from weaveopt.measure.cases.attention import AttentionCase
+from weaveopt.measure.cases import collectives, gemm, memory
+from weaveopt.measure.cases.attention import library as attention
+from weaveopt.measure.cases.attention.library import AttentionCase
+from weaveopt.measure.cases.reduction import calls, peer
+from weaveopt.measure.cases.reduction.calls import Fused
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Launch, Sample, barrier, slowest
 from weaveopt.measure.ranks import Ranks, subgroup
 from weaveopt.ops.reduction.prices.kernels import kernel_variants

@@ -22,8 +22,8 @@ from benchmarks.accuracy import NEVER_SLOWER
 from benchmarks.record import Row
 from benchmarks.workloads.prediction_model import Case, chosen, kernel_of, predicted_us, swept_row
 from weaveopt.cost_model import Machine
-from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused
 from weaveopt.measure.cases.memory import add_norm
+from weaveopt.measure.cases.reduction.calls import DTYPE, Fused
 from weaveopt.measure.clock import Launch, Sample
 from weaveopt.measure.ranks import Ranks
 from weaveopt.ops.reduction.variant import KernelRow

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from benchmarks.ranks import Place, barrier
 from benchmarks.timing import Effort, Step, replayed_us
 from tests.graphs.tolerances import LIBRARY, assert_close
-from weaveopt.measure.cases.all_reduce_norm import calls, peer
-from weaveopt.measure.cases.all_reduce_norm.calls import EPS, Fused
 from weaveopt.measure.cases.memory import add_norm
+from weaveopt.measure.cases.reduction import calls, peer
+from weaveopt.measure.cases.reduction.calls import EPS, Fused
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 

@@ -21,9 +21,10 @@ from benchmarks.workloads.reduction import PUSH_BYTES_PER_S
 from weaveopt import _native
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.fabrics import peer, rows_call
-from weaveopt.measure.cases import all_gather_gemm, gemm_reduce_scatter
-from weaveopt.measure.cases.all_reduce_norm import calls
+from weaveopt.measure.cases.gemm_comm import all_gather as all_gather_gemm
+from weaveopt.measure.cases.gemm_comm import reduce_scatter as gemm_reduce_scatter
 from weaveopt.measure.cases.memory import add_norm
+from weaveopt.measure.cases.reduction import calls
 from weaveopt.ops.gemm_comm.all_gather import op as gathers
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.reduce_scatter import op as scatters

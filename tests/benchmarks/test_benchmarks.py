@@ -21,7 +21,7 @@ from benchmarks.timing import order_of
 from benchmarks.workloads.prediction import CPU, GPU
 from benchmarks.workloads.reduction import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT, Case, Form, Variant
 from weaveopt.measure.cases import gemm, memory
-from weaveopt.measure.cases.all_reduce_norm import peer, shm
+from weaveopt.measure.cases.reduction import peer, shm
 from weaveopt.ops.reduction.buffers import MAILBOXES, buffers_of_call
 from weaveopt.ops.reduction.call import decode
 from weaveopt.ops.reduction.operands import Operands

@@ -9,7 +9,7 @@ import torch
 
 from weaveopt import cost_model
 from weaveopt.cost_model.machine import Machine
-from weaveopt.measure.cases.all_reduce_norm.gpu_hosts import REDUCED_BYTES, GpuHosts, kernels
+from weaveopt.measure.cases.reduction.gpu_hosts import REDUCED_BYTES, GpuHosts, kernels
 from weaveopt.measure.clock import Sample
 from weaveopt.ops.reduction.variant import Transfer
 

@@ -12,6 +12,7 @@ import torch.fx as fx
 from functorch.compile import make_boxed_func
 
 from weaveopt import cost_model
+from weaveopt.autotune.trial import Call, Make
 from weaveopt.backend import optimize
 from weaveopt.config import Config
 from weaveopt.fabrics import topology
@@ -24,7 +25,6 @@ from weaveopt.records.report import GraphReport
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
 from weaveopt.rule import RuleSet
-from weaveopt.verification.trial import Call, Make
 
 FORCED = Config(
     force=("all_reduce_rms_norm", "causal_attention", "moe_fused"), strict=True, timeout_s=30.0, compile_timeout_s=60.0

@@ -13,22 +13,22 @@ from weaveopt import cost_model
 from weaveopt.cost_model.collectives import fabric_costs
 from weaveopt.cost_model.machine import ContentionRow, Curve, KernelCurve, Point, SizePoint
 from weaveopt.measure.cases import FAMILIES, name_of
-from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
-from weaveopt.measure.cases.all_gather_gemm import cases as pushed_cases
-from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
-from weaveopt.measure.cases.all_reduce_norm.peer import BULK_BYTES, PeerKernels, kernels
-from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
 from weaveopt.measure.cases.collectives import Collectives
-from weaveopt.measure.cases.copy_engine import Copies
+from weaveopt.measure.cases.copies import Copies
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms, shared_out
+from weaveopt.measure.cases.gemm_comm.all_gather import AllGathers, PushedGathers
+from weaveopt.measure.cases.gemm_comm.all_gather import cases as pushed_cases
+from weaveopt.measure.cases.gemm_comm.reduce_scatter import ReduceScatters, ScatteredTiles, rows_of
+from weaveopt.measure.cases.gemm_comm.reduce_scatter import cases as tile_cases
+from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import NormedTiles
+from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import cases as norm_cases
 from weaveopt.measure.cases.gemm_fit import Grid
-from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, ScatteredTiles, rows_of
-from weaveopt.measure.cases.gemm_reduce_scatter import cases as tile_cases
-from weaveopt.measure.cases.gemm_reduce_scatter_norm import NormedTiles
-from weaveopt.measure.cases.gemm_reduce_scatter_norm import cases as norm_cases
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
+from weaveopt.measure.cases.reduction.contention import StreamContention
+from weaveopt.measure.cases.reduction.peer import BULK_BYTES, PeerKernels, kernels
+from weaveopt.measure.cases.reduction.shm import ShmKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft, curve_order
 from weaveopt.measure.session import Rows

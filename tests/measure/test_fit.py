@@ -12,9 +12,9 @@ from weaveopt.cost_model.gemm import Gemm, modelled_us
 from weaveopt.cost_model.machine import GemmCosts, Point, Tile
 from weaveopt.measure import fit
 from weaveopt.measure.cases import gemm_fit
-from weaveopt.measure.cases.attention import AttentionCase, attention_costs, steps_of
+from weaveopt.measure.cases.attention.library import AttentionCase, attention_costs, steps_of
+from weaveopt.measure.cases.experts.grouped_gemm import GroupedCase, grouped_slowdown
 from weaveopt.measure.cases.gemm_fit import Grid
-from weaveopt.measure.cases.grouped_gemm import GroupedCase, grouped_slowdown
 from weaveopt.measure.clock import Sample, calm, sample_of
 
 GRID = Grid((1, 16, 64, 128, 256, 512, 1024, 4096), (1024, 4096, 8192), (1024, 4096, 8192))

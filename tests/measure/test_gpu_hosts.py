@@ -18,8 +18,8 @@ from weaveopt.cost_model.hosts_curves import curves_between
 from weaveopt.cost_model.machine import MEASURED
 from weaveopt.fabrics.topology import Group, Topology, fake
 from weaveopt.measure.base import renew
-from weaveopt.measure.cases.all_reduce_norm import gpu_hosts
-from weaveopt.measure.cases.all_reduce_norm.calls import Fused
+from weaveopt.measure.cases.reduction import gpu_hosts
+from weaveopt.measure.cases.reduction.calls import Fused
 from weaveopt.measure.ranks import Ranks
 from weaveopt.measure.session import Session
 from weaveopt.ops.reduction.variant import OP

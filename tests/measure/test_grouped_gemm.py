@@ -9,7 +9,7 @@ import torch
 
 from weaveopt.cost_model.batched import num_active_experts, same_work
 from weaveopt.cost_model.gemm import Gemm
-from weaveopt.measure.cases.grouped_gemm import CASES, GroupedCase, GroupedGemms, grouped, has_grouped
+from weaveopt.measure.cases.experts.grouped_gemm import CASES, GroupedCase, GroupedGemms, grouped, has_grouped
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 

@@ -10,7 +10,7 @@ import torch
 
 from weaveopt import cost_model
 from weaveopt.cost_model.busy_hosts import BusyHosts
-from weaveopt.measure.cases.all_reduce_norm.hosts import TOKENS, HostExchanges
+from weaveopt.measure.cases.reduction.hosts import TOKENS, HostExchanges
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.fit import relative_nonnegative
 from weaveopt.ops.reduction.prices.estimate import estimate_fused

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from weaveopt import cost_model
-from weaveopt.measure.cases.all_reduce_norm.hosts import HIDDEN, HostExchanges
+from weaveopt.measure.cases.reduction.hosts import HIDDEN, HostExchanges
 from weaveopt.measure.clock import Sample
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.variant import ALGORITHMS, Algorithm, Transfer

@@ -20,8 +20,16 @@ from weaveopt.cost_model.host import host_us
 from weaveopt.cost_model.mixture import kernels_us
 from weaveopt.fabrics import topology
 from weaveopt.fabrics.rows_call import decode
-from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
-from weaveopt.measure.cases.moe_sharded import CHOICES, ROW_BYTES, TOKENS, ShardedKernels, owners, pushed_bytes, size_of
+from weaveopt.measure.cases.experts.sharded import (
+    CHOICES,
+    ROW_BYTES,
+    TOKENS,
+    ShardedKernels,
+    owners,
+    pushed_bytes,
+    size_of,
+)
+from weaveopt.measure.cases.reduction.peer import PeerKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall

@@ -11,8 +11,8 @@ from tests.measure.test_families import own_kernels, rows
 from weaveopt import cost_model
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.tile_config import TileConfig
-from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
-from weaveopt.measure.cases.gemm_all_reduce import Kernel, TileKernels, call_of, cases, variant_of
+from weaveopt.measure.cases.gemm_comm.all_reduce import Kernel, TileKernels, call_of, cases, variant_of
+from weaveopt.measure.cases.reduction.peer import PeerKernels
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.overlapped import Times

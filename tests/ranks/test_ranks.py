@@ -16,10 +16,10 @@ import torch._inductor.config
 import torch.distributed as dist
 
 from tests.ranks import RankError, pool, run_ranks
+from weaveopt.autotune import contest
 from weaveopt.fabrics import shm, topology, watchdog
 from weaveopt.pipeline import compilation
 from weaveopt.reporting import registry
-from weaveopt.verification import contest
 
 
 def _begins_with(_: int) -> tuple[bool, bool]:

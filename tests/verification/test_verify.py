@@ -23,6 +23,8 @@ from tests.house.toys import FastTanh
 from tests.ranks import collect, run_ranks
 from tests.ranks.tcp_ranks import become_host
 from weaveopt import cost_model
+from weaveopt.autotune.contest import forget
+from weaveopt.autotune.trial import Call
 from weaveopt.config import Config
 from weaveopt.records.candidate import LEAVE
 from weaveopt.records.report import Decision, GraphReport
@@ -32,8 +34,6 @@ from weaveopt.reporting.registry import report as live_report
 from weaveopt.reporting.text import text
 from weaveopt.rewrites import RULES
 from weaveopt.rule import RuleSet
-from weaveopt.verification.contest import forget
-from weaveopt.verification.trial import Call
 
 FUSED, TOY, BETWEEN_HOSTS = "all_reduce_rms_norm", "library_sum", "hierarchical_all_reduce"
 BASE = Config(verify=True, strict=True, timeout_s=20.0, compile_timeout_s=20.0)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import re
 
-from weaveopt.measure.cases.all_gather_gemm import AllGathers, PushedGathers
-from weaveopt.measure.cases.all_reduce_norm.contention import StreamContention
-from weaveopt.measure.cases.all_reduce_norm.gpu_hosts import GpuHosts
-from weaveopt.measure.cases.all_reduce_norm.hosts import HostExchanges
-from weaveopt.measure.cases.all_reduce_norm.peer import PeerKernels
-from weaveopt.measure.cases.all_reduce_norm.shm import ShmKernels
-from weaveopt.measure.cases.attention import AttentionKernels
-from weaveopt.measure.cases.causal_attention.kernels import CausalKernels
+from weaveopt.measure.cases.attention.library import AttentionKernels
+from weaveopt.measure.cases.attention.masked import CausalKernels
 from weaveopt.measure.cases.collectives import Collectives
-from weaveopt.measure.cases.copy_engine import Copies
+from weaveopt.measure.cases.copies import Copies
+from weaveopt.measure.cases.experts.fused import ExpertKernels
+from weaveopt.measure.cases.experts.grouped_gemm import GroupedGemms
+from weaveopt.measure.cases.experts.sharded import ShardedKernels
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.cases.gemm import Gemms
-from weaveopt.measure.cases.gemm_all_reduce import TileKernels
-from weaveopt.measure.cases.gemm_reduce_scatter import ReduceScatters, ScatteredTiles
-from weaveopt.measure.cases.gemm_reduce_scatter_norm import NormedTiles
-from weaveopt.measure.cases.grouped_gemm import GroupedGemms
+from weaveopt.measure.cases.gemm_comm.all_gather import AllGathers, PushedGathers
+from weaveopt.measure.cases.gemm_comm.all_reduce import TileKernels
+from weaveopt.measure.cases.gemm_comm.reduce_scatter import ReduceScatters, ScatteredTiles
+from weaveopt.measure.cases.gemm_comm.reduce_scatter_norm import NormedTiles
 from weaveopt.measure.cases.launch import Launches
 from weaveopt.measure.cases.memory import MemoryKernels
-from weaveopt.measure.cases.moe_experts import ExpertKernels
-from weaveopt.measure.cases.moe_sharded import ShardedKernels
+from weaveopt.measure.cases.reduction.contention import StreamContention
+from weaveopt.measure.cases.reduction.gpu_hosts import GpuHosts
+from weaveopt.measure.cases.reduction.hosts import HostExchanges
+from weaveopt.measure.cases.reduction.peer import PeerKernels
+from weaveopt.measure.cases.reduction.shm import ShmKernels
 
 __all__ = ["FAMILIES", "GpuHosts", "HostExchanges", "name_of"]
 

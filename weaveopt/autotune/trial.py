@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from weaveopt.autotune.part import NotTimedError, Part, Sizes, part_of, readers_of
 from weaveopt.measure.clock import Launch
 from weaveopt.pipeline.decide import DecidedGraph, settle
 from weaveopt.pipeline.plan import plan
@@ -22,7 +23,6 @@ from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.records.memory import MemoryPlan
 from weaveopt.rule import Chosen, Context, FoundSite, PricedSite, RuleSet
-from weaveopt.verification.part import NotTimedError, Part, Sizes, part_of, readers_of
 
 COLD_BYTES = 64 << 20
 """Inputs take turns, up to so many bytes of them: today's GPUs keep less in their caches (50 MB and below)."""

@@ -12,7 +12,7 @@ import torch
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model.tile_config import TileConfig
 from weaveopt.measure.cases.family import Family
-from weaveopt.measure.cases.gemm_reduce_scatter import TAKEN_BYTES_PER_US, TIMEOUT_S, has_kernel, reserve
+from weaveopt.measure.cases.gemm_comm.reduce_scatter import TAKEN_BYTES_PER_US, TIMEOUT_S, has_kernel, reserve
 from weaveopt.measure.clock import Launch
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.overlapped import (

@@ -17,9 +17,9 @@ from weaveopt.cost_model.collectives import LIBRARY
 from weaveopt.cost_model.hosts_curves import gpu_doubling
 from weaveopt.cost_model.machine import MEASURED, Curve, Link, Origin
 from weaveopt.measure import base, draft, fit
-from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused, fused_hosts, reserve_hosts
-from weaveopt.measure.cases.all_reduce_norm.curves import Times, curve_of
 from weaveopt.measure.cases.collectives import collective
+from weaveopt.measure.cases.reduction.calls import DTYPE, Fused, fused_hosts, reserve_hosts
+from weaveopt.measure.cases.reduction.curves import Times, curve_of
 from weaveopt.measure.clock import Sample, barrier, sample_of
 from weaveopt.measure.ranks import Ranks, subgroup
 from weaveopt.measure.session import Rows, Session

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from weaveopt.autotune.contest import Contest, Label, Outcome, contests_of, recall, remember, settled
+from weaveopt.autotune.meeting import Alone, Council, GroupMeeting
+from weaveopt.autotune.trial import Make, Trial, running, trial_of
 from weaveopt.cost_model import timing
 from weaveopt.errors import AgreementError, PeerTimeoutError
 from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Meeting
@@ -20,9 +23,6 @@ from weaveopt.pipeline.bind import reserve
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.records.candidate import Measured, Rejection
 from weaveopt.rule import Context, RuleSet
-from weaveopt.verification.contest import Contest, Label, Outcome, contests_of, recall, remember, settled
-from weaveopt.verification.meeting import Alone, Council, GroupMeeting
-from weaveopt.verification.trial import Make, Trial, running, trial_of
 from weaveopt.wording import counted
 
 _RAISED = (AgreementError, PeerTimeoutError)

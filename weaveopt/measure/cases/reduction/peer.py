@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from weaveopt.measure.cases.all_reduce_norm import contention
-from weaveopt.measure.cases.all_reduce_norm.calls import DTYPE, Fused, fused_peer, is_supported, reserve_peer
-from weaveopt.measure.cases.all_reduce_norm.curves import WHAT, Times, curve_of, peer_link
 from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.reduction import contention
+from weaveopt.measure.cases.reduction.calls import DTYPE, Fused, fused_peer, is_supported, reserve_peer
+from weaveopt.measure.cases.reduction.curves import WHAT, Times, curve_of, peer_link
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from weaveopt.cost_model.machine import Contention, ContentionRow
 from weaveopt.measure.beside import LargeGemm, Step, beside_us
-from weaveopt.measure.cases.all_reduce_norm.calls import Fused, fused_peer
 from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.reduction.calls import Fused, fused_peer
 from weaveopt.measure.clock import Launch
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks

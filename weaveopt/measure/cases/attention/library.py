@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from weaveopt.cost_model import Attention
 from weaveopt.cost_model.machine import AttentionCosts
-from weaveopt.measure.attention_curves import DECODE, DTYPE, PREFILL, Call, Timed, operands, timed, turns
+from weaveopt.measure.cases.attention.curves import DECODE, DTYPE, PREFILL, Call, Timed, operands, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.clock import Clock, Sample, slowest
 from weaveopt.measure.draft import Draft

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from weaveopt.measure.cases.all_reduce_norm.calls import Fused, copy_us, fused_shm, reserve_shm
-from weaveopt.measure.cases.all_reduce_norm.curves import WHAT, Times, curve_of, shm_link
 from weaveopt.measure.cases.family import Family
+from weaveopt.measure.cases.reduction.calls import Fused, copy_us, fused_shm, reserve_shm
+from weaveopt.measure.cases.reduction.curves import WHAT, Times, curve_of, shm_link
 from weaveopt.measure.clock import Sample
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.ranks import Ranks

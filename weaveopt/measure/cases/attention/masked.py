@@ -9,7 +9,7 @@ import torch
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.cost_model import Attention
-from weaveopt.measure.attention_curves import DECODE, PREFILL, Call, Timed, operands, timed, turns
+from weaveopt.measure.cases.attention.curves import DECODE, PREFILL, Call, Timed, operands, timed, turns
 from weaveopt.measure.cases.family import Family
 from weaveopt.measure.draft import Draft
 from weaveopt.measure.session import Session

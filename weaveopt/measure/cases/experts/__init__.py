@@ -1,0 +1,1 @@
+"""Measurements of the GEMMs and exchanges of a mixture's experts."""

@@ -1,0 +1,1 @@
+"""Measurements of GEMMs that overlap with the exchange of their rows."""
