@@ -10,7 +10,7 @@ whatever the dimension that is cut: no copy is made for the collective. A mean, 
 are part of it. What follows the shard (a scale, a cast, the residual, the norm) stays in the graph, where it is one
 kernel anyway. Reduce-scatters whose results are added become one: their GEMMs are summed before anything is sent.
 
-On GPUs one kernel may compute the GEMM and send its tiles while it goes on (`tiles.py`).
+On GPUs one kernel may compute the GEMM and send its tiles while it goes on (`ops/gemm_comm/reduce_scatter/tiles.py`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import torch
 import torch.fx as fx
 
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
+from weaveopt.cost_model import Gemm
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.graph.sizes import argument_of, find_shape, inputs_of, viewed_as
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of, replace_uses
 from weaveopt.ops.gemm_comm.prices import Lowered
 from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES
-from weaveopt.ops.gemm_comm.reduce_scatter.prices import candidates
+from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work, candidates
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE, work_of
-from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of
-from weaveopt.rewrites.gemm_reduce_scatter.tiles import form_refused
+from weaveopt.rewrites.gemm_reduce_scatter.forms import Form, form_of, form_refused
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.sequence.scatter_epilogue import Scattered
 from weaveopt.sites.sequence.scatter_matcher import KIND, ScatterFacts
 
 aten = torch.ops.aten
+
+RULE = "gemm_reduce_scatter"
 
 
 class GemmReduceScatter:
@@ -142,3 +143,9 @@ def _rounding(facts: ScatterFacts) -> tuple[str, ...]:
     if facts.num_gemms > 1:
         lines.append(f"{RULE}: GEMMs whose results are added are summed on each rank before the reduce-scatter")
     return tuple(lines)
+
+
+def work_of(facts: ScatterFacts, depths: Sequence[int], tokens: TokenCounts, addends: int, residuals: int) -> Work:
+    """`depths`: k of every GEMM."""
+    gemms = tuple(Gemm(tokens.hint, depth, facts.n) for depth in depths)
+    return Work(gemms, facts.dtype, facts.world, facts.hosts, addends, residuals)

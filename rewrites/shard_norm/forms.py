@@ -13,6 +13,7 @@ from weaveopt.graph.facts import DTYPE_NAMES, tokens_of
 from weaveopt.graph.pattern import describe, skip_shapes, tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
 from weaveopt.records.candidate import Rejection, Values
+from weaveopt.records.norm import NormKind
 from weaveopt.rewrites.reduction.eligible import refused_anywhere
 from weaveopt.sites.reduction.consumers import Readers
 from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
@@ -160,3 +161,44 @@ def _is_contiguous(node: fx.Node) -> bool:
 def reduces_over(node: fx.Node) -> bool:
     """True if a node of a norm names the dimension that it reduces, which is the last one of any rows."""
     return node.target in _DIMS
+
+
+def against_norm(
+    facts: ReductionFacts, reduced: Reduced, form: Form, tiles_refused: Sequence[Rejection]
+) -> Iterator[Rejection]:
+    """Rejections for what that kernel does not support, whatever the sizes; `tiles_refused`: those of the kernel that
+    only sums."""
+    yield from tiles_refused
+    if reduced.biases:
+        yield Rejection("bias_not_supported", "the kernel adds no bias to the sum over ranks")
+    if reduced.scale != 1.0 or reduced.scale_tensor is not None:
+        yield Rejection("scale_not_supported", "the kernel does not scale the sum over ranks")
+    if reduced.post is not None:
+        yield Rejection("norm_not_supported", "the kernel has no norm ahead of the residual")
+    yield from _against_residuals(facts, reduced)
+    norm = form.norm
+    if norm.form.kind is not NormKind.RMS:
+        yield Rejection("norm_not_supported", "the kernel knows RMS norms", (("kind", norm.form.kind.value),))
+    if norm.bias is not None:
+        yield Rejection("norm_not_supported", "the kernel knows no bias of a norm")
+    if norm.weight is not None and _dtype(norm.weight) not in (facts.dtype, "float32"):
+        message = "the norm's weight is neither of the rows' dtype nor fp32"
+        yield Rejection("dtype_not_supported", message, (("dtype", _dtype(norm.weight)),))
+    if form.rows_dtype != facts.dtype:
+        values = (("dtype", facts.dtype), ("normalized", form.rows_dtype))
+        yield Rejection("dtype_changes", "the kernel normalizes rows in their own dtype", values)
+
+
+def _against_residuals(facts: ReductionFacts, reduced: Reduced) -> Iterator[Rejection]:
+    if len(reduced.residuals) != 1:
+        values = (("residuals", len(reduced.residuals)),)
+        yield Rejection("residual_not_supported", "the kernel adds one residual", values)
+    for node in reduced.residuals:
+        if _dtype(node) != facts.dtype:
+            found = (("dtype", _dtype(node)), ("sum", facts.dtype))
+            yield Rejection("residual_not_supported", "the residual is of another dtype than the sum", found)
+
+
+def _dtype(node: fx.Node) -> str:
+    value = tensor_of(node)
+    return "" if value is None else str(value.dtype).removeprefix("torch.")

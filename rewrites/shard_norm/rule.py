@@ -44,8 +44,7 @@ from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.sharding import SharedSum, plan_of, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rewrites.shard_norm.calls import Calls, calls_of
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, Lowered, candidates, notes_of
-from weaveopt.rewrites.shard_norm.forms import Form, form_of
-from weaveopt.rewrites.shard_norm.normed import against_norm
+from weaveopt.rewrites.shard_norm.forms import Form, against_norm, form_of
 from weaveopt.rewrites.shard_norm.shards import Shards
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, PricedSite, Proposal
 from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts

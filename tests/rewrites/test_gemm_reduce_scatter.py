@@ -20,7 +20,7 @@ from weaveopt.ops.gemm_comm.reduce_scatter.prices import Work, candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_reduce_scatter.candidates import RULE
+from weaveopt.rewrites.gemm_reduce_scatter.rule import RULE
 
 OP = torch.ops.weave.gemm_reduce_scatter.default
 PEER_CODES = ["not_measured", "weight_layout", "beyond_measured"]

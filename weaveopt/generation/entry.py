@@ -19,9 +19,8 @@ from transformers.generation.utils import (
 )
 
 from weaveopt.generation import handing, ranks
-from weaveopt.generation.caller import withheld
 from weaveopt.generation.compiling import backend_for
-from weaveopt.generation.fallback import in_transformers, needs_synced_gpus
+from weaveopt.generation.fallback import in_transformers, needs_synced_gpus, withheld
 from weaveopt.generation.loop import Loop, Outcome
 from weaveopt.generation.request import Request, read
 from weaveopt.generation.session import Chosen, Session

@@ -1,8 +1,14 @@
-"""Decoding in transformers' own loop, for calls that the captured step does not support."""
+"""Decoding in transformers' own loop, for calls that the captured step does not support.
+
+transformers (5.17 to 5.23 at least) passes a function in `custom_generate` no streamer, no `synced_gpus` and no
+assistant model, though `_sample`, in whose place it is called, gets them. They are in the frame that calls us.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,11 +17,30 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateNonBeamOutput
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateNonBeamOutput, GenerationMixin
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from weaveopt.errors import WeaveError
+
+
+@dataclass(frozen=True)
+class Withheld:
+    streamer: BaseStreamer | None = None
+    synced_gpus: bool | None = None
+    assistant_model: object | None = None
+
+
+def withheld() -> Withheld:
+    """Read the arguments of the nearest call of `generate` on the stack; empty if there is none."""
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code:
+            names = frame.f_locals
+            return Withheld(names.get("streamer"), names.get("synced_gpus"), names.get("assistant_model"))
+    return Withheld()
 
 
 def needs_synced_gpus(model: PreTrainedModel, asked: bool | None) -> bool:

@@ -33,12 +33,12 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.rows_call import BoundCalls, decode
 from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall, Weights
 from weaveopt.ops.gemm_comm.all_gather.peer import PeerSite
-from weaveopt.ops.gemm_comm.all_gather.reference import through_library
 from weaveopt.ops.gemm_comm.all_gather.shm import ShmSite
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer
 
 Tensor = torch.Tensor
+_c10d = torch.ops._c10d_functional
 NAME = "all_gather_gemm"
 
 
@@ -73,6 +73,19 @@ def _bind(call: AllGatherGemmCall, text: str, forget: Callable[[], None]) -> Bou
 
 
 _bound: BoundCalls[AllGatherGemmCall, BoundSite] = BoundCalls(AllGatherGemmCall, _bind)
+
+
+def gathered(shards: Sequence[Tensor], outer: int, call: AllGatherGemmCall) -> Tensor:
+    """The rows [outer, world, inner] of all ranks' `shards`, as [tokens, hidden], in one process."""
+    blocks = torch.stack([shard.reshape(outer, -1, call.hidden) for shard in shards], dim=1)
+    return blocks.reshape(-1, call.hidden)
+
+
+def through_library(shard: Tensor, outer: int, call: AllGatherGemmCall) -> Tensor:
+    """The gathered rows by the process group's own all-gather."""
+    own = shard.reshape(-1, call.hidden).contiguous()
+    whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(own, call.world, call.group))
+    return gathered(whole.chunk(call.world), outer, call) if outer > 1 else whole
 
 
 def _run(
