@@ -36,13 +36,15 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.sizes import argument_of, viewed_as
 from weaveopt.graph.splice import current, erase_dead, replace_uses
+from weaveopt.ops.gemm_comm.all_gather.call import AllGatherGemmCall
 from weaveopt.ops.gemm_comm.all_gather.op import SITES as GATHERS
+from weaveopt.ops.gemm_comm.reduce_scatter.call import GemmReduceScatterCall, GemmReduceScatterNormCall
 from weaveopt.ops.gemm_comm.reduce_scatter.op import SITES as SCATTERS
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.memory import Buffer
+from weaveopt.records.norm import NormSpec
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.sharding import SharedSum, plan_of, residual_of, sharded_values, shared_sums, total_of
-from weaveopt.rewrites.shard_norm.calls import Calls, calls_of
 from weaveopt.rewrites.shard_norm.candidates import RULE, Chain, Lowered, candidates, notes_of
 from weaveopt.rewrites.shard_norm.forms import Form, against_norm, form_of
 from weaveopt.rewrites.shard_norm.shards import Shards
@@ -282,3 +284,46 @@ def _rounding(facts: ReductionFacts, structure: Reduction, lowered: Lowered) -> 
     if facts.num_partials > 1:
         lines.append(f"{RULE}: GEMMs whose results meet in one sum are added on each rank before the reduce-scatter")
     return tuple(lines)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of the operations of one site."""
+
+    scatter: GemmReduceScatterCall
+    normed: GemmReduceScatterNormCall | None
+    """In place of `scatter`: with the addition and the norm. Its buffers are the same."""
+    gather: AllGatherGemmCall
+    """All-gather of the normalized rows, with the GEMMs that read them."""
+    sum_gather: AllGatherGemmCall
+    """All-gather of the rows of the sum, if every rank needs them."""
+
+
+def calls_of(
+    site: str,
+    facts: ReductionFacts,
+    lowered: Lowered,
+    norm: NormSpec,
+    rows_dtype: str,
+    replicated: Sequence[str],
+    channel: int,
+    timeout_s: float,
+) -> Calls:
+    """`rows_dtype`: of the normalized rows; `replicated`: names of what all ranks have to have alike."""
+    group, fabric, world, hidden = facts.group, lowered.fabric, facts.world, facts.hidden
+    scatter = GemmReduceScatterCall(
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
+        cut=lowered.tiles_cut, replicated=" ".join(replicated),
+    )  # fmt: skip
+    normed = GemmReduceScatterNormCall(
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel,
+        cut=lowered.tiles_cut, replicated=" ".join(replicated), eps=norm.eps, weight_offset=norm.weight_offset,
+        cast_before_weight=norm.cast_before_weight, among_all=lowered.sum_sharded,
+    ) if lowered.takes_norm else None  # fmt: skip
+    gather = AllGatherGemmCall(
+        site, group, fabric, world, hidden, rows_dtype, lowered.max_tokens, timeout_s, channel, cut=lowered.pushed_cut
+    )
+    sum_gather = AllGatherGemmCall(
+        site, group, fabric, world, hidden, facts.dtype, lowered.max_tokens, timeout_s, channel, hands_out_rows=True
+    )
+    return Calls(scatter, normed, gather, sum_gather)

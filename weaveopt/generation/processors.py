@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
-from weaveopt.generation import nucleus, sums
+from weaveopt.generation import nucleus
 from weaveopt.records.candidate import Rejection
+
+Processor: TypeAlias = hf.TopPLogitsWarper | hf.TypicalLogitsWarper
+
+_CLASSES: dict[str, type[Processor]] = {each.__name__: each for each in (hf.TopPLogitsWarper, hf.TypicalLogitsWarper)}
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,10 @@ def _of_scores(*settings: str) -> Callable[[LogitsProcessor, int], TensorProcess
     return make
 
 
-def _by_sum(threshold: str) -> Callable[[sums.Processor, int], TensorProcessor]:
+def _by_sum(threshold: str) -> Callable[[Processor, int], TensorProcessor]:
     """transformers' own object within one operator; `threshold` is the attribute that it compares sums with."""
 
-    def make(processor: sums.Processor, _: int) -> TensorProcessor:
+    def make(processor: Processor, _: int) -> TensorProcessor:
         name = type(processor).__name__
         limit, fill = float(getattr(processor, threshold)), float(processor.filter_value)
         least = int(processor.min_tokens_to_keep)
@@ -243,3 +248,37 @@ _MAKERS: dict[type[LogitsProcessor], Callable[..., TensorProcessor]] = {
     hf.NoBadWordsLogitsProcessor: _bias,
 }
 """Makers by exact type: a user's subclass may do anything."""
+
+
+_library = torch.library.Library("weave", "FRAGMENT")
+_library.define(
+    "keep_by_sum(Tensor scores, str processor, float threshold, float filter_value, int min_tokens_to_keep) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def keep_by_sum(
+    scores: Tensor, processor: str, threshold: float, filter_value: float, min_tokens_to_keep: int
+) -> Tensor:
+    """Scores `[batch, vocabulary]` float32 -> the same, with `filter_value` where a token may not be chosen.
+
+    `processor`: the name of transformers' class, which adds probabilities up over the vocabulary; `threshold`: its
+    `top_p` or `mass`. The operator is opaque to compilers: transformers' own object runs, with torch's kernels,
+    which are captured as they are. Inductor splits a cumulative sum of few rows over many blocks, and fails to
+    compile that kernel if a mask reads the sum (torch 2.11, 16 rows of 128256).
+    """
+    made = _CLASSES[processor](threshold, filter_value=filter_value, min_tokens_to_keep=min_tokens_to_keep)
+    # Neither class looks at the tokens.
+    kept: Tensor = made(cast(torch.LongTensor, None), cast(torch.FloatTensor, scores))
+    return kept
+
+
+def _fake_keep_by_sum(
+    scores: Tensor, processor: str, threshold: float, filter_value: float, min_tokens_to_keep: int
+) -> Tensor:
+    return torch.empty_like(scores)
+
+
+_library.impl("keep_by_sum", keep_by_sum, "CUDA")
+_library.impl("keep_by_sum", keep_by_sum, "CPU")
+torch.library.register_fake("weave::keep_by_sum", _fake_keep_by_sum, lib=_library)
