@@ -9,6 +9,7 @@
 
 #include "base/bindings.h"
 #include "fabric/peer.h"
+#include "fabric/side_stream.h"
 
 namespace py = pybind11;
 
@@ -16,6 +17,8 @@ namespace weave {
 
 using fabric::Fill;
 using fabric::PeerGroup;
+using fabric::SideStream;
+using fabric::StreamCrossing;
 
 void bind_fabric_cuda(py::module_& m) {
     py::class_<PeerGroup, std::shared_ptr<PeerGroup>>(m, "PeerGroup")
@@ -33,6 +36,25 @@ void bind_fabric_cuda(py::module_& m) {
         .def("acknowledge", &PeerGroup::acknowledge)
         .def("abort", &PeerGroup::abort, py::arg("code"))
         .def("retire", &PeerGroup::retire);
+    py::class_<SideStream, std::shared_ptr<SideStream>>(m, "SideStream")
+        .def(py::init<int32_t>(), py::arg("device"))
+        .def_property_readonly("handle",
+                               [](const SideStream& stream) { return reinterpret_cast<uintptr_t>(stream.handle()); })
+        .def_property_readonly("device", &SideStream::device);
+    py::class_<StreamCrossing>(m, "StreamCrossing")
+        .def(py::init([](const std::shared_ptr<SideStream>& stream) {
+                 return std::make_unique<StreamCrossing>(given("stream", stream));
+             }),
+             py::arg("stream"))
+        .def(
+            "fork",
+            [](StreamCrossing& crossing, uintptr_t current) { return crossing.fork(reinterpret_cast<void*>(current)); },
+            py::arg("current"), "The side stream waits for all that the raw stream `current` has; a CUDA error code.")
+        .def("launched", &StreamCrossing::launched, "Marks the end of a call on the side stream; a CUDA error code.")
+        .def(
+            "join",
+            [](StreamCrossing& crossing, uintptr_t current) { return crossing.join(reinterpret_cast<void*>(current)); },
+            py::arg("current"), "The raw stream `current` waits for the marked end; a CUDA error code.");
     m.def("cuda_error_text", &fabric::error_text, py::arg("code"));
     m.def("has_code", &fabric::has_code, py::arg("device"), py::call_guard<py::gil_scoped_release>(),
           "Whether this build has kernels that the GPU can run, as machine code or as PTX.");

@@ -8,27 +8,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "fabric/device.cuh"
 #include "fabric/kernel_code.cuh"
 #include "fabric/peer.h"
 
 namespace weave::fabric {
 namespace {
-
-void check(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
-
-class DeviceGuard {
-  public:
-    explicit DeviceGuard(int32_t device) {
-        cudaGetDevice(&before_);
-        check(cudaSetDevice(device), "cudaSetDevice");
-    }
-    ~DeviceGuard() { cudaSetDevice(before_); }
-
-  private:
-    int before_ = 0;
-};
 
 __global__ void fill_words(uint32_t* words, int64_t count, uint32_t value) {
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < count;

@@ -69,7 +69,8 @@ class AllReduceRMSNorm:
         return settled
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
-        return memory_of(fused.lowered_of(chosen))
+        lowered = fused.lowered_of(chosen)
+        return memory_of(lowered, begun=lowered.begun)
 
     def inductor_hooks(self) -> Sequence[ReuseHook]:
         """Peers write to normalized rows that alias the arena: Inductor must not put anything of its own there."""

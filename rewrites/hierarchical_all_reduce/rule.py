@@ -54,7 +54,8 @@ class HierarchicalAllReduce:
         return settled
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
-        return memory_of(fused.lowered_of(chosen))
+        lowered = fused.lowered_of(chosen)
+        return memory_of(lowered, begun=lowered.begun)
 
     def replace(self, graph: fx.Graph, chosen: Chosen, placement: Placement, context: Context) -> tuple[str, ...]:
         return fused.replace(self.name, graph, chosen, placement, context)

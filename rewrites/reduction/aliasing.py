@@ -38,7 +38,7 @@ def aliasing_values(chosen: Sequence[Chosen]) -> frozenset[fx.Node]:
     """The normalized rows that may alias the arena; `chosen`: all rewritten sites of one group, of any rule."""
     interiors = [each.proposal.consumes for each in chosen]
     wanted = [(index, value) for index, each in enumerate(chosen) if (value := _output(each)) is not None]
-    if not wanted or _may_be_split(wanted[0][1]):
+    if not wanted or may_be_split(wanted[0][1]):
         return frozenset()
     ahead = _sites_ahead(wanted[0][1].graph, interiors)
     reached = [_union(ahead[node] for node in interior) for interior in interiors]
@@ -110,10 +110,11 @@ def _is_gemm(reader: fx.Node, node: fx.Node) -> bool:
     return isinstance(length, int) and length >= _SHORTEST_ROW
 
 
-def _may_be_split(value: fx.Node) -> bool:
+def may_be_split(value: fx.Node) -> bool:
     """True if Inductor may make more than one CUDA graph of the value's graph.
 
     A value passed from one of them to the next has to reside in the memory of CUDA graphs, which the arena does not.
+    A call in flight cannot cross from one into the next either.
     """
     tensor = tensor_of(value)
     device = None if tensor is None else tensor.device.type

@@ -60,12 +60,15 @@ class Lowered:
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
     aliases_arena: bool = False
     """The normalized rows alias the arena, where peers store them (every reader has finished before the next site)."""
+    begun: bool = False
+    """Two operators begin and end the exchange, and other work of the graph runs between them."""
 
     @property
     def may_alias_arena(self) -> bool:
         """True if peers can store normalized rows where they are read; rows that have scales of their own cannot be."""
         return (
             self.fabric is Fabric.PEER
+            and not self.begun
             and not self.quantizes
             and self.workload.has_norm
             and any(row.transfer is Transfer.BULK for row in self.rows)
@@ -91,6 +94,8 @@ class Terms:
     machine: Machine
     against_library: bool
     """False where the rule is forced: then its kernels are not compared with the library's."""
+    begun: bool = False
+    """True if two operators begin and end the exchange: its GEMM stays in the graph on every fabric."""
     norm_refused: bool = False
     """The kernels do not take the site's norm: it can only stay in the graph."""
 
@@ -112,11 +117,11 @@ def candidates(
         can_quantize_here = features is not None and features.quantizes and can_quantize(facts.hidden)
         quantizes = can_quantize_here and facts.quantization != "none"
         # The op that quantizes takes a partial result: its GEMM stays in the graph on every fabric.
-        takes_gemm = fabric in GEMM_IN_ARENA and facts.gemm_depth > 0 and not quantizes
+        takes_gemm = fabric in GEMM_IN_ARENA and facts.gemm_depth > 0 and not quantizes and not known.begun
         workload = workload_of(facts, tokens, takes_gemm=takes_gemm, quantizes=quantizes)
         if features is not None and not features.shards_sum:
             workload = replace(workload, sum_may_shard=False)
-        base = Lowered(workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes)
+        base = Lowered(workload, fabric, facts.group, takes_gemm=takes_gemm, quantizes=quantizes, begun=known.begun)
         variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
         tabled = features is not None and features.tabled and bool(variants)
         if fabric in MEASURED_ONLY:
@@ -167,7 +172,8 @@ def _may_pay(candidate: Candidate, lowered: Lowered, reasons: list[Rejection]) -
 def _named(algorithm: Algorithm, transfer: Transfer | None, lowered: Lowered) -> str:
     """A kernel and its form, as reports name them."""
     name = algorithm.value if transfer is None else f"{algorithm.value} {transfer.value}"
-    return f"{name}, norm apart" if lowered.norm_apart else name
+    name = f"{name}, norm apart" if lowered.norm_apart else name
+    return f"{name}, begun" if lowered.begun else name
 
 
 def can_quantize(hidden: int) -> bool:

@@ -15,8 +15,10 @@ import torch.fx as fx
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of
 from weaveopt.ops.reduction import call as op
 from weaveopt.ops.reduction.variant import Algorithm
-from weaveopt.records.candidate import Candidate
+from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
+from weaveopt.rewrites.reduction.aliasing import may_be_split
+from weaveopt.rewrites.reduction.begun import end_before_readers, names_of
 from weaveopt.rewrites.reduction.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
 from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
 from weaveopt.rewrites.reduction.lowering import call_of
@@ -25,21 +27,32 @@ from weaveopt.rule import Chosen, Context, FoundSite, Placement, Proposal
 from weaveopt.sites.reduction.matcher import Reduction, ReductionFacts
 from weaveopt.sites.shared.quantization import stored_scale
 
+GRAPH_MAY_SPLIT = Rejection(
+    "graph_may_split",
+    "Inductor may make several CUDA graphs of this one, and no call in flight can cross between them",
+)
+
 
 def propose(
-    rule: str, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool, *, between_hosts: bool
-) -> Sequence[Proposal]:
-    """Candidates of `rule` on the fabrics that join ranks of several hosts, or on those that stay within one."""
+    rule: str, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool, *, between_hosts: bool,
+    begun: bool = False,
+) -> Sequence[Proposal]:  # fmt: skip
+    """Candidates of `rule` on the fabrics that join ranks of several hosts, or on those that stay within one.
+
+    Those that are `begun` let other work of the graph run while rows are exchanged (`weave::all_reduce_norm_begin`).
+    """
     facts, structure = found.facts, found.structure
     assert isinstance(facts, ReductionFacts) and isinstance(structure, Reduction), f"{found.site.id}: no reduction"
+    topology = context.topologies[facts.group]
     refused = refused_anywhere(facts, structure)
+    if begun and topology.device == "cuda" and may_be_split(structure.reduced.collectives[0]):
+        refused = (*refused, GRAPH_MAY_SPLIT)
     norm_refused = norms_refused(structure.reduced)
     if refused or (norm_refused and structure.reduced.post is not None):
         reasons = (*refused, *norm_refused)
         return () if usable_only else (Proposal(Candidate(rule, rejections=reasons)),)
     against_library = rule not in context.config.force
-    topology = context.topologies[facts.group]
-    known = Terms(rule, between_hosts, topology, context.machine, against_library, bool(norm_refused))
+    known = Terms(rule, between_hosts, topology, context.machine, against_library, begun, bool(norm_refused))
     taken_in = (Proposal(Candidate(rule, rejections=norm_refused)),) if norm_refused and not usable_only else ()
     return (
         *taken_in,
@@ -71,11 +84,18 @@ def replace(rule: str, graph: fx.Graph, chosen: Chosen, placement: Placement, co
         if quantized is not None:
             target = torch.ops.weave.all_reduce_norm_quant.default
             operands = (*operands, stored_scale(graph, quantized))
+    if lowered.begun:
+        target = torch.ops.weave.all_reduce_norm_begin.default
+        operands = operands if quantized is not None else (*operands, None)
     args = tuple(current(argument) for argument in (*leading, *operands))  # type: ignore[arg-type]
-    position = last_of(graph, [argument for argument in args if isinstance(argument, fx.Node)])
+    before = [argument for argument in args if isinstance(argument, fx.Node)]
+    position = last_of(graph, [*before, first] if lowered.begun else before)
     fused = call_after(graph, position, target, (*args, call.encode()), like=first)
     splice_results(graph, reduced, quantized, fused, sum_used)
+    names = names_of(first) if lowered.begun else None
     erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes)
+    if names is not None:
+        end_before_readers(graph, fused, names)
     return rounding(rule, reduced, quantized)
 
 

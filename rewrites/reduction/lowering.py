@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weaveopt.fabrics.traits import TRAITS
 from weaveopt.ops.reduction import call as op
-from weaveopt.ops.reduction.buffers import RowFormat, buffers_of, placed_call, wiring_of
+from weaveopt.ops.reduction.buffers import RowFormat, buffers_of, communication_channel, placed_call, wiring_of
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import KernelRow
 from weaveopt.records.candidate import Fabric
@@ -38,8 +38,8 @@ class Lowering(Protocol):
     def one_shot_max_tokens(self) -> int: ...
 
 
-def memory_of(lowered: Lowering, max_tokens: int = 0) -> Memory:
-    """The buffers of exchanges of up to `max_tokens` tokens (0: of all that the workload may have).
+def memory_of(lowered: Lowering, max_tokens: int = 0, begun: bool = False) -> Memory:
+    """The buffers of exchanges of up to `max_tokens` tokens (0: of all that the workload may have), in line or `begun`.
 
     See `weaveopt.ops.reduction.buffers`.
     """
@@ -48,7 +48,7 @@ def memory_of(lowered: Lowering, max_tokens: int = 0) -> Memory:
     on_gpus = TRAITS[lowered.fabric].device == "cuda"
     out_dtype = (workload.out_dtype or workload.dtype) if on_gpus else "float32"
     rows = RowFormat(workload.hidden, workload.dtype, out_dtype, workload.world // workload.hosts, workload.hosts)
-    buffers = buffers_of(lowered.fabric, rows, max_tokens or workload.max_tokens, lowered.rows)
+    buffers = buffers_of(lowered.fabric, rows, max_tokens or workload.max_tokens, lowered.rows, begun)
     requests = tuple(BufferRequest(buffer) for buffer in buffers if buffer.num_bytes)
     return Memory(requests, wiring=wiring_of(lowered.fabric, lowered.rows))
 
@@ -97,6 +97,8 @@ def call_of(
         residual_sharded=lowered.residual_sharded,
         sum_out=op.SumOut.SHARDED if sum_used and lowered.sum_sharded else call.sum_out,
         normalized_aliases_arena=lowered.aliases_arena,
+        begun=lowered.begun,
+        channel=communication_channel() if lowered.begun else call.channel,
         quant=op.Quant.NONE if quantized is None else quantized.quant,
         in_pieces=on_gpus and lowered.max_tokens >= lowered.workload.max_tokens,
     )

@@ -130,6 +130,19 @@ class Gpu:
         self.call("cudaMemcpy", ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), kind)
 
 
+Enqueue = Callable[[int], int]
+"""Enqueues a call of one rank on a raw stream; returns a CUDA error code."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One call on every rank, not enqueued yet, and where its results will be."""
+
+    enqueue: list[Enqueue]
+    outputs: list[list[int]]
+    like: Results
+
+
 @dataclass(frozen=True)
 class Launched:
     """One call on every rank, captured on a stream of each, and where its results will be."""
@@ -158,15 +171,20 @@ class Ranks:
         self.groups = [_native.PeerGroup(self.bases, 0, rank, 0, num_bytes, fills) for rank in range(world)]
 
     def launch(
-        self,
-        index: int,
-        kernel: Kernel,
-        call: ReductionCall,
-        inputs: Inputs,
-        tokens: int,
-        like: Results,
+        self, index: int, kernel: Kernel, call: ReductionCall, inputs: Inputs, tokens: int, like: Results
     ) -> Launched:
         """A call with the `index`-th buffers; results like `like`."""
+        ready, streams = self.ready(index, kernel, call, inputs, tokens, like), self.streams[index]
+        graphs = [
+            self.gpu.captured(stream, partial(enqueue, stream))
+            for stream, enqueue in zip(streams, ready.enqueue, strict=True)
+        ]
+        return Launched(graphs, streams, ready.outputs, like)
+
+    def ready(
+        self, index: int, kernel: Kernel, call: ReductionCall, inputs: Inputs, tokens: int, like: Results
+    ) -> Ready:
+        """The same, not enqueued."""
         gpu, native, begin = self.gpu, native_kernel(kernel.row()), self.begins[index]
         operands, at = inputs.operands, locate(call, self.layouts[index])
         parameters = (*operands.vectors, operands.scale, operands.quant_scale)
@@ -188,28 +206,31 @@ class Ranks:
                     outputs[0] = output
             prepared.append((source, gpu.copy(operands.residual), outputs))
         gpu.finish()
-        graphs = []
+        enqueue: list[Enqueue] = []
         for rank, (source, own_residual, outputs) in enumerate(prepared):
             site = native_site(call, tag=7 + index, layout=self.layouts[index])
             site.mailbox_offset += begin - HEADER_BYTES
             site.staging_offset += begin - HEADER_BYTES
             site.output_offset += begin - HEADER_BYTES
-            stream = self.streams[index][rank]
-            arguments = [
-                tokens, int(native), kernel.num_ctas or NUM_CTAS, stream, source,
-                begin + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
-            ]  # fmt: skip
+            leading = (tokens, int(native), kernel.num_ctas or NUM_CTAS)
+            rest = (
+                source, begin + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
+            )  # fmt: skip
             bound = _native.GpuAllReduceNorm(self.groups[rank], site)
-            graphs.append(gpu.captured(stream, partial(bound.run, *arguments)))
-        return Launched(graphs, self.streams[index], [outputs for _, _, outputs in prepared], like)
+            enqueue.append(partial(_enqueue, bound, leading, rest))
+        return Ready(enqueue, [outputs for _, _, outputs in prepared], like)
 
-    def results(self, launched: Launched) -> list[Results]:
+    def results(self, launched: Launched | Ready) -> list[Results]:
         """Results of each rank."""
         got = []
         for outputs in launched.outputs:
             a, b, c = (self.gpu.read(p, x) if p else x for p, x in zip(outputs, launched.like, strict=True))
             got.append((a, b, c))
         return got
+
+
+def _enqueue(bound: _native.GpuAllReduceNorm, leading: tuple[int, ...], rest: tuple[int, ...], stream: int) -> int:
+    return bound.run(*leading, stream, *rest)  # type: ignore[arg-type]
 
 
 def aligned_sum(begin: int, num_bytes: int) -> int:

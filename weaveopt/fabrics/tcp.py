@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from weaveopt.errors import ArenaError
+from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import connections, shm
 from weaveopt.fabrics import topology as topologies
 from weaveopt.fabrics.arenas import Arenas
+from weaveopt.fabrics.call_queue import CallQueue
 from weaveopt.fabrics.hosts import Hosts
 from weaveopt.fabrics.layout import Layout
 from weaveopt.fabrics.shm import ShmArena
@@ -47,6 +48,10 @@ class TcpArena:
         self.local = local
         self.channel = channel
         """Exchange among the ranks of this host."""
+        self.begun = CallQueue(group.name)
+        """Calls that were begun; one in line comes after them."""
+        self.error: WeaveError | None = None
+        """The first failure of a call; every later one raises it."""
         self._wire: _native.Connections | None = wire
         self.wiring = wiring
         """Exchanges whose hosts are connected; the same on all ranks."""
@@ -91,7 +96,9 @@ class TcpArena:
         self.local.at_close(callback)
 
     def close(self) -> None:
-        """Gives the memory back. Connections end with the last arena and call that use them."""
+        """Gives the memory back, once no call is in flight. Connections end with the last arena and call that use
+        them."""
+        self.begun.close()
         self.local.close()
         self._wire = None
 

@@ -41,6 +41,7 @@ except ImportError:  # built without it: buffers_of() says so
 PARTIAL, OUTPUT, MAILBOXES, STAGING = "partial", "output", "mailboxes", "staging"
 HOST_BUFFERS = ("host_inbox", "host_outbox", "host_row_inbox", "host_row_outbox", "host_flags", "host_sums")
 """Buffers of kernels between GPUs of several hosts."""
+BUFFERS = (PARTIAL, OUTPUT, MAILBOXES, STAGING, *HOST_BUFFERS)
 NUM_PARTIALS = 2
 """Number of `partial` buffers on shm: one for calls of even epochs, one for odd."""
 
@@ -66,9 +67,12 @@ class Range:
     num_bytes: int
 
 
-def buffers_of(fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence[KernelRow] = ()) -> tuple[Buffer, ...]:
+def buffers_of(
+    fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence[KernelRow] = (), begun: bool = False
+) -> tuple[Buffer, ...]:
     """Arena buffers on every rank for calls of up to `max_tokens` tokens on `fabric`, by any kernel of `table`.
 
+    Those of calls that are `begun` are of the communication stream's channel: none is shared with calls in line.
     The sum may be returned full-size, and normalized rows may have scales of their own. Raises `WeaveError` without the
     native module, whose formulas these are.
     """
@@ -76,11 +80,29 @@ def buffers_of(fabric: Fabric, rows: RowFormat, max_tokens: int, table: Sequence
         raise WeaveError("weaveopt was installed without its native part, which knows what its kernels need: build it")
     largest: dict[str, Buffer] = {}
     for need in _needs(fabric, rows, max_tokens, table):
-        lifetime = Lifetime.ARENA if need.per_arena else Lifetime.CALL
-        buffer = Buffer(need.name, need.num_bytes, lifetime, need.fill, TRAITS[fabric].buffer_alignment)
-        known = largest.get(need.name, buffer)
-        largest[need.name] = known if known.num_bytes > buffer.num_bytes else buffer
+        name, own = buffer_name(need.name, fabric, begun), owns_buffers(fabric, begun)
+        # What lives for a call would be another site's while the call is in flight.
+        lifetime = Lifetime.ARENA if need.per_arena or own else Lifetime.CALL
+        buffer = Buffer(name, need.num_bytes, lifetime, need.fill, TRAITS[fabric].buffer_alignment)
+        known = largest.get(name, buffer)
+        largest[name] = known if known.num_bytes > buffer.num_bytes else buffer
     return tuple(largest[name] for name in sorted(largest))
+
+
+def owns_buffers(fabric: Fabric, begun: bool) -> bool:
+    """True if calls in flight have buffers of their own: on CPU ranks a call in line waits for those in flight."""
+    return begun and TRAITS[fabric].device == "cuda"
+
+
+def communication_channel() -> int:
+    """Channel of the calls on the communication stream, the same in all graphs: it belongs to their buffers, which are
+    the same in all graphs too."""
+    return _native.NUM_CHANNELS - 1
+
+
+def buffer_name(name: str, fabric: Fabric, begun: bool) -> str:
+    """Name of a kernel's buffer in the arena."""
+    return f"{name} in flight" if owns_buffers(fabric, begun) else name
 
 
 def _needs(
@@ -114,7 +136,7 @@ def buffers_of_call(call: ReductionCall) -> tuple[Buffer, ...]:
     if call.fabric not in FEATURES:
         return ()
     rows = RowFormat(call.hidden, call.dtype, call.out_dtype, call.world // call.hosts, call.hosts)
-    return buffers_of(call.fabric, rows, call.max_tokens, call.table)
+    return buffers_of(call.fabric, rows, call.max_tokens, call.table, call.begun)
 
 
 def wiring_of(fabric: Fabric, table: Sequence[KernelRow]) -> tuple[str, ...]:
@@ -141,8 +163,10 @@ def memory_plan(group: str, calls: Sequence[ReductionCall]) -> MemoryPlan:
 
 
 def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
-    """Ranges of the call's buffers in an arena of `layout`, by name. Raises `ArenaError` if one does not fit."""
+    """Ranges of the call's buffers in an arena of `layout`, by the kernels' names. Raises `ArenaError` if one does not
+    fit."""
     transient = {PARTIAL: call.partial_offset, OUTPUT: call.output_offset}
+    names = {buffer_name(name, call.fabric, call.begun): name for name in BUFFERS}
     found = {}
     for need in buffers_of_call(call):
         if need.lifetime is Lifetime.ARENA:
@@ -156,7 +180,7 @@ def locate(call: ReductionCall, layout: Layout) -> dict[str, Range]:
                 f"site {call.site}: its {need.name} of {need.num_bytes} bytes does not fit the arena of group "
                 f"{call.group!r}, which has {at.num_bytes} bytes for it"
             )
-        found[need.name] = at
+        found[names[need.name]] = at
     return found
 
 

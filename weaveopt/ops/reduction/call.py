@@ -89,6 +89,9 @@ class ReductionCall:
     """Hosts that the ranks are spread over, evenly; more than one only on fabrics that cross hosts."""
     channel: int = 0
     """Calls on one channel follow one another."""
+    begun: bool = False
+    """Two operators begin and end it. On GPUs it runs on the group's communication stream, whose channel has buffers of
+    its own."""
 
     def encode(self) -> str:
         record = {name: vars(value) if isinstance(value, NormSpec) else value for name, value in vars(self).items()}
@@ -155,6 +158,8 @@ def _check(call: ReductionCall) -> None:
             raise WeaveError(f"{where}: {call.fabric.value} has no arena in which normalized rows could lie")
         if call.norm is None or call.quant is Quant.PER_TOKEN:
             raise WeaveError(f"{where}: only normalized rows without scales of their own can lie in the arena")
+    if call.begun and call.normalized_aliases_arena:
+        raise WeaveError(f"{where}: rows of a call in flight cannot lie in the arena: the next one may overwrite them")
     if features is not None and features.tabled:
         bounds = [row.max_tokens for row in call.table]
         if not bounds or bounds != sorted(set(bounds)) or bounds[-1] != call.max_tokens:

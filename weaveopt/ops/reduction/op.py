@@ -38,15 +38,15 @@ from typing import Protocol
 
 import torch
 
-from weaveopt.errors import WeaveError
 from weaveopt.fabrics import multicast
 from weaveopt.fabrics.traits import TRAITS
-from weaveopt.ops.reduction.call import ReductionCall, SumOut, decode
+from weaveopt.ops.reduction.call import ReductionCall, decode
 from weaveopt.ops.reduction.first_call import MulticastCalls
+from weaveopt.ops.reduction.in_flight import empty_results, no_scale
 from weaveopt.ops.reduction.nvshmem import NvshmemSite
 from weaveopt.ops.reduction.operands import Argument, Gemm, Operands, QuantResults, Results, split
 from weaveopt.ops.reduction.peer import PeerSite
-from weaveopt.ops.reduction.reference import row_scale_shape, through_library
+from weaveopt.ops.reduction.reference import through_library
 from weaveopt.ops.reduction.shm import ShmSite
 from weaveopt.ops.reduction.tcp import TcpSite
 from weaveopt.records.candidate import Fabric
@@ -130,42 +130,22 @@ def _mm_all_reduce_norm(device: str, a: Tensor, b: Tensor, addend: Tensor | None
 
 def _all_reduce_norm_quant(device: str, partial: Tensor, *rest: Argument) -> QuantResults:
     normalized, total, row_scale = _run(device, "all_reduce_norm_quant", partial, *split(rest))
-    return normalized, total, total.new_empty(0, dtype=torch.float32) if row_scale is None else row_scale
+    return normalized, total, no_scale(total) if row_scale is None else row_scale
 
 
 def _fake_all_reduce_norm(partial: Tensor, *rest: Argument) -> Results:
     operands, call = split(rest)
-    return _empty_results(partial, partial.shape, operands, decode(call))
+    return empty_results(partial, partial.shape, operands, decode(call))[:2]
 
 
 def _fake_mm_all_reduce_norm(a: Tensor, b: Tensor, addend: Tensor | None, *rest: Argument) -> Results:
     operands, call = split(rest)
-    return _empty_results(a, (a.shape[0], b.shape[1]), operands, decode(call))
+    return empty_results(a, (a.shape[0], b.shape[1]), operands, decode(call))[:2]
 
 
 def _fake_all_reduce_norm_quant(partial: Tensor, *rest: Argument) -> QuantResults:
-    operands, text = split(rest)
-    call = decode(text)
-    normalized, total = _empty_results(partial, partial.shape, operands, call)
-    shape = row_scale_shape(_result_shape(partial.shape, operands), call)
-    return normalized, total, partial.new_empty(shape, dtype=torch.float32)
-
-
-def _result_shape(shape: torch.Size | tuple[int, ...], operands: Operands) -> torch.Size | tuple[int, ...]:
-    """Shape of the results: the residual's, if there is one."""
-    return shape if operands.residual is None else operands.residual.shape
-
-
-def _empty_results(
-    like: Tensor, shape: torch.Size | tuple[int, ...], operands: Operands, call: ReductionCall
-) -> Results:
-    """Results without memory or peers, for tracing."""
-    if like.dtype is not getattr(torch, call.dtype):
-        raise WeaveError(f"site {call.site}: planned for {call.dtype}, called with {like.dtype}")
-    shape = _result_shape(shape, operands)
-    normalized = like.new_empty(0 if call.norm is None else shape, dtype=getattr(torch, call.out_dtype))
-    total = like.new_empty(0 if call.sum_out is SumOut.NONE else shape, dtype=getattr(torch, call.dtype))
-    return normalized, total
+    operands, call = split(rest)
+    return empty_results(partial, partial.shape, operands, decode(call))
 
 
 multicast.register(MulticastCalls())

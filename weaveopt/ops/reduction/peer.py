@@ -119,6 +119,15 @@ class PeerSite:
         """How calls of up to as many tokens as `row` says run. Raises `WeaveError` where no kernel does that."""
         return _launch(call, row, memory.device)
 
+    @property
+    def device(self) -> int:
+        """Index of the GPU."""
+        return self._index
+
+    @property
+    def hidden(self) -> int:
+        return self._hidden
+
     def launch(self, tokens: int) -> Launch | None:
         """How `tokens` tokens run; None: through the library."""
         for launch in self._launches:
@@ -155,7 +164,7 @@ class PeerSite:
         if isinstance(partial, Gemm):
             rows = self._multiply(partial, pieces, tokens)
         else:
-            rows = self._activation(partial, tokens, "partial")
+            rows = self.activation(partial, tokens, "partial")
         prepared = self.prepare(rows, operands, pieces, tokens)
         if prepared is None or tokens == 0:
             return None if prepared is None else prepared.results
@@ -175,7 +184,7 @@ class PeerSite:
         """
         residual = operands.residual
         if residual is not None:
-            residual = self._activation(residual, tokens, "residual")
+            residual = self.activation(residual, tokens, "residual")
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
             return Prepared(rows, residual, results, (0, 0, 0, 0, 0), (0, 0), 0, ())
@@ -230,7 +239,7 @@ class PeerSite:
             _from_row(total, first, hidden),
             _from_row(row_scale, first, 1),
         )
-        self._check_launch(code)
+        self.check_launch(code)
 
     def launch_tiles(self, prepared: Prepared, product: Tiled, stream: int) -> None:
         """Launches the kernel that computes the GEMM and all the rest, on the raw `stream` of the current device.
@@ -258,14 +267,14 @@ class PeerSite:
             _from_row(total, 0, self._hidden),
             0,
         )
-        self._check_launch(code)
+        self.check_launch(code)
 
     def product_unsupported(self, k: int) -> str:
         """Why the device cannot run a GEMM of depth `k` in the reducing kernel; empty where it can."""
         dtype = getattr(_native.DType, self._call.dtype)
         return _native.product_unsupported(dtype, self._hidden, k, self._call.world, self._index)
 
-    def _check_launch(self, code: int) -> None:
+    def check_launch(self, code: int) -> None:
         if code:
             watchdog.fail(
                 self._arena, f"{self._where}: the kernel could not be launched: {_native.cuda_error_text(code)}"
@@ -299,7 +308,7 @@ class PeerSite:
             out.copy_(partial.view(-1, self._hidden)[first : first + count])
         return self._partial_offset
 
-    def _activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
+    def activation(self, x: Tensor, tokens: int, name: str) -> Tensor:
         if x.dtype is not self._dtype or x.numel() != tokens * self._hidden or x.shape[-1] != self._hidden:
             raise WeaveError(
                 f"site {self._call.site}: {name} is {tuple(x.shape)} {x.dtype}, expected {counted(tokens, 'row')} of "

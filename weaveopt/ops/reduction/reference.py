@@ -30,7 +30,7 @@ def reference_quant(partials: Sequence[Tensor], operands: Operands, call: Reduct
     total = partials[0].float()
     for partial in partials[1:]:
         total = total + partial.float()
-    return _finish(total, operands, call)
+    return finish(total, operands, call)
 
 
 def through_library(partial: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
@@ -46,7 +46,7 @@ def through_library(partial: Tensor, operands: Operands, call: ReductionCall) ->
         whole[begin:end] = rows[begin:end]
         dist.all_reduce(whole, group=group)
         operands = operands._replace(residual=whole.view(residual.shape))
-    return _finish(partial.float(), operands, call)
+    return finish(partial.float(), operands, call)
 
 
 def row_scale_shape(shape: torch.Size | tuple[int, ...], call: ReductionCall) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def row_scale_shape(shape: torch.Size | tuple[int, ...], call: ReductionCall) ->
     return (*shape[:-1], 1) if per_token else (0,)
 
 
-def _finish(total: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
+def finish(total: Tensor, operands: Operands, call: ReductionCall) -> QuantResults:
     """Everything after the sum over ranks; `total` is that sum in fp32."""
     dtype = getattr(torch, call.dtype)
     if operands.reduced_bias is not None:

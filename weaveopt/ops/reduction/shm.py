@@ -13,6 +13,7 @@ from weaveopt.fabrics.arena import Arena
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.ops.reduction.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
+from weaveopt.ops.reduction.in_flight import Ended, Flight
 from weaveopt.ops.reduction.native import native_norm
 from weaveopt.ops.reduction.operands import Gemm, Operands, Results
 from weaveopt.ops.reduction.replication import Replication
@@ -166,6 +167,11 @@ class ShmSite:
             raise
         return normalized, total, None
 
+    def start(self, partial: Tensor, operands: Operands) -> Flight | None:
+        """Begin the op, which on the cores of one host is all of it. None: the library does it."""
+        results = self.run(partial, operands)
+        return None if results is None else Ended(results)
+
     def results(self, like: Tensor) -> Results:
         """normalized and sum, not computed yet, of the shape of `like`; empty where one is not wanted."""
         wide = self._normalized_dtype
@@ -204,5 +210,8 @@ class ShmSite:
 
     def _fail(self, code: int) -> NoReturn:
         """Raises what `code`, or the first failure of the arena, stands for."""
-        caller = Caller(self._op, self._call.site, self._arena.group, self._call.timeout_s)
-        raise failure(caller, code, self._native.status)
+        raise failure(self._caller, code, self._native.status)
+
+    @property
+    def _caller(self) -> Caller:
+        return Caller(self._op, self._call.site, self._arena.group, self._call.timeout_s)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial as partial_call
+from typing import NoReturn
 
 import torch
 
-from weaveopt.errors import ArenaError
+from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import tcp as arena
+from weaveopt.fabrics.call_queue import BegunCall
 from weaveopt.ops.reduction.buffers import PARTIAL, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall
+from weaveopt.ops.reduction.in_flight import no_scale
+from weaveopt.ops.reduction.operands import Gemm, Operands, QuantResults, Results
 from weaveopt.ops.reduction.shm import ShmSite, native_site
 from weaveopt.wording import counted
 
@@ -17,6 +22,8 @@ try:
     from weaveopt import _native
 except ImportError:  # built without it: arena.of() says so before anything here is needed
     _native = None  # type: ignore[assignment]
+
+Tensor = torch.Tensor
 
 
 class TcpSite(ShmSite):
@@ -51,3 +58,55 @@ class TcpSite(ShmSite):
             raise ArenaError(f"site {call.site}: {error}") from None
         memory.at_close(forget)
         return TcpSite(call, op, native, memory, buffers[PARTIAL])
+
+    @property
+    def _memory(self) -> arena.TcpArena:
+        assert isinstance(self._arena, arena.TcpArena), type(self._arena)
+        return self._arena
+
+    def run(
+        self, partial: Tensor | Gemm, operands: Operands, out: Results | None = None
+    ) -> tuple[Tensor, Tensor, None] | None:
+        """As `ShmSite.run`, after all calls in flight."""
+        self._memory.begun.drain()
+        return super().run(partial, operands, out)
+
+    def start(self, partial: Tensor, operands: Operands) -> TcpFlight | None:
+        """Begin the op on the group's thread. None: the library does it."""
+        if partial.numel() // self._hidden > self._max_tokens or not self.replication.holds(operands):
+            return None
+        like = partial if operands.residual is None else operands.residual
+        results = self.results(like.contiguous())
+        begun = self._memory.begun.begin(partial_call(self._run_begun, partial, operands, results))
+        return TcpFlight(results, begun)
+
+    def _run_begun(self, partial: Tensor, operands: Operands, results: Results) -> None:
+        with torch.no_grad():  # a thread has its own mode
+            found = ShmSite.run(self, partial, operands, results)
+        assert found is not None, f"site {self._call.site}: more tokens than when it was begun"
+
+    def _fail(self, code: int) -> NoReturn:
+        """As `ShmSite._fail`; where another site's call failed first, with what became of that one."""
+        memory = self._memory
+        first = memory.error
+        if first is not None and self._native.status.code == _native.Code.OK:
+            raise type(first)(f"{self._caller.where}: the arena is unusable since an earlier call failed. {first}")
+        try:
+            super()._fail(code)
+        except WeaveError as error:
+            if code not in (int(_native.Code.BUSY), int(_native.Code.FORKED)):
+                memory.error = first or error
+            raise
+
+
+class TcpFlight:
+    """A call on the group's thread."""
+
+    __slots__ = ("_call", "results")
+
+    def __init__(self, results: Results, call: BegunCall) -> None:
+        self._call = call
+        self.results: QuantResults = (*results, no_scale(results[1]))
+
+    def end(self) -> None:
+        self._call.wait()

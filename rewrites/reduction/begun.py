@@ -1,0 +1,50 @@
+"""Placement of the end of a begun exchange in its graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+import torch.fx as fx
+
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call
+from weaveopt.graph.splice import call_after
+
+WAIT = frozenset({torch.ops._c10d_functional.wait_tensor.default})
+
+
+def names_of(collective: fx.Node) -> tuple[str, str]:
+    """Names of a collective of the library and of its wait, which have to be asked for before both are erased."""
+    (wait,) = (reader for reader in collective.users if is_call(reader, WAIT))
+    return collective.name, wait.name
+
+
+def end_before_readers(graph: fx.Graph, begun: fx.Node, names: tuple[str, str]) -> fx.Node:
+    """Insert `weave::all_reduce_norm_end` before the first reader of a result of `begun`.
+
+    The two operators get `names`, those of the collective that they stand in place of and of its wait, so that an order
+    of the graph's communication (`weaveopt.records.order`) that names those holds for them. Both are erased by then,
+    and so is whatever else read results only to be replaced.
+    """
+    known = {reader.args[1]: reader for reader in begun.users}
+    results = [
+        known.get(index) or call_after(graph, begun, operator.getitem, (begun, index), like=begun)
+        for index in range(len(begun.meta["val"]))
+    ]
+    *operands, call = begun.args
+    in_use = [operand for operand in operands if isinstance(operand, fx.Node)]
+    first = min(reader for result in results for reader in _readers(result))
+    end = torch.ops.weave.all_reduce_norm_end.default
+    ended = call_after(graph, first.prev, end, (results, in_use, [], call), like=begun)
+    begun.name, ended.name = names
+    return ended
+
+
+def _readers(value: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read the memory of `value`, or of a view of it."""
+    for user in value.users:
+        if is_call(user, SHAPE_ONLY):
+            yield from _readers(user)
+        else:
+            yield user
