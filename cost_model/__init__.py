@@ -28,7 +28,7 @@ from weaveopt.cost_model.host_schedules import host_schedule
 from weaveopt.cost_model.kernels import kernel_us, memory_us, norm_us
 from weaveopt.cost_model.machine import Machine
 from weaveopt.cost_model.profile import dumps, load, names
-from weaveopt.cost_model.schedule import Interval, Schedule, Stream, Task, schedule_streams, stream_contention
+from weaveopt.cost_model.schedule import Interval, Schedule, library_ctas, measured_contention, schedule
 from weaveopt.cost_model.token_grid import token_grid
 
 __all__ = [
@@ -44,8 +44,6 @@ __all__ = [
     "Problem",
     "Schedule",
     "Steps",
-    "Stream",
-    "Task",
     "Traffic",
     "all_gather",
     "all_reduce_us",
@@ -63,7 +61,9 @@ __all__ = [
     "hosts_choice",
     "kernel_us",
     "library_algorithm",
+    "library_ctas",
     "load",
+    "measured_contention",
     "measured_parts_us",
     "memory_us",
     "multicast_one_shot",
@@ -76,8 +76,7 @@ __all__ = [
     "reduce_scatter",
     "ring",
     "ring_cost",
-    "schedule_streams",
-    "stream_contention",
+    "schedule",
     "token_grid",
     "tree_cost",
     "two_shot",

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
 
 from weaveopt.cost_model.gemm import Waves
-from weaveopt.cost_model.machine import ContentionRow, Machine
-from weaveopt.cost_model.schedule import Stream, Task, schedule_streams
+from weaveopt.records.task import Stream, Task
 
 CHUNK_COUNTS = (2, 3, 4, 6, 8, 12, 16)
 """Numbers of chunks that are compared. The best pipeline is flat around its best number."""
@@ -27,24 +25,6 @@ class ChunkTimes:
 
     gemm_us: float
     exchange_us: float
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Time of all chunks, by parts that add up to `us`."""
-
-    us: float
-    gemm_us: float
-    """All GEMMs, each alone."""
-    exchange_us: float
-    """All exchanges but the last one's, each alone."""
-    last_us: float
-    """The last exchange: no GEMM is left that could hide it."""
-
-    @property
-    def overlapped_us(self) -> float:
-        """Change of the total because parts run concurrently; below 0 where it hides work."""
-        return self.us - self.gemm_us - self.exchange_us - self.last_us
 
 
 def divided(rows: int, num_chunks: int, multiple: int = 1) -> tuple[int, ...]:
@@ -80,7 +60,7 @@ def at_least(chunks: Sequence[ChunkTimes], whole_us: float) -> list[ChunkTimes]:
 
 
 def least_us(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> float:
-    """Lower bound of the time of all pipelines of the chunks, see `pipelined`.
+    """Lower bound of the makespan of `chunk_tasks` that overlap.
 
     A microsecond in which both run does 1/gemm_factor + 1/exchange_factor of work, one in which one runs does 1. The
     first GEMM and the last exchange overlap with nothing; both run no longer than what is left of either takes.
@@ -93,32 +73,21 @@ def least_us(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: 
     return gemm_us + exchange_us - won * min(hideable)
 
 
-def one_by_one(chunks: Sequence[ChunkTimes]) -> Pipeline:
-    """Pipeline without any overlap."""
-    gemm_us, exchange_us = sum(each.gemm_us for each in chunks), sum(each.exchange_us for each in chunks)
-    last_us = chunks[-1].exchange_us if chunks else 0.0
-    return Pipeline(gemm_us + exchange_us, gemm_us, exchange_us - last_us, last_us)
+def serial_us(chunks: Sequence[ChunkTimes]) -> float:
+    """Time of all chunks without any overlap."""
+    return sum(each.gemm_us for each in chunks) + sum(each.exchange_us for each in chunks)
 
 
-def pipelined(chunks: Sequence[ChunkTimes], gemm_factor: float, exchange_factor: float) -> Pipeline:
-    """Pipeline in which the exchange of a chunk overlaps with the GEMMs of later ones; each is slower by its factor
-    while both run."""
-    tasks: list[Task] = []
-    for each in chunks:
-        tasks.append(Task(each.gemm_us))
-        tasks.append(Task(each.exchange_us, Stream.COMMUNICATION, (len(tasks) - 1,)))
-    alone = one_by_one(chunks)
-    us = schedule_streams(tasks, gemm_factor, exchange_factor).us
-    return Pipeline(us, alone.gemm_us, alone.exchange_us, alone.last_us)
+def chunk_tasks(chunks: Sequence[ChunkTimes], ctas: int) -> tuple[Task, ...]:
+    """The tasks of all chunks: GEMMs, and exchanges by `ctas` CTAs each of which waits for its chunk's GEMM.
 
-
-def beside_gemm(machine: Machine, num_ctas: int) -> ContentionRow | None:
-    """Contention of a GEMM and an exchange by `num_ctas` CTAs, from the nearest number measured, by ratio.
-
-    None if unknown: nothing was measured, or only with fewer CTAs, whose GEMM had more of the device; 0 CTAs stand for
-    as many as fit, which leave it none.
+    Exchanges run on the communication stream, concurrently with the GEMMs of later chunks; on the compute stream, in
+    turn with them, where `ctas` is 0 (CPU ranks: one processor does both).
     """
-    rows = () if machine.contention is None else machine.contention.rows
-    if not 0 < num_ctas <= max((row.ctas for row in rows), default=0):
-        return None
-    return min(rows, key=lambda row: (abs(log(row.ctas / num_ctas)), -row.ctas))
+    stream = Stream.COMMUNICATION if ctas else Stream.COMPUTE
+    tasks: list[Task] = []
+    for index, each in enumerate(chunks):
+        tasks.append(Task(each.gemm_us, name="gemm"))
+        name = "last chunk" if index == len(chunks) - 1 else "exchange"
+        tasks.append(Task(each.exchange_us, stream, (len(tasks) - 1,), name, ctas))
+    return tuple(tasks)

@@ -248,11 +248,22 @@ class ContentionRow:
 
 
 @dataclass(frozen=True)
+class CopyContention:
+    """Contention of a GEMM and copies from peers by copy engines, as `ContentionRow`."""
+
+    gemm: float
+    copies: float
+
+
+@dataclass(frozen=True)
 class Contention:
     """Communication and computation at the same time on one device."""
 
     origin: str
     rows: tuple[ContentionRow, ...]
+    library_ctas: int = 0
+    """CTAs that the library's collectives take: NCCL's channels. 0: not known."""
+    copies: CopyContention | None = None
 
 
 @dataclass(frozen=True)

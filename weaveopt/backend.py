@@ -23,9 +23,10 @@ from weaveopt.inductor.seams import Compiled, GraphPass
 from weaveopt.pipeline.agree import agree
 from weaveopt.pipeline.bind import bind, compiling, count_calls, lost_multicast
 from weaveopt.pipeline.capture import capture
-from weaveopt.pipeline.compilation import Compilation, Step, VariantState, made, of_each_variant, run
+from weaveopt.pipeline.choose import choose
+from weaveopt.pipeline.compilation import Compilation, Step, VariantState, made, of_each_variant, of_variants, run
 from weaveopt.pipeline.context import context
-from weaveopt.pipeline.decide import cheapest, decide
+from weaveopt.pipeline.decide import decide
 from weaveopt.pipeline.plan import plan
 from weaveopt.pipeline.price import price
 from weaveopt.pipeline.problem import Frame
@@ -36,7 +37,7 @@ from weaveopt.pipeline.specialize import guard, specialize
 from weaveopt.pipeline.variants import variants
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
-from weaveopt.rule import HooksInductor, RuleSet
+from weaveopt.rule import RuleSet
 
 
 def _regime(c: Compilation, v: VariantState) -> VariantState:
@@ -56,21 +57,24 @@ def _verify(c: Compilation, v: VariantState) -> VariantState:
 
 
 def _choose(c: Compilation) -> Compilation:
-    best, compared = cheapest(c.decided, c.context)
-    sensitivity = sensitivities(best, c.context) if c.asks_sensitivity else ()
-    return replace(c, best=best, compared=compared, sensitivity=sensitivity)
+    chosen = choose(c.decided, c.refused, c.regimes, c.context)
+    return replace(c, chosen=chosen, sensitivity=sensitivities(chosen.best, c.context) if c.asks_sensitivity else ())
 
 
-DECIDE = (
-    Step("capture", lambda c: replace(c, captured=capture(c.module, c.name, c.graph_pass, c.inputs))),
-    Step("context", lambda c: replace(c, found=context(c.graph, c.config, c.known)), always=True),
-    Step("variants", lambda c: replace(
-        c, variants=tuple(map(VariantState, variants(made(c.captured), c.rules, c.context))))),
+OF_A_GRAPH = (
     Step("recognize", of_each_variant(lambda c, v: replace(v, sites=recognize(v.captured, c.rules, c.context)))),
     Step("regime", of_each_variant(_regime)),
     Step("price", of_each_variant(_price)),
     Step("verify", of_each_variant(_verify), is_asked=lambda c: c.time is not None),
     Step("decide", of_each_variant(lambda c, v: replace(v, decided=decide(made(v.priced), c.rules, c.context)))),
+)
+"""Steps that the captured graph and every variant take alike."""
+DECIDE = (
+    Step("capture", lambda c: c.with_captured(capture(c.module, c.name, c.graph_pass, c.inputs))),
+    Step("context", lambda c: replace(c, found=context(c.graph, c.config, c.known)), always=True),
+    *OF_A_GRAPH,
+    Step("variants", lambda c: c.with_variants(variants(made(c.variants[0].decided), c.rules, c.context))),
+    *of_variants(OF_A_GRAPH),
     Step("choose", _choose),
     Step("plan", lambda c: replace(c, planned=plan(made(c.best), c.rules, c.context))),
 )  # fmt: skip
@@ -103,9 +107,8 @@ def weave(
         debug.listen()
         config = resolve(options, seams.known_options(), rules.names)
         entry = registry.open_entry(example_inputs, graph_module)
-        hooks = [hook for rule in rules.site_rules if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
-        make = partial(seams.compile_alone, hooks=hooks)
-        counted: set[str] = set()
+        hooks = rules.inductor_hooks()
+        make, counted = partial(seams.compile_alone, hooks=hooks), set[str]()
 
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
@@ -116,8 +119,8 @@ def weave(
             counted.update(done.rewritten_groups)
             return compiled
 
-        patches = seams.patches_for(mode, config)
-        compiled = seams.compile_with(entry.watch(optimize_and_compile), graph_module, example_inputs, patches)
+        watched, patches = entry.watch(optimize_and_compile), seams.patches_for(mode, config)
+        compiled = seams.compile_with(watched, graph_module, example_inputs, patches)
         return debug.watched(count_calls(compiled, sorted(counted), config.compile_timeout_s))
     except WeaveError as error:
         return seams.raising(error)

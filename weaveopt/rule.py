@@ -20,9 +20,10 @@ from weaveopt.cost_model import Machine
 from weaveopt.fabrics.topology import Topology
 from weaveopt.graph.facts import tokens_of
 from weaveopt.graph.pattern import tensor_of
-from weaveopt.records.candidate import Candidate, Estimate, Rejection, Values
+from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Values
 from weaveopt.records.memory import Buffer, PlacedBuffer
 from weaveopt.records.site import Site, TokenCounts
+from weaveopt.records.task import Stream, Task
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,21 @@ class CapturedGraph:
     rule: str = ""
     """The graph rule that made this variant; empty for the graph as it was captured."""
     rejections: tuple[Rejection, ...] = ()
-    """Reasons why the variant may not be used."""
+    """Reasons why the variant may not be used. A rule that finds one need not build the graph."""
+    parameters: Values = ()
+    """Parameters that the rule chose, for the report: `(("cut", "2176 + 1920 of 4096"),)`."""
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Communication of a decided graph that no computation hides."""
+
+    by_group: Mapping[str, float]
+    """Microseconds by process group."""
+
+    @property
+    def us(self) -> float:
+        return sum(self.by_group.values())
 
 
 class Facts(Protocol):
@@ -95,8 +110,15 @@ class FoundSite:
     @property
     def is_symbolic(self) -> bool:
         """True if the token count is symbolic; `site.tokens` may still be priced at a single count."""
+        return bool(self.token_symbol)
+
+    @property
+    def token_symbol(self) -> str:
+        """The symbolic token count, as an expression of the graph's symbols; empty if it is a number. Counts that are
+        equal in the captured call differ in others where this does."""
         value = None if self.token_value is None else tensor_of(self.token_value)
-        return value is not None and not isinstance(tokens_of(value), int)
+        tokens = None if value is None else tokens_of(value)
+        return str(tokens) if tokens is not None and not isinstance(tokens, int) else ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,24 @@ class Proposal:
     other."""
     plan: object = None
     """The rule's own frozen record. Other code sees of it what a `Protocol` names: `rewrites.reduction.plan`."""
+    tasks: tuple[Task, ...] = ()
+    """The lowering: its work on each stream, as long together as the candidate's own estimate. None: one blocking call
+    on the compute stream, which waits for peers if the site communicates."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if other work of the graph may run between begin and end of the lowering."""
+        return any(task.is_open for task in self.tasks)
+
+    def waits_in_line(self, site: Site) -> bool:
+        """True if its kernels wait for peers in turn with the graph's computation, not on the communication stream."""
+        if not self.tasks:
+            return bool(site.groups)
+        return any(
+            task.waits_for_peers if task.stream is Stream.COMPUTE else
+            task.stream is Stream.COMMUNICATION and not task.is_open
+            for task in self.tasks
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,6 +166,8 @@ class BufferRequest:
     buffer: Buffer
     last_reader: fx.Node | None = None
     """Last reader of a buffer that lives until it is read."""
+    first_writer: fx.Node | None = None
+    """Node of the graph after which the buffer is written to; None: the site's call writes to it first."""
 
 
 @dataclass(frozen=True)
@@ -279,13 +321,36 @@ class HooksInductor(Protocol):
 
 
 class GraphRule(Protocol):
-    """A rule that rewrites a whole graph before its sites are matched. Pure: the captured graph is not modified."""
+    """A rule that rewrites a whole graph. Pure: the captured graph is not modified.
+
+    The sites of its variants are found, priced and decided like any graph's. The hooks of site rules
+    (`HooksInductor`, `RelatesSites`, `SettlesSites`) are asked of it too.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def variants(self, captured: CapturedGraph, context: Context) -> Sequence[CapturedGraph]:
-        """Return copies of the graph that compute the same; those that may not be used carry rejections."""
+    def variants(self, captured: CapturedGraph, exposure: Exposure, context: Context) -> Sequence[CapturedGraph]:
+        """Return copies of the graph that compute the same; those that may not be used carry rejections.
+
+        Asked after the captured graph was decided, with what is exposed in it.
+        """
+        ...
+
+
+@runtime_checkable
+class OwnsMemory(Protocol):
+    """A graph rule whose own operators need arena memory."""
+
+    def graph_memory(self, variant: CapturedGraph, context: Context) -> Mapping[str, tuple[Fabric, Memory]]:
+        """Fabric and memory by process group. Its buffers are in use as long as the graph runs."""
+        ...
+
+    def settle_graph(
+        self, variant: CapturedGraph, chosen: Sequence[Chosen], placements: Mapping[str, Placement], context: Context
+    ) -> None:
+        """Edit the variant's own operators once its sites are decided: offsets and channels from `placements`, by
+        group, and flags that depend on `chosen`, all rewritten sites."""
         ...
 
 
@@ -299,7 +364,14 @@ class RuleSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*(rule.name for rule in self.site_rules), *(rule.name for rule in self.graph_rules))
+        return tuple(rule.name for rule in self.every)
+
+    @property
+    def every(self) -> tuple[SiteRule | GraphRule, ...]:
+        return (*self.site_rules, *self.graph_rules)
+
+    def inductor_hooks(self) -> list[ReuseHook]:
+        return [hook for rule in self.every if isinstance(rule, HooksInductor) for hook in rule.inductor_hooks()]
 
     def of_kind(self, kind: str) -> tuple[SiteRule, ...]:
         return tuple(rule for rule in self.site_rules if kind in rule.kinds)

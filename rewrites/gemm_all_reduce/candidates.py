@@ -17,6 +17,7 @@ from weaveopt.ops.reduction.prices.workload import Workload, with_norm_apart
 from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 from weaveopt.records.candidate import Candidate, Fabric, Rejection, TableRow, Values
 from weaveopt.records.site import TokenCounts
+from weaveopt.records.task import Task
 from weaveopt.rewrites.gemm_all_reduce import tiles
 from weaveopt.rewrites.gemm_all_reduce.estimate import Chunked, Exchange, at_tokens, best_chunks, exchange_of, waves
 from weaveopt.rewrites.reduction.eligible import shape_rejections
@@ -55,6 +56,8 @@ class Lowered:
     """The sum that goes out holds only this rank's token rows (every reader accepts that)."""
     aliases_arena: bool = False
     """The normalized rows alias the arena, where peers store them (every reader has finished before the next site)."""
+    tasks: tuple[Task, ...] = ()
+    """Tasks of all chunks; none of a single kernel."""
 
     @property
     def may_alias_arena(self) -> bool:
@@ -137,28 +140,29 @@ def _chunks_in_turn(form: Form, machine: Machine) -> Found:
         return _indivisible(form, machine, Fabric.SHM)
     algorithm = best.exchange.algorithm
     lowered = Lowered(
-        form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), (), 0, form.norm_apart
-    )
+        form.workload, Fabric.SHM, CHUNKS, chunk_table(machine, form.workload, best), norm_apart=form.norm_apart,
+        tasks=best.tasks,
+    )  # fmt: skip
     if algorithm is Algorithm.ONE_SHOT:
         lowered = replace(lowered, one_shot_max_tokens=lowered.max_tokens)
     parameters: Values = (*_division(best), ("exchange", algorithm.value))
     return _candidate(best, form, lowered, parameters), lowered
 
 
-def _chunks_beside(form: Form, machine: Machine) -> Found:
+def _chunks_concurrent(form: Form, machine: Machine) -> Found:
     """GPUs: the exchange of a chunk runs on few CTAs, concurrently with the GEMM of the next."""
     fabric, workload = Fabric.PEER, form.workload
     reasons = shape_rejections(workload, fabric)
     variants = kernel_variants(machine, fabric, workload.hidden, workload.world, workload.hosts)
     exchanges = [exchange_of(kernel, fabric, machine) for kernel in variants]
-    beside = [each for each in exchanges if each.beside is not None]
-    if not beside:
+    measured = [each for each in exchanges if each.contention is not None]
+    if not measured:
         message = "how a GEMM and the fabric's kernels slow each other down was not measured"
         reasons.append(Rejection("contention_not_measured", message, (("machine", machine.name),)))
-    best = best_chunks(machine, form.workload, beside)
+    best = best_chunks(machine, form.workload, measured)
     if best is None:
         refused, _ = _indivisible(form, machine, fabric)
-        return replace(refused, rejections=(*reasons, *(refused.rejections if beside else ()))), None
+        return replace(refused, rejections=(*reasons, *(refused.rejections if measured else ()))), None
     kernel = best.exchange.kernel
     assert kernel is not None, "an exchange on GPUs has a kernel"
     parameters: Values = (
@@ -167,7 +171,9 @@ def _chunks_beside(form: Form, machine: Machine) -> Found:
         ("num_ctas", kernel.num_ctas),
         ("measured", kernel.measured),
     )
-    lowered = Lowered(workload, fabric, CHUNKS, chunk_table(machine, workload, best), norm_apart=form.norm_apart)
+    lowered = Lowered(
+        workload, fabric, CHUNKS, chunk_table(machine, workload, best), norm_apart=form.norm_apart, tasks=best.tasks
+    )
     row = KernelRow(lowered.max_tokens, kernel.algorithm, kernel.transfer, kernel.num_ctas)
     candidate = replace(_candidate(best, form, lowered, parameters), rejections=tuple(reasons))
     return candidate, replace(lowered, rows=(row,))
@@ -213,7 +219,7 @@ def tile_notes(lowered: Lowered) -> tuple[str, ...]:
 
 VARIANTS: Mapping[Fabric, tuple[Callable[[Form, Machine], Found], ...]] = MappingProxyType({
     Fabric.SHM: (_chunks_in_turn,),
-    Fabric.PEER: (_chunks_beside, _tiles),
+    Fabric.PEER: (_chunks_concurrent, _tiles),
 })  # fmt: skip
 """Variants that the rule proposes, by fabric."""
 
@@ -252,7 +258,7 @@ def _candidate(best: Chunked, form: Form, lowered: Lowered, parameters: Values) 
 
 
 def _notes(best: Chunked, form: Form) -> tuple[str, ...]:
-    workload, way = form.workload, "beside" if best.exchange.beside is not None else "before"
+    workload, way = form.workload, "beside" if best.exchange.contention is not None else "before"
     notes = [f"chunks: rows go {best.rows[0]} at a time, the exchange of each {way} the GEMM of the next"]
     if form.norm_apart:
         notes.append(NORM_APART)

@@ -6,26 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from weaveopt.cost_model import host_us
+from weaveopt.cost_model import host_us, measured_contention, schedule
 from weaveopt.cost_model.chunks import (
     ROUNDING,
     ChunkTimes,
-    Pipeline,
     at_least,
-    beside_gemm,
     chunk_counts,
+    chunk_tasks,
     divided,
     least_us,
-    one_by_one,
-    pipelined,
+    serial_us,
 )
 from weaveopt.cost_model.gemm import Waves, waves_of
 from weaveopt.cost_model.machine import ContentionRow, Machine
+from weaveopt.cost_model.schedule import contention_row
 from weaveopt.ops.reduction.prices.estimate import estimate_fused
 from weaveopt.ops.reduction.prices.kernels import KernelVariant
 from weaveopt.ops.reduction.prices.workload import Workload
 from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Estimate, Fabric, Term
+from weaveopt.records.task import Task
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,13 @@ class Exchange:
     algorithm: Algorithm
     kernel: KernelVariant | None = None
     """The kernel on fabrics with a table; None: the fabric's only one."""
-    beside: ContentionRow | None = None
-    """Contention between it and a GEMM; None: they do not run concurrently."""
+    contention: ContentionRow | None = None
+    """Contention of it and a GEMM; None: they do not run concurrently."""
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that it leaves to no GEMM; 0: the two do not run concurrently."""
+        return 0 if self.contention is None or self.kernel is None else self.kernel.num_ctas
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Chunked:
     exchange: Exchange
     rows: tuple[int, ...]
     """Rows of every chunk."""
-    pipeline: Pipeline
+    tasks: tuple[Task, ...]
     estimate: Estimate
 
 
@@ -112,24 +117,27 @@ def estimate_chunks(machine: Machine, workload: Workload, exchange: Exchange, ro
 
 
 def _chunked(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> Chunked:
-    beside = exchange.beside
-    pipeline = one_by_one(chunks) if beside is None else pipelined(chunks, beside.gemm, beside.communication)
+    tasks = chunk_tasks(chunks, exchange.ctas)
+    gemm_us = sum(each.gemm_us for each in chunks)
+    last_us = chunks[-1].exchange_us if chunks else 0.0
+    exchange_us = sum(each.exchange_us for each in chunks) - last_us
+    makespan_us = schedule(tasks, measured_contention(sizes.machine)).us
     terms = (
-        Term("gemm", pipeline.gemm_us),
-        Term("exchange", pipeline.exchange_us),
-        Term("overlapped", pipeline.overlapped_us),
-        Term("last chunk", pipeline.last_us),
+        Term("gemm", gemm_us),
+        Term("exchange", exchange_us),
+        Term("overlapped", makespan_us - gemm_us - exchange_us - last_us if exchange.ctas else 0.0),
+        Term("last chunk", last_us),
         Term("host", sizes.waited_us(len(rows))),
     )
     kept = tuple(term for term in terms if term.us != 0.0)
-    return Chunked(exchange, tuple(rows), pipeline, Estimate(kept, sizes.machine.relative_error))
+    return Chunked(exchange, tuple(rows), tasks, Estimate(kept, sizes.machine.relative_error))
 
 
 def _least_us(sizes: _Sizes, exchange: Exchange, rows: Sequence[int], chunks: Sequence[ChunkTimes]) -> float:
     """`_chunked` finds no less."""
-    beside = exchange.beside
-    pipeline_us = one_by_one(chunks).us if beside is None else least_us(chunks, beside.gemm, beside.communication)
-    return pipeline_us + sizes.waited_us(len(rows))
+    found = exchange.contention
+    least = serial_us(chunks) if found is None else least_us(chunks, found.gemm, found.communication)
+    return least + sizes.waited_us(len(rows))
 
 
 def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchange]) -> Chunked | None:
@@ -153,7 +161,7 @@ def best_chunks(machine: Machine, workload: Workload, exchanges: Sequence[Exchan
 
 def exchange_of(kernel: KernelVariant, fabric: Fabric, machine: Machine) -> Exchange:
     """Exchange of a kernel variant, with its measured contention with a GEMM."""
-    return Exchange(fabric, kernel.algorithm, kernel, beside_gemm(machine, kernel.num_ctas))
+    return Exchange(fabric, kernel.algorithm, kernel, contention_row(machine, kernel.num_ctas))
 
 
 def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Exchange]:
@@ -164,8 +172,8 @@ def _fastest(sizes: _Sizes, exchanges: Sequence[Exchange], rows: int) -> list[Ex
         if exchange.kernel is not None and not exchange.kernel.covers(message_bytes):
             continue
         us = sizes.times(exchange, rows).exchange_us
-        if exchange.beside not in best or us < best[exchange.beside][0]:
-            best[exchange.beside] = us, exchange
+        if exchange.contention not in best or us < best[exchange.contention][0]:
+            best[exchange.contention] = us, exchange
     return [exchange for _, exchange in best.values()]
 
 
@@ -177,5 +185,5 @@ def _times(machine: Machine, chunk: Workload, exchange: Exchange) -> ChunkTimes:
     transfer, num_ctas = (None, None) if kernel is None else (kernel.transfer, kernel.num_ctas)
     estimate = estimate_fused(machine, chunk, exchange.fabric, exchange.algorithm, False, transfer, num_ctas)
     multiplied_us = sum(term.us for term in estimate.terms if term.name == "gemm")
-    handed_over_us = 0.0 if exchange.beside is None or machine.launch is None else machine.launch.graph_us
-    return ChunkTimes(multiplied_us, estimate.us - multiplied_us + handed_over_us)
+    hand_over_us = 0.0 if exchange.contention is None or machine.launch is None else machine.launch.graph_us
+    return ChunkTimes(multiplied_us, estimate.us - multiplied_us + hand_over_us)

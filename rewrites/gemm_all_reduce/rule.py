@@ -66,7 +66,7 @@ class GemmAllReduce:
         return (
             *taken_in,
             *(
-                Proposal(candidate, _consumed(structure, lowered), lowered)
+                Proposal(candidate, _consumed(structure, lowered), lowered, () if lowered is None else lowered.tasks)
                 for candidate, lowered in candidates(facts, tokens, known, usable_only)
             ),
         )

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,36 +13,47 @@ from weaveopt.cost_model.chunks import (
     CHUNK_COUNTS,
     ChunkTimes,
     at_least,
-    beside_gemm,
     chunk_counts,
+    chunk_tasks,
     divided,
     least_us,
-    one_by_one,
-    pipelined,
+    serial_us,
 )
 from weaveopt.cost_model.gemm import Gemm, Waves, waves_of
-from weaveopt.cost_model.machine import Contention, ContentionRow
+from weaveopt.cost_model.schedule import schedule
+
+
+def pipelined_us(chunks: Sequence[ChunkTimes], gemm: float, exchange: float, ctas: int = 8) -> float:
+    return schedule(chunk_tasks(chunks, ctas), lambda *_: (gemm, exchange)).us
 
 
 def test_three_chunks_by_hand() -> None:
     """Computed at 10, 20, 30; exchanged from 10 to 16, 20 to 26, 30 to 36."""
-    found = pipelined([ChunkTimes(10.0, 6.0)] * 3, 1.0, 1.0)
-    assert found.us == pytest.approx(36.0)
-    assert (found.gemm_us, found.exchange_us, found.last_us) == pytest.approx((30.0, 12.0, 6.0))
-    assert found.overlapped_us == pytest.approx(-12.0)
+    chunks = [ChunkTimes(10.0, 6.0)] * 3
+    assert pipelined_us(chunks, 1.0, 1.0) == pytest.approx(36.0)
+    assert [task.name for task in chunk_tasks(chunks, 8)] == [
+        "gemm",
+        "exchange",
+        "gemm",
+        "exchange",
+        "gemm",
+        "last chunk",
+    ]
+
+
+def test_on_one_processor_chunks_follow_one_another() -> None:
+    chunks = [ChunkTimes(10.0, 6.0), ChunkTimes(7.0, 5.0)]
+    assert pipelined_us(chunks, 1.0, 1.0, ctas=0) == serial_us(chunks) == 28.0
 
 
 def test_contention_by_hand() -> None:
     """The first GEMM alone until 10. Concurrently: 6 of exchange take 12, in which 6 of the GEMM's 10 are done at half
     speed; 4 more follow until 26, and the last exchange until 32."""
-    found = pipelined([ChunkTimes(10.0, 6.0)] * 2, 2.0, 2.0)
-    assert found.us == pytest.approx(10.0 + 12.0 + 4.0 + 6.0)
-    assert found.overlapped_us == pytest.approx(0.0)
+    assert pipelined_us([ChunkTimes(10.0, 6.0)] * 2, 2.0, 2.0) == pytest.approx(10.0 + 12.0 + 4.0 + 6.0)
 
 
 def test_a_slow_exchange_hides_the_gemms_instead() -> None:
-    found = pipelined([ChunkTimes(10.0, 50.0)] * 3, 1.0, 1.0)
-    assert found.us == pytest.approx(10.0 + 150.0)
+    assert pipelined_us([ChunkTimes(10.0, 50.0)] * 3, 1.0, 1.0) == pytest.approx(10.0 + 150.0)
 
 
 def test_without_contention_it_is_algorithm_1() -> None:
@@ -53,23 +64,20 @@ def test_without_contention_it_is_algorithm_1() -> None:
         arrived_us = 0.0
         for wave in range(1, waves + 1):
             arrived_us = max(arrived_us, wave * wave_us) + sent_us
-        found = pipelined([ChunkTimes(wave_us, sent_us)] * waves, 1.0, 1.0)
-        assert found.us == pytest.approx(arrived_us)
+        assert pipelined_us([ChunkTimes(wave_us, sent_us)] * waves, 1.0, 1.0) == pytest.approx(arrived_us)
 
 
-def test_parts_add_up_and_bounds_hold() -> None:
+def test_bounds_hold() -> None:
     generator = random.Random(3)
     for _ in range(50):
         chunks = [
             ChunkTimes(generator.uniform(1, 50), generator.uniform(1, 50)) for _ in range(generator.randint(1, 8))
         ]
-        found = pipelined(chunks, 1.0, 1.0)
-        alone = one_by_one(chunks)
-        assert found.gemm_us + found.exchange_us + found.last_us + found.overlapped_us == pytest.approx(found.us)
+        us = pipelined_us(chunks, 1.0, 1.0)
         gemms, exchanges = sum(c.gemm_us for c in chunks), sum(c.exchange_us for c in chunks)
-        assert max(gemms + chunks[-1].exchange_us, chunks[0].gemm_us + exchanges) <= found.us + 1e-9
-        assert found.us <= alone.us + 1e-9 and alone.overlapped_us == pytest.approx(0.0)
-        assert pipelined(chunks, 1.5, 1.2).us >= found.us - 1e-9
+        assert max(gemms + chunks[-1].exchange_us, chunks[0].gemm_us + exchanges) <= us + 1e-9
+        assert us <= serial_us(chunks) + 1e-9
+        assert pipelined_us(chunks, 1.5, 1.2) >= us - 1e-9
 
 
 def test_no_pipeline_is_shorter_than_the_least() -> None:
@@ -83,7 +91,7 @@ def test_no_pipeline_is_shorter_than_the_least() -> None:
             for _ in range(count)
         ]
         factors = generator.uniform(1, 2.5), generator.uniform(1, 2.5)
-        least, found = least_us(chunks, *factors), pipelined(chunks, *factors).us
+        least, found = least_us(chunks, *factors), pipelined_us(chunks, *factors)
         assert least <= found * (1 + 1e-9), (chunks, factors)
         near += least >= 0.98 * found
     assert near > 100, "a bound that is far below bounds nothing"
@@ -99,7 +107,7 @@ def test_chunks_take_no_less_than_the_whole() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    assert one_by_one(()).us == 0.0 and pipelined((), 1.0, 1.0).us == 0.0
+    assert serial_us(()) == 0.0 and chunk_tasks((), 8) == ()
 
 
 @pytest.mark.parametrize(
@@ -134,14 +142,3 @@ def test_waves_of_a_gemm() -> None:
     one = waves_of(machine, Gemm(64, 2048, 8192), "bfloat16")
     assert one is not None and one.num_waves == 1
     assert waves_of(cost_model.load("cpu"), Gemm(4096, 2048, 8192), "float32") is None
-
-
-def test_contention_is_that_of_the_nearest_number_of_ctas() -> None:
-    rows = (ContentionRow(8, 1.5, 1.3), ContentionRow(32, 2.0, 1.1))
-    machine = replace(cost_model.load("h200x4"), contention=Contention("contention", rows))
-    assert beside_gemm(machine, 8) == rows[0]
-    assert beside_gemm(machine, 12) == rows[0]
-    assert beside_gemm(machine, 16) == rows[1], "of two as near the one with more CTAs"
-    assert beside_gemm(machine, 33) is None, "no GEMM was measured beside so many"
-    assert beside_gemm(machine, 0) is None, "as many CTAs as fit leave a GEMM none"
-    assert beside_gemm(replace(machine, contention=None), 8) is None

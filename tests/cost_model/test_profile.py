@@ -367,6 +367,7 @@ def test_imports_nothing_but_records_and_errors() -> None:
         "weaveopt.records.report",
         "weaveopt.records.site",
         "weaveopt.records.skew",
+        "weaveopt.records.task",
         "weaveopt.errors",
         "weaveopt.plain_json",
     }

@@ -116,7 +116,7 @@ RULES = tuple(
     f"adding-a-rule.md: {line}"
     for line in (
         "import functools, torch, weaveopt.backend", "class TanhMatcher:", "@dataclass(frozen=True)",
-        "def memory(self, chosen, context):", "class TwoHalves:", "@dataclass",
+        "def memory(self, chosen, context):", "class RowHalves:", "@dataclass",
     )
 )  # fmt: skip
 """Python blocks that define or make something: one process, among the names of the rules that tests define."""

@@ -35,9 +35,11 @@ def test_imports_have_no_circle() -> None:
     order.prepare()  # raises CycleError, which names the circle
 
 
-STEPS = ("capture", "context", "variants", "recognize", "specialize", "price", "decide", "plan", "rewrite", "bind")
+STEPS = (
+    "capture", "context", "recognize", "specialize", "price", "decide", "variants", "choose", "plan", "rewrite", "bind",
+)  # fmt: skip
 """In their order."""
-RECORDS_OF_STEPS = {"PricedGraph", "DecidedGraph", "Planned"}
+RECORDS_OF_STEPS = {"PricedGraph", "DecidedGraph", "ChosenGraph", "Planned"}
 """Records that a step makes and a later one reads."""
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from tests.emulation.machines import made_up
 from tests.graphs import forms
 from tests.graphs.preview import fake_group
-from tests.house import toys
+from tests.house import overlapping_toys, toys
 from tests.ranks import run_ranks
 from weaveopt import backend, cost_model
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
+from weaveopt.cost_model.machine import Contention, ContentionRow, CopyContention
 from weaveopt.fabrics import topology
 from weaveopt.preview import preview
 from weaveopt.records.memory import Lifetime
@@ -68,6 +69,19 @@ def summed(x: Tensor, product: Tensor) -> Tensor:
 LOCAL = RuleSet((toys.TanhMatcher(),), (toys.FastTanh(),))
 BLOCK = RuleSet((ReductionMatcher(), toys.ReluMatcher()), (toys.KeptRelu(),))
 HALVES = RuleSet((ReductionMatcher(),), (), (toys.TwoHalves(),))
+ROWS_HALVED = RuleSet((ReductionMatcher(),), (RULES.named("all_reduce_rms_norm"),), (overlapping_toys.RowHalves(),))
+
+
+def ahead(fetch_us: float) -> RuleSet:
+    return RuleSet(
+        (*BLOCK.matchers, overlapping_toys.ScaleMatcher()),
+        (toys.KeptRelu(), overlapping_toys.FetchedAhead(fetch_us)),
+    )
+
+
+def fetched(x: Tensor, first: Tensor, second: Tensor, w: Tensor) -> Tensor:
+    a = torch.relu(forms.all_reduce(x @ first))
+    return torch.relu(forms.all_reduce(a @ second)) * w
 
 
 def second_candidate(fixed_us: float) -> RuleSet:
@@ -129,12 +143,15 @@ def test_buffers_lie_where_their_lifetimes_allow() -> None:
     assert scratch[0].offset == scratch[1].offset or scratch[0].offset == last.offset
 
 
-def overlapping_machine() -> Machine:
-    """An all-reduce takes as long as the GEMM in front of it, and a half takes half."""
+def overlapping_machine(gemm: float = 1.05, exchange: float = 1.05, fused: float = 1.0) -> Machine:
+    """An all-reduce takes as long as the GEMM in front of it, a half takes half, and a fused kernel `fused` times as
+    long; contention was measured."""
     points = {2**exponent: float(2**exponent) for exponent in range(14)}
-    machine = made_up(points, points, HIDDEN * 4)
+    machine = made_up(points, {tokens: fused * us for tokens, us in points.items()}, HIDDEN * 4)
     gemms = tuple(replace(each, launch_us=0.0, samples=None) for each in machine.gemms)
-    return replace(machine, gemms=gemms)
+    rows = (ContentionRow(24, gemm, exchange),)
+    contention = Contention(machine.gemms[0].origin, rows, library_ctas=24, copies=CopyContention(1.0, 1.0))
+    return replace(machine, gemms=gemms, contention=contention)
 
 
 def test_a_variant_of_the_graph_is_priced_as_a_schedule() -> None:
@@ -143,8 +160,17 @@ def test_a_variant_of_the_graph_is_priced_as_a_schedule() -> None:
     captured, halves = report.variants
     assert (captured.name, halves.name) == ("captured", "two_halves")
     assert captured.predicted_us is not None and halves.predicted_us is not None
-    assert report.variant == ("two_halves" if halves.predicted_us < captured.predicted_us else "captured")
-    assert halves.predicted_us < captured.predicted_us, "one half's all-reduce lies beside the other half's GEMM"
+    assert report.variant == "two_halves", "one half's all-reduce runs under the other half's GEMM"
+    assert halves.predicted_us < captured.predicted_us
+    assert captured.exposed_us is not None and halves.exposed_us is not None
+    assert 0.0 < halves.exposed_us < captured.exposed_us
+
+
+def test_overlap_that_nobody_measured_saves_nothing() -> None:
+    inputs = (torch.randn(1024, INNER), torch.randn(INNER, HIDDEN))
+    report = previewed(summed, inputs, HALVES, replace(overlapping_machine(), contention=None))
+    assert report.variant == "captured"
+    assert [each.code for each in report.variants[1].rejections] == ["not_measured"]
 
 
 def test_a_variant_that_may_not_be_used_says_why() -> None:
@@ -160,10 +186,98 @@ def test_a_variant_without_a_saving_is_not_taken() -> None:
     assert [each.code for each in report.variants[1].rejections] == ["no_saving"]
 
 
+def test_a_graph_rule_is_shown_what_is_exposed() -> None:
+    """On a machine whose exchanges take no time it refuses, and nothing of its variant is priced."""
+    nothing = dict.fromkeys((1, 1 << 13), 1e-09)
+    report = previewed(chain, chain_inputs(96), ROWS_HALVED, made_up(nothing, nothing, HIDDEN * 4))
+    assert report.variant == "captured" and len(report.variants) in (1, 2)
+    exposed = previewed(chain, chain_inputs(96), ROWS_HALVED, overlapping_machine())
+    assert [each.name for each in exposed.variants] == ["captured", "row_halves"]
+    assert exposed.variants[1].parameters == (("cut", "96 in two"),)
+
+
+@pytest.mark.parametrize(("fused", "choices"), [(0.01, ["all_reduce_rms_norm"] * 2), (0.95, ["leave"] * 2)])
+def test_the_sites_of_a_variant_are_decided_by_its_timeline(fused: float, choices: list[str]) -> None:
+    """A fused kernel that is a little faster than the library's all-reduce would win at either site by itself. But the
+    library's is hidden under the other half's work, and so the halves are left to it; a much faster one wins still."""
+    machine = overlapping_machine(fused=fused)
+    config = Config(force=("row_halves",))
+    report = previewed(chain, chain_inputs(1024), ROWS_HALVED, machine, config)
+    assert report.variant == "row_halves"
+    assert [each.chosen.choice for each in report.decisions] == choices
+    by_itself = previewed(chain, chain_inputs(1024), ROWS_HALVED, machine, Config(disable=("row_halves",)))
+    assert [each.chosen.choice for each in by_itself.decisions] == ["all_reduce_rms_norm"]
+    assert [each.code for each in by_itself.variants[1].rejections] == ["disabled"]
+
+
+def test_nothing_waits_in_line_while_an_exchange_is_in_flight() -> None:
+    """Two halves are both fused, or both left: one in line under the other's exchange could block the ranks."""
+    config = Config(force=("row_halves",))
+    report = previewed(chain, chain_inputs(1024), ROWS_HALVED, overlapping_machine(fused=0.95), config)
+    codes = {why.code for each in report.decisions for other in each.alternatives for why in other.rejections}
+    assert "waits_beside_exchange" in codes
+
+
+@pytest.mark.parametrize(("copies", "choice"), [(CopyContention(1.0, 1.0), "fetched_ahead"), (None, "leave")])
+def test_work_begun_a_layer_ahead_is_hidden(copies: CopyContention | None, choice: str) -> None:
+    """The copy takes longer than the site as it is, and nothing where the layer between hides it."""
+    machine = overlapping_machine()
+    assert machine.contention is not None
+    memory = cost_model.load("cpu").memory
+    machine = replace(machine, memory=memory, contention=replace(machine.contention, copies=copies))
+    inputs = (*(torch.randn(ROWS * 64, HIDDEN), *[torch.randn(HIDDEN, HIDDEN)] * 2), torch.randn(HIDDEN))
+    report = previewed(fetched, inputs, ahead(fetch_us=30.0), machine)
+    (decision,) = [each for each in report.decisions if each.site.kind == "scaled_rows"]
+    assert decision.chosen.choice == choice
+    if choice == "leave":
+        return
+    # From the first GEMM on peers may write into it, so no buffer of the layer between has its bytes.
+    (plan,) = report.plans
+    (copied,) = [each for each in plan.buffers if each.name == overlapping_toys.FETCHED]
+    others = [each for each in plan.buffers if each.name in (toys.SCRATCH, toys.RESULT)]
+    assert len(others) == 4 and copied.first == 0
+    for each in others:
+        assert each.offset >= copied.offset + copied.num_bytes or copied.offset >= each.offset + each.num_bytes
+    assert [channel.name for channel in plan.channels] == ["main", overlapping_toys.CHANNEL]
+
+
+def _halves_on_ranks(
+    rank: int, row_counts: tuple[int, ...]
+) -> tuple[list[tuple[str, ...]], list[str], list[tuple[tuple[int, int], ...]]]:
+    """`chain` in two halves of a symbolic number of rows, both fused, against eager."""
+    from weaveopt.reporting import registry
+
+    weave = functools.partial(backend.weave, rules=ROWS_HALVED)
+    options = {"strict": True, "force": ["row_halves", "all_reduce_rms_norm"]}
+    with torch.no_grad():
+        compiled = torch.compile(chain, backend=weave, options=options)
+        for rows in row_counts:
+            x, product, residual, norm, after = chain_inputs(rows)
+            x = x * (rank + 1)
+            for each in (x, residual):
+                torch._dynamo.mark_dynamic(each, 0)
+            inputs = (x, product, residual, norm, after)
+            torch.testing.assert_close(compiled(*inputs), chain(*inputs), rtol=1e-4, atol=1e-4)
+    graphs = registry.report(None).graphs
+    choices = [tuple(each.chosen.choice for each in graph.decisions) for graph in graphs]
+    counts = [tuple((each.site.tokens.least, each.site.tokens.most) for each in graph.decisions) for graph in graphs]
+    return choices, [graph.variant for graph in graphs], counts
+
+
+def test_a_variant_of_symbolic_size_with_fused_sites_on_ranks() -> None:
+    for choices, variants, counts in run_ranks(_halves_on_ranks, 2, (6, 7, 2, 3, 33, 256, 511), timeout_s=300):
+        assert set(variants) == {"row_halves"}
+        assert set(choices) == {("all_reduce_rms_norm",) * 2}
+        # The halves of three rows are one and two: equal in the call of two rows that was compiled for, not in others.
+        assert ((1, 1), (1, 2)) in counts
+
+
 def _on_ranks(rank: int, name: str, forced: str, sizes: tuple[tuple[int, ...], ...]) -> tuple[list[str], str]:
     """The function of that name by the toys' rules, against eager; every choice, and the variant that ran."""
-    rules = {"scaled": LOCAL, "chain": second_candidate(1.0), "relus": BLOCK, "summed": HALVES}[name]
-    fn = {"scaled": scaled, "chain": chain, "relus": relus, "summed": summed}[name]
+    rules = {
+        "scaled": LOCAL, "chain": second_candidate(1.0), "relus": BLOCK, "summed": HALVES, "fetched": ahead(1.0)
+    }[name]  # fmt: skip
+    fn = {"scaled": scaled, "chain": chain, "relus": relus, "summed": summed, "fetched": fetched}[name]
     generator = torch.Generator().manual_seed(0)
     shared = [torch.randn(*size, generator=generator) * 0.3 for size in sizes]
     inputs = (shared[0] * (rank + 1), *shared[1:])  # what is summed differs by rank
@@ -186,6 +300,13 @@ def _on_ranks(rank: int, name: str, forced: str, sizes: tuple[tuple[int, ...], .
         ("chain", "library_sum", ((6, 48), (48, 64), (6, 64), (64,), (64, 48)), ["library_sum"], "captured"),
         ("relus", "kept_relu", ((6, 64), (64, 64), (64, 64)), ["leave", "kept_relu"] * 2, "captured"),
         ("summed", "two_halves", ((6, 48), (48, 64)), ["leave"] * 2, "two_halves"),
+        (
+            "fetched",
+            "fetched_ahead",
+            ((6, 64), (64, 64), (64, 64), (64,)),
+            ["leave", "kept_relu"] * 2 + ["fetched_ahead"],
+            "captured",
+        ),
     ],
 )
 def test_on_ranks(name: str, forced: str, sizes: tuple[tuple[int, ...], ...], choices: list[str], variant: str) -> None:

@@ -32,6 +32,7 @@ from weaveopt.rule import (
     CapturedGraph,
     Chosen,
     Context,
+    Exposure,
     FoundSite,
     Memory,
     Placement,
@@ -271,7 +272,7 @@ class TwoHalves:
 
     name: str = "two_halves"
 
-    def variants(self, captured: CapturedGraph, context: Context) -> Sequence[CapturedGraph]:
+    def variants(self, captured: CapturedGraph, exposure: Exposure, context: Context) -> Sequence[CapturedGraph]:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(captured.graph, val_map=copies, return_output_node=True)

@@ -164,12 +164,12 @@ def test_a_graph_takes_what_its_kernels_and_decisions_take() -> None:
     graph.node()
     graph.site([Offer(-5.0)])
     found = toys.decided(graph, toys.rules(RULE), toys.context(toys.exact()))
-    assert found.priced.baseline_us == pytest.approx(3 * NODE_US)
+    assert found.priced.baseline is not None and found.priced.baseline.us == pytest.approx(3 * NODE_US)
     assert found.predicted_us == pytest.approx(3 * NODE_US - 5.0)
     assert [each.found.site.id for each in found.chosen] == ["s0"]
     variant = found.variant
     assert (variant.name, variant.baseline_us, variant.predicted_us) == (
-        "captured", found.priced.baseline_us, found.predicted_us
+        "captured", found.priced.baseline.us, found.predicted_us
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_nodes_of_two_sites_are_counted_once(saves_us: float) -> None:
     graph.site([Offer(saves_us)], [a, b])
     graph.site([], [b, c])
     found = toys.decided(graph, toys.rules(RULE), toys.context(toys.exact()))
-    assert found.priced.baseline_us == pytest.approx(3 * NODE_US)
+    assert found.priced.baseline is not None and found.priced.baseline.us == pytest.approx(3 * NODE_US)
     assert found.predicted_us == pytest.approx(3 * NODE_US - max(saves_us, 0.0))
 
 

@@ -53,7 +53,7 @@ def test_two_shows_the_graph_after_each_step_that_changed_it(
 ) -> None:
     text = _told(level, "2", capsys)
     steps = re.findall(r"step (\w+): [\d.]+ us", text)
-    assert steps == ["capture", "context", "variants", "recognize", "regime", "price", "decide", "choose", "plan",
+    assert steps == ["capture", "context", "recognize", "regime", "price", "decide", "variants", "choose", "plan",
                      "agree", "rewrite"]  # fmt: skip
     changed = re.findall(r"graph 0 after step (\w+)", text)
     assert changed == ["capture", "rewrite"]

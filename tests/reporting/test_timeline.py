@@ -52,7 +52,7 @@ def test_kernels_are_counted_like_sites(whole: Report) -> None:
     ],
 )
 def test_exposed_is_what_nothing_hides(terms: tuple[tuple[str, float], ...], exposed_us: float) -> None:
-    assert timeline.exposed_us(Estimate(tuple(Term(*term) for term in terms))) == exposed_us
+    assert Estimate(tuple(Term(*term) for term in terms)).exposed_us == exposed_us
 
 
 def test_kinds_of_kernels_run_on_their_streams() -> None:

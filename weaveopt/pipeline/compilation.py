@@ -17,12 +17,13 @@ from weaveopt.graph.facts import groups_in
 from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.agree import EMPTY, Agreed
 from weaveopt.pipeline.bind import unrewritten
+from weaveopt.pipeline.choose import ChosenGraph
 from weaveopt.pipeline.context import Known, Surroundings
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.problem import Frame
-from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, Values, Variant, WorkFailure
+from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, Values, WorkFailure
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
@@ -56,6 +57,10 @@ class VariantState:
     timed: tuple[str, ...] = ()
     decided: DecidedGraph | None = None
 
+    @property
+    def is_undecided(self) -> bool:
+        return self.decided is None and not self.captured.rejections
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -76,8 +81,7 @@ class Compilation:
     found: Surroundings | None = None
     variants: tuple[VariantState, ...] = ()
     """The captured graph first."""
-    best: DecidedGraph | None = None
-    compared: tuple[Variant, ...] = ()
+    chosen: ChosenGraph | None = None
     sensitivity: tuple[Sensitivity, ...] = ()
     planned: Planned | None = None
     agreed: Agreed = EMPTY
@@ -96,6 +100,12 @@ class Compilation:
             return self.captured
         return CapturedGraph(self.name, "unknown", 0, groups_in(self.module.graph), self.module.graph)
 
+    def with_captured(self, captured: CapturedGraph) -> Compilation:
+        return replace(self, captured=captured, variants=(VariantState(captured),))
+
+    def with_variants(self, variants: Sequence[CapturedGraph]) -> Compilation:
+        return replace(self, variants=(*self.variants, *map(VariantState, variants)))
+
     @property
     def context(self) -> Context:
         return made(self.found).context
@@ -109,6 +119,21 @@ class Compilation:
     def decided(self) -> tuple[DecidedGraph, ...]:
         """All variants, the captured graph first; none where a step failed."""
         return () if self.fallbacks else tuple(each.decided for each in self.variants if each.decided is not None)
+
+    @property
+    def refused(self) -> tuple[CapturedGraph, ...]:
+        """Variants that their rules refused themselves."""
+        return tuple(each.captured for each in self.variants if each.captured.rejections)
+
+    @property
+    def regimes(self) -> tuple[Regime | None, ...]:
+        """The regime of each decided variant."""
+        return tuple(each.regime for each in self.variants if each.decided is not None)
+
+    @property
+    def best(self) -> DecidedGraph | None:
+        """The decided graph that runs."""
+        return None if self.chosen is None else self.chosen.best
 
     @property
     def numbers(self) -> tuple[torch.SymFloat, ...]:
@@ -142,8 +167,9 @@ class Compilation:
         plain = GraphReport(graph.name, graph.phase, graph.tokens, fallbacks=self.fallbacks, steps_us=self.laps)
         if self.fallbacks:
             return plain
-        regime = self.variants[0].regime if self.variants else None
-        report = replace(plain, regime=regime, sensitivity=self.sensitivity, variants=self.compared)
+        report = replace(plain, sensitivity=self.sensitivity)
+        if self.chosen is not None:
+            report = replace(report, regime=self.chosen.regime, variants=self.chosen.compared)
         if final is not None:
             work, variant = final.priced.work, final.priced.captured.variant
             report = replace(
@@ -207,8 +233,22 @@ def run(
 
 
 def of_each_variant(step: Callable[[Compilation, VariantState], VariantState]) -> Callable[[Compilation], Compilation]:
-    """A step that takes one variant at a time."""
-    return lambda state: replace(state, variants=tuple(step(state, each) for each in state.variants))
+    """A step that takes one variant at a time, of those that are not decided yet."""
+    return lambda state: replace(
+        state, variants=tuple(step(state, each) if each.is_undecided else each for each in state.variants)
+    )
+
+
+def of_variants(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The same steps once more, where graph rules made variants that may be used."""
+    return tuple(
+        replace(
+            step,
+            name=f"{step.name} variants",
+            is_asked=lambda state, step=step: any(v.is_undecided for v in state.variants) and step.is_asked(state),
+        )
+        for step in steps
+    )
 
 
 def made(part: Part | None) -> Part:

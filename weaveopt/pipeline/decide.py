@@ -1,17 +1,18 @@
-"""Decide: exactly the cheapest choices at the sites of each variant, then the cheapest variant.
+"""Decide: exactly the cheapest choices at the sites of a graph.
 
 The best choices are found exactly (`solver.selection`). Of equally good ones those with the fewest rewrites are taken,
-then by graph order and order of the proposals, so all ranks take the same. A variant has to be predicted faster than
-the captured graph by more than the model's own error.
+then by graph order and order of the proposals, so all ranks take the same. Where tasks overlap the timeline of the
+graph decides again (`overlap`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from weaveopt.pipeline.overlap import with_overlap
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.problem import Choices, Problem
+from weaveopt.pipeline.timeline import Timeline
 from weaveopt.records.candidate import LEAVE, Candidate, Rejection, Scalar
 from weaveopt.records.report import Decision, Variant
 from weaveopt.rule import Chosen, Context, RuleSet, SettlesSites
@@ -27,25 +28,38 @@ class DecidedGraph:
     """One for every site, in order."""
     chosen: tuple[Chosen, ...]
     """The sites that are rewritten, in graph order, as their rules settled them."""
-    predicted_us: float | None
-    """Predicted time of the whole graph; None if not all of its kernels could be priced."""
+    timeline: Timeline | None
+    """Timeline of the whole graph; None if not all of its kernels could be priced."""
+    positions: tuple[int | None, ...] = ()
+    """Position of each site's proposal among all of its proposals; None where it is left."""
+
+    @property
+    def predicted_us(self) -> float | None:
+        """Predicted time of the whole graph; a lower bound where contention was not measured."""
+        return None if self.timeline is None else self.timeline.us
 
     @property
     def variant(self) -> Variant:
-        captured = self.priced.captured
-        return Variant(captured.variant, captured.rule, self.priced.baseline_us, self.predicted_us, captured.rejections)
+        captured, baseline = self.priced.captured, self.priced.baseline
+        baseline_us = None if baseline is None else baseline.us
+        exposed_us = None if self.timeline is None else self.timeline.exposed_us
+        return Variant(
+            captured.variant, captured.rule, baseline_us, self.predicted_us, captured.rejections, captured.parameters,
+            exposed_us,
+        )  # fmt: skip
 
 
 def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGraph:
     """One decision for every site. Uses only what is identical on all ranks of a group.
 
     Estimates are those that count among the other sites' choices. An allowed candidate that was not taken says why,
-    judged with all other sites as they were decided: `overlaps` if one of them uses the same nodes, `no_saving` if
+    judged with all other sites as they were decided: `overlaps` if one of them uses the same nodes,
+    `waits_beside_exchange` if it would wait in line while the exchange of one of them is in flight, `no_saving` if
     rewriting this site too would save no more than the model's error, `slower_candidate` if another candidate was
     taken.
     """
     problem = priced.problem
-    choices = problem.best()
+    choices = with_overlap(priced, problem.best())
     outcome = _Outcome(problem, choices)
     decisions = tuple(outcome.decision(index) for index in range(len(problem.sites)))
     chosen = []
@@ -56,50 +70,12 @@ def decide(priced: PricedGraph, rules: RuleSet, context: Context) -> DecidedGrap
     settled = settle(tuple(chosen), rules, context)
     final = {each.found.site.id: each.proposal.candidate for each in settled}
     decisions = tuple(replace(each, chosen=final.get(each.site.id, each.chosen)) for each in decisions)
-    return DecidedGraph(priced, decisions, settled, priced.predicted_us(decisions))
-
-
-def cheapest(decided: Sequence[DecidedGraph], context: Context) -> tuple[DecidedGraph, tuple[Variant, ...]]:
-    """Return the variant that is predicted fastest, the captured one unless another saves more than the model's own
-    error.
-
-    All variants are returned too, each rejected one with the reason.
-    """
-    captured, best = decided[0], decided[0]
-    variants = [captured.variant]
-    for each in decided[1:]:
-        forced = each.priced.captured.rule in context.config.force
-        against = _against_variant(captured, each, forced, context)
-        variants.append(replace(each.variant, rejections=(*each.variant.rejections, *against)))
-        if not variants[-1].rejections and (
-            best is captured or forced or (each.predicted_us or 0.0) < (best.predicted_us or 0.0)
-        ):
-            best = each
-    for index, each in enumerate(decided[1:], start=1):
-        if each is not best and not variants[index].rejections:
-            slower = Rejection("slower_variant", "the variant that was chosen is predicted faster")
-            variants[index] = replace(variants[index], rejections=(slower,))
-    return best, tuple(variants)
-
-
-def _against_variant(
-    captured: DecidedGraph, variant: DecidedGraph, forced: bool, context: Context
-) -> tuple[Rejection, ...]:
-    rule = variant.priced.captured.rule
-    against = context.against(rule)
-    if against is not None:
-        return (against,)
-    if forced:
-        return ()
-    before_us, after_us = captured.predicted_us, variant.predicted_us
-    if before_us is None or after_us is None:
-        return (Rejection("not_priced", "what the graph runs could not be priced"),)
-    error_us = context.machine.relative_error * after_us
-    if before_us - after_us > error_us:
-        return ()
-    values = (("captured_us", round(before_us, 2)), ("predicted_us", round(after_us, 2)))
-    message = "the predicted saving does not exceed the model's own error"
-    return (Rejection("no_saving", message, (*values, ("error_us", round(error_us, 2)))),)
+    tasks = {each.found.site.id: each.proposal.tasks for each in settled}
+    positions = tuple(
+        site.choices[choice] if choice < len(site.choices) else None
+        for site, choice in zip(problem.sites, choices, strict=True)
+    )
+    return DecidedGraph(priced, decisions, settled, priced.decided(decisions, tasks), positions)
 
 
 def settle(chosen: tuple[Chosen, ...], rules: RuleSet, context: Context) -> tuple[Chosen, ...]:
@@ -151,6 +127,9 @@ class _Outcome:
         instead = self._instead(index, choice)
         if any(index in each.sites and each.us(instead) == EXCLUDED for each in self.problem.exclusions):
             return Rejection("overlaps", "another rewrite that saves more uses the same nodes")
+        if any(index in each.sites and each.us(instead) == EXCLUDED for each in self.problem.waits):
+            message = "it waits for peers in line while another exchange is in flight: ranks could block each other"
+            return Rejection("waits_beside_exchange", message)
         values: list[tuple[str, Scalar]] = []
         chosen = self.problem.sites[index].proposal(self.choices[index])
         timed = candidate.estimate is not None and candidate.estimate.measured is not None

@@ -1,22 +1,26 @@
 """Price: the time of a graph as it is, and of each candidate at its sites.
 
-The time of a graph is that of a schedule on two streams: kernels in graph order, collectives concurrently with those
-that need not wait for them. The baseline of a site is the price of its own nodes, so nothing is counted twice.
+The time of a graph is that of its timeline: kernels in graph order, collectives and the lowerings of rewritten sites
+where nothing waits for them concurrently with those. The baseline of a site is the price of its own nodes, so nothing
+is counted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch.fx as fx
 
-from weaveopt.cost_model.schedule import Stream, Task, schedule_streams, stream_contention
+from weaveopt.cost_model import library_ctas, measured_contention, schedule
 from weaveopt.inductor.calls import COLLECTIVE
 from weaveopt.inductor.kernels import Kernel, Surroundings, outside
 from weaveopt.pipeline.problem import Frame, Problem
+from weaveopt.pipeline.timeline import Placed, Timeline, timeline
+from weaveopt.records.candidate import Estimate
 from weaveopt.records.report import Decision, Work, WorkFailure
+from weaveopt.records.task import Stream, Task
 from weaveopt.rule import CapturedGraph, Context
 
 
@@ -30,13 +34,15 @@ class PricedGraph:
     kernels: tuple[Kernel, ...] | WorkFailure
     """Outside the sites. The decision rests on the sites alone: no graph stays unrewritten for want of the others."""
     surroundings: Surroundings
+    ratio: float = 1.0
+    """Tokens of the calls that are priced, relative to those of the captured graph."""
 
     @cached_property
     def work(self) -> tuple[Work, ...] | WorkFailure:
         """The kernels outside the sites, for the report."""
         if isinstance(self.kernels, WorkFailure):
             return self.kernels
-        order = self._order
+        order = self.order
         by_name = {node.name: index for node, index in order.items()}
         # A site runs after the last node that its collectives wait for, a local one after its last node.
         positions = [
@@ -54,63 +60,85 @@ class PricedGraph:
                 rows.append(Work(kernel.module, kernel.kind, us, after))
         return tuple(rows)
 
-    @property
-    def baseline_us(self) -> float | None:
-        """Time of the whole graph with every site left as it is."""
-        return self._scheduled_us(())
+    @cached_property
+    def baseline(self) -> Timeline | None:
+        """Timeline of the whole graph with every site left as it is."""
+        return self.timeline({})
 
-    def predicted_us(self, decisions: Sequence[Decision]) -> float | None:
-        """Time of the whole graph with these decisions carried out; None if not all of its kernels could be priced."""
-        return self._scheduled_us(decisions)
+    def decided(self, decisions: Sequence[Decision], tasks: Mapping[str, tuple[Task, ...]]) -> Timeline | None:
+        """Timeline of the whole graph with these decisions carried out; None if not all of its kernels could be priced.
+
+        `tasks` are the lowerings of rewritten sites that have more than one task, by site id.
+        """
+        rewritten = {
+            index: (each.chosen.estimate, tasks.get(each.site.id, ()))
+            for index, each in enumerate(decisions)
+            if each.rewritten and each.chosen.estimate is not None
+        }
+        return self.timeline(rewritten)
+
+    def library_kernels(self, rewritten: Sequence[bool]) -> tuple[Kernel, ...]:
+        """Kernels that run unmodified where these sites are rewritten and the others left."""
+        outside = () if isinstance(self.kernels, WorkFailure) else self.kernels
+        left = [index for index, each in enumerate(rewritten) if not each]
+        inside = (self.frame.kernels(index, self.problem.sites[index].found.nodes) for index in left)
+        return (*outside, *(kernel for kernels in inside for kernel in kernels))
 
     @cached_property
-    def _order(self) -> dict[fx.Node, int]:
+    def order(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.captured.graph.nodes)}
 
-    def _scheduled_us(self, decisions: Sequence[Decision]) -> float | None:
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {node.name: index for node, index in self.order.items()}
+
+    def timeline(self, rewritten: Mapping[int, tuple[Estimate, tuple[Task, ...]]]) -> Timeline | None:
+        """Timeline with the sites at these positions rewritten: estimates of all their nodes, and lowerings."""
         if isinstance(self.kernels, WorkFailure):
             return None
-        order = self._order
-        items: list[tuple[int, Kernel | float]] = [(order[kernel.node], kernel) for kernel in self.kernels]
-        rewritten = {
-            index for index, decision in enumerate(decisions) if decision.rewritten and decision.chosen.estimate
-        }
+        order = self.order
+        places = [self._placed(kernel) for kernel in self.kernels]
         counted: set[fx.Node] = set()
         # Sites may share nodes: those of rewritten ones first, since their estimates are of all their nodes.
         for index in sorted(range(len(self.problem.sites)), key=lambda index: index not in rewritten):
             nodes = self.problem.sites[index].found.nodes
-            estimate = decisions[index].chosen.estimate if index in rewritten else None
-            if estimate is None:
-                items.extend((order[kernel.node], kernel) for kernel in self.frame.kernels(index, nodes - counted))
+            if index not in rewritten:
+                places.extend(self._placed(kernel) for kernel in self.frame.kernels(index, nodes - counted))
             else:
-                shared = self.surroundings.estimate(self.frame.kernels(index, nodes & counted))
-                items.append((max(order[node] for node in nodes), max(estimate.us - shared.us, 0.0)))
+                estimate, tasks = rewritten[index]
+                shared = self.surroundings.estimate(self.frame.kernels(index, nodes & counted), self.ratio)
+                us = max(estimate.us - shared.us, 0.0)
+                places.append(Placed(max(order[node] for node in nodes), self._lowered(us, tasks)))
             counted |= nodes
-        tasks = self._tasks(sorted(items, key=lambda item: item[0]))
-        return schedule_streams(tasks, *stream_contention(self.surroundings.machine)).us
+        return timeline(places, self._by_name, self.surroundings.machine)
 
-    def _tasks(self, items: Sequence[tuple[int, Kernel | float]]) -> list[Task]:
-        """Schedule tasks in graph order. A collective starts when everything enqueued before it is done; consumers
-        of its wait wait for it."""
-        tasks: list[Task] = []
-        pending: list[tuple[int, int]] = []
-        last_computed: int | None = None
-        for position, item in items:
-            if isinstance(item, Kernel) and item.kind == COLLECTIVE:
-                before = () if last_computed is None else (last_computed,)
-                tasks.append(Task(self.surroundings.us(item), Stream.COMMUNICATION, before))
-                pending.append((_waited_at(item.node, self._order), len(tasks) - 1))
-                continue
-            due = tuple(task for wait, task in pending if wait <= position)
-            pending = [each for each in pending if each[0] > position]
-            us = self.surroundings.us(item) if isinstance(item, Kernel) else item
-            tasks.append(Task(us, Stream.COMPUTE, due))
-            last_computed = len(tasks) - 1
-        return tasks
+    def _placed(self, kernel: Kernel) -> Placed:
+        """A kernel at its place; a collective of the library runs until the first reader of its wait."""
+        us = self.surroundings.us(kernel, self.ratio)
+        if kernel.kind != COLLECTIVE:
+            return Placed(self.order[kernel.node], (Task(us, name=kernel.name),))
+        ctas = library_ctas(self.surroundings.machine)
+        users = [user for user in kernel.node.users if user in self.order]
+        reader = min(users, key=self.order.__getitem__).name if users else self.captured.graph.output_node().name
+        task = Task(us, Stream.COMMUNICATION, name=kernel.name, ctas=ctas, ends_before=reader)
+        return Placed(self.order[kernel.node], (task,))
 
-
-def _waited_at(collective: fx.Node, order: dict[fx.Node, int]) -> int:
-    return min((order[user] for user in collective.users if user in order), default=len(order))
+    def _lowered(self, us: float, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+        """A lowering that takes `us` by itself: its tasks, and before them what else its site runs."""
+        if not tasks:
+            return (Task(us),)
+        alone_us = schedule(tasks, measured_contention(self.surroundings.machine)).us
+        if us < alone_us:  # what others count already is taken off evenly
+            return tuple(replace(task, us=task.us * us / alone_us) for task in tasks)
+        # What begins ahead of the site does not wait for the site's own kernels.
+        first = Task(us - alone_us)
+        return (
+            first,
+            *(
+                replace(task, waits_for=(*(() if task.begins_after else (0,)), *(each + 1 for each in task.waits_for)))
+                for task in tasks
+            ),
+        )
 
 
 def price(captured: CapturedGraph, frame: Frame, problem: Problem, context: Context) -> PricedGraph:

@@ -21,6 +21,7 @@ from itertools import combinations, product
 import torch.fx as fx
 
 from weaveopt.inductor.kernels import Kernel, Surroundings, within
+from weaveopt.pipeline.flights import flights, waits_excluded
 from weaveopt.records.candidate import Estimate, Rejection, Term
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import (
@@ -79,6 +80,13 @@ class Problem:
     sites: tuple[PricedSite, ...]
     interactions: tuple[PricedInteraction, ...] = ()
     exclusions: tuple[selection.Interaction, ...] = ()
+    """Choices that would replace the same nodes."""
+    waits: tuple[selection.Interaction, ...] = ()
+    """Choices of which one waits for peers in line while the other's exchange is in flight."""
+    concurrent: frozenset[int] = frozenset()
+    """Sites while whose exchange, left to the library or begun and ended, other work of the graph can run."""
+    kinds: tuple[int, ...] = ()
+    """Position of the first site that is priced like each."""
     steps: tuple[Step, ...] = ()
     """Order in which `select` takes the sites, if it is known already."""
 
@@ -103,7 +111,7 @@ class Problem:
             if key not in known:
                 known[key] = each.with_margin(self.sites)
             found.append(replace(known[key], sites=each.sites))
-        return (*found, *self.exclusions)
+        return (*found, *self.exclusions, *self.waits)
 
     @cached_property
     def baseline_us(self) -> float:
@@ -205,12 +213,16 @@ class Frame:
         self.interactions = tuple(
             dict.fromkeys(
                 interaction
-                for rule in rules.site_rules
-                if isinstance(rule, RelatesSites)
+                for rule in rules.every
+                if isinstance(rule, RelatesSites) and (rule in rules.site_rules or rule.name == captured.rule)
                 for interaction in rule.interactions(self.sites)
             )
         )
-        self._steps = steps_of(len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping])
+        self._flights = flights(captured.graph, self.sites)
+        pairs = [pair for flight in self._flights for pair in flight.pairs]
+        self._steps = steps_of(
+            len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping, *pairs]
+        )
 
     def problem(
         self,
@@ -238,9 +250,15 @@ class Frame:
 
     def problem_of(self, sites: Sequence[PricedSite], context: Context | None = None) -> Problem:
         """Build the problem of these priced sites, whatever their prices."""
-        exclusions = _exclusions(self._overlapping, sites)
-        interactions = self._interactions(sites, context or self._context)
-        return Problem(tuple(sites), interactions, exclusions, self._steps)
+        return Problem(
+            tuple(sites),
+            self._interactions(sites, context or self._context),
+            _exclusions(self._overlapping, sites),
+            waits_excluded(self._flights, sites),
+            frozenset(flight.site for flight in self._flights if flight.site is not None),
+            self.kinds,
+            self._steps,
+        )
 
     def proposals(self, found: FoundSite) -> Sequence[Proposal]:
         """Propose candidates at a copied graph's site, in the same order as those of the priced site."""
@@ -305,7 +323,7 @@ class Frame:
             tuple((kernel.name, kernel.work) for kernel in self._within(index, nodes))
             for nodes in (found.nodes, found.behind)
         )
-        return (site.kind, site.groups, found.facts, site.tokens, site.description, found.is_symbolic, works, behind)
+        return (site.kind, site.groups, found.facts, site.tokens, site.description, found.token_symbol, works, behind)
 
     def _within(self, index: int, nodes: frozenset[fx.Node]) -> tuple[Kernel, ...]:
         key = (index, nodes)

@@ -8,7 +8,7 @@ import torch.fx as fx
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
-from weaveopt.rule import Context, Placement, RuleSet
+from weaveopt.rule import Context, OwnsMemory, Placement, RuleSet
 
 Seam = tuple[tuple[object, ...], ...]
 
@@ -18,6 +18,10 @@ def rewrite(decided: DecidedGraph, planned: Planned, rules: RuleSet, context: Co
     graph = decided.priced.captured.graph
     before = seam(graph)
     rounding: dict[str, None] = {}
+    captured = decided.priced.captured
+    for rule in rules.graph_rules:
+        if rule.name == captured.rule and isinstance(rule, OwnsMemory):
+            rule.settle_graph(captured, decided.chosen, planned.of_variant(captured), context)
     for chosen in decided.chosen:
         site = chosen.found.site.id
         rule = rules.named(chosen.proposal.candidate.choice)

@@ -1,22 +1,57 @@
-"""Variants: the captured graph, and what graph rules make of it."""
+"""Variants: what graph rules make of the captured graph, once it was decided."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from weaveopt.rule import CapturedGraph, Context, RuleSet
+from weaveopt.graph.facts import group_of
+from weaveopt.inductor.calls import COLLECTIVE
+from weaveopt.pipeline.decide import DecidedGraph
+from weaveopt.rule import CapturedGraph, Context, Exposure, RuleSet
 
 
-def variants(captured: CapturedGraph, rules: RuleSet, context: Context) -> tuple[CapturedGraph, ...]:
-    """The captured graph first, then each graph rule's variants in order. All compute the same.
+def variants(decided: DecidedGraph, rules: RuleSet, context: Context) -> tuple[CapturedGraph, ...]:
+    """Each graph rule's variants, in order; all compute the same as the captured graph, which is not among them.
 
-    Asserts that a variant has the inputs of the captured graph.
+    A rule that may not be used is not asked; its variant has the reason. Asserts that a variant that may be used has
+    the inputs of the captured graph.
     """
-    found = [captured]
+    if not rules.graph_rules:
+        return ()
+    captured = decided.priced.captured
+    exposed = exposure(decided)
+    found = []
     inputs = [node.name for node in captured.graph.find_nodes(op="placeholder")]
     for rule in rules.graph_rules:
-        for each in rule.variants(captured, context):
+        against = context.against(rule.name)
+        if against is not None:
+            found.append(replace(captured, variant=rule.name, rule=rule.name, rejections=(against,)))
+            continue
+        for each in rule.variants(captured, exposed, context):
+            assert each.rejections or each.graph is not captured.graph, f"{rule.name} changed the captured graph"
             own = [node.name for node in each.graph.find_nodes(op="placeholder")]
             assert own == inputs, f"{rule.name}: {each.variant} takes {own}, the captured graph {inputs}"
             found.append(replace(each, rule=rule.name))
     return tuple(found)
+
+
+def exposure(decided: DecidedGraph) -> Exposure:
+    """Communication of a decided graph that no computation hides, by group: of the library's collectives what the
+    timeline exposes, of rewritten sites what their estimates do."""
+    found: dict[str, float] = {}
+    for decision in decided.decisions:
+        estimate = decision.chosen.estimate if decision.rewritten else None
+        if estimate is not None:
+            for group in decision.site.groups:
+                found[group] = found.get(group, 0.0) + estimate.exposed_us / len(decision.site.groups)
+    priced, timeline = decided.priced, decided.timeline
+    library: dict[str, float] = {}
+    for kernel in priced.library_kernels(tuple(each.rewritten for each in decided.decisions)):
+        if kernel.kind == COLLECTIVE:
+            group = group_of(kernel.node)
+            library[group] = library.get(group, 0.0) + priced.surroundings.us(kernel)
+    total_us = sum(library.values())
+    share = timeline.exposed_us / total_us if timeline is not None and total_us else 1.0
+    for group, us in library.items():
+        found[group] = found.get(group, 0.0) + us * min(share, 1.0)
+    return Exposure(found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 
+from weaveopt.records.task import Stream
+
 Scalar = bool | int | float | str
 
 
@@ -42,6 +44,17 @@ NEVER_RAN = frozenset((Fabric.MULTIMEM,))
 """Fabrics whose kernels are compiled and checked, and have never run on any machine."""
 
 
+COMPUTE_WORDS = frozenset(
+    ("gemm", "attention", "expert", "experts", "add", "norm", "copy", "kernel", "launch", "memory", "host")
+)
+"""A term whose name has one of these words runs on the compute stream; every other one moves data between ranks."""
+
+
+def stream_of(name: str) -> Stream:
+    """The stream that a term, or a kind of kernel, runs on."""
+    return Stream.COMMUNICATION if COMPUTE_WORDS.isdisjoint(name.split("_")) else Stream.COMPUTE
+
+
 @dataclass(frozen=True)
 class Term:
     """One named part of an estimate; negative where work is hidden under other work."""
@@ -70,6 +83,12 @@ class Estimate:
     def us(self) -> float:
         """Predicted."""
         return sum(term.us for term in self.terms)
+
+    @property
+    def exposed_us(self) -> float:
+        """Communication that nothing hides: the terms that move data, less the negative ones, which hide them."""
+        moving = sum(term.us for term in self.terms if term.us > 0 and stream_of(term.name) is Stream.COMMUNICATION)
+        return max(0.0, moving + sum(term.us for term in self.terms if term.us < 0))
 
     @property
     def decided_us(self) -> float:

@@ -114,6 +114,10 @@ class Variant:
     predicted_us: float | None = None
     """Predicted time with this variant's own decisions carried out."""
     rejections: tuple[Rejection, ...] = ()
+    parameters: Values = ()
+    """Parameters that the graph rule chose."""
+    exposed_us: float | None = None
+    """Time of `predicted_us` in which communication or copies run and nothing is computed."""
 
 
 @dataclass(frozen=True)

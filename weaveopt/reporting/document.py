@@ -16,7 +16,7 @@ from weaveopt.records.report import Decision, GraphReport, Report, Sensitivity
 from weaveopt.reporting import generation
 from weaveopt.reporting.headline import headline
 from weaveopt.reporting.parts import Part, parts
-from weaveopt.reporting.timeline import Times, exposed_us, total
+from weaveopt.reporting.timeline import Times, total
 
 SCHEMA = 2
 """Raised when a field changes its meaning or goes away; a new field does not raise it."""
@@ -77,6 +77,8 @@ def _graph(graph: GraphReport) -> Json:
                 "rule": variant.rule,
                 "unfused_us": variant.baseline_us,
                 "predicted_us": variant.predicted_us,
+                "exposed_us": variant.exposed_us,
+                "parameters": dict(variant.parameters),
                 "rejected": _rejections(variant.rejections),
             }
             for variant in graph.variants
@@ -184,7 +186,7 @@ def _decision(decision: Decision) -> Json:
         **_candidate(chosen, rejected_key="choice_rejected"),
         "saving_us": decision.saving_us,
         "unfused_us": None if decision.baseline is None else decision.baseline.us,
-        "unfused_exposed_us": None if decision.baseline is None else exposed_us(decision.baseline),
+        "unfused_exposed_us": None if decision.baseline is None else decision.baseline.exposed_us,
         "unfused_terms": None if decision.baseline is None else _terms(decision.baseline),
         "unfused_measured": None if decision.baseline is None else _measured(decision.baseline),
         "unfused_relative_error": None if decision.baseline is None else decision.baseline.relative_error,
@@ -205,7 +207,7 @@ def _candidate(candidate: Candidate, rejected_key: str = "rejected") -> dict[str
         ],
         "notes": list(candidate.notes),
         "predicted_us": None if estimate is None else estimate.us,
-        "exposed_us": None if estimate is None else exposed_us(estimate),
+        "exposed_us": None if estimate is None else estimate.exposed_us,
         "relative_error": None if estimate is None else estimate.relative_error,
         "terms": None if estimate is None else _terms(estimate),
         "measured": None if estimate is None else _measured(estimate),

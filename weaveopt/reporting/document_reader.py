@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from weaveopt import plain_json
 from weaveopt.errors import WeaveError
@@ -211,9 +211,14 @@ class _Variant(Struct, frozen=True):
     unfused_us: float | None
     predicted_us: float | None
     rejected: tuple[_Rejection, ...]
+    exposed_us: float | None = None
+    parameters: Mapping[str, Scalar] = field(default_factory=dict)
 
     def record(self) -> Variant:
-        return Variant(self.name, self.rule, self.unfused_us, self.predicted_us, _rejections(self.rejected))
+        rejections, parameters = _rejections(self.rejected), _values(self.parameters)
+        return Variant(
+            self.name, self.rule, self.unfused_us, self.predicted_us, rejections, parameters, self.exposed_us
+        )
 
 
 class _Sensitivity(Struct, frozen=True):

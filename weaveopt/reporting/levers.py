@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from weaveopt.records.candidate import LEAVE, Candidate, Fabric
 from weaveopt.records.report import Decision, Report
 from weaveopt.reporting.reasons import absent_fabrics, collapse
-from weaveopt.reporting.timeline import exposed_us
 
 MOST = 5
 CALIBRATE = "weaveopt calibrate"
@@ -74,7 +73,7 @@ def _stake_us(decision: Decision) -> float:
     if estimate is None:
         return 0.0
     if decision.site.groups:
-        return exposed_us(estimate) * decision.site.count
+        return estimate.exposed_us * decision.site.count
     return 0.0 if decision.rewritten else estimate.us * decision.site.count
 
 

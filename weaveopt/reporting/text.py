@@ -84,9 +84,12 @@ def _variant_lines(graph: GraphReport) -> Iterator[str]:
     """Lines on the variants that were compared with the captured graph, and which of them runs."""
     for variant in graph.variants if len(graph.variants) > 1 else ():
         times = f"{_us(variant.baseline_us)} -> {_us(variant.predicted_us)} us"
+        if variant.exposed_us is not None:
+            times += f", {_us(variant.exposed_us)} us of it exposed communication"
+        parameters = "".join(f", {name} {value}" for name, value in variant.parameters)
         why = "; ".join(f"{each.code}: {each.message}" for each in variant.rejections)
         state = "runs" if variant.name == graph.variant else why or "predicted slower"
-        yield f"variant {variant.name}{f' ({variant.rule})' if variant.rule else ''}: {times}; {state}"
+        yield f"variant {variant.name}{f' ({variant.rule})' if variant.rule else ''}{parameters}: {times}; {state}"
 
 
 def _table(rows: tuple[Row, ...], width: int) -> Table:

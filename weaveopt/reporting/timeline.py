@@ -11,15 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from weaveopt.records.candidate import Estimate, Term
+from weaveopt.records.candidate import Estimate, Term, stream_of
 from weaveopt.records.report import Decision, GraphReport, Work
+from weaveopt.records.task import Stream
 from weaveopt.wording import counted
 
-STREAMS = ("compute", "communication")
-COMPUTE_WORDS = frozenset(
-    ("gemm", "attention", "expert", "experts", "add", "norm", "copy", "kernel", "launch", "memory", "host")
-)
-"""A term whose name has one of these words runs on the compute stream; every other one moves data between ranks."""
+STREAMS = (Stream.COMPUTE, Stream.COMMUNICATION)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -49,7 +46,7 @@ class Span:
     """One term on one stream, in microseconds from the start of the timeline."""
 
     name: str
-    stream: str
+    stream: Stream
     start_us: float
     duration_us: float
 
@@ -109,23 +106,12 @@ def estimate_of(block: Block, fused: bool) -> Estimate | None:
 
 def times_of(block: Block, fused: bool) -> Times:
     estimate = estimate_of(block, fused)
-    return Times() if estimate is None else Times(estimate.us, exposed_us(estimate))
+    return Times() if estimate is None else Times(estimate.us, estimate.exposed_us)
 
 
 def total(graph: GraphReport, fused: bool) -> Times:
     """Sum over all blocks, each multiplied by the places of the model that it stands for."""
     return sum((times_of(block, fused) * count_of(block) for block in blocks(graph)), Times())
-
-
-def exposed_us(estimate: Estimate) -> float:
-    """`max(0, communication - hidden)`: the terms that move data, less the negative ones, which hide them."""
-    moving = sum(term.us for term in estimate.terms if term.us > 0 and stream_of(term.name) == "communication")
-    return max(0.0, moving + sum(term.us for term in estimate.terms if term.us < 0))
-
-
-def stream_of(name: str) -> str:
-    """The stream that a term, or a kind of kernel, runs on."""
-    return "communication" if COMPUTE_WORDS.isdisjoint(name.split("_")) else "compute"
 
 
 def unrolled(graph: GraphReport) -> Iterator[tuple[Block, int]]:
@@ -157,11 +143,11 @@ def spans(estimate: Estimate, start_us: float) -> tuple[Span, ...]:
     Where that is not enough, computation moves under earlier communication too. The last span then ends
     `estimate.us` after `start_us`, unless more is hidden than there is to hide it under.
     """
-    placed, left_us = _placed(estimate, start_us, ("communication",))
+    placed, left_us = _placed(estimate, start_us, (Stream.COMMUNICATION,))
     return _placed(estimate, start_us, STREAMS)[0] if left_us > 1e-9 else placed
 
 
-def _placed(estimate: Estimate, start_us: float, movable: tuple[str, ...]) -> tuple[tuple[Span, ...], float]:
+def _placed(estimate: Estimate, start_us: float, movable: tuple[Stream, ...]) -> tuple[tuple[Span, ...], float]:
     """The spans, where terms on the `movable` streams may start early, and what is still to be hidden."""
     hidden_us = -sum(term.us for term in estimate.terms if term.us < 0)
     ends_us = dict.fromkeys(STREAMS, start_us)

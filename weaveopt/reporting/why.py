@@ -14,7 +14,7 @@ from weaveopt.reporting.memory import table_text
 from weaveopt.reporting.reasons import absent_fabrics, collapse
 from weaveopt.reporting.sections import sensitivity_lines
 from weaveopt.reporting.terminal import to_text
-from weaveopt.reporting.timeline import exposed_us, title
+from weaveopt.reporting.timeline import title
 from weaveopt.wording import counted
 
 
@@ -89,7 +89,7 @@ def _estimate(estimate: Estimate | None) -> str:
     if estimate is None:
         return "not estimated"
     terms = "".join(f" {'-' if term.us < 0 else '+'} {term.name} {abs(term.us):,.2f}" for term in estimate.terms)
-    exposed = f", communication exposed {exposed_us(estimate):,.2f}"
+    exposed = f", communication exposed {estimate.exposed_us:,.2f}"
     found = estimate.measured
     measured = "" if found is None else f"; measured {found.us:,.2f} us ±{found.relative_error:.0%}"
     return f"{estimate.us:,.2f} us ±{estimate.relative_error:.0%} ={terms.removeprefix(' +')}{exposed}{measured}"

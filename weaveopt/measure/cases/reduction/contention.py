@@ -17,6 +17,8 @@ from weaveopt.ops.reduction.variant import Algorithm, KernelRow, Transfer
 
 TOKENS, HIDDEN = 4096, 8192
 CTAS = (8, 16, 32, 64)
+LIBRARY_CTAS = 24
+"""NCCL opens 24 channels, each a CTA, between GPUs on NVSwitch."""
 
 
 def kernels() -> list[Fused]:
@@ -67,4 +69,4 @@ class StreamContention(Family):
     def write(self, draft: Draft) -> None:
         if self.rows:
             what = "4096 x 8192 x 7168 bfloat16 beside bulk copies at 4096 tokens"
-            draft.contention = Contention(draft.origin("contention", (), what), tuple(self.rows))
+            draft.contention = Contention(draft.origin("contention", (), what), tuple(self.rows), LIBRARY_CTAS)

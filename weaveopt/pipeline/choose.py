@@ -1,0 +1,145 @@
+"""Choose: of the captured graph and its variants, each decided for itself, the one that is predicted fastest.
+
+A variant has to be predicted faster than the captured graph by more than the model's own error, at every token count
+that the compiled graph serves. Overlap whose contention nobody measured saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from weaveopt import cost_model
+from weaveopt.pipeline.decide import DecidedGraph
+from weaveopt.pipeline.timeline import Timeline
+from weaveopt.pipeline.token_counts import exchanged_rows, tokens_at
+from weaveopt.records.candidate import Rejection
+from weaveopt.records.report import Regime, Variant
+from weaveopt.rule import CapturedGraph, Context
+
+
+@dataclass(frozen=True)
+class ChosenGraph:
+    """The graph that runs, and what it was compared with."""
+
+    best: DecidedGraph
+    compared: tuple[Variant, ...]
+    """The captured graph first."""
+    regime: Regime | None
+    """Token counts at which it is the best one."""
+
+
+def choose(
+    decided: Sequence[DecidedGraph],
+    refused: Sequence[CapturedGraph],
+    regimes: Sequence[Regime | None],
+    context: Context,
+) -> ChosenGraph:
+    """Choose among `decided`, the captured graph first, each with its regime. `refused` are variants that their rules
+    refused themselves; every rejected variant is returned with its reason."""
+    winner, against = _winner([each.timeline for each in decided], decided, context)
+    compared = [decided[0].variant]
+    for index, each in enumerate(decided[1:], start=1):
+        compared.append(replace(each.variant, rejections=(*each.variant.rejections, *against[index])))
+    compared.extend(Variant(each.variant, each.rule, rejections=each.rejections) for each in refused)
+    regime = regimes[0]
+    if len(decided) > 1 and regime is not None:
+        for other in (regimes[winner],) if regimes[winner] is not None else ():
+            regime = _common(regime, other)
+        regime = _with_same_winner(winner, decided, regime, context)
+    return ChosenGraph(decided[winner], tuple(compared), regime)
+
+
+def _winner(
+    timelines: Sequence[Timeline | None], decided: Sequence[DecidedGraph], context: Context
+) -> tuple[int, list[tuple[Rejection, ...]]]:
+    """Position of the best graph, and what is against each of the others."""
+    against: list[tuple[Rejection, ...]] = [()]
+    best = 0
+    for index, each in enumerate(decided[1:], start=1):
+        forced = each.priced.captured.rule in context.config.force
+        against.append(() if forced else _against(timelines[0], timelines[index], context))
+        if not against[index] and (best == 0 or forced or _upper_us(timelines[index]) < _upper_us(timelines[best])):
+            best = index
+    for index in range(1, len(decided)):
+        if index != best and not against[index]:
+            against[index] = (Rejection("slower_variant", "the variant that was chosen is predicted faster"),)
+    return best, against
+
+
+def _upper_us(timeline: Timeline | None) -> float:
+    return float("inf") if timeline is None else timeline.upper.us
+
+
+def _against(captured: Timeline | None, variant: Timeline | None, context: Context) -> tuple[Rejection, ...]:
+    if captured is None or variant is None:
+        return (Rejection("not_priced", "what the graph runs could not be priced"),)
+    error = context.machine.relative_error
+    if captured.us - variant.upper.us > error * variant.upper.us:
+        return ()
+    values = (("captured_us", round(captured.us, 2)), ("predicted_us", round(variant.upper.us, 2)))
+    if captured.us - variant.us > error * variant.us:
+        pairs = ", ".join(" and ".join(pair) for pair in sorted(variant.schedule.not_measured))
+        message = "it saves only by work that runs at once, and how much that slows each other down was not measured"
+        return (Rejection("not_measured", message, (*values, ("streams", pairs))),)
+    message = "the predicted saving does not exceed the model's own error"
+    return (Rejection("no_saving", message, (*values, ("error_us", round(error * variant.us, 2)))),)
+
+
+def _common(a: Regime, b: Regime | None) -> Regime:
+    if b is None:
+        return a
+    ends = [end for end in (a.max_tokens, b.max_tokens) if end is not None]
+    return Regime(max(a.min_tokens, b.min_tokens), min(ends) if ends else None)
+
+
+def _with_same_winner(winner: int, decided: Sequence[DecidedGraph], regime: Regime, context: Context) -> Regime:
+    """The part of a regime, around the count that was decided for, at all of whose counts the same graph is best."""
+    captured = decided[0].priced.captured
+    here = captured.tokens
+    last = max(here, min(regime.max_tokens or context.config.max_tokens, context.config.max_tokens))
+    grid = sorted(
+        {here, regime.min_tokens, last}.union(
+            tokens
+            for length, dtype in exchanged_rows(decided[0].priced.frame.sites)
+            for tokens in cost_model.token_grid(context.machine, length, dtype, regime.min_tokens, last)
+        )
+    )
+
+    @cache
+    def wins(tokens: int) -> bool:
+        return _winner([timeline_at(each, tokens) for each in decided], decided, context)[0] == winner
+
+    below = _last_that_wins([each for each in reversed(grid) if regime.min_tokens <= each <= here], wins)
+    above = _last_that_wins([each for each in grid if here <= each <= last], wins)
+    return Regime(below, regime.max_tokens if above == last else above)
+
+
+def _last_that_wins(counts: Sequence[int], wins: Callable[[int], bool]) -> int:
+    """The last of `counts`, from the first on, up to which all win; the first is the one that was decided for."""
+    found = counts[0]
+    for tokens in counts[1:]:
+        if not wins(tokens):
+            break
+        found = tokens
+    return found
+
+
+def timeline_at(decided: DecidedGraph, tokens: int) -> Timeline | None:
+    """Timeline of a graph as it was decided, in a call of so many tokens."""
+    priced = decided.priced
+    counts = tokens_at(priced.captured, priced.frame.sites, tokens)
+    problem = priced.frame.problem(counts)
+    hint = priced.captured.tokens
+    priced = replace(priced, problem=problem, ratio=tokens / hint if hint else 1.0)
+    choices = []
+    for site, position in zip(problem.sites, decided.positions, strict=True):
+        able = position is not None and position in site.choices
+        choices.append(site.choices.index(position) if able and position is not None else len(site.choices))
+    rewritten = {}
+    for index in range(len(choices)):
+        proposal = problem.settled(index, tuple(choices))
+        if proposal is not None and proposal.candidate.estimate is not None:
+            rewritten[index] = (proposal.candidate.estimate, proposal.tasks)
+    return priced.timeline(rewritten)
