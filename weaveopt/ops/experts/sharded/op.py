@@ -101,7 +101,7 @@ def _bind(call: ExpertExchangeCall, text: str, forget: Callable[[], None]) -> Bo
     kind = SITES.get(call.fabric)
     if kind is None:
         return None
-    if not call.same_tokens and not reserve_together(call, text, kind.buffers(call)):
+    if not call.same_tokens and not reserve(call, text, kind.buffers(call)):
         return LibrarySite()
     return kind.bind(call, text, NAME, forget)
 
@@ -160,7 +160,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None)
 
 
-def reserve_together(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> bool:
+def reserve(call: ExpertExchangeCall, text: str, buffers: Sequence[Buffer]) -> bool:
     """Reserves an arena for `call` and returns true on all ranks, or warns of the reason and returns false: the library
     runs then.
 
