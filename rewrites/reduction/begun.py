@@ -1,4 +1,4 @@
-"""Placement of the end of a begun exchange in its graph."""
+"""Begun exchanges: their tasks, and the placement of their end in the graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,29 @@ import torch.fx as fx
 
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call
 from weaveopt.graph.splice import call_after
+from weaveopt.records.candidate import Candidate
+from weaveopt.records.task import Stream, Task
+from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.sites.reduction.matcher import Reduction
 
+IN_LINE = frozenset({"gemm", "add", "copy", "host"})
+"""Terms of an estimate that are no part of the exchange."""
 WAIT = frozenset({torch.ops._c10d_functional.wait_tensor.default})
+
+
+def begun_tasks(candidate: Candidate, lowered: Lowered, structure: Reduction) -> tuple[Task, ...]:
+    """The exchange on the communication stream, from its collective to the first reader of a result. Empty for a
+    candidate in line."""
+    if not lowered.begun or candidate.estimate is None:
+        return ()
+    us = sum(term.us for term in candidate.estimate.terms if term.name not in IN_LINE)
+    reduced = structure.reduced
+    results = [reduced.total, *((reduced.norm.output,) if reduced.norm is not None else ())]
+    inside = structure.interior | reduced.passed
+    reader = min(reader for result in results for reader in result.users if reader not in inside)
+    ctas = next((row.num_ctas for row in lowered.rows if lowered.workload.tokens <= row.max_tokens), 0)
+    begin = reduced.collectives[0].name
+    return (Task(us, Stream.COMMUNICATION, name="exchange", ctas=ctas, begins_after=begin, ends_before=reader.name),)
 
 
 def names_of(collective: fx.Node) -> tuple[str, str]:

@@ -80,6 +80,7 @@ class Lowered:
         return max((row.max_tokens for row in self.rows), default=self.workload.max_tokens)
 
 
+SAME_CORES = Rejection("same_cores", "ranks exchange rows on the cores that compute: nothing would run in between")
 Found = tuple[Candidate, Lowered]
 
 
@@ -114,6 +115,10 @@ def candidates(
         if TRAITS[fabric].crosses_hosts is not known.between_hosts or (against and usable_only):
             continue
         reasons, features = list(against), op.FEATURES.get(fabric)
+        if known.begun and features is not None and not features.overlaps:
+            reasons.append(SAME_CORES)
+            if usable_only:
+                continue
         can_quantize_here = features is not None and features.quantizes and can_quantize(facts.hidden)
         quantizes = can_quantize_here and facts.quantization != "none"
         # The op that quantizes takes a partial result: its GEMM stays in the graph on every fabric.

@@ -18,7 +18,7 @@ from weaveopt.ops.reduction.variant import Algorithm
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction.aliasing import may_be_split
-from weaveopt.rewrites.reduction.begun import end_before_readers, names_of
+from weaveopt.rewrites.reduction.begun import begun_tasks, end_before_readers, names_of
 from weaveopt.rewrites.reduction.candidates import FP8_ROW_ALIGNMENT, Lowered, Terms, candidates
 from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
 from weaveopt.rewrites.reduction.lowering import call_of
@@ -57,7 +57,7 @@ def propose(
     return (
         *taken_in,
         *(
-            Proposal(candidate, _consumed(structure, lowered), lowered)
+            Proposal(candidate, _consumed(structure, lowered), lowered, begun_tasks(candidate, lowered, structure))
             for candidate, lowered in candidates(facts, tokens, known, usable_only)
         ),
     )

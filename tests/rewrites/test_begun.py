@@ -11,7 +11,8 @@ from torch._inductor import config as inductor_config
 
 from tests.graphs import forms
 from tests.graphs.nonempty import some
-from tests.graphs.preview import FORCED
+from tests.graphs.preview import FORCED, previewed
+from tests.rewrites.test_all_reduce_rms_norm import inputs
 from tests.rewrites.test_all_reduce_rms_norm_peer import on_gpus
 from weaveopt.graph.pattern import SHAPE_ONLY, is_call
 from weaveopt.ops.collective_wait.place import place
@@ -20,6 +21,7 @@ from weaveopt.ops.reduction.call import decode
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.order import Order
 from weaveopt.records.site import TokenCounts
+from weaveopt.records.task import Stream
 from weaveopt.rewrites.all_reduce_rms_norm.rule import AllReduceRMSNorm
 from weaveopt.rewrites.reduction import fused
 from weaveopt.rule import Context, FoundSite, Proposal
@@ -82,6 +84,35 @@ def test_an_order_that_names_collectives_holds_for_what_stands_in_their_place(gr
         (started,) = end.args[2]
         assert started.args == (begin, 0)
     graph.lint()
+
+
+def test_an_exchange_is_a_task_from_its_collective_to_its_first_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Proposal] = []
+    propose = AllReduceRMSNorm.propose
+
+    def spied(self: AllReduceRMSNorm, found: FoundSite, *rest: object) -> Sequence[Proposal]:
+        proposals = propose(self, found, *rest)  # type: ignore[arg-type]
+        seen.extend(each for each in proposals if each.candidate.allowed)
+        assert not any(each.waits_in_line(found.site) for each in proposals if each.candidate.allowed)
+        return proposals
+
+    monkeypatch.setattr(AllReduceRMSNorm, "propose", spied)
+    on_gpus(forms.chain, force=FORCED)
+    for proposal in some(seen):
+        (task,) = proposal.tasks
+        estimate = proposal.candidate.estimate
+        assert estimate is not None and 0 < task.us <= estimate.us
+        assert task.stream is Stream.COMMUNICATION and task.begins_after.startswith("all_reduce")
+        assert proposal.is_open and task.ends_before.startswith(("mm", "view", "output")), task
+
+
+def test_ranks_of_one_host_have_no_cores_to_overlap_on() -> None:
+    weights = forms.make_weights(torch.float32)
+    report = previewed(lambda x, r: forms.chain(weights, x, r), inputs(torch.float32))
+    for decision in some(report.decisions):
+        own = [each for each in decision.alternatives if each.choice in FORCED and each.fabric is Fabric.SHM]
+        assert decision.chosen.choice not in FORCED
+        assert all("same_cores" in {why.code for why in each.rejections} for each in some(own))
 
 
 def test_a_graph_that_may_be_split_has_no_begun_calls() -> None:

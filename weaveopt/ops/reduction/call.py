@@ -26,10 +26,12 @@ class Features:
     """Normalized rows may be returned as views of the arena, where peers store them."""
     shards_sum: bool = True
     """The sum may stay with the rank that computed it."""
+    overlaps: bool = True
+    """A call that was begun runs while its rank computes."""
 
 
 FEATURES: Mapping[Fabric, Features] = MappingProxyType({
-    Fabric.SHM: Features(tabled=False, quantizes=False, aliases_arena=False),
+    Fabric.SHM: Features(tabled=False, quantizes=False, aliases_arena=False, overlaps=False),
     Fabric.TCP: Features(tabled=True, quantizes=False, aliases_arena=False, shards_sum=False),
     Fabric.PEER: Features(tabled=True, quantizes=True, aliases_arena=True),
     Fabric.MULTIMEM: Features(tabled=True, quantizes=True, aliases_arena=True),
