@@ -38,9 +38,9 @@ gc.set_threshold(100_000, 20, 50)
 
 def pytest_collection_finish() -> None:
     if "torch._dynamo" in sys.modules:  # else nothing here compiles
-        from tests.ranks import untimed_guards
+        from tests.ranks import quick_tracing
 
-        untimed_guards.install()
+        quick_tracing.install()
     # What is loaded by now stays: nobody looks through it again.
     gc.collect()
     gc.freeze()

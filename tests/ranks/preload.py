@@ -22,7 +22,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 
 import tests.ranks.state  # noqa: F401
-from tests.ranks import untimed_guards
+from tests.ranks import quick_tracing
 
 SCALAR = 1
 """Inductor's word for no vectors: no CPU has one bit of them."""
@@ -60,7 +60,7 @@ def warm_up() -> None:
 
     No gradients: to trace them, a torch that is built for accelerators starts threads.
     """
-    untimed_guards.install()
+    quick_tracing.install()
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread
     # Of one of Inductor's kernels g++ takes twice as long where it has vectors: their header is most of what it reads.
     # Examples, which are launched, are compiled as users' models are.
