@@ -21,10 +21,19 @@ from weaveopt.errors import WeaveError
 from weaveopt.inductor import seams
 from weaveopt.inductor.seams import Compiled, GraphPass
 from weaveopt.pipeline.agree import agree
-from weaveopt.pipeline.bind import bind, compiling, count_calls, lost_multicast
+from weaveopt.pipeline.bind import bind, count_calls, lost_multicast
 from weaveopt.pipeline.capture import capture
 from weaveopt.pipeline.choose import choose
-from weaveopt.pipeline.compilation import Compilation, Step, VariantState, made, of_each_variant, of_variants, run
+from weaveopt.pipeline.compilation import (
+    Compilation,
+    Step,
+    VariantState,
+    in_order,
+    made,
+    of_each_variant,
+    of_variants,
+    run,
+)
 from weaveopt.pipeline.context import context
 from weaveopt.pipeline.decide import decide
 from weaveopt.pipeline.plan import plan
@@ -33,7 +42,7 @@ from weaveopt.pipeline.problem import Frame
 from weaveopt.pipeline.recognize import recognize
 from weaveopt.pipeline.rewrite import rewrite
 from weaveopt.pipeline.sensitivity import sensitivities
-from weaveopt.pipeline.specialize import guard, specialize
+from weaveopt.pipeline.specialize import specialize
 from weaveopt.pipeline.variants import variants
 from weaveopt.reporting import registry
 from weaveopt.rewrites import RULES
@@ -80,7 +89,7 @@ DECIDE = (
 )  # fmt: skip
 """Steps of every rank by itself, and of `preview`."""
 REWRITE = Step("rewrite", lambda c: c if c.agreed.decided is None else replace(
-    c, rounding=rewrite(c.agreed.decided, c.agreed.planned, c.rules, c.context)))  # fmt: skip
+    c, rewritten=rewrite(c.agreed.decided, c.agreed.planned, c.rules, c.context)))  # fmt: skip
 TOGETHER = (
     Step("agree", lambda c: replace(c, agreed=agree(
         c.decided, None if c.fallbacks else c.best, c.rules, c.context, c.graph, c.failure)), always=True),
@@ -113,9 +122,8 @@ def weave(
         # Inductor's own signature: what it passes is handed on untouched.
         def optimize_and_compile(module: fx.GraphModule, inputs: Sequence[object], **arguments: object) -> object:
             done = optimize(module, inputs, GraphPass.of(arguments), config, entry, rules, make)
-            with compiling(done.agreed, done.context):
-                compiled = seams.compile_graph(module, inputs, arguments, hooks)
-                guard(done.graph, done.report.regime, done.numbers)
+            compile_graph = partial(seams.compile_graph, module, inputs, arguments, hooks)
+            compiled, done = in_order(done, compile_graph, partial(registry.correct, entry))
             counted.update(done.rewritten_groups)
             return compiled
 

@@ -22,6 +22,7 @@ from weaveopt.graph.facts import tokens_of
 from weaveopt.graph.pattern import tensor_of
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Values
 from weaveopt.records.memory import Buffer, PlacedBuffer
+from weaveopt.records.order import ANY_ORDER, Order
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.records.task import Stream, Task
 
@@ -64,6 +65,8 @@ class CapturedGraph:
     """Reasons why the variant may not be used. A rule that finds one need not build the graph."""
     parameters: Values = ()
     """Parameters that the rule chose, for the report: `(("cut", "2176 + 1920 of 4096"),)`."""
+    order: Order = ANY_ORDER
+    """Order of a variant's communication, which its overlap rests on: kept through Inductor, and read back."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class AllGatherGemm:
         refused = form_refused(facts, form)
         work = work_of(facts, widths, tokens)
         offered = candidates(RULE, work, tokens, topology, context.machine, usable_only, refused)
-        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
+        return tuple(Proposal(candidate, form.consumes, lowered, lowered.tasks) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)

@@ -27,6 +27,7 @@ from weaveopt.ops.reduction import call as op
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction import fused
 from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
+from weaveopt.rewrites.reduction.begun import may_overlap
 from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
@@ -43,7 +44,13 @@ class AllReduceRMSNorm:
     def propose(
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
-        return fused.propose(self.name, found, tokens, context, usable_only, between_hosts=False)
+        return tuple(
+            proposal
+            for begun in ((False, True) if may_overlap(found) else (False,))
+            for proposal in fused.propose(
+                self.name, found, tokens, context, usable_only, between_hosts=False, begun=begun
+            )
+        )
 
     def interactions(self, sites: Sequence[FoundSite]) -> Sequence[SharedSum]:
         """Interactions of consecutive sites through a sum that stays sharded by tokens."""

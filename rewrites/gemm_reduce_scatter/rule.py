@@ -59,7 +59,7 @@ class GemmReduceScatter:
         topology = context.topologies[facts.group]
         refused = form_refused(facts, form)
         offered = candidates(RULE, work, tokens, topology, context.machine, usable_only, refused)
-        return tuple(Proposal(candidate, form.consumes, lowered) for candidate, lowered in offered)
+        return tuple(Proposal(candidate, form.consumes, lowered, lowered.tasks) for candidate, lowered in offered)
 
     def memory(self, chosen: Chosen, context: Context) -> Memory | None:
         call = _call(chosen, context)

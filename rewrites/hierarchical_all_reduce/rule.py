@@ -24,6 +24,7 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.records.site import TokenCounts
 from weaveopt.rewrites.reduction import fused
+from weaveopt.rewrites.reduction.begun import may_overlap
 from weaveopt.rewrites.reduction.candidates import Lowered
 from weaveopt.rewrites.reduction.lowering import memory_of
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal
@@ -39,7 +40,13 @@ class HierarchicalAllReduce:
     def propose(
         self, found: FoundSite, tokens: TokenCounts, context: Context, usable_only: bool = False
     ) -> Sequence[Proposal]:
-        return fused.propose(self.name, found, tokens, context, usable_only, between_hosts=True)
+        return tuple(
+            proposal
+            for begun in ((False, True) if may_overlap(found) else (False,))
+            for proposal in fused.propose(
+                self.name, found, tokens, context, usable_only, between_hosts=True, begun=begun
+            )
+        )
 
     def settle(self, chosen: Sequence[Chosen], context: Context) -> Mapping[str, Proposal]:
         """Adds the notes of each choice; its sum stays unsharded."""

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import SHAPE_ONLY, is_call
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
 from weaveopt.graph.splice import call_after
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.task import Stream, Task
 from weaveopt.rewrites.reduction.candidates import Lowered
+from weaveopt.rule import FoundSite
 from weaveopt.sites.reduction.matcher import Reduction
 
 IN_LINE = frozenset({"gemm", "add", "copy", "host"})
@@ -33,6 +34,23 @@ def begun_tasks(candidate: Candidate, lowered: Lowered, structure: Reduction) ->
     ctas = next((row.num_ctas for row in lowered.rows if lowered.workload.tokens <= row.max_tokens), 0)
     begin = reduced.collectives[0].name
     return (Task(us, Stream.COMMUNICATION, name="exchange", ctas=ctas, begins_after=begin, ends_before=reader.name),)
+
+
+def may_overlap(found: FoundSite) -> bool:
+    """True if work of the graph lies between the collective of a site and the first reader of its results."""
+    structure = found.structure
+    assert isinstance(structure, Reduction), f"{found.site.id}: no reduction"
+    inside, collectives = structure.interior, structure.reduced.collectives
+    first = min((reader for node in inside for reader in node.users if reader not in inside), default=None)
+    if first is None or len(collectives) > 1:
+        return False
+    node = collectives[0].next
+    while node is not first:
+        others = node.op == "call_function" and node not in inside and not is_call(node, SHAPE_ONLY | WAIT)
+        if others and tensor_of(node) is not None:
+            return True
+        node = node.next
+    return False
 
 
 def names_of(collective: fx.Node) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from weaveopt.graph.pattern import is_call, tensor_of
 from weaveopt.graph.splice import call_after, current, erase_dead, fake_mode_of, replace_uses
 from weaveopt.records.candidate import Candidate, Fabric, Rejection
 from weaveopt.records.memory import Buffer, Lifetime
+from weaveopt.records.order import Order
 from weaveopt.records.site import Site, TokenCounts
 from weaveopt.records.task import Stream, Task
 from weaveopt.rule import (
@@ -49,15 +50,19 @@ _library = torch.library.Library("house", "FRAGMENT")
 class RowHalves:
     """Knows graphs of operations that are local to rows: every input with as many rows as tokens is cut in two."""
 
+    refuses: bool = False
     name: str = "row_halves"
 
     def variants(self, captured: CapturedGraph, exposure: Exposure, context: Context) -> Sequence[CapturedGraph]:
-        if exposure.us <= 0.0:
+        if exposure.us <= 0.0 or self.refuses:
             why = Rejection("nothing_exposed", "no communication of the graph is exposed")
             return (replace(captured, variant=self.name, rejections=(why,)),)
-        graph = _Halved(captured).graph
+        halved = _Halved(captured)
         rows = captured.tokens if captured.symbolic_tokens is None else str(captured.symbolic_tokens)
-        return (replace(captured, graph=graph, variant=self.name, parameters=(("cut", f"{rows} in two"),)),)
+        parameters = (("cut", f"{rows} in two"),)
+        return (
+            replace(captured, graph=halved.graph, variant=self.name, parameters=parameters, order=Order(halved.order)),
+        )
 
 
 class _Halved:
@@ -75,10 +80,17 @@ class _Halved:
                 stages[-1].append(node)
                 if "_c10d_functional" in str(node.target) and "wait" not in str(node.target):
                     stages.append([])
+        starts: list[str] = []
+        waits: list[str] = []
         for stage in stages:
             for half in self._halves:
                 for node in stage:
-                    half[node] = self._call(node.target, fx.map_arg(node.args, lambda n, half=half: half[n]), node)
+                    args = fx.map_arg(node.args, lambda n, half=half: half[n])
+                    half[node] = made = self._call(node.target, args, node)
+                    if "_c10d_functional" in str(node.target):
+                        (waits if "wait" in str(node.target) else starts).append(made.name)
+        # Each wait comes after the other half's next start, which what lies between them precedes.
+        self.order = tuple(zip(waits, starts[1:], strict=False))
         output = captured.graph.output_node()
         self.graph.output(fx.map_arg(output.args[0], self._joined)).meta.update(output.meta)
         self.graph.lint()

@@ -56,6 +56,13 @@ def chain(x: Tensor, product: Tensor, residual: Tensor, norm: Tensor, after: Ten
     return forms.rms(total, norm) @ after + total @ after
 
 
+def stacked(x: Tensor, product: Tensor, residual: Tensor, norm: Tensor, after: Tensor) -> Tensor:
+    """Two layers of `chain`."""
+    total = residual + forms.all_reduce(x @ product)
+    total = total + forms.all_reduce((forms.rms(total, norm) @ after) @ product)
+    return forms.rms(total, norm) @ after
+
+
 def relus(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     a = torch.relu(forms.all_reduce(x @ first))
     b = torch.relu(forms.all_reduce(a @ second))
@@ -270,6 +277,48 @@ def test_a_variant_of_symbolic_size_with_fused_sites_on_ranks() -> None:
         assert set(choices) == {("all_reduce_rms_norm",) * 2}
         # The halves of three rows are one and two: equal in the call of two rows that was compiled for, not in others.
         assert ((1, 1), (1, 2)) in counts
+
+
+def _ordered_on_ranks(rank: int, defeated: tuple[int, ...], refusing: tuple[int, ...]) -> tuple[str, list[str]]:
+    """`stacked` in two halves whose all-reduces are the library's, against eager; the variant, and every reason.
+
+    On `defeated` ranks nothing states the order that is asked of Inductor; `refusing` ranks make no variant.
+    """
+    from weaveopt.pipeline import rewrite
+    from weaveopt.reporting import registry
+
+    if rank in defeated:
+        rewrite.place = lambda graph, order: order
+    refuses = rank in refusing
+    rules = replace(ROWS_HALVED, graph_rules=(overlapping_toys.RowHalves(refuses=refuses),))
+    options = {"force": ["row_halves"], "disable": ["all_reduce_rms_norm"]}
+    with torch.no_grad():
+        compiled = torch.compile(stacked, backend=functools.partial(backend.weave, rules=rules), options=options)
+        x, *rest = chain_inputs(96)
+        for _ in range(3):
+            torch.testing.assert_close(
+                compiled(x * (rank + 1), *rest), stacked(x * (rank + 1), *rest), rtol=1e-4, atol=1e-4
+            )
+    (report,) = registry.report(None).graphs
+    codes = [why.code for each in report.variants for why in each.rejections]
+    return report.variant, [*codes, *(each.step for each in report.fallbacks)]
+
+
+@pytest.mark.parametrize(
+    ("defeated", "refusing", "variant", "reasons"),
+    [
+        ((), (), "row_halves", [set()] * 2),
+        # Equal halves: Inductor makes one kernel of both norms, which waits for both sums.
+        ((1,), (), "captured", [{"order_not_kept", "order"}] * 2),
+        ((), (1,), "captured", [set(), {"nothing_exposed"}]),
+    ],
+)
+def test_ranks_keep_the_order_of_a_variant_or_run_the_captured_graph(
+    defeated: tuple[int, ...], refusing: tuple[int, ...], variant: str, reasons: list[set[str]]
+) -> None:
+    found = run_ranks(_ordered_on_ranks, 2, defeated, refusing, timeout_s=300)
+    assert [each for each, _ in found] == [variant] * 2
+    assert [set(codes) for _, codes in found] == reasons
 
 
 def _on_ranks(rank: int, name: str, forced: str, sizes: tuple[tuple[int, ...], ...]) -> tuple[list[str], str]:

@@ -182,7 +182,11 @@ def test_tables_and_notes_survive(report: Report) -> None:
 
 def test_variants_and_regimes_survive(report: Report) -> None:
     slower = Rejection("no_saving", "the predicted saving does not exceed the model's own error", (("error_us", 2.5),))
-    variants = (Variant("captured", "", 10.0, 8.0), Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5), Variant("x", "y"))
+    variants = (
+        Variant("captured", "", 10.0, 8.0),
+        Variant("halves", "split", 9.5, None, (slower,), (("cut", "4 + 4"),), 1.5),
+        Variant("x", "y"),
+    )
     graph = replace(report.graphs[0], variants=variants, variant="halves", regime=Regime(2, None))
     document = _survives(replace(report, graphs=(graph,)))
     assert document["variant"] == "halves"

@@ -103,6 +103,9 @@ def compile_graph(
         module.recompile()
     for hook in hooks:
         _keep_from_reuse(hook.op, hook.keeps)
+    tracing = TracingContext.try_get()
+    if tracing is not None and tracing.output_strides:
+        tracing.output_strides.clear()  # a compile of the same graph that is not used left them
     with keeping(order) if order else nullcontext():
         return compile_fx_inner(module, inputs, **arguments)  # type: ignore[arg-type]
 

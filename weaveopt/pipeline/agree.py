@@ -186,7 +186,8 @@ class _Agreement:
         return document(group, current.priced.captured, current.decisions, planned.plans, self.context, groups)
 
     def _rewrites(self, group: str) -> bool:
-        return any(decision.rewritten for decision in self._of(group))
+        """True if peers of the group must do the same: a site is rewritten, or the collectives are a variant's."""
+        return bool(self.current.priced.captured.rule) or any(decision.rewritten for decision in self._of(group))
 
     def _of(self, group: str) -> Iterator[Decision]:
         return (decision for decision in self.current.decisions if group in decision.site.groups)

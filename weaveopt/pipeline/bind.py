@@ -131,10 +131,14 @@ def _spread(why: str, groups: Sequence[str], timeout_s: float) -> str:
     return why
 
 
-def unrewritten(report: GraphReport, captured: DecidedGraph | None, error: str) -> GraphReport:
-    """`report` of a graph that runs as it was captured after all, for `error` in this step."""
-    why = Rejection("not_bound", "the graph runs as it was: memory that its rewrites share could not be had")
-    failed = Fallback(report.name, "bind", error)
+NOT_BOUND = Rejection("not_bound", "the graph runs as it was: memory that its rewrites share could not be had")
+
+
+def unrewritten(
+    report: GraphReport, captured: DecidedGraph | None, error: str, why: Rejection = NOT_BOUND, step: str = "bind"
+) -> GraphReport:
+    """`report` of a graph that runs as it was captured after all, for `error` in `step`; `why` at each of its sites."""
+    failed = Fallback(report.name, step, error)
     report = replace(report, plans=(), rounding=(), regime=None, fallbacks=(*report.fallbacks, failed))
     if captured is None:
         return report

@@ -12,23 +12,28 @@ import torch
 import torch.fx as fx
 
 from weaveopt.config import Config
-from weaveopt.errors import AgreementError, PeerTimeoutError, WeaveError
+from weaveopt.errors import AgreementError, OrderError, PeerTimeoutError, WeaveError
 from weaveopt.graph.facts import groups_in
 from weaveopt.inductor.seams import GraphPass
 from weaveopt.pipeline.agree import EMPTY, Agreed
-from weaveopt.pipeline.bind import unrewritten
+from weaveopt.pipeline.bind import compiling, shared_reason, unrewritten
 from weaveopt.pipeline.choose import ChosenGraph
 from weaveopt.pipeline.context import Known, Surroundings
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
 from weaveopt.pipeline.price import PricedGraph
 from weaveopt.pipeline.problem import Frame
+from weaveopt.pipeline.rewrite import NOTHING_REWRITTEN, Rewritten
+from weaveopt.pipeline.specialize import guard
+from weaveopt.records.candidate import Rejection
+from weaveopt.records.order import ANY_ORDER, CODE, Order
 from weaveopt.records.report import Fallback, GraphReport, Regime, Sensitivity, Values, WorkFailure
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import CapturedGraph, Context, FoundSite, RuleSet
 
 Part = TypeVar("Part")
 graph_numbers = count()
+ORDER_LOST = Rejection(CODE, "the graph runs as it was: its communication was written in another order than was asked")
 
 
 class Timed(Protocol):
@@ -85,9 +90,11 @@ class Compilation:
     sensitivity: tuple[Sensitivity, ...] = ()
     planned: Planned | None = None
     agreed: Agreed = EMPTY
-    rounding: tuple[str, ...] = ()
+    rewritten: Rewritten = NOTHING_REWRITTEN
     not_bound: str = ""
     """Why the graph has to stay as it was, on all ranks."""
+    order_lost: str = ""
+    """Why the code that Inductor wrote on some rank could not run, so that all ranks run the captured graph."""
     fallbacks: tuple[Fallback, ...] = ()
     """The step that failed."""
     laps: Values = ()
@@ -149,8 +156,8 @@ class Compilation:
 
     @property
     def rewritten_groups(self) -> tuple[str, ...]:
-        """Groups that have rewritten sites in this graph, of more than one rank."""
-        return (*self.agreed.met, *self.agreed.known) if self.report.num_rewritten else ()
+        """Groups of more than one rank that have rewritten sites in this graph, or run a variant of it."""
+        return (*self.agreed.met, *self.agreed.known) if self.result is not None else ()
 
     @property
     def result(self) -> fx.Graph | None:
@@ -173,13 +180,16 @@ class Compilation:
         if final is not None:
             work, variant = final.priced.work, final.priced.captured.variant
             report = replace(
-                report, decisions=final.decisions, plans=self.agreed.planned.plans, rounding=self.rounding,
+                report, decisions=final.decisions, plans=self.agreed.planned.plans, rounding=self.rewritten.rounding,
                 work=() if isinstance(work, WorkFailure) else work,
                 work_failure=work if isinstance(work, WorkFailure) else None, variant=variant,
                 timed=next((each.timed for each in self.variants if each.captured.variant == variant), ()),
             )  # fmt: skip
+        captured = self.decided[0] if self.decided else None
         if self.not_bound:
-            report = unrewritten(report, self.decided[0] if self.decided else None, self.not_bound)
+            report = unrewritten(report, captured, self.not_bound)
+        if self.order_lost:
+            report = unrewritten(report, captured, self.order_lost, ORDER_LOST, "order")
         return report
 
     def raise_failure(self) -> None:
@@ -230,6 +240,40 @@ def run(
         state = replace(state, laps=(*state.laps, (step.name, lap_us)))
         observe(step.name, lap_us, state.graphs)
     return state
+
+
+class Compile(Protocol):
+    """Inductor's compile of the graph that its module holds."""
+
+    def __call__(self, *, order: Order) -> object: ...
+
+
+def in_order(
+    done: Compilation, compile_graph: Compile, correct: Callable[[GraphReport], None]
+) -> tuple[object, Compilation]:
+    """What Inductor makes of the graph, and the compilation that it is of.
+
+    Where the code that it wrote on some rank has another order of communication than was asked, all ranks that agreed
+    on the graph compile the captured one; `correct` gets the report that is true then. Raises `OrderError` where this
+    rank compiles a plan alone that was agreed before, as its peers already run it.
+    """
+    order, why, compiled = done.rewritten.order, "", None
+    with compiling(done.agreed, done.context):
+        try:
+            compiled = compile_graph(order=order)
+        except OrderError as error:
+            if done.agreed.known:
+                raise
+            why = str(error)
+    if order and (why := shared_reason(done.agreed, why, done.context)):
+        done = replace(done, order_lost=why)
+        correct(done.report)
+        if done.config.strict:
+            done.raise_failure()
+        done.module.graph = done.graph.graph
+        compiled = compile_graph(order=ANY_ORDER)
+    guard(done.graph, done.report.regime, done.numbers)
+    return compiled, done
 
 
 def of_each_variant(step: Callable[[Compilation, VariantState], VariantState]) -> Callable[[Compilation], Compilation]:

@@ -108,9 +108,16 @@ class PricedGraph:
                 estimate, tasks = rewritten[index]
                 shared = self.surroundings.estimate(self.frame.kernels(index, nodes & counted), self.ratio)
                 us = max(estimate.us - shared.us, 0.0)
-                places.append(Placed(max(order[node] for node in nodes), self._lowered(us, tasks)))
+                places.append(Placed(self._place(index, nodes, tasks), self._lowered(us, tasks)))
             counted |= nodes
         return timeline(places, self._by_name, self.surroundings.machine)
+
+    def _place(self, index: int, nodes: frozenset[fx.Node], tasks: tuple[Task, ...]) -> int:
+        """Position of a rewritten site: its last node's; of one whose exchange is begun that of its collective."""
+        collectives = self.problem.sites[index].found.site.collectives
+        if collectives and any(task.ends_before for task in tasks):
+            return self._by_name[collectives[0]]
+        return max(self.order[node] for node in nodes)
 
     def _placed(self, kernel: Kernel) -> Placed:
         """A kernel at its place; a collective of the library runs until the first reader of its wait."""

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.fx as fx
 
 from weaveopt.graph.pattern import tensor_of
+from weaveopt.ops.collective_wait.place import place
 from weaveopt.pipeline.decide import DecidedGraph
 from weaveopt.pipeline.plan import Planned
+from weaveopt.records.order import ANY_ORDER, Order
 from weaveopt.rule import Context, OwnsMemory, Placement, RuleSet
 
 Seam = tuple[tuple[object, ...], ...]
 
 
-def rewrite(decided: DecidedGraph, planned: Planned, rules: RuleSet, context: Context) -> tuple[str, ...]:
-    """Edit the graph that was decided for; returns one line for each kind of changed rounding."""
+@dataclass(frozen=True)
+class Rewritten:
+    """Effects of the rewrites of a graph."""
+
+    rounding: tuple[str, ...] = ()
+    """One line for each kind of changed rounding."""
+    order: Order = ANY_ORDER
+    """Order of communication that the graph's own dependencies now state, and that Inductor has to keep."""
+
+
+NOTHING_REWRITTEN = Rewritten()
+
+
+def rewrite(decided: DecidedGraph, planned: Planned, rules: RuleSet, context: Context) -> Rewritten:
+    """Edit the graph that was decided for, and make its waits depend on the starts that its order puts before them."""
     graph = decided.priced.captured.graph
     before = seam(graph)
     rounding: dict[str, None] = {}
@@ -29,8 +46,9 @@ def rewrite(decided: DecidedGraph, planned: Planned, rules: RuleSet, context: Co
         rounding.update(dict.fromkeys(rule.replace(graph, chosen, placement, context)))
         after = seam(graph)
         assert before == after, f"{site} changed the graph's outputs: {before} became {after}"
+    order = place(graph, captured.order) if captured.order else ANY_ORDER
     graph.lint()
-    return tuple(rounding)
+    return Rewritten(tuple(rounding), order)
 
 
 def seam(graph: fx.Graph) -> Seam:

@@ -34,7 +34,8 @@ class Document:
     """One rank's facts of one graph in one group."""
 
     rewrites: bool
-    """True if this rank rewrites a site of the group. If one rank does not, none does."""
+    """True if this rank rewrites a site of the group, or runs a variant of the graph. If one rank does not, none
+    does."""
     skeleton: str
     """Digest of `collectives`."""
     groups: int = 1
@@ -98,7 +99,7 @@ def document(
     own = [decision for decision in decisions if group in decision.site.groups]
     rewritten = tuple(decision.site.id for decision in own if decision.rewritten)
     skeleton = collectives_of(group, captured.graph)
-    if failure or not rewritten:
+    if failure or not (rewritten or captured.rule):
         sites = {each.site.id: _facts(each) for each in own}
         return Document(False, digest(skeleton), groups, skeleton, failure=failure, sites=sites)
     plan = next((json.dumps(asdict(each)) for each in plans if each.group == group), "")
@@ -147,12 +148,13 @@ def compare(ranks: Sequence[int], documents: Sequence[Document]) -> Verdict:
                 error=f"ranks {first_rank} and {rank} differ in {what}: rank {first_rank} has {ours}, rank {rank} has "
                 f"{theirs}. Start all ranks with the same options, versions and model."
             )
+    # First: the collectives of variants differ, and so do their sites.
+    if any(other.variant != first.variant for _, other in others):
+        return Verdict(captured_only=True)
     for rank, other in others:
         reason = _against_all(first_rank, first, rank, other)
         if reason is not None:
             return Verdict(all_left=reason)
-    if any(other.variant != first.variant for _, other in others):
-        return Verdict(captured_only=True)
     left: dict[str, Rejection] = {}
     for site in dict.fromkeys(site for each in documents for site in each.rewritten):
         for rank, other in others:

@@ -144,6 +144,12 @@ def add(entry: Entry, report: GraphReport, context: Context, stands_in_for: tupl
     entry.world = max([entry.world, *(known.world for known in topologies.values())])
 
 
+def correct(entry: Entry, report: GraphReport) -> None:
+    """Put `report` in place of the one that was added for its graph."""
+    entry.graphs[:] = [report if each.name == report.name else each for each in entry.graphs]
+    events.log(report)
+
+
 def note_step(model: torch.nn.Module, step: StepReport) -> None:
     """A form of decode step of `model`, with what it did so far; in place of what was noted of that form before."""
     before = _generation.get(model, GenerationReport())

@@ -16,6 +16,7 @@ from weaveopt.fabrics.reaching import not_measured, reaching, world_refused
 from weaveopt.fabrics.topology import Topology
 from weaveopt.records.candidate import Candidate, Estimate, Fabric, Rejection, Term, Values
 from weaveopt.records.site import TokenCounts
+from weaveopt.records.task import Stream, Task
 
 Rejections = tuple[Rejection, ...]
 
@@ -28,6 +29,8 @@ class Lowered:
     max_tokens: int
     cut: str = ""
     """Tile configuration of the kernel that exchanges rows while it computes."""
+    tasks: tuple[Task, ...] = ()
+    """GEMMs and exchange, one after the other; none of a kernel that does both."""
 
 
 Found = tuple[Candidate, Lowered]
@@ -63,6 +66,8 @@ class Priced:
     estimate: Callable[[Fabric, tuple[float, float]], Estimate]
     """Estimate on a fabric with the library's GEMMs, from latency and rest of the exchange in µs."""
     parameters: Values
+    exchanges_first: bool
+    """True if the GEMMs read what the exchange returns; False: it takes what they return."""
 
     def in_turn(self, fabric: Fabric, variant: str, reasons: Rejections) -> Found:
         """Candidate with the library's GEMMs: they and the exchange run one after the other."""
@@ -72,7 +77,15 @@ class Priced:
         estimate = None if parts is None else self.estimate(fabric, parts)
         parameters = (*self.parameters, ("max_tokens", self.tokens.most))
         candidate = Candidate(self.rule, fabric, variant, parameters, estimate, reasons)
-        return candidate, Lowered(fabric, self.tokens.most)
+        tasks = () if estimate is None or parts is None else self._tasks(estimate, sum(parts))
+        return candidate, Lowered(fabric, self.tokens.most, tasks=tasks)
+
+    def _tasks(self, estimate: Estimate, exchange_us: float) -> tuple[Task, Task]:
+        """The exchange, and everything else of the estimate, in the order in which they run."""
+        computing = Task(max(estimate.us - exchange_us, 0.0), name="gemm")
+        moving = Task(exchange_us, Stream.COMMUNICATION, name=self.exchange)
+        first, second = (moving, computing) if self.exchanges_first else (computing, moving)
+        return first, replace(second, waits_for=(0,))
 
     def refused(self, fabric: Fabric, variant: str, reasons: Rejections) -> Found:
         """Candidate with a kernel that does not run here."""

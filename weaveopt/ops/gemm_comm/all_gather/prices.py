@@ -56,7 +56,7 @@ def candidates(
 ) -> Iterator[tuple[Candidate, Lowered]]:
     """Candidates of `rule`. `pushed_refused`: rejections of the kernel `pushed` at the site, whatever the sizes."""
     parameters = (("gemms", len(work.gemms)), ("hands_out_rows", work.hands_out_rows))
-    priced = Priced(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters)
+    priced = Priced(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, True)
 
     def on_gpus(limits: tuple[Rejection, ...]) -> list[Found]:
         return [

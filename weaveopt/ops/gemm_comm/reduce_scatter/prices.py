@@ -59,7 +59,7 @@ def candidates(
     """Candidates of `rule`. `tiles_refused`: rejections of the kernel of tiles at the site, whatever the sizes;
     `norm_refused`: its rejections with the addition and the norm that follow, None if the rule leaves those alone."""
     parameters = (("gemms", len(work.gemms)),)
-    priced = Priced(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters)
+    priced = Priced(rule, work, tokens, machine, EXCHANGE, partial(_estimate, machine, work), parameters, False)
 
     def on_gpus(limits: tuple[Rejection, ...]) -> list[Found]:
         found = [
