@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
 
+from weaveopt.cost_model import Gemm as GemmSizes
 from weaveopt.graph.arrangement import Arrangement, merged
 from weaveopt.graph.moves import Moves
 from weaveopt.graph.pattern import CAST, is_call, tensor_of
 from weaveopt.graph.sizes import SizeAt, find_shape, find_size, inputs_of
+from weaveopt.ops.gemm_comm.all_gather.prices import Work
 from weaveopt.records.candidate import Rejection
+from weaveopt.records.site import TokenCounts
 from weaveopt.sites.sequence.gather_consumers import Gathered
 from weaveopt.sites.sequence.gather_matcher import GatherFacts
 from weaveopt.sites.sequence.rows import gathered
 from weaveopt.sites.shared.epilogue import WAIT
 from weaveopt.sites.shared.linear import Gemm
+
+RULE = "all_gather_gemm"
 
 
 @dataclass(frozen=True)
@@ -131,3 +136,24 @@ def _comes_from(node: fx.Node, products: set[fx.Node]) -> bool:
         seen.update(new)
         pending.extend(new)
     return False
+
+
+def work_of(facts: GatherFacts, widths: Sequence[int], tokens: TokenCounts) -> Work:
+    """`widths`: columns of every GEMM."""
+    gemms = tuple(GemmSizes(tokens.hint, facts.k, width) for width in widths)
+    return Work(tokens.hint, facts.k, gemms, facts.dtype, facts.world, facts.hosts, facts.gathered_is_read)
+
+
+def form_refused(facts: GatherFacts, form: Form) -> tuple[Rejection, ...]:
+    """Rejections for what the kernel does not support at a site, whatever its sizes."""
+    reasons: list[Rejection] = []
+    if not form.gemms:
+        reasons.append(Rejection("no_gemm", "there is no GEMM that could begin"))
+    if any(gemm.addend is not None for gemm in form.gemms):
+        reasons.append(Rejection("addend_not_supported", "the kernel adds a bias, and no rows, to what its GEMM makes"))
+    if form.outer != 1:
+        values = (("outer", facts.outer),)
+        reasons.append(Rejection("blocks_not_supported", "the kernel takes shards whose rows lie together", values))
+    if any(gemm.transposed_b is None for gemm in form.gemms):
+        reasons.append(Rejection("weight_layout", "the kernel reads weights that are stored [n, hidden]"))
+    return tuple(reasons)

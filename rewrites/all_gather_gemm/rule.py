@@ -7,7 +7,7 @@ Unfused, on every rank of a group::
 
 Fused: `weave::all_gather_gemm` gathers once, into the order in which the GEMMs read rows: no copy follows the
 collective, whatever the dimension that is gathered. Where something else reads the gathered rows (the gradient of a
-weight, a backward pass), they are returned too. On GPUs the GEMMs may begin before all rows are here (`pushed.py`).
+weight, a backward pass), they are returned too. On GPUs the GEMMs may begin before all rows are here (`form_refused`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from weaveopt.ops.gemm_comm.all_gather.prices import candidates
 from weaveopt.ops.gemm_comm.prices import Lowered
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
-from weaveopt.rewrites.all_gather_gemm.forms import Form, form_of
-from weaveopt.rewrites.all_gather_gemm.pushed import form_refused
+from weaveopt.rewrites.all_gather_gemm.forms import RULE, Form, form_of, form_refused, work_of
 from weaveopt.rule import BufferRequest, Chosen, Context, FoundSite, Memory, Placement, Proposal
 from weaveopt.sites.sequence.gather_consumers import Gathered
 from weaveopt.sites.sequence.gather_matcher import KIND, GatherFacts

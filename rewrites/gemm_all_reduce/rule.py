@@ -28,19 +28,20 @@ import torch.fx as fx
 import weaveopt.ops  # noqa: F401  (registers torch.ops.weave)
 from weaveopt.graph.pattern import describe, skip_shapes
 from weaveopt.graph.splice import call_after, current, erase_dead, last_of
-from weaveopt.ops.gemm_comm.all_reduce.call import WeightLayout, results_in_arena
+from weaveopt.ops.gemm_comm.all_reduce.call import GemmReductionCall, WeightLayout, results_in_arena
+from weaveopt.ops.reduction.call import FEATURES, SumOut
 from weaveopt.records.candidate import Candidate, Rejection
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.gemm_all_reduce.calls import call_of
 from weaveopt.rewrites.gemm_all_reduce.candidates import RULE, Lowered, Terms, candidates, tile_notes
 from weaveopt.rewrites.gemm_all_reduce.tiles import form_rejections
 from weaveopt.rewrites.reduction.aliasing import aliasing_of_groups
 from weaveopt.rewrites.reduction.eligible import norms_refused, refused_anywhere
-from weaveopt.rewrites.reduction.lowering import memory_of
+from weaveopt.rewrites.reduction.lowering import memory_of, whole_call
 from weaveopt.rewrites.reduction.sharding import SharedSum, residual_of, sharded_values, shared_sums, total_of
 from weaveopt.rewrites.reduction.splice import made_by, operand_nodes, rounding, splice_results
 from weaveopt.rule import Chosen, Context, FoundSite, Memory, Placement, Proposal, ReuseHook
 from weaveopt.sites.reduction.matcher import KIND, Reduction, ReductionFacts
+from weaveopt.sites.shared.epilogue import Reduced
 from weaveopt.sites.shared.linear import Gemm, gemm_at
 
 
@@ -109,7 +110,7 @@ class GemmAllReduce:
         assert gemm is not None, f"{chosen.found.site.id}: {structure.gemm} is no GEMM"
         reduced = with_fields(structure.reduced, norm=None) if lowered.norm_apart else structure.reduced
         sum_used = structure.sum_is_read or reduced.norm is None
-        call = call_of(chosen, lowered, reduced, placement, sum_used, context)
+        call = _call_of(chosen, lowered, reduced, placement, sum_used, context)
         weight, layout = _stored(gemm)
         leading = (current(gemm.a), current(weight), layout.value)
         operands = tuple(current(each) for each in operand_nodes(graph, reduced))
@@ -121,6 +122,21 @@ class GemmAllReduce:
         views = frozenset() if weight is gemm.b else frozenset({gemm.b})
         erase_dead(graph, chosen.proposal.consumes | reduced.passed | structure.gemm_nodes | views)
         return rounding(RULE, reduced, None)
+
+
+def _call_of(
+    chosen: Chosen, lowered: Lowered, reduced: Reduced, placement: Placement, sum_used: bool, context: Context
+) -> GemmReductionCall:
+    """The constants of the site's call, equal on all ranks."""
+    whole = whole_call(chosen, lowered, reduced, placement, sum_used, context)
+    exchange = with_fields(
+        whole,
+        residual_sharded=lowered.residual_sharded,
+        sum_out=SumOut.SHARDED if sum_used and lowered.sum_sharded else whole.sum_out,
+        normalized_aliases_arena=lowered.aliases_arena,
+        in_pieces=FEATURES[lowered.fabric].tabled and bool(lowered.chunks),
+    )
+    return GemmReductionCall(exchange, lowered.variant, lowered.chunks, lowered.cut)
 
 
 def _lowered(chosen: Chosen) -> Lowered:

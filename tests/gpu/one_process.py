@@ -230,7 +230,7 @@ class Ranks:
 
 
 def _enqueue(bound: _native.GpuAllReduceNorm, leading: tuple[int, ...], rest: tuple[int, ...], stream: int) -> int:
-    return bound.run(*leading, stream, *rest)  # type: ignore[arg-type]
+    return bound.run(*leading, stream, *rest)  # type: ignore[arg-type,call-arg]
 
 
 def aligned_sum(begin: int, num_bytes: int) -> int:

@@ -20,7 +20,7 @@ from weaveopt.ops.gemm_comm.all_gather.prices import candidates
 from weaveopt.records.candidate import LEAVE, Fabric
 from weaveopt.records.report import Decision, GraphReport
 from weaveopt.records.site import TokenCounts
-from weaveopt.rewrites.all_gather_gemm.candidates import RULE, work_of
+from weaveopt.rewrites.all_gather_gemm.forms import RULE, work_of
 from weaveopt.sites.sequence.gather_matcher import GatherFacts
 
 OP = torch.ops.weave.all_gather_gemm.default

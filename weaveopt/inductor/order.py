@@ -34,10 +34,10 @@ def keeping(order: Order) -> Iterator[list[str]]:
 
     def codegen_extern_call(self: Scheduler, scheduler_node: _SchedulerNode) -> object:
         written.extend(_names(scheduler_node.node))
-        return write_call(self, scheduler_node)  # type: ignore[arg-type,func-returns-value]
+        return write_call(self, scheduler_node)  # type: ignore[arg-type]
 
     def codegen(self: Scheduler) -> object:
-        result = write_all(self)  # type: ignore[func-returns-value]
+        result = write_all(self)
         why = order_kept(order, written)
         if why is not None:
             failures.append(OrderError(why))

@@ -224,13 +224,14 @@ def run(
 ) -> Compilation:
     """All steps in order, each timed. Raises `AgreementError` and `PeerTimeoutError`, as no graph runs without a peer,
     and errors of the kinds `raised`; any other error of a step is a fallback."""
+    through: tuple[type[WeaveError], ...] = (AgreementError, PeerTimeoutError, *raised)
     for step in steps:
         if (state.fallbacks and not step.always) or not step.is_asked(state):
             continue
         began = time.perf_counter()
         try:
             state = step.run(state)
-        except (AgreementError, PeerTimeoutError, *raised):
+        except through:
             raise
         except Exception as error:  # whatever went wrong, the unrewritten graph is still right
             if step.always:
@@ -251,7 +252,7 @@ class Compile(Protocol):
 def in_order(
     done: Compilation, compile_graph: Compile, correct: Callable[[GraphReport], None]
 ) -> tuple[object, Compilation]:
-    """What Inductor makes of the graph, and the compilation that it is of.
+    """Result of Inductor for the graph, and the compilation that it belongs to.
 
     Where the code that it wrote on some rank has another order of communication than was asked, all ranks that agreed
     on the graph compile the captured one; `correct` gets the report that is true then. Raises `OrderError` where this
@@ -285,14 +286,14 @@ def of_each_variant(step: Callable[[Compilation, VariantState], VariantState]) -
 
 def of_variants(steps: Sequence[Step]) -> tuple[Step, ...]:
     """The same steps once more, where graph rules made variants that may be used."""
-    return tuple(
-        replace(
-            step,
-            name=f"{step.name} variants",
-            is_asked=lambda state, step=step: any(v.is_undecided for v in state.variants) and step.is_asked(state),
-        )
-        for step in steps
-    )
+
+    def once_more(step: Step) -> Step:
+        def is_asked(state: Compilation) -> bool:
+            return any(variant.is_undecided for variant in state.variants) and step.is_asked(state)
+
+        return replace(step, name=f"{step.name} variants", is_asked=is_asked)
+
+    return tuple(map(once_more, steps))
 
 
 def made(part: Part | None) -> Part:

@@ -66,6 +66,7 @@ def waits_excluded(found: Sequence[Flight], sites: Sequence[PricedSite]) -> tupl
     for flight in found:
         for other in flight.meanwhile:
             in_line = [choice for choice in range(sites[other].num_choices) if _waits_in_line(sites[other], choice)]
+            terms: dict[tuple[int, ...], float]
             if flight.site is None:
                 terms = {(choice,): EXCLUDED for choice in in_line}
             else:

@@ -47,7 +47,7 @@ def _without_waits(problem: Problem) -> Problem:
     barred = []
     for each in problem.waits:
         other = each.sites[-1]
-        choices = {(key[-1],): EXCLUDED for key in each.terms}
+        choices: dict[tuple[int, ...], float] = {(key[-1],): EXCLUDED for key in each.terms}
         barred.append(Interaction((other,), choices))
     return replace(problem, waits=(*problem.waits, *barred), steps=())
 

@@ -41,9 +41,9 @@ def rewrite(decided: DecidedGraph, planned: Planned, rules: RuleSet, context: Co
             rule.settle_graph(captured, decided.chosen, planned.of_variant(captured), context)
     for chosen in decided.chosen:
         site = chosen.found.site.id
-        rule = rules.named(chosen.proposal.candidate.choice)
+        site_rule = rules.named(chosen.proposal.candidate.choice)
         placement = planned.placements.get(site, Placement({}))
-        rounding.update(dict.fromkeys(rule.replace(graph, chosen, placement, context)))
+        rounding.update(dict.fromkeys(site_rule.replace(graph, chosen, placement, context)))
         after = seam(graph)
         assert before == after, f"{site} changed the graph's outputs: {before} became {after}"
     order = place(graph, captured.order) if captured.order else ANY_ORDER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
