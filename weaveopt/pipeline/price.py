@@ -96,7 +96,6 @@ class PricedGraph:
         """Timeline with the sites at these positions rewritten: estimates of all their nodes, and lowerings."""
         if isinstance(self.kernels, WorkFailure):
             return None
-        order = self.order
         places = [self._placed(kernel) for kernel in self.kernels]
         counted: set[fx.Node] = set()
         # Sites may share nodes: those of rewritten ones first, since their estimates are of all their nodes.
