@@ -141,6 +141,38 @@ class AllReduceNormSite:
     sum_out: SumOut
     timeout_s: float
 
+class ReductionParameters:
+    """Addresses of a reduction's parameters, in the order of their bits in `fp32`; 0: there is none."""
+
+    def __init__(
+        self,
+        reduced_bias: int = 0,
+        post_weight: int = 0,
+        post_bias: int = 0,
+        weight: int = 0,
+        bias: int = 0,
+        scale_value: int = 0,
+        quant_scale: int = 0,
+        fp32: int = 0,
+    ) -> None: ...
+    @property
+    def reduced_bias(self) -> int: ...
+    @property
+    def post_weight(self) -> int: ...
+    @property
+    def post_bias(self) -> int: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def bias(self) -> int: ...
+    @property
+    def scale_value(self) -> int: ...
+    @property
+    def quant_scale(self) -> int: ...
+    @property
+    def fp32(self) -> int:
+        """Bit i: the i-th of them is fp32, else of the activations' dtype."""
+
 class AllReduceNorm:
     def __init__(self, group: Group, site: AllReduceNormSite, max_threads: int, isa: str = ...) -> None: ...
     @property
@@ -154,14 +186,9 @@ class AllReduceNorm:
         num_threads: int,
         partial: int,
         residual: int,
-        reduced_bias: int,
-        post_weight: int,
-        post_bias: int,
-        weight: int,
-        bias: int,
+        parameters: ReductionParameters,
         normalized: int,
         sum: int,
-        fp32_parameters: int,
         scale: float,
         /,
     ) -> int: ...
@@ -171,14 +198,9 @@ class AllReduceNorm:
         num_threads: int,
         partial: int,
         residual: int,
-        reduced_bias: int,
-        post_weight: int,
-        post_bias: int,
-        weight: int,
-        bias: int,
+        parameters: ReductionParameters,
         normalized: int,
         sum: int,
-        fp32_parameters: int,
         scale: float,
         /,
     ) -> int: ...
@@ -326,14 +348,7 @@ class GpuAllReduceNorm:
         partial: int,
         partial_offset: int,
         residual: int,
-        reduced_bias: int,
-        post_weight: int,
-        post_bias: int,
-        weight: int,
-        bias: int,
-        scale_value: int,
-        quant_scale: int,
-        fp32_parameters: int,
+        parameters: ReductionParameters,
         normalized: int,
         sum: int,
         row_scale: int,
@@ -342,27 +357,15 @@ class GpuAllReduceNorm:
     def run_product(
         self,
         tokens: int,
-        tile_columns: int,
-        group_pairs: int,
-        finisher_ctas: int,
+        tiles: TileConfig,
         stream: int,
         a: int,
         a_stride: int,
-        matrix: int,
-        matrix_stride: int,
-        k: int,
+        matrix: GemmMatrix,
         residual: int,
-        reduced_bias: int,
-        post_weight: int,
-        post_bias: int,
-        weight: int,
-        bias: int,
-        scale_value: int,
-        quant_scale: int,
-        fp32_parameters: int,
+        parameters: ReductionParameters,
         normalized: int,
         sum: int,
-        row_scale: int,
         /,
     ) -> int: ...
 
@@ -383,14 +386,10 @@ class GpuGemmReduceScatter:
     def run_tiles(
         self,
         tokens: int,
-        tile_columns: int,
-        group_pairs: int,
-        finisher_ctas: int,
+        tiles: TileConfig,
         a: int,
         a_stride: int,
-        weight: int,
-        weight_stride: int,
-        k: int,
+        matrix: GemmMatrix,
         out: int,
         stream: int,
         /,
@@ -398,20 +397,13 @@ class GpuGemmReduceScatter:
     def run_tiles_norm(
         self,
         tokens: int,
-        tile_columns: int,
-        group_pairs: int,
-        finisher_ctas: int,
+        tiles: TileConfig,
         a: int,
         a_stride: int,
-        weight: int,
-        weight_stride: int,
-        k: int,
+        matrix: GemmMatrix,
         residual: int,
-        norm_weight: int,
-        weight_is_fp32: bool,
-        eps: float,
-        weight_offset: float,
-        cast_before_weight: bool,
+        norm: NormSpec,
+        parameters: ReductionParameters,
         normalized: int,
         sum: int,
         stream: int,
@@ -533,6 +525,28 @@ def has_code(device: int) -> bool: ...
 
 CUDA_ARCHS: str
 """What kernels were compiled for: `80;90;100+PTX`."""
+
+class TileConfig:
+    """How a kernel divides its GEMM; the record of the same name in `weaveopt.cost_model` for native code."""
+
+    def __init__(self, tile_columns: int, group_pairs: int, finisher_ctas: int) -> None: ...
+    @property
+    def tile_columns(self) -> int: ...
+    @property
+    def group_pairs(self) -> int: ...
+    @property
+    def finisher_ctas(self) -> int: ...
+
+class GemmMatrix:
+    """The weight of a GEMM, [hidden, k]: its address, and elements from row to row."""
+
+    def __init__(self, data: int, stride: int, k: int) -> None: ...
+    @property
+    def data(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def k(self) -> int: ...
 
 class GemmReduceScatter:
     def __init__(self, group: Group, site: RowsSite, dtype: DType, max_threads: int) -> None: ...

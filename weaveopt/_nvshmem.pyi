@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from weaveopt._native import Code, DType, NormSpec, OutKind, QuantKind, Status
+from weaveopt._native import Code, DType, NormSpec, OutKind, QuantKind, ReductionParameters, Status
 
 def version() -> str: ...
 def unique_id() -> bytes: ...
@@ -67,14 +67,7 @@ class HostsAllReduceNorm:
         partial: int,
         partial_offset: int,
         residual: int,
-        reduced_bias: int,
-        post_weight: int,
-        post_bias: int,
-        weight: int,
-        bias: int,
-        scale_value: int,
-        quant_scale: int,
-        fp32_parameters: int,
+        parameters: ReductionParameters,
         normalized: int,
         sum: int,
         row_scale: int,

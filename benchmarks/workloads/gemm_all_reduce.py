@@ -118,10 +118,10 @@ class Bench:
         total = torch.empty_like(inputs.residual)
         out = self.output[:tokens]
         code = self.native.run_product(
-            tokens, cut.tile_columns, cut.group_pairs, cut.finisher_ctas, torch.cuda.current_stream().cuda_stream,
-            inputs.a.data_ptr(), inputs.a.stride(0), inputs.weight.data_ptr(), inputs.weight.stride(0), k,
-            inputs.residual.data_ptr(), 0, 0, 0, inputs.norm_weight.data_ptr(), 0, 0, 0, 0, out.data_ptr(),
-            total.data_ptr(), 0,
+            tokens, _native.TileConfig(cut.tile_columns, cut.group_pairs, cut.finisher_ctas),
+            torch.cuda.current_stream().cuda_stream, inputs.a.data_ptr(), inputs.a.stride(0),
+            _native.GemmMatrix(inputs.weight.data_ptr(), inputs.weight.stride(0), k), inputs.residual.data_ptr(),
+            _native.ReductionParameters(weight=inputs.norm_weight.data_ptr()), out.data_ptr(), total.data_ptr(),
         )  # fmt: skip
         assert code == 0, _native.cuda_error_text(code)
         return out, total

@@ -5,6 +5,7 @@ namespace weave {
 
 void bind_all_gather_gemm(pybind11::module_& m);
 void bind_all_reduce_norm(pybind11::module_& m);
+void bind_gemm_comm(pybind11::module_& m);
 void bind_gemm_reduce_scatter(pybind11::module_& m);
 void bind_hierarchical_all_reduce(pybind11::module_& m);
 void bind_moe_experts(pybind11::module_& m);
@@ -13,6 +14,7 @@ void bind_moe_sharded(pybind11::module_& m);
 void bind_families(pybind11::module_& m) {
     bind_all_gather_gemm(m);
     bind_all_reduce_norm(m);
+    bind_gemm_comm(m);
     bind_gemm_reduce_scatter(m);
     bind_hierarchical_all_reduce(m);
     bind_moe_experts(m);

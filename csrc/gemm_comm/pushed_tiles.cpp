@@ -27,30 +27,31 @@ std::vector<fabric::BufferNeed> pushed_tiles_needs(int64_t tokens, int64_t hidde
     return needs;
 }
 
-gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const Cut& cut, int32_t rank, int32_t world) {
+gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const TileConfig& tiles, int32_t rank,
+                                   int32_t world) {
     gemm::TileOrder order{};
     for (int32_t owner = 0; owner <= world; ++owner)
         order.begin[owner] = static_cast<int32_t>(tokens * owner / world);
     order.num_owners = world;
     order.rank = rank;
     order.pairs = gemm::ceiling(share_of(tokens, world), gemm::kPairRows);
-    order.columns = gemm::ceiling(hidden, cut.tile_columns);
-    order.group_pairs = std::max(cut.group_pairs, 1);
+    order.columns = gemm::ceiling(hidden, tiles.tile_columns);
+    order.group_pairs = std::max(tiles.group_pairs, 1);
     order.owner_order = gemm::OwnerOrder::kInterleaved;
     return order;
 }
 
-int32_t pushed_tiles_clusters(const Cut& cut, int32_t num_sms) {
+int32_t pushed_tiles_clusters(const TileConfig& tiles, int32_t num_sms) {
     const int32_t all_clusters = num_sms / gemm::kClusterCtas;
-    return all_clusters - std::clamp(cut.finisher_ctas / gemm::kClusterCtas, 0, all_clusters - 1);
+    return all_clusters - std::clamp(tiles.finisher_ctas / gemm::kClusterCtas, 0, all_clusters - 1);
 }
 
 int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
                            int32_t num_sms) {
     if (num_sms < gemm::kClusterCtas) return 0;
-    const Cut cut{tile_columns, 1, finisher_ctas};
-    return gemm::ceiling(pushed_tiles_order(tokens, hidden, cut, 0, world).num_tiles(),
-                         pushed_tiles_clusters(cut, num_sms));
+    const TileConfig tiles{tile_columns, 1, finisher_ctas};
+    return gemm::ceiling(pushed_tiles_order(tokens, hidden, tiles, 0, world).num_tiles(),
+                         pushed_tiles_clusters(tiles, num_sms));
 }
 
 }  // namespace weave::gpu

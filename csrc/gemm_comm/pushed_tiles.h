@@ -12,17 +12,22 @@
 
 namespace weave::gpu {
 
-// A [tokens, k] and the weight [hidden, k], both with k as their fast axis; strides in elements.
-struct Product {
-    const void* a;
-    const void* weight;
+// The weight of a GEMM, [hidden, k] with k as its fast axis; the stride in elements.
+struct Matrix {
+    const void* data;
+    int64_t stride;
     int64_t k;
-    int64_t a_stride;
-    int64_t weight_stride;
 };
 
-// How it is cut.
-struct Cut {
+// A GEMM: `a` [tokens, k] times the transposed weight. k is the fast axis of `a` too.
+struct Product {
+    const void* a;
+    int64_t a_stride;
+    Matrix weight;
+};
+
+// How a GEMM is divided into tiles.
+struct TileConfig {
     int32_t tile_columns;   // 128 or 256
     int32_t group_pairs;    // pairs of panels in a wave group
     int32_t finisher_ctas;  // that compute no tiles: an even number
@@ -51,10 +56,11 @@ std::vector<fabric::BufferNeed> pushed_tiles_needs(int64_t tokens, int64_t hidde
 int64_t pushed_tiles_most_tokens(int32_t world);
 
 // Which tile of a call comes when.
-gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const Cut& cut, int32_t rank, int32_t world);
+gemm::TileOrder pushed_tiles_order(int64_t tokens, int64_t hidden, const TileConfig& tiles, int32_t rank,
+                                   int32_t world);
 
 // Clusters of a GPU of `num_sms` SMs that compute tiles; its other ones only finish rows.
-int32_t pushed_tiles_clusters(const Cut& cut, int32_t num_sms);
+int32_t pushed_tiles_clusters(const TileConfig& tiles, int32_t num_sms);
 
 // How many tiles the clusters that compute most of them compute, one after the other.
 int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns, int32_t finisher_ctas, int32_t world,
@@ -64,7 +70,7 @@ int32_t pushed_tiles_waves(int64_t tokens, int64_t hidden, int32_t tile_columns,
 // in the activations' type, no second norm; a sum that every rank gets whole only beside rows that every rank gets.
 // Of `call.residual`, and of a sum that stays sharded, only this rank's rows are touched, counted from the group's
 // first one. Returns a CUDA error code; 0 is success. Runs nothing for 0 tokens.
-int run_pushed_tiles(const Call& call, const Product& product, const Cut& cut, NormalizedRows rows, DType dtype,
-                     void* stream);
+int run_pushed_tiles(const Call& call, const Product& product, const TileConfig& tiles, NormalizedRows rows,
+                     DType dtype, void* stream);
 
 }  // namespace weave::gpu

@@ -20,13 +20,14 @@ bool takes(const Call& call) {
            call.norm.bias.data == nullptr && call.out_kind == OutKind::kSame && call.quant == QuantKind::kNone;
 }
 
-int make_maps(PushedTiles& given, const Product& product, const Cut& cut, DType dtype) {
+int make_maps(PushedTiles& given, const Product& product, const TileConfig& tiles, DType dtype) {
     const Call& call = given.call;
     gemm::Work& work = given.work;
-    int error = gemm::make_map(work.a, product.a, dtype, call.tokens, product.k, product.a_stride, gemm::kPanelRows);
+    int error =
+        gemm::make_map(work.a, product.a, dtype, call.tokens, product.weight.k, product.a_stride, gemm::kPanelRows);
     if (error == 0)
-        error = gemm::make_map(work.b, product.weight, dtype, call.hidden, product.k, product.weight_stride,
-                               cut.tile_columns / gemm::kClusterCtas);
+        error = gemm::make_map(work.b, product.weight.data, dtype, call.hidden, product.weight.k, product.weight.stride,
+                               tiles.tile_columns / gemm::kClusterCtas);
     for (int32_t owner = 0; owner < call.group.world && error == 0; ++owner) {
         const int32_t rows = call.begin[owner + 1] - call.begin[owner];
         if (rows == 0) continue;
@@ -44,11 +45,11 @@ const char* pushed_tiles_unsupported(DType dtype, int64_t hidden, int64_t k, int
     return gemm::unsupported(dtype, hidden, k, device);
 }
 
-int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, NormalizedRows rows, DType dtype,
-                     void* stream) {
+int run_pushed_tiles(const Call& asked, const Product& product, const TileConfig& tiles, NormalizedRows rows,
+                     DType dtype, void* stream) {
     if (asked.tokens == 0) return cudaSuccess;
     const int32_t world = asked.group.world;
-    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostProductHidden || product.k < 1)
+    if (asked.tokens > pushed_tiles_most_tokens(world) || asked.hidden > kMostProductHidden || product.weight.k < 1)
         return cudaErrorInvalidValue;
     const bool sharded = rows == NormalizedRows::kSharded;
     if (!takes(asked) || (sharded && asked.sum_whole != 0)) return cudaErrorInvalidValue;
@@ -68,16 +69,16 @@ int run_pushed_tiles(const Call& asked, const Product& product, const Cut& cut, 
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    given.work.order = pushed_tiles_order(call.tokens, call.hidden, cut, call.group.rank, world);
-    given.work.k_blocks = gemm::ceiling(product.k, gemm::kBlockK);
+    given.work.order = pushed_tiles_order(call.tokens, call.hidden, tiles, call.group.rank, world);
+    given.work.k_blocks = gemm::ceiling(product.weight.k, gemm::kBlockK);
     // Rows wait for tiles of their own grid: all CTAs must be resident at once, which is one on each SM.
     const int32_t num_ctas = num_sms / gemm::kClusterCtas * gemm::kClusterCtas;
-    given.work.num_clusters = pushed_tiles_clusters(cut, num_sms);
-    const int error = make_maps(given, product, cut, dtype);
+    given.work.num_clusters = pushed_tiles_clusters(tiles, num_sms);
+    const int error = make_maps(given, product, tiles, dtype);
     if (error != 0) return error;
     if (dtype == DType::kBFloat16)
-        return enqueue_pushed_tiles<__nv_bfloat16>(given, cut.tile_columns, num_ctas, stream);
-    if (dtype == DType::kFloat16) return enqueue_pushed_tiles<__half>(given, cut.tile_columns, num_ctas, stream);
+        return enqueue_pushed_tiles<__nv_bfloat16>(given, tiles.tile_columns, num_ctas, stream);
+    if (dtype == DType::kFloat16) return enqueue_pushed_tiles<__half>(given, tiles.tile_columns, num_ctas, stream);
     return cudaErrorInvalidValue;
 }
 

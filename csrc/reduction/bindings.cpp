@@ -54,6 +54,18 @@ void bind_shm(py::module_& m) {
         .def_readwrite("norm", &AllReduceNormSite::norm)
         .def_readwrite("sum_out", &AllReduceNormSite::sum_out)
         .def_readwrite("timeout_s", &AllReduceNormSite::timeout_s);
+    py::class_<ReductionParameters>(m, "ReductionParameters")
+        .def(py::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uint32_t>(),
+             py::arg("reduced_bias") = 0, py::arg("post_weight") = 0, py::arg("post_bias") = 0, py::arg("weight") = 0,
+             py::arg("bias") = 0, py::arg("scale_value") = 0, py::arg("quant_scale") = 0, py::arg("fp32") = 0)
+        .def_readonly("reduced_bias", &ReductionParameters::reduced_bias)
+        .def_readonly("post_weight", &ReductionParameters::post_weight)
+        .def_readonly("post_bias", &ReductionParameters::post_bias)
+        .def_readonly("weight", &ReductionParameters::weight)
+        .def_readonly("bias", &ReductionParameters::bias)
+        .def_readonly("scale_value", &ReductionParameters::scale_value)
+        .def_readonly("quant_scale", &ReductionParameters::quant_scale)
+        .def_readonly("fp32", &ReductionParameters::fp32);
     py::class_<AllReduceNormHandle>(m, "AllReduceNorm")
         .def(py::init<std::shared_ptr<GroupHandle>, const AllReduceNormSite&, int32_t, const std::string&>(),
              py::arg("group"), py::arg("site"), py::arg("max_threads"), py::arg("isa") = "")

@@ -13,6 +13,7 @@
 #include "gemm_comm/pushed_tiles.h"
 #include "reduction/gpu.h"
 #include "reduction/layout.h"
+#include "reduction/parameters.h"
 
 namespace py = pybind11;
 
@@ -83,21 +84,19 @@ class GpuAllReduceNorm {
         call_.norm.spec = site.norm;
     }
 
-    // Enqueues the call; a CUDA error code, 0 for success. Plain numbers, not a struct: building one from Python would
-    // cost more than the call. Bit i of `fp32_parameters`: parameter i of (reduced_bias, post_weight, post_bias,
-    // weight, bias, scale_value, quant_scale) is fp32.
+    // Enqueues the call; a CUDA error code, 0 for success. What changes from call to call are plain numbers: building a
+    // struct from Python would cost more than the call.
     int run(int64_t tokens, int32_t kernel, int32_t num_ctas, uintptr_t stream, uintptr_t partial,
-            int64_t partial_offset, uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight,
-            uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
-            uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
-        const gpu::Call call =
-            call_of(tokens, partial, partial_offset, residual, reduced_bias, post_weight, post_bias, weight, bias,
-                    scale_value, quant_scale, fp32_parameters, normalized, sum, row_scale);
+            int64_t partial_offset, uintptr_t residual, const ReductionParameters& parameters, uintptr_t normalized,
+            uintptr_t sum, uintptr_t row_scale) const {
+        gpu::Call call = call_of(tokens, residual, parameters, normalized, sum);
+        call.partial = reinterpret_cast<const void*>(partial);
+        call.partial_offset = partial_offset;
+        call.row_scale = reinterpret_cast<void*>(row_scale);
         gpu::Launch launch{};
         launch.kernel = known("kernel", static_cast<gpu::GpuKernel>(kernel), gpu::GpuKernel::kDirect);
         within("num_ctas", num_ctas, 0, kMostCount);
-        expect_address("partial", reinterpret_cast<uintptr_t>(call.partial),
-                       call.tokens > 0 && launch.kernel != gpu::GpuKernel::kDirect);
+        expect_address("partial", partial, call.tokens > 0 && launch.kernel != gpu::GpuKernel::kDirect);
         launch.dtype = dtype_;
         launch.num_ctas = num_ctas;
         launch.stream = reinterpret_cast<void*>(stream);
@@ -107,50 +106,26 @@ class GpuAllReduceNorm {
         return gpu::run(call, launch);
     }
 
-    // The same, of the product `a` [tokens, k] times `matrix` [hidden, k]^T in place of partial rows.
-    int run_product(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t stream,
-                    uintptr_t a, int64_t a_stride, uintptr_t matrix, int64_t matrix_stride, int64_t k,
-                    uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias,
-                    uintptr_t weight, uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale,
-                    uint32_t fp32_parameters, uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
-        const gpu::Call call = call_of(tokens, 0, 0, residual, reduced_bias, post_weight, post_bias, weight, bias,
-                                       scale_value, quant_scale, fp32_parameters, normalized, sum, row_scale);
-        const gpu::Product product{reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(matrix), k, a_stride,
-                                   matrix_stride};
-        const gpu::Cut cut{tile_columns, group_pairs, finisher_ctas};
-        within("tile_columns", tile_columns, 1, kMostCount);
-        within("k", k, 0, kMostRow);
-        expect_address("a", a, tokens > 0 && k > 0);
-        expect_address("matrix", matrix, tokens > 0 && k > 0);
+    // The same, of the GEMM `a` [tokens, k] times `matrix` [hidden, k]^T in place of partial rows.
+    int run_product(int64_t tokens, const gpu::TileConfig& tiles, uintptr_t stream, uintptr_t a, int64_t a_stride,
+                    const gpu::Matrix& matrix, uintptr_t residual, const ReductionParameters& parameters,
+                    uintptr_t normalized, uintptr_t sum) const {
+        const gpu::Call call = call_of(tokens, residual, parameters, normalized, sum);
+        expect_address("a", a, tokens > 0 && matrix.k > 0);
         py::gil_scoped_release release;
-        return gpu::run_pushed_tiles(call, product, cut, gpu::NormalizedRows::kReplicated, dtype_,
-                                     reinterpret_cast<void*>(stream));
+        return gpu::run_pushed_tiles(call, {reinterpret_cast<const void*>(a), a_stride, matrix}, tiles,
+                                     gpu::NormalizedRows::kReplicated, dtype_, reinterpret_cast<void*>(stream));
     }
 
   private:
-    gpu::Call call_of(int64_t tokens, uintptr_t partial, int64_t partial_offset, uintptr_t residual,
-                      uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
-                      uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters,
-                      uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
-        auto parameter = [&](uintptr_t pointer, int bit) {
-            return gpu::Parameter{reinterpret_cast<const void*>(pointer),
-                                  static_cast<int32_t>(fp32_parameters >> bit & 1)};
-        };
+    gpu::Call call_of(int64_t tokens, uintptr_t residual, const ReductionParameters& parameters, uintptr_t normalized,
+                      uintptr_t sum) const {
         gpu::Call call = call_;
         call.tokens = static_cast<int32_t>(within("tokens", tokens, 0, kMostCount));
-        call.partial = reinterpret_cast<const void*>(partial);
-        call.partial_offset = partial_offset;
         call.residual = reinterpret_cast<const void*>(residual);
-        call.reduced_bias = parameter(reduced_bias, 0);
-        call.post.weight = parameter(post_weight, 1);
-        call.post.bias = parameter(post_bias, 2);
-        call.norm.weight = parameter(weight, 3);
-        call.norm.bias = parameter(bias, 4);
-        call.scale_value = parameter(scale_value, 5);
-        call.quant_scale = parameter(quant_scale, 6);
+        gpu::set_parameters(call, parameters);
         call.normalized = reinterpret_cast<void*>(normalized);
         call.sum = reinterpret_cast<void*>(sum);
-        call.row_scale = reinterpret_cast<void*>(row_scale);
         return call;
     }
 

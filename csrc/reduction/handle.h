@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/bindings.h"
+#include "reduction/parameters.h"
 #include "reduction/shm.h"
 
 namespace weave {
@@ -69,24 +70,23 @@ struct AllReduceNormHandle {
 
     void expect_tokens(int64_t tokens) const { within("tokens", tokens, 0, op->site().max_tokens); }
 
-    // Plain numbers, not a struct: building one from Python would cost more than the call.
-    int run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual, uintptr_t reduced_bias,
-            uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight, uintptr_t bias, uintptr_t normalized,
-            uintptr_t sum, uint32_t fp32_parameters, float scale) {
+    // What changes from call to call are plain numbers: building a struct from Python would cost more than the call.
+    int run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,
+            const ReductionParameters& parameters, uintptr_t normalized, uintptr_t sum, float scale) {
         owner->expect_held();
         const fabric::shm::Held held(owner->group);
         expect_tokens(tokens);
         auto in = [](uintptr_t pointer) { return reinterpret_cast<const void*>(pointer); };
         const AllReduceNormArrays arrays = {in(partial),
                                             in(residual),
-                                            in(reduced_bias),
-                                            in(post_weight),
-                                            in(post_bias),
-                                            in(weight),
-                                            in(bias),
+                                            in(parameters.reduced_bias),
+                                            in(parameters.post_weight),
+                                            in(parameters.post_bias),
+                                            in(parameters.weight),
+                                            in(parameters.bias),
                                             reinterpret_cast<void*>(normalized),
                                             reinterpret_cast<void*>(sum),
-                                            fp32_parameters,
+                                            parameters.fp32,
                                             scale};
         Status status;
         {
@@ -97,12 +97,9 @@ struct AllReduceNormHandle {
     }
 
     int enter_and_run(int64_t tokens, int32_t num_threads, uintptr_t partial, uintptr_t residual,
-                      uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
-                      uintptr_t bias, uintptr_t normalized, uintptr_t sum, uint32_t fp32_parameters, float scale) {
+                      const ReductionParameters& parameters, uintptr_t normalized, uintptr_t sum, float scale) {
         const int code = enter(tokens);
-        if (code != 0) return code;
-        return run(tokens, num_threads, partial, residual, reduced_bias, post_weight, post_bias, weight, bias,
-                   normalized, sum, fp32_parameters, scale);
+        return code != 0 ? code : run(tokens, num_threads, partial, residual, parameters, normalized, sum, scale);
     }
 };
 

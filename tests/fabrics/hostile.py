@@ -136,6 +136,8 @@ class World:
             return self.address
         if kind == "Group":
             return self.group
+        if kind == "ReductionParameters":
+            return native.ReductionParameters(*[self.address] * 7, 0)
         if kind == "Connections":
             return native.Connections([-1], 0, 1, 0)
         if kind.endswith("Site") or kind in ("Layout", "NormSpec"):
@@ -168,6 +170,8 @@ class World:
             return (*(getattr(native, kind)(each) for each in (77, -1, 2**31 - 1)), None, 0)
         if kind.endswith("Site") or kind in ("Layout", "NormSpec"):
             return (*self._sites(kind), None, 1, self.group)
+        if kind == "ReductionParameters":
+            return (native.ReductionParameters(), native.ReductionParameters(fp32=2**32 - 1), None, 1, self.group)
         if "Segment" in kind:
             other = native.Segment.create(4096, 1, 0)
             return ([], [None], [self.segment, other], [self.segment, None], None, [1])

@@ -214,7 +214,8 @@ class Ranks:
             site.output_offset += begin - HEADER_BYTES
             leading = (tokens, int(native), kernel.num_ctas or NUM_CTAS)
             rest = (
-                source, begin + at[PARTIAL].offset if in_place else 0, own_residual, *pointers, fp32, *outputs,
+                source, begin + at[PARTIAL].offset if in_place else 0, own_residual,
+                _native.ReductionParameters(*pointers, fp32), *outputs,
             )  # fmt: skip
             bound = _native.GpuAllReduceNorm(self.groups[rank], site)
             enqueue.append(partial(_enqueue, bound, leading, rest))
@@ -229,7 +230,7 @@ class Ranks:
         return got
 
 
-def _enqueue(bound: _native.GpuAllReduceNorm, leading: tuple[int, ...], rest: tuple[int, ...], stream: int) -> int:
+def _enqueue(bound: _native.GpuAllReduceNorm, leading: tuple[int, ...], rest: tuple[object, ...], stream: int) -> int:
     return bound.run(*leading, stream, *rest)  # type: ignore[arg-type,call-arg]
 
 

@@ -19,6 +19,7 @@ import torch
 from tests.gpu.hosts_ranks import make_call
 from tests.gpu.one_process import HEADER_BYTES, Gpu, bits
 from tests.graphs.tolerances import KERNEL, assert_close
+from weaveopt import _native
 from weaveopt.fabrics import nvshmem
 from weaveopt.fabrics.layout import Layout
 from weaveopt.ops.reduction.buffers import memory_plan
@@ -75,7 +76,7 @@ def run_group(gpu: Gpu, streams: list[int], hosts: int, ranks_of_host: int, tabl
             out = [gpu.poisoned(partials[0].nbytes) for _ in range(2)]
             arguments = [
                 tokens, int(host_transfer(row)), NUM_CTAS, streams[rank], gpu.copy(partials[rank]), 0,
-                gpu.copy(residual), 0, 0, 0, own_weight, 0, 0, 0, 0, out[0], out[1], 0,
+                gpu.copy(residual), _native.ReductionParameters(weight=own_weight), out[0], out[1], 0,
             ]  # fmt: skip
             gpu.finish()
             graphs.append(gpu.captured(streams[rank], partial(bound[rank].run, *arguments)))

@@ -51,11 +51,12 @@ def run_case(gpu: Gpu, case: Case, shape: tuple[int, int, int], dtype: str, cut:
     fp32 = sum(1 << i for i, x in enumerate(vectors) if x is not None and x.dtype is torch.float32)
     p = [gpu.copy(x) for x in vectors]
     normalized, total = (gpu.poisoned(tokens * hidden * kind.itemsize) for _ in range(2))
-    given = (gpu.copy(a), k, gpu.copy(weight), k, k, gpu.copy(operands.residual))
+    parameters = _native.ReductionParameters(p[0], p[1], p[2], p[3], p[4], p[5], fp32=fp32)
+    given = (gpu.copy(a), k, _native.GemmMatrix(gpu.copy(weight), stride=k, k=k), gpu.copy(operands.residual))
     for _ in range(CALLS):
         code = site.run_product(
-            tokens, *cut, stream, *given, p[0], p[1], p[2], p[3], p[4], p[5], 0, fp32,
-            0 if call.norm is None else normalized, 0 if call.sum_out is SumOut.NONE else total, 0,
+            tokens, _native.TileConfig(*cut), stream, *given, parameters,
+            0 if call.norm is None else normalized, 0 if call.sum_out is SumOut.NONE else total,
         )  # fmt: skip
         assert code == 0, _native.cuda_error_text(code)
     gpu.finish()

@@ -54,11 +54,11 @@ class Site:
         pointers = [0 if x is None else x.data_ptr() for x in vectors]
         residual = 0 if operands.residual is None else operands.residual.data_ptr()
         code = self.native.run_product(
-            tokens, *cut, torch.cuda.current_stream().cuda_stream, a.data_ptr(), a.stride(0), weight.data_ptr(),
-            weight.stride(0), a.shape[1], residual,
-            pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5], 0, fp32,
+            tokens, _native.TileConfig(*cut), torch.cuda.current_stream().cuda_stream, a.data_ptr(), a.stride(0),
+            _native.GemmMatrix(weight.data_ptr(), weight.stride(0), a.shape[1]), residual,
+            _native.ReductionParameters(*pointers, fp32=fp32),
             0 if call.norm is None else normalized.data_ptr(),
-            0 if call.sum_out is SumOut.NONE else total.data_ptr(), 0,
+            0 if call.sum_out is SumOut.NONE else total.data_ptr(),
         )  # fmt: skip
         assert code == 0, _native.cuda_error_text(code)
         return normalized, total

@@ -38,9 +38,8 @@ TABLE = (
     KernelRow(256, Algorithm.TWO_SHOT, Transfer.BULK, num_ctas=64),
 )
 FIELDS = (
-    "tokens", "kernel", "num_ctas", "stream", "partial", "partial_offset", "residual",
-    "reduced_bias", "post_weight", "post_bias", "weight", "bias", "scale_value", "quant_scale", "fp32_parameters",
-    "normalized", "sum", "row_scale",
+    "tokens", "kernel", "num_ctas", "stream", "partial", "partial_offset", "residual", "parameters", "normalized",
+    "sum", "row_scale",
 )  # fmt: skip
 
 
@@ -68,6 +67,7 @@ class Launches:
             QuantKind=SimpleNamespace(none="none", static="static", per_token="per_token"),
             DType=_native.DType, NUM_MAILBOXES=_native.NUM_MAILBOXES,
             GpuSite=SimpleNamespace, GpuAllReduceNorm=self.bind,
+            ReductionParameters=_native.ReductionParameters, GemmMatrix=_native.GemmMatrix,
             unsupported=lambda *of: self.why_not, cuda_error_text=lambda code: f"error {code}",
         )  # fmt: skip
 
@@ -183,14 +183,15 @@ def test_what_is_handed_to_the_kernel(launches: Launches, monkeypatch: pytest.Mo
         site, 5, residual=residual, weight=wide, bias=bfloat16, post_weight=wide, reduced_bias=bfloat16.double()
     )
     seen = launches.last
+    given = seen.parameters
     assert seen.stream == 77 and seen.residual == residual.data_ptr()
     assert normalized.shape == total.shape == (1, 5, HIDDEN)
     assert (seen.normalized, seen.sum, seen.row_scale) == (normalized.data_ptr(), total.data_ptr(), 0)
-    assert (seen.weight, seen.bias, seen.post_weight) == (wide.data_ptr(), bfloat16.data_ptr(), wide.data_ptr())
-    assert seen.reduced_bias not in (0, bfloat16.data_ptr()) and seen.post_bias == seen.scale_value == 0
-    assert seen.fp32_parameters == 0b01011, "double became fp32; the bias is of the activations' type"
+    assert (given.weight, given.bias, given.post_weight) == (wide.data_ptr(), bfloat16.data_ptr(), wide.data_ptr())
+    assert given.reduced_bias not in (0, bfloat16.data_ptr()) and given.post_bias == given.scale_value == 0
+    assert given.fp32 == 0b01011, "double became fp32; the bias is of the activations' type"
     run(site, 5, residual=residual, scale=scale.float(), weight=bfloat16)
-    assert launches.last.fp32_parameters == 1 << 5 and launches.last.scale_value != 0
+    assert launches.last.parameters.fp32 == 1 << 5 and launches.last.parameters.scale_value != 0
 
 
 def test_odd_strides_and_addresses_are_copied(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +202,7 @@ def test_odd_strides_and_addresses_are_copied(launches: Launches, monkeypatch: p
     run(site, 5, strided, residual=shifted, weight=weight)
     for pointer, original in ((launches.last.partial, strided), (launches.last.residual, shifted)):
         assert pointer % 16 == 0 and pointer != original.data_ptr()
-    assert launches.last.weight % 16 == 0 and launches.last.weight != weight.data_ptr()
+    assert launches.last.parameters.weight % 16 == 0 and launches.last.parameters.weight != weight.data_ptr()
     with pytest.raises(WeaveError, match=r"residual is \(4, 64\).* expected 5 rows of 64"):
         run(site, 5, residual=torch.ones(4, HIDDEN, dtype=torch.bfloat16))
     with pytest.raises(WeaveError, match=r"a parameter is \(3,\), expected \[64\]"):
@@ -226,7 +227,8 @@ def test_quantized_results(launches: Launches, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(WeaveError, match="needs quant_scale"):
         run(static, 5)
     _, _, row_scale = run(static, 5, quant_scale=torch.tensor(0.1))
-    assert row_scale is None and launches.last.quant_scale and launches.last.fp32_parameters == 1 << 6
+    assert row_scale is None
+    assert launches.last.parameters.quant_scale and launches.last.parameters.fp32 == 1 << 6
 
 
 def test_only_normalized_rows_are_quantized() -> None:

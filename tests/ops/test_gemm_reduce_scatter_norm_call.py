@@ -18,8 +18,9 @@ from torch.nn.functional import linear
 import weaveopt.ops  # noqa: F401
 from tests.graphs import forms
 from tests.graphs.executing import executing
-from tests.ops.test_scatter_gather_peer_call import Launches, launches, ones, scatter_site  # noqa: F401
+from tests.ops.test_scatter_gather_peer_call import Launches, fields, launches, ones, scatter_site  # noqa: F401
 from tests.ranks import run_ranks
+from weaveopt import _native
 from weaveopt.config import Config
 from weaveopt.cost_model import Machine
 from weaveopt.cost_model.tile_config import TileConfig
@@ -82,11 +83,13 @@ def test_one_kernel_gets_all_of_it(site: PeerSite, launches: Launches) -> None: 
         assert normalized.shape == total.shape == (150, HIDDEN) and normalized.data_ptr() != total.data_ptr()
         [(name, values)] = launches.take()
         assert name == "run_tiles_norm"
-        assert values == (
-            300, 256, 2, 16, a.data_ptr(), DEPTH, weight.data_ptr(), 2 * DEPTH, DEPTH, residual.data_ptr(),
-            0 if scale is None else scale.data_ptr(), is_fp32, 1e-5, 1.0, True, normalized.data_ptr(),
-            total.data_ptr(), 77,
-        )  # fmt: skip
+        tokens, tiles, rows, stride, matrix, added, norm, parameters, *rest = values
+        assert (tokens, rows, stride, added) == (300, a.data_ptr(), DEPTH, residual.data_ptr())
+        assert rest == [normalized.data_ptr(), total.data_ptr(), 77]
+        assert fields(tiles) == (256, 2, 16) and fields(matrix) == (weight.data_ptr(), 2 * DEPTH, DEPTH)
+        assert fields(norm) == (_native.NormKind.rms, pytest.approx(1e-5), 1.0, True)
+        assert isinstance(parameters, _native.ReductionParameters)
+        assert parameters.weight == (0 if scale is None else scale.data_ptr()) and parameters.fp32 == is_fp32 << 3
 
 
 def test_the_sum_may_lie_among_the_rows_of_all_ranks(site: PeerSite, launches: Launches) -> None:  # noqa: F811
@@ -102,8 +105,10 @@ def test_rows_that_begin_elsewhere_are_copied(site: PeerSite, launches: Launches
     residual, scale = ones(HIDDEN, 4).t(), ones(HIDDEN + 1)[1:]
     assert site.run_norm(products, residual, scale, CALL) is not None
     [(_, values)] = launches.take()
-    assert residual.data_ptr() != values[9] and scale.data_ptr() != values[10]
-    assert all(isinstance(each, int) and each % 16 == 0 for each in (values[9], values[10]))
+    assert isinstance(values[7], _native.ReductionParameters)
+    found = (values[5], values[7].weight)
+    assert residual.data_ptr() != found[0] and scale.data_ptr() != found[1]
+    assert all(isinstance(each, int) and each % 16 == 0 for each in found)
 
 
 def test_what_the_kernel_does_not_take(

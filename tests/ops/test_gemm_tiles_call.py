@@ -146,9 +146,7 @@ def test_rows_are_copied_where_the_kernel_could_not_read_them() -> None:
 
 
 FIELDS = (
-    "tokens", "tile_columns", "group_pairs", "finisher_ctas", "stream", "a", "a_stride", "matrix", "matrix_stride", "k",
-    "residual", "reduced_bias", "post_weight", "post_bias", "weight", "bias", "scale_value", "quant_scale",
-    "fp32_parameters", "normalized", "sum", "row_scale",
+    "tokens", "tiles", "stream", "a", "a_stride", "matrix", "residual", "parameters", "normalized", "sum",
 )  # fmt: skip
 
 
@@ -201,12 +199,13 @@ def test_what_is_handed_to_the_kernel(launches: TileLaunches, monkeypatch: pytes
     results = site.run(gemm, Operands(residual=residual, weight=scale))
     assert results is not None and [each.shape for each in results] == [residual.shape] * 2
     (seen,) = launches.products
-    assert (seen.tokens, seen.tile_columns, seen.group_pairs, seen.finisher_ctas, seen.stream) == (300, 256, 1, 4, 77)
-    assert (seen.a, seen.a_stride, seen.k) == (a.data_ptr(), DEPTH, DEPTH)
-    assert (seen.matrix, seen.matrix_stride) == (weight.data_ptr(), 2 * DEPTH)
-    assert (seen.residual, seen.weight, seen.fp32_parameters) == (residual.data_ptr(), scale.data_ptr(), 1 << 3)
+    tiles, matrix, given = seen.tiles, seen.matrix, seen.parameters
+    assert (seen.tokens, seen.stream, seen.a, seen.a_stride) == (300, 77, a.data_ptr(), DEPTH)
+    assert (tiles.tile_columns, tiles.group_pairs, tiles.finisher_ctas) == (256, 1, 4)
+    assert (matrix.data, matrix.stride, matrix.k) == (weight.data_ptr(), 2 * DEPTH, DEPTH)
+    assert (seen.residual, given.weight, given.fp32) == (residual.data_ptr(), scale.data_ptr(), 1 << 3)
     assert (seen.normalized, seen.sum) == tuple(each.data_ptr() for each in results)
-    assert (seen.reduced_bias, seen.post_weight, seen.post_bias, seen.bias, seen.row_scale) == (0,) * 5
+    assert (given.reduced_bias, given.post_weight, given.post_bias, given.bias) == (0,) * 4
     (made,) = launches.sites
     assert made.staging_bytes >= 2 * TOKENS // 2 * HIDDEN * 2 and not made.sum_whole
 

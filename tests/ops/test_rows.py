@@ -62,8 +62,9 @@ class Alone:
         results = [torch.full((partial.numel() + 64,), GUARD, dtype=self.dtype) for _ in range(2)]
         fp32 = 0b11111 if parameter.dtype is torch.float32 else 0
         code = self.native.enter_and_run(
-            partial.shape[0], 1, partial.data_ptr(), residual.data_ptr(), *[parameter.data_ptr()] * 5,
-            results[0].data_ptr(), results[1].data_ptr(), fp32, 0.5,
+            partial.shape[0], 1, partial.data_ptr(), residual.data_ptr(),
+            _native.ReductionParameters(*[parameter.data_ptr()] * 5, fp32=fp32),
+            results[0].data_ptr(), results[1].data_ptr(), 0.5,
         )  # fmt: skip
         assert code == 0
         assert all((result[partial.numel() :] == GUARD).all() for result in results)
@@ -99,8 +100,9 @@ def test_conversions_are_torchs_own(isa: str, dtype: str) -> None:
     for addend in (torch.zeros_like(every), other):
         normalized, total = torch.empty_like(every), torch.empty_like(every)
         code = alone.native.enter_and_run(
-            16, 1, every.data_ptr(), addend.data_ptr(), 0, 0, 0, 0, 0, normalized.data_ptr(), total.data_ptr(), 0, 1.0
-        )
+            16, 1, every.data_ptr(), addend.data_ptr(), _native.ReductionParameters(), normalized.data_ptr(),
+            total.data_ptr(), 1.0,
+        )  # fmt: skip
         assert code == 0
         want = (every.float() + addend.float()).to(activations)
         assert torch.equal(total.isnan(), want.isnan())

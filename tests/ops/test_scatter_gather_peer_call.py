@@ -79,6 +79,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
     module = SimpleNamespace(
         GpuGemmReduceScatter=found.site, GpuAllGatherGemm=found.site, DType=_native.DType,
+        TileConfig=_native.TileConfig, GemmMatrix=_native.GemmMatrix, NormSpec=_native.NormSpec,
+        NormKind=_native.NormKind, ReductionParameters=_native.ReductionParameters,
         product_most_tokens=_native.product_most_tokens, product_unsupported=lambda *of: found.why_not,
         gemm_unsupported=lambda *of: found.why_not, cuda_error_text=lambda code: f"error {code}",
     )  # fmt: skip
@@ -109,6 +111,16 @@ def gather_site(call: AllGatherGemmCall, monkeypatch: pytest.MonkeyPatch) -> gat
     return gather.PeerSite.bind(call, call.encode(), "all_gather_gemm", lambda: None)
 
 
+def fields(record: object) -> tuple[object, ...]:
+    """Values of a native record, in the order of its constructor."""
+    names = {
+        _native.TileConfig: ("tile_columns", "group_pairs", "finisher_ctas"),
+        _native.GemmMatrix: ("data", "stride", "k"),
+        _native.NormSpec: ("kind", "eps", "weight_offset", "cast_before_weight"),
+    }[type(record)]  # type: ignore[index]
+    return tuple(getattr(record, name) for name in names)
+
+
 def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.ones(*shape, dtype=dtype)
 
@@ -137,9 +149,9 @@ def test_a_product_alone_goes_in_tiles(launches: Launches, monkeypatch: pytest.M
     assert result is not None and result.shape == (150, HIDDEN)
     [(name, values)] = launches.take()
     assert name == "run_tiles"
-    assert values == (
-        300, 256, 1, 4, a.data_ptr(), DEPTH, weight.data_ptr(), 2 * DEPTH, DEPTH, result.data_ptr(), 77
-    )  # fmt: skip
+    tokens, tiles, rows, stride, matrix, *rest = values
+    assert (tokens, rows, stride, *rest) == (300, a.data_ptr(), DEPTH, result.data_ptr(), 77)
+    assert fields(tiles) == (256, 1, 4) and fields(matrix) == (weight.data_ptr(), 2 * DEPTH, DEPTH)
     [made] = launches.made
     assert made[2:7] == (_native.DType.bfloat16, HIDDEN, 0.5, 0, 30.0) and made[7] == _native.HEADER_BYTES
 

@@ -14,6 +14,7 @@
 #include "gemm_comm/pushed_tiles.h"
 #include "gemm_comm/reduce_scatter/gpu.h"
 #include "reduction/layout.h"
+#include "reduction/parameters.h"
 
 namespace py = pybind11;
 
@@ -66,32 +67,29 @@ class GpuGemmReduceScatter {
         return gpu::run_part_sum(given, dtype_, reinterpret_cast<void*>(stream));
     }
 
-    // The sum of this rank's rows of the product `a` [tokens, k] times `weight` [hidden, k]^T, in one kernel that sends
+    // The sum of this rank's rows of the product `a` [tokens, k] times `matrix` [hidden, k]^T, in one kernel that sends
     // tiles to the owners of their rows. `tokens` divide by the ranks. A CUDA error code.
-    int run_tiles(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t a,
-                  int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t out,
-                  uintptr_t stream) const {
+    int run_tiles(int64_t tokens, const gpu::TileConfig& tiles, uintptr_t a, int64_t a_stride,
+                  const gpu::Matrix& matrix, uintptr_t out, uintptr_t stream) const {
         gpu::Call call = tiles_call(tokens);
         call.sum = reinterpret_cast<void*>(out - before_own_rows(call));
-        return launched(call, {tile_columns, group_pairs, finisher_ctas},
-                        product_of(a, a_stride, weight, weight_stride, k), stream);
+        return launched(call, tiles, {reinterpret_cast<const void*>(a), a_stride, matrix}, stream);
     }
 
-    // The same of the sum and `residual`, and the RMS norm of that: all of them this rank's rows [own rows, hidden].
-    // `norm_weight` of 0: none; `weight_is_fp32`: else of the rows' type. Whether a row is rounded before the weight is
-    // applied, what is added to the weight, and eps are the model's. A CUDA error code.
-    int run_tiles_norm(int64_t tokens, int32_t tile_columns, int32_t group_pairs, int32_t finisher_ctas, uintptr_t a,
-                       int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k, uintptr_t residual,
-                       uintptr_t norm_weight, bool weight_is_fp32, float eps, float weight_offset,
-                       bool cast_before_weight, uintptr_t normalized, uintptr_t sum, uintptr_t stream) const {
+    // The same of the sum and `residual`, and the norm of that: all of them this rank's rows [own rows, hidden]. Of
+    // `parameters` the norm's weight. A CUDA error code.
+    int run_tiles_norm(int64_t tokens, const gpu::TileConfig& tiles, uintptr_t a, int64_t a_stride,
+                       const gpu::Matrix& matrix, uintptr_t residual, const NormSpec& norm,
+                       const ReductionParameters& parameters, uintptr_t normalized, uintptr_t sum,
+                       uintptr_t stream) const {
         gpu::Call call = tiles_call(tokens);
         call.residual = reinterpret_cast<const void*>(residual - before_own_rows(call));
         call.sum = reinterpret_cast<void*>(sum - before_own_rows(call));
         call.normalized = reinterpret_cast<void*>(normalized);
-        call.norm.spec = {NormKind::kRms, eps, weight_offset, cast_before_weight};
-        call.norm.weight = {reinterpret_cast<const void*>(norm_weight), weight_is_fp32 ? 1 : 0};
-        return launched(call, {tile_columns, group_pairs, finisher_ctas},
-                        product_of(a, a_stride, weight, weight_stride, k), stream);
+        call.norm.spec = norm;
+        known("the norm", norm.kind, NormKind::kLayer);
+        gpu::set_parameters(call, parameters);
+        return launched(call, tiles, {reinterpret_cast<const void*>(a), a_stride, matrix}, stream);
     }
 
   private:
@@ -110,15 +108,10 @@ class GpuGemmReduceScatter {
         return static_cast<uintptr_t>(call.group.rank * own_rows * call.hidden * size_of(dtype_));
     }
 
-    static gpu::Product product_of(uintptr_t a, int64_t a_stride, uintptr_t weight, int64_t weight_stride, int64_t k) {
-        return {reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(weight), k, a_stride, weight_stride};
-    }
-
-    int launched(const gpu::Call& call, const gpu::Cut& cut, const gpu::Product& product, uintptr_t stream) const {
-        within("tile_columns", cut.tile_columns, 1, kMostCount);
-        within("k", product.k, 0, kMostRow);
+    int launched(const gpu::Call& call, const gpu::TileConfig& tiles, const gpu::Product& product,
+                 uintptr_t stream) const {
         py::gil_scoped_release release;
-        return gpu::run_pushed_tiles(call, product, cut, gpu::NormalizedRows::kSharded, dtype_,
+        return gpu::run_pushed_tiles(call, product, tiles, gpu::NormalizedRows::kSharded, dtype_,
                                      reinterpret_cast<void*>(stream));
     }
 

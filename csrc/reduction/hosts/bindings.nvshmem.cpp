@@ -12,6 +12,7 @@
 #include "base/timeout.h"
 #include "fabric/nvshmem.h"
 #include "reduction/hosts/gpu.h"
+#include "reduction/parameters.h"
 
 namespace py = pybind11;
 
@@ -87,24 +88,13 @@ class HostsAllReduceNorm {
 
     // As GpuAllReduceNorm::run of one host; the kernels differ in how rows travel.
     int run(int64_t tokens, int32_t transfer, int32_t num_ctas, uintptr_t stream, uintptr_t partial, int64_t,
-            uintptr_t residual, uintptr_t reduced_bias, uintptr_t post_weight, uintptr_t post_bias, uintptr_t weight,
-            uintptr_t bias, uintptr_t scale_value, uintptr_t quant_scale, uint32_t fp32_parameters,
-            uintptr_t normalized, uintptr_t sum, uintptr_t row_scale) const {
-        const auto parameter = [&](uintptr_t pointer, int bit) {
-            return gpu::Parameter{reinterpret_cast<const void*>(pointer),
-                                  static_cast<int32_t>(fp32_parameters >> bit & 1)};
-        };
+            uintptr_t residual, const ReductionParameters& parameters, uintptr_t normalized, uintptr_t sum,
+            uintptr_t row_scale) const {
         gpu::Call call = call_;
         call.tokens = static_cast<int32_t>(within("tokens", tokens, 0, kMostCount));
         call.partial = reinterpret_cast<const void*>(partial);
         call.residual = reinterpret_cast<const void*>(residual);
-        call.reduced_bias = parameter(reduced_bias, 0);
-        call.post.weight = parameter(post_weight, 1);
-        call.post.bias = parameter(post_bias, 2);
-        call.norm.weight = parameter(weight, 3);
-        call.norm.bias = parameter(bias, 4);
-        call.scale_value = parameter(scale_value, 5);
-        call.quant_scale = parameter(quant_scale, 6);
+        gpu::set_parameters(call, parameters);
         call.normalized = reinterpret_cast<void*>(normalized);
         call.sum = reinterpret_cast<void*>(sum);
         call.row_scale = reinterpret_cast<void*>(row_scale);

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from weaveopt.fabrics.peer_rows import VECTOR_BYTES as VECTOR_BYTES
+
+if TYPE_CHECKING:
+    from weaveopt import _native
 
 Tensor = torch.Tensor
 Returned = tuple[Tensor, Tensor, Tensor | None]
@@ -46,9 +49,7 @@ class Tiled(NamedTuple):
 
     a: Tensor
     weight: Tensor
-    tile_columns: int
-    group_pairs: int
-    finisher_ctas: int
+    tiles: _native.TileConfig
 
 
 class Prepared(NamedTuple):
@@ -58,7 +59,5 @@ class Prepared(NamedTuple):
     """The partial result."""
     residual: Tensor | None
     results: Returned
-    pointers: tuple[int, int, int, int, int]
-    values: tuple[int, int]
-    fp32: int
+    parameters: _native.ReductionParameters
     kept: tuple[Tensor, ...]

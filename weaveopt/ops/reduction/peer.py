@@ -16,6 +16,7 @@ from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import peer as arena
 from weaveopt.fabrics import watchdog
 from weaveopt.fabrics.layout import Layout
+from weaveopt.fabrics.native_record import NativeRecord
 from weaveopt.fabrics.peer import PeerArena
 from weaveopt.fabrics.traits import TRAITS, header_bytes
 from weaveopt.ops.reduction.buffers import MAILBOXES, OUTPUT, PARTIAL, STAGING, Range, expect_world, locate
@@ -50,8 +51,10 @@ class PeerSite:
         "_hidden",
         "_index",
         "_launches",
+        "_matrix",
         "_native",
         "_normalized_dtype",
+        "_parameters",
         "_partial",
         "_partial_offset",
         "_replication",
@@ -68,6 +71,8 @@ class PeerSite:
         self._arena = memory
         self._call = call
         self._native = native
+        self._parameters = NativeRecord(_native.ReductionParameters)
+        self._matrix = NativeRecord(_native.GemmMatrix)
         self._where = where
         self._index = memory.device
         self._dtype: torch.dtype = getattr(torch, call.dtype)
@@ -187,13 +192,13 @@ class PeerSite:
             residual = self.activation(residual, tokens, "residual")
         results = self._results(rows if residual is None else residual, pieces, tokens)
         if tokens == 0:
-            return Prepared(rows, residual, results, (0, 0, 0, 0, 0), (0, 0), 0, ())
+            return Prepared(rows, residual, results, self._parameters.of([0] * 8), ())
         # Nothing can be compared during a capture: what no call has proven by then is taken for granted.
         granted = self._replication.known is None and torch.cuda.is_current_stream_capturing()
         if not granted and not self._replication.holds(operands):
             return None
         dtype, hidden = self._dtype, self._hidden
-        pointers = [0] * 5
+        pointers = [0] * 7
         fp32 = 0
         kept = []  # converted parameters live until the kernel is in the stream, whose order keeps their memory
         for index, parameter in enumerate(operands.vectors):
@@ -204,7 +209,6 @@ class PeerSite:
                 if parameter.dtype is torch.float32:
                     fp32 |= 1 << index
                 pointers[index] = parameter.data_ptr()
-        values = [0, 0]
         scales = ((_SCALE, operands.scale), (_QUANT_SCALE, operands.quant_scale if self._static else None))
         for index, value in scales:
             if value is not None:
@@ -212,12 +216,11 @@ class PeerSite:
                 kept.append(value)
                 if value.dtype is torch.float32:
                     fp32 |= 1 << index
-                values[index - _SCALE] = value.data_ptr()
-        if self._static and not values[1]:
+                pointers[index] = value.data_ptr()
+        if self._static and not pointers[_QUANT_SCALE]:
             raise WeaveError(f"{self._where}: a static quantization needs quant_scale: call all_reduce_norm_quant")
-        reduced_bias, post_weight, post_bias, weight, bias = pointers
-        vectors = (reduced_bias, post_weight, post_bias, weight, bias)
-        return Prepared(rows, residual, results, vectors, (values[0], values[1]), fp32, tuple(kept))
+        pointers.append(fp32)
+        return Prepared(rows, residual, results, self._parameters.of(pointers), tuple(kept))
 
     def launch_piece(self, prepared: Prepared, piece: Piece, stream: int) -> None:
         """The kernel of one piece, on the raw `stream` of the current device."""
@@ -232,9 +235,7 @@ class PeerSite:
             _from_row(rows, first, hidden),
             self._into_arena(rows, first, count) if launch.in_place else 0,
             _from_row(prepared.residual, first, hidden),
-            *prepared.pointers,
-            *prepared.values,
-            prepared.fp32,
+            prepared.parameters,
             _from_row(normalized, first, hidden),
             _from_row(total, first, hidden),
             _from_row(row_scale, first, 1),
@@ -250,22 +251,15 @@ class PeerSite:
         normalized, total, _ = prepared.results
         code = self._native.run_product(
             a.shape[0],
-            product.tile_columns,
-            product.group_pairs,
-            product.finisher_ctas,
+            product.tiles,
             stream,
             a.data_ptr(),
             a.stride(0),
-            weight.data_ptr(),
-            weight.stride(0),
-            a.shape[1],
+            self._matrix.of((weight.data_ptr(), weight.stride(0), weight.shape[1])),
             _from_row(prepared.residual, 0, self._hidden),
-            *prepared.pointers,
-            *prepared.values,
-            prepared.fp32,
+            prepared.parameters,
             _from_row(normalized, 0, self._hidden),
             _from_row(total, 0, self._hidden),
-            0,
         )
         self.check_launch(code)
 

@@ -10,6 +10,7 @@ import torch
 from weaveopt.errors import ArenaError, WeaveError
 from weaveopt.fabrics import shm as arena
 from weaveopt.fabrics.arena import Arena
+from weaveopt.fabrics.native_record import NativeRecord
 from weaveopt.fabrics.shm_calls import Caller, failure, tag_of
 from weaveopt.ops.reduction.buffers import NUM_PARTIALS, OUTPUT, PARTIAL, Range, expect_world, locate
 from weaveopt.ops.reduction.call import ReductionCall, SumOut
@@ -61,6 +62,7 @@ class ShmSite:
         "_native",
         "_normalized_dtype",
         "_op",
+        "_parameters",
         "_partials",
         "_scale",
         "_sum",
@@ -76,6 +78,7 @@ class ShmSite:
         self.replication = Replication(call)
         self._call = call
         self._native = native
+        self._parameters = NativeRecord(_native.ReductionParameters)
         self._arena = memory
         self._scale = call.scale
         self._dtype: torch.dtype = getattr(torch, call.dtype)
@@ -122,7 +125,7 @@ class ShmSite:
             residual = self._activation(residual, tokens, "residual")
         if out is None and not self.replication.holds(operands):
             return None
-        pointers = [0] * 5
+        values = [0] * 8  # of _native.ReductionParameters
         fp32 = 0
         kept = []  # converted parameters live until the native call is over
         for index, parameter in enumerate(operands.vectors):
@@ -132,7 +135,8 @@ class ShmSite:
                     kept.append(parameter)
                 if parameter.dtype is torch.float32:
                     fp32 |= 1 << index
-                pointers[index] = parameter.data_ptr()
+                values[index] = parameter.data_ptr()
+        values[7] = fp32
         factor = self._scale if operands.scale is None else self._scale * float(operands.scale)
         like = residual if residual is not None else given
         if like is None:
@@ -150,14 +154,9 @@ class ShmSite:
                 torch.get_num_threads(),
                 0 if given is None else given.data_ptr(),
                 0 if residual is None else residual.data_ptr(),
-                pointers[0],
-                pointers[1],
-                pointers[2],
-                pointers[3],
-                pointers[4],
+                self._parameters.of(values),
                 normalized.data_ptr(),
                 total.data_ptr(),
-                fp32,
                 factor,
             )
             if code:

@@ -51,6 +51,11 @@ from weaveopt.ops.reduction.launches import Tiled
 from weaveopt.ops.reduction.operands import Gemm, Operands, Results
 from weaveopt.ops.reduction.peer import PeerSite
 
+try:
+    from weaveopt import _native
+except ImportError:  # built without it: no arena can be reserved, and no site is bound
+    _native = None  # type: ignore[assignment]
+
 Tensor = torch.Tensor
 
 
@@ -102,11 +107,14 @@ class PeerTiles:
     Nothing is allocated but results, and copies of operands whose rows do not begin at multiples of 16 bytes.
     """
 
-    __slots__ = ("_cut", "_hidden", "_site", "_unsupported")
+    __slots__ = ("_hidden", "_site", "_tiles", "_unsupported")
 
     def __init__(self, call: GemmReductionCall, site: PeerSite) -> None:
-        assert call.cut is not None, f"site {call.reduction.site}: tiles without a cut"
-        self._cut, self._site, self._hidden = call.cut, site, call.reduction.hidden
+        assert call.cut is not None, f"site {call.reduction.site}: tiles without a configuration"
+        self._site, self._hidden = site, call.reduction.hidden
+        self._tiles = _native.TileConfig(
+            tile_columns=call.cut.tile_columns, group_pairs=call.cut.group_pairs, finisher_ctas=call.cut.finisher_ctas
+        )
         self._unsupported: dict[int, str] = {}
         """Reason why the device has no kernel for a GEMM, by its depth; empty if it has one."""
 
@@ -122,9 +130,7 @@ class PeerTiles:
         prepared = site.prepare(rows, operands, pieces, tokens)
         if prepared is None or tokens == 0:
             return None if prepared is None else prepared.results[:2]
-        cut = self._cut
-        a, weight = aligned_rows(gemm.a), aligned_rows(gemm.b.t())
-        product = Tiled(a, weight, cut.tile_columns, cut.group_pairs, cut.finisher_ctas)
+        product = Tiled(aligned_rows(gemm.a), aligned_rows(gemm.b.t()), self._tiles)
         device = gemm.a.get_device()
         previous = torch.cuda._exchange_device(device)
         try:

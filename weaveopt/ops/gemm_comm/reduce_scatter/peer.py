@@ -23,6 +23,7 @@ import torch
 
 from weaveopt.cost_model.tile_config import TILE_DTYPES
 from weaveopt.errors import WeaveError
+from weaveopt.fabrics.native_record import NativeRecord
 from weaveopt.fabrics.peer_rows import PeerRows, aligned_rows, aligned_vector, buffer_for
 from weaveopt.ops.gemm_comm.reduce_scatter.call import (
     REDUCE_SCATTER,
@@ -42,18 +43,28 @@ except ImportError:  # built without it: no arena can be reserved, and no site i
 
 Tensor = torch.Tensor
 STAGING = "staging"
+_WEIGHT_IS_FP32 = 1 << 3
+"""Bit of the norm's weight among `_native.ReductionParameters`."""
 
 
 class PeerSite:
     """One site, ready to run."""
 
-    __slots__ = ("_call", "_cut", "_native", "_rows", "_unsupported")
+    __slots__ = ("_call", "_matrix", "_native", "_norm", "_parameters", "_rows", "_tiles", "_unsupported")
 
     def __init__(self, call: GemmReduceScatterCall, rows: PeerRows) -> None:
         self._call, self._rows = call, rows
-        self._cut = REDUCE_SCATTER.config_of(call.cut) if call.cut else None
-        if call.cut and (self._cut is None or call.dtype not in TILE_DTYPES):
+        config = REDUCE_SCATTER.config_of(call.cut) if call.cut else None
+        if call.cut and (config is None or call.dtype not in TILE_DTYPES):
             raise WeaveError(f"site {call.site}: tiles of {call.dtype} cut as {call.cut!r}: there is no such kernel")
+        self._tiles: _native.TileConfig | None = None
+        if config is not None:
+            self._tiles = _native.TileConfig(
+                tile_columns=config.tile_columns, group_pairs=config.group_pairs, finisher_ctas=config.finisher_ctas
+            )
+        self._matrix = NativeRecord(_native.GemmMatrix)
+        self._parameters = NativeRecord(_native.ReductionParameters)
+        self._norm: tuple[GemmReduceScatterNormCall, _native.NormSpec] | None = None
         self._native = _native.GpuGemmReduceScatter(
             rows.arena.native, rows.tag, getattr(_native.DType, call.dtype), call.hidden, call.scale, call.channel,
             call.timeout_s, rows.offset, rows.num_bytes,
@@ -111,18 +122,29 @@ class PeerSite:
         if added.numel() == 0:
             return normalized, handed_out
         total = handed_out[norm.own_rows(len(added), self._rows.arena.group.rank)]
-        cut = self._cut
-        assert cut is not None, f"site {call.site}: tiles without a cut"
+        assert self._tiles is not None, f"site {call.site}: tiles without a configuration"
+        address = 0 if scale is None else scale.data_ptr()
+        fp32 = _WEIGHT_IS_FP32 if scale is not None and scale.dtype is not added.dtype else 0
         a, b = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
         with self._rows.launching() as stream:
             code = self._native.run_tiles_norm(
-                tokens, cut.tile_columns, cut.group_pairs, cut.finisher_ctas, a.data_ptr(), a.stride(0),
-                b.data_ptr(), b.stride(0), a.shape[1], added.data_ptr(), 0 if scale is None else scale.data_ptr(),
-                scale is not None and scale.dtype is not added.dtype, norm.eps, norm.weight_offset,
-                norm.cast_before_weight, normalized.data_ptr(), total.data_ptr(), stream.cuda_stream,
+                tokens, self._tiles, a.data_ptr(), a.stride(0),
+                self._matrix.of((b.data_ptr(), b.stride(0), b.shape[1])), added.data_ptr(), self._norm_of(norm),
+                self._parameters.of((0, 0, 0, address, 0, 0, 0, fp32)), normalized.data_ptr(), total.data_ptr(),
+                stream.cuda_stream,
             )  # fmt: skip
             self._rows.check(code)
         return normalized, handed_out
+
+    def _norm_of(self, norm: GemmReduceScatterNormCall) -> _native.NormSpec:
+        """The RMS norm of `norm` as native code takes it, built once."""
+        made = self._norm
+        if made is None or made[0] is not norm:
+            spec = _native.NormSpec()
+            spec.kind, spec.eps = _native.NormKind.rms, norm.eps
+            spec.weight_offset, spec.cast_before_weight = norm.weight_offset, norm.cast_before_weight
+            made = self._norm = norm, spec
+        return made[1]
 
     def _check(self, products: Products) -> None:
         """Raises `WeaveError` for a GEMM of another size, dtype or device."""
@@ -136,7 +158,7 @@ class PeerSite:
 
     def _takes_tiles(self, products: Products, outer: int) -> bool:
         call, depth = self._call, products.a[0].shape[1]
-        if self._cut is None or len(products.a) != 1 or products.addends or outer != 1 or call.columns:
+        if self._tiles is None or len(products.a) != 1 or products.addends or outer != 1 or call.columns:
             return False
         if products.num_tokens > _native.product_most_tokens(call.world) or depth == 0:
             return False
@@ -148,11 +170,10 @@ class PeerSite:
         return not self._unsupported[depth]
 
     def _run_tiles(self, products: Products, out: Tensor, stream: int) -> None:
-        cut = self._cut
-        assert cut is not None, f"site {self._call.site}: tiles without a cut"
+        assert self._tiles is not None, f"site {self._call.site}: tiles without a configuration"
         a, weight = aligned_rows(products.a[0]), aligned_rows(products.b[0].t())
         code = self._native.run_tiles(
-            a.shape[0], cut.tile_columns, cut.group_pairs, cut.finisher_ctas, a.data_ptr(), a.stride(0),
-            weight.data_ptr(), weight.stride(0), a.shape[1], out.data_ptr(), stream,
+            a.shape[0], self._tiles, a.data_ptr(), a.stride(0),
+            self._matrix.of((weight.data_ptr(), weight.stride(0), weight.shape[1])), out.data_ptr(), stream,
         )  # fmt: skip
         self._rows.check(code)
