@@ -10,10 +10,11 @@ import torch
 
 import weaveopt
 from tests.experts.test_models import gradients, load
+from tests.graphs.executing import executing
 from tests.graphs.models import one_layer, save
 from tests.graphs.sharded_models import FAMILY_OF, ids_of, sharded
 from tests.ranks import run_ranks
-from weaveopt.config import OptionValue
+from weaveopt.config import Config, OptionValue
 from weaveopt.cost_model.exchange import OWN_BATCH_TOKENS
 from weaveopt.errors import ArenaError
 from weaveopt.fabrics import shm
@@ -22,7 +23,7 @@ from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
 from weaveopt.ops.experts.sharded.op import traffic
 from weaveopt.ops.experts.sharded.shm import ShmSite
 from weaveopt.records.memory import Buffer
-from weaveopt.records.report import Decision
+from weaveopt.records.report import Decision, GraphReport
 
 RULE, KIND = "moe_sharded", "expert_exchange"
 
@@ -30,8 +31,7 @@ RULE, KIND = "moe_sharded", "expert_exchange"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixtures")
-    for name in ("mixtral", "gpt_oss"):
-        save(FAMILY_OF[name], str(path / name))
+    save(FAMILY_OF["gpt_oss"], str(path / "gpt_oss"))
     return path
 
 
@@ -42,13 +42,15 @@ def one_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def exchanges(model: object) -> list[Decision]:
-    graphs = weaveopt.report(model).graphs
+def exchanges(graphs: Sequence[GraphReport]) -> list[Decision]:
     return [each for graph in graphs for each in graph.decisions if each.site.kind == KIND]
 
 
 def run_rewritten(rank: int, world: int, folder: Path) -> None:
-    """One batch on all ranks. The second and third call have other token counts: one graph more, for any number."""
+    """One batch on all ranks. The second and third call have other token counts: one graph more, for any number.
+
+    Without Inductor, which compiles a mixture in the tests below.
+    """
     bound: list[ShmSite] = []
 
     def bind(call: ExpertExchangeCall, text: str, op: str, forget: Callable[[], None]) -> ShmSite:
@@ -57,13 +59,16 @@ def run_rewritten(rank: int, world: int, folder: Path) -> None:
 
     ShmSite.bind = staticmethod(bind)  # type: ignore[method-assign]
     theirs, ours = (load(folder, FAMILY_OF["gpt_oss"], each, world) for each in ("all_to_all", "weave"))
-    compiled = torch.compile(ours, backend="weave", fullgraph=True, options={"force": [RULE], "strict": True})
+    reports: list[GraphReport] = []
+    config = Config(force=(RULE,), strict=True)
+    compiled = torch.compile(ours, backend=executing(config, reports), fullgraph=True)
     with torch.no_grad():
         for tokens in (7, 12, 20):
             want = theirs(ids_of(3, tokens), use_cache=False).logits
             got = compiled(ids_of(3, tokens), use_cache=False).logits
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    decisions = exchanges(compiled)
+    assert len(reports) == 2
+    decisions = exchanges(reports)
     assert decisions and all(each.chosen.choice == RULE for each in decisions), decisions
     assert len(bound) >= 2, "two mixtures"
     assert all(sum(site.traffic) > 0 for site in bound), f"{[site.traffic for site in bound]}"
@@ -74,9 +79,11 @@ def test_rewritten(folder: Path) -> None:
 
 
 def run_own_batches(rank: int, world: int, folder: Path) -> None:
-    """Every rank has a batch of its own size; rank 0 compiles anew in the second call, rank 1 in the fourth, so no rank
-    can time an exchange while it compiles. In the last call rank 0 has more tokens than were planned for, so all go
-    through the library."""
+    """One mixture, by Inductor. Every rank has a batch of its own size.
+
+    Rank 0 compiles anew in the second call, rank 1 in the fourth, so no rank can time an exchange while it compiles. In
+    the last call rank 0 has more tokens than were planned for, so all go through the library.
+    """
     theirs, ours = (sharded(folder, FAMILY_OF["mixtral"], each, world) for each in ("all_to_all", "weave"))
     options: dict[str, OptionValue] = {"force": [RULE], "strict": True, "max_tokens": 600, "verify": True}
     options["disable"] = ["causal_attention"]  # that one would be timed
@@ -88,8 +95,8 @@ def run_own_batches(rank: int, world: int, folder: Path) -> None:
             want = theirs(ids, use_cache=False).logits
             got = compiled(ids, use_cache=False).logits
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{tokens}: {m}")  # noqa: B023
-    decisions = exchanges(compiled)
-    assert len(decisions) >= 4 and all(each.chosen.choice == RULE for each in decisions), decisions
+    decisions = exchanges(weaveopt.report(compiled).graphs)
+    assert len(decisions) >= 2 and all(each.chosen.choice == RULE for each in decisions), decisions
     assert {each.site.tokens.hint for each in decisions} == {OWN_BATCH_TOKENS}
     told = [line for graph in weaveopt.report(compiled).graphs for line in graph.timed]
     assert told == [], "such a site is not even tried by itself"
@@ -113,8 +120,8 @@ def run_watched(rank: int, world: int, folder: Path) -> None:
     run_own_batches(rank, world, folder)
 
 
-def test_own_batches(folder: Path) -> None:
-    run_ranks(run_watched, 2, 2, folder, timeout_s=400)
+def test_own_batches(one_mixture: Path) -> None:
+    run_ranks(run_watched, 2, 2, one_mixture, timeout_s=400)
 
 
 def run_training(rank: int, world: int, folder: Path) -> None:
@@ -150,5 +157,5 @@ def run_without_arena(rank: int, world: int, folder: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_rank_without_memory(folder: Path) -> None:
-    run_ranks(run_without_arena, 2, 2, folder, timeout_s=300)
+def test_a_rank_without_memory(one_mixture: Path) -> None:
+    run_ranks(run_without_arena, 2, 2, one_mixture, timeout_s=300)
