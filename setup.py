@@ -296,6 +296,9 @@ class BuildNative(build_ext):
 
         def target(path: str, how: dict[str, object]) -> Path:
             content = [part for each in with_includes(path) for part in (each, read(each))]
+            # Without macros that its text never names, so most objects serve builds with CUDA and without.
+            named = [macro for macro in how.get("macros") or () if any(macro[0] in part for part in content)]
+            how = {**how, "macros": named}
             text = [*surroundings, repr(sorted(how.items())), *content]
             # CXXFLAGS replaces Python's own flags: without its headers an object is then the same for every Python.
             if "CXXFLAGS" in os.environ and not any(map(PYTHON_HEADER.search, content)):

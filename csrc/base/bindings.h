@@ -68,9 +68,8 @@ struct GroupHandle {
 // Kernel families, one line each in families.cpp.
 void bind_families(pybind11::module_& m);
 
-#ifdef WEAVE_WITH_CUDA
+// Defined where the CUDA part is built. Declared in any case, so that other bindings have one object for both builds.
 void bind_fabric_cuda(pybind11::module_& m);
 void bind_families_cuda(pybind11::module_& m);
-#endif
 
 }  // namespace weave

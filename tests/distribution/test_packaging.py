@@ -239,10 +239,15 @@ def test_cpp_objects_are_found_again_by_their_content(
     first = objects()
     assert [Path(path).read_text() for path in first] == asked == ["csrc/a.cpp", "csrc/b.cpp"]
     assert objects() == first and asked == []
+    cuda = [("WEAVE_WITH_CUDA", "1")]
+    assert objects(macros=cuda) == first and asked == [], "no text names the macro"
     assert not set(objects(debug=1)) & set(first) and len(asked) == 2, "other flags make other objects"
     (tmp_path / "csrc" / "a.h").write_text("two")
     second = objects()
     assert second[0] != first[0] and second[1] == first[1] and asked == ["csrc/a.cpp"]
+    (tmp_path / "csrc" / "a.h").write_text("#ifdef WEAVE_WITH_CUDA\n#endif\n")
+    without, with_cuda = objects(), objects(macros=cuda)
+    assert without[0] != with_cuda[0] and without[1] == with_cuda[1] == second[1]
     asked.clear()
     command.compiler.compile(["flag.cpp"], extra_postargs=["-std=c++17"])
     assert asked == ["flag.cpp"], "what no module is built of is compiled each time"
