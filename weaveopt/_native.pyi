@@ -280,6 +280,8 @@ EXPERT_TILE_ROWS: int
 WIDE_EXPERT_TILE_ROWS: int
 """The same where a GEMM is `wide`."""
 
+MOST_EXPERT_RANGES: int
+
 def expert_row_counts(num_rows: int, num_experts: int) -> int: ...
 
 has_cuda: bool
@@ -463,6 +465,8 @@ class ExpertWeight:
     def __init__(
         self, data: int, experts: int, rows: int, expert_stride: int, row_stride: int, depth_stride: int, bias: int
     ) -> None: ...
+    def add_range(self, data: int, experts: int) -> None:
+        """Further experts, at another address and of the same strides; up to `MOST_EXPERT_RANGES` in all."""
 
 class ExpertRouting:
     def __init__(self, order: int, table: int, num_rows: int, group: int, tile_rows: int) -> None: ...

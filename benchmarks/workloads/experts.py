@@ -18,6 +18,7 @@ from benchmarks.timing import Effort, Step, replayed_us
 from weaveopt.ops.experts import gpu, hopper
 from weaveopt.ops.experts.activation import ActivationName
 from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.expert_ranges import whole
 from weaveopt.ops.experts.plan import Plan
 from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
@@ -216,7 +217,7 @@ class Sorted:
 
 
 def sorted_rows(of: Operands) -> Sorted:
-    num_experts = len(of.gate_up)
+    num_experts = of.gate_up.shape[0]
     ids, order = of.experts.reshape(-1).sort()
     counts = torch.histc(ids.int(), bins=num_experts, min=0, max=num_experts - 1)
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -225,10 +226,10 @@ def sorted_rows(of: Operands) -> Sorted:
 
 
 def between_grouped(ready: Sorted, of: Operands, act: Activate) -> Tensor:
-    inner = torch._grouped_mm(ready.rows, of.gate_up.transpose(1, 2), ready.ends)
+    inner = torch._grouped_mm(ready.rows, whole(of.gate_up).transpose(1, 2), ready.ends)
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ready.experts]
-    result = torch._grouped_mm(act(inner), of.down.transpose(1, 2), ready.ends)
+    result = torch._grouped_mm(act(inner), whole(of.down).transpose(1, 2), ready.ends)
     return result if of.down_bias is None else result + of.down_bias[ready.experts]
 
 
@@ -248,10 +249,10 @@ def batched(of: Operands, act: Activate) -> Tensor:
     foreign = ids >= len(of.gate_up)
     ids = ids.clamp(max=len(of.gate_up) - 1)
     rows = of.x.repeat_interleave(of.experts.shape[1], 0)
-    inner = torch.bmm(of.gate_up[ids], rows[..., None])[..., 0]
+    inner = torch.bmm(whole(of.gate_up)[ids], rows[..., None])[..., 0]
     if of.gate_up_bias is not None:
         inner = inner + of.gate_up_bias[ids]
-    result = torch.bmm(of.down[ids], act(inner)[..., None])[..., 0]
+    result = torch.bmm(whole(of.down)[ids], act(inner)[..., None])[..., 0]
     if of.down_bias is not None:
         result = result + of.down_bias[ids]
     weights = of.weights.reshape(-1).masked_fill(foreign, 0.0)

@@ -13,6 +13,7 @@ namespace weave {
 void bind_moe_experts(py::module_& m) {
     m.attr("EXPERT_TILE_ROWS") = py::int_(moe_experts::kTileRows);
     m.attr("WIDE_EXPERT_TILE_ROWS") = py::int_(moe_experts::kWideRows);
+    m.attr("MOST_EXPERT_RANGES") = py::int_(moe_experts::kMostRanges);
     m.def(
         "expert_row_counts",
         [](int64_t num_rows, int32_t num_experts) {
@@ -32,14 +33,26 @@ void bind_moe_experts_cuda(py::module_& m) {
                          int64_t depth_stride, uintptr_t bias) {
                  within("experts", experts, 0, kMostCount);
                  within("rows", rows, 0, kMostRow);
-                 return Weight{
-                     reinterpret_cast<const void*>(data), experts, rows, expert_stride, row_stride, depth_stride,
-                     reinterpret_cast<const void*>(bias)};
+                 return Weight{{{reinterpret_cast<const void*>(data), experts}},
+                               1,
+                               rows,
+                               expert_stride,
+                               row_stride,
+                               depth_stride,
+                               reinterpret_cast<const void*>(bias)};
              }),
              py::arg("data"), py::arg("experts"), py::arg("rows"), py::arg("expert_stride"), py::arg("row_stride"),
              py::arg("depth_stride"), py::arg("bias"),
              "[experts, rows, depth]: addresses, strides in elements, of which that of rows or of the depth is 1; a "
-             "bias of 0 is none.");
+             "bias of 0 is none.")
+        .def(
+            "add_range",
+            [](Weight& weight, uintptr_t data, int64_t experts) {
+                within("ranges", weight.num_ranges, 1, moe_experts::kMostRanges - 1);
+                within("experts", experts, 1, kMostCount);
+                weight.ranges[weight.num_ranges++] = {reinterpret_cast<const void*>(data), experts};
+            },
+            py::arg("data"), py::arg("experts"), "Further experts, at another address and of the same strides.");
     py::class_<Routing>(m, "ExpertRouting")
         .def(py::init([](uintptr_t order, uintptr_t table, int64_t num_rows, int32_t group, int32_t tile_rows) {
                  within("num_rows", num_rows, 0, kMostCount);

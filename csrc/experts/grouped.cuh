@@ -57,8 +57,8 @@ __device__ __forceinline__ void init_pipeline(Shared& shared, bool rows_by_chunk
 }
 
 // Thread 0: this CTA's two blocks of the weight, for both, and the barrier's bytes; `row_bytes` come besides.
-template <Product kProduct, bool kTransposed>
-__device__ __forceinline__ void load_weight(const Work& work, Shared& shared, const Part& part, int32_t block,
+template <Product kProduct, bool kTransposed, class W>
+__device__ __forceinline__ void load_weight(const W& work, Shared& shared, const Part& part, int32_t block,
                                             int32_t stage, int32_t row_bytes) {
     constexpr bool kGated = kProduct == Product::kGated;
     fabric::arrive_expecting(&shared.full[stage], kBlocks * kBlockBytes + row_bytes);
@@ -67,8 +67,9 @@ __device__ __forceinline__ void load_weight(const Work& work, Shared& shared, co
         const int32_t which = gemm::cluster_rank() * 2 + i;
         const int32_t row = kGated ? part.column * (kWeightRows / 2) + which / 2 * kBlockRows
                                    : part.column * kWeightRows + which * kBlockRows;
-        load_box_to_both(shared.weight[stage][which], &work.weight[kGated ? i : 0], kTransposed ? row : block * kDepth,
-                         kTransposed ? block * kDepth : row, part.expert, &shared.full[stage]);
+        const WeightPlace place = place_of(work, kGated ? i : 0, part.expert);
+        load_box_to_both(shared.weight[stage][which], place.map, kTransposed ? row : block * kDepth,
+                         kTransposed ? block * kDepth : row, place.expert, &shared.full[stage]);
     }
 }
 
@@ -89,8 +90,8 @@ struct OneGemm {
 };
 
 // A part of the first GEMM: all threads of the producer warp group.
-template <Product kProduct, bool kTransposed, class Kernel>
-__device__ __forceinline__ void gather_part(const Work& work, Shared& shared, const Part& part, Filled& filled,
+template <Product kProduct, bool kTransposed, class W, class Kernel>
+__device__ __forceinline__ void gather_part(const W& work, Shared& shared, const Part& part, Filled& filled,
                                             Kernel& kernel) {
     const int32_t thread = here(threadIdx.x), blocks = work.blocks;
     const int32_t chunk = gathered_chunk(thread), chunks = work.depth / kChunkElements;
@@ -126,8 +127,8 @@ __device__ __forceinline__ void gather_part(const Work& work, Shared& shared, co
 // A part of the second GEMM: thread 0 alone, or beside it another one that loads the rows.
 enum class Loads : int32_t { kAll = 0, kWeight = 1, kRows = 2 };
 
-template <Product kProduct, bool kTransposed, Loads kLoads, class Kernel>
-__device__ __forceinline__ void load_part(const Work& work, Shared& shared, const Part& part, Filled& filled,
+template <Product kProduct, bool kTransposed, Loads kLoads, class W, class Kernel>
+__device__ __forceinline__ void load_part(const W& work, Shared& shared, const Part& part, Filled& filled,
                                           Kernel& kernel) {
     constexpr int32_t kLoadBytes = kLoadRows * kDepth * 2;
     const int32_t blocks = work.blocks, loads = (part.octets * kOctetRows + kLoadRows - 1) / kLoadRows;
@@ -152,8 +153,8 @@ __device__ __forceinline__ void load_part(const Work& work, Shared& shared, cons
 }
 
 // First GEMM: all threads of the producer warp group; second: its first thread.
-template <Product kProduct, bool kTransposed>
-__device__ __forceinline__ void load_parts(const Work& work, Shared& shared) {
+template <Product kProduct, bool kTransposed, class W>
+__device__ __forceinline__ void load_parts(const W& work, Shared& shared) {
     OneGemm kernel;
     Filled filled;
     Part part{};
@@ -270,9 +271,8 @@ __device__ __forceinline__ void compute_parts(const Work& work, Shared& shared, 
     }
 }
 
-template <typename T, Product kProduct, bool kTransposed>
-__global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_constant__ Work work) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <typename T, Product kProduct, bool kTransposed, class W>
+__device__ __forceinline__ void run_grouped(const W& work) {
     auto& shared = shared_memory<Shared>();
     init_pipeline(shared, !is_second(kProduct));
     gemm::await_cluster();
@@ -289,12 +289,25 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_c
     // Until both CTAs have made their last arrivals, in whichever of them the barriers lie.
     __syncwarp();
     gemm::await_cluster();
+}
+
+template <typename T, Product kProduct, bool kTransposed>
+__global__ void __launch_bounds__(gemm::kThreads, 1) grouped_gemm(const __grid_constant__ Work work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    run_grouped<T, kProduct, kTransposed>(work);
 #endif
 }
 
-// `transposed`: rows of the weight lie side by side.
-// In grouped.dtypes.sm90a.cu.
-template <typename T>
-int launch_product(const Work& work, Product product, bool transposed, int32_t num_ctas, void* stream);
+template <typename T, Product kProduct, bool kTransposed>
+__global__ void __launch_bounds__(gemm::kThreads, 1) ranged_grouped_gemm(const __grid_constant__ RangedWork work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    run_grouped<T, kProduct, kTransposed>(work);
+#endif
+}
+
+// `transposed`: rows of the weight lie side by side. For Work in grouped.dtypes.sm90a.cu, for RangedWork in
+// grouped_ranges.dtypes.sm90a.cu.
+template <typename T, class W>
+int launch_product(const W& work, Product product, bool transposed, int32_t num_ctas, void* stream);
 
 }  // namespace weave::moe_experts

@@ -13,10 +13,18 @@
 
 namespace weave::moe_experts {
 
-// Of all experts, [experts, rows, depth]; strides in elements. That of rows or that of the depth is 1.
-struct Weight {
+// Consecutive experts whose weights are one tensor.
+struct ExpertRange {
     const void* data;
     int64_t experts;
+};
+constexpr int32_t kMostRanges = 8;
+
+// Of all experts, [experts, rows, depth], in one range or several, none of them empty; strides in elements. That of
+// rows or that of the depth is 1.
+struct Weight {
+    ExpertRange ranges[kMostRanges];
+    int32_t num_ranges;
     int64_t rows;
     int64_t expert_stride;
     int64_t row_stride;
@@ -50,6 +58,9 @@ struct Homes {
 
 // Why `device` cannot run them; empty where it can. `addresses` is the or of all addresses and strides in bytes.
 const char* unsupported(DType dtype, int64_t hidden, int64_t inner, uint64_t addresses, int32_t device);
+
+// Weights in several ranges take the kernels of one GEMM each, and have no rows for other ranks: run_both and
+// run_down_home refuse them.
 
 // Whether the kernel of wide.cuh computes a GEMM whose weight is this one: one whose depth lies side by side.
 bool can_be_wide(const Weight& weight);

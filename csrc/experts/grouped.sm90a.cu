@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "experts/both.cuh"
 #include "experts/gather_rows.h"
@@ -38,14 +39,15 @@ Work work_of(const Weight& weight, const Routing& routing, int64_t depth, int64_
     return work;
 }
 
-// Rows `first`, `first + step`, ... of each expert's weight, `count` of them; `step` is 1 where they lie side by side.
-int make_weight_map(CUtensorMap& map, const Weight& weight, DType dtype, int64_t depth, int64_t first, int64_t step,
-                    int64_t count, int32_t box_rows = kBlockRows) {
-    const char* data = static_cast<const char*>(weight.data) + first * weight.row_stride * size_of(dtype);
+// Rows `first`, `first + step`, ... of each of a range's experts, `count` of them; `step` is 1 where they lie side by
+// side.
+int make_weight_map(CUtensorMap& map, const Weight& weight, const ExpertRange& range, DType dtype, int64_t depth,
+                    int64_t first, int64_t step, int64_t count, int32_t box_rows = kBlockRows) {
+    const char* data = static_cast<const char*>(range.data) + first * weight.row_stride * size_of(dtype);
     if (is_transposed(weight))
-        return gemm::make_stack_map(map, data, dtype, weight.experts, depth, count, weight.expert_stride,
+        return gemm::make_stack_map(map, data, dtype, range.experts, depth, count, weight.expert_stride,
                                     weight.depth_stride, kDepth);
-    return gemm::make_stack_map(map, data, dtype, weight.experts, count, depth, weight.expert_stride,
+    return gemm::make_stack_map(map, data, dtype, range.experts, count, depth, weight.expert_stride,
                                 step * weight.row_stride, box_rows);
 }
 
@@ -57,8 +59,8 @@ int32_t num_ctas() {
     return num_sms / gemm::kClusterCtas * gemm::kClusterCtas;
 }
 
-int enqueue(const Work& work, Product product, const Weight& weight, bool wide, DType dtype, void* stream) {
-    if (work.tile_rows < 1 || work.tile_rows > (wide ? kWideRows : kTileRows)) return cudaErrorInvalidValue;
+template <class W>
+int launch(const W& work, Product product, const Weight& weight, bool wide, DType dtype, void* stream) {
     const bool transposed = is_transposed(weight);
     if (dtype == DType::kBFloat16)
         return wide ? launch_wide<__nv_bfloat16>(work, product, num_ctas(), stream)
@@ -67,6 +69,29 @@ int enqueue(const Work& work, Product product, const Weight& weight, bool wide, 
         return wide ? launch_wide<__half>(work, product, num_ctas(), stream)
                     : launch_product<__half>(work, product, transposed, num_ctas(), stream);
     return cudaErrorInvalidValue;
+}
+
+// `make_maps(maps, range)` makes the maps of a range's weight.
+template <class MakeMaps>
+int enqueue(Work& work, Product product, const Weight& weight, bool wide, DType dtype, const MakeMaps& make_maps,
+            void* stream) {
+    if (work.tile_rows < 1 || work.tile_rows > (wide ? kWideRows : kTileRows)) return cudaErrorInvalidValue;
+    if (weight.num_ranges < 1 || weight.num_ranges > kMostRanges) return cudaErrorInvalidValue;
+    if (weight.num_ranges == 1) {
+        const int error = make_maps(work.weight, weight.ranges[0]);
+        return error != cudaSuccess ? error : launch(work, product, weight, wide, dtype, stream);
+    }
+    RangedWork ranged{};
+    static_cast<Work&>(ranged) = work;
+    std::fill_n(ranged.first, kMostRanges, INT32_MAX);
+    int64_t first = 0;
+    for (int32_t i = 0; i < weight.num_ranges; ++i) {
+        const int error = make_maps(ranged.ranges[i], weight.ranges[i]);
+        if (error != cudaSuccess) return error;
+        ranged.first[i] = static_cast<int32_t>(first);
+        first += weight.ranges[i].experts;
+    }
+    return launch(ranged, product, weight, wide, dtype, stream);
 }
 
 Product first_product(const Weight& weight, const Gate& gate) {
@@ -93,13 +118,25 @@ Work first_work(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
 }
 
 // Of gates and of ups where they are found apart, else one.
-int make_first_maps(Work& work, const Weight& weight, const Gate& gate, int64_t hidden, DType dtype) {
+int make_first_maps(CUtensorMap (&maps)[2], const Work& work, const Weight& weight, const ExpertRange& range,
+                    const Gate& gate, int64_t hidden, DType dtype) {
     if (first_product(weight, gate) != Product::kGated)
-        return make_weight_map(work.weight[0], weight, dtype, hidden, 0, 1, weight.rows);
+        return make_weight_map(maps[0], weight, range, dtype, hidden, 0, 1, weight.rows);
     int error = cudaSuccess;
     for (int32_t i = 0; i < 2 && error == cudaSuccess; ++i)
-        error = make_weight_map(work.weight[i], weight, dtype, hidden, i * work.up_bias, work.bias_step, work.width);
+        error = make_weight_map(maps[i], weight, range, dtype, hidden, i * work.up_bias, work.bias_step, work.width);
     return error;
+}
+
+// The same for wide.cuh: one, of both together.
+int make_wide_first_map(CUtensorMap& map, const Work& work, const Weight& weight, const ExpertRange& range,
+                        const Gate& gate, int64_t hidden, DType dtype) {
+    if (first_product(weight, gate) != Product::kGated)
+        return make_weight_map(map, weight, range, dtype, hidden, 0, 1, weight.rows, kWideWeightRows);
+    const int64_t stride = work.bias_step * weight.row_stride, between = work.up_bias * weight.row_stride;
+    return gemm::make_gate_map(map,
+                               {range.data, range.experts, work.width, hidden, weight.expert_stride, stride, between},
+                               dtype, kWideWeightRows / (2 * kOctetRows));
 }
 
 bool is_too_large(const Routing& routing, int32_t choices, int64_t x_stride) {
@@ -113,12 +150,14 @@ int run_second(Product product, const void* inner, int64_t inner_width, const We
     if (routing.num_rows >= kMostNumbers || (wide && !can_be_wide(weight))) return cudaErrorInvalidValue;
     Work work = work_of(weight, routing, inner_width, weight.rows, false, results);
     work.homes = homes;
-    int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width,
-                               wide ? kWideBoxRows : kLoadRows);
-    if (error == cudaSuccess)
-        error = make_weight_map(work.weight[0], weight, dtype, inner_width, 0, 1, weight.rows,
-                                wide ? kWideWeightRows : kBlockRows);
-    return error != cudaSuccess ? error : enqueue(work, product, weight, wide, dtype, stream);
+    const int error = gemm::make_map(work.rows, inner, dtype, routing.num_rows, inner_width, inner_width,
+                                     wide ? kWideBoxRows : kLoadRows);
+    if (error != cudaSuccess) return error;
+    const auto make_maps = [&](CUtensorMap(&maps)[2], const ExpertRange& range) {
+        return make_weight_map(maps[0], weight, range, dtype, inner_width, 0, 1, weight.rows,
+                               wide ? kWideWeightRows : kBlockRows);
+    };
+    return enqueue(work, product, weight, wide, dtype, make_maps, stream);
 }
 
 }  // namespace
@@ -140,23 +179,20 @@ int run_gate_up(const void* x, int64_t x_stride, int64_t hidden, int32_t choices
     const Product product = first_product(weight, gate);
     Work work = first_work(x, x_stride, hidden, choices, weight, routing, gate, inner);
     if (!wide) {
-        const int error = make_first_maps(work, weight, gate, hidden, dtype);
-        return error != cudaSuccess ? error : enqueue(work, product, weight, false, dtype, stream);
+        const auto make_maps = [&](CUtensorMap(&maps)[2], const ExpertRange& range) {
+            return make_first_maps(maps, work, weight, range, gate, hidden, dtype);
+        };
+        return enqueue(work, product, weight, false, dtype, make_maps, stream);
     }
     int error = gather_rows({work.x, work.x_chunks, static_cast<int32_t>(hidden / kChunkElements), choices, gathered},
                             routing, stream);
     if (error == cudaSuccess)
         error = gemm::make_map(work.rows, gathered, dtype, routing.num_rows, hidden, hidden, kWideBoxRows);
     if (error != cudaSuccess) return error;
-    if (product == Product::kGated) {
-        const int64_t stride = work.bias_step * weight.row_stride, between = work.up_bias * weight.row_stride;
-        error = gemm::make_gate_map(
-            work.weight[0], {weight.data, weight.experts, work.width, hidden, weight.expert_stride, stride, between},
-            dtype, kWideWeightRows / (2 * kOctetRows));
-    } else {
-        error = make_weight_map(work.weight[0], weight, dtype, hidden, 0, 1, weight.rows, kWideWeightRows);
-    }
-    return error != cudaSuccess ? error : enqueue(work, product, weight, true, dtype, stream);
+    const auto make_maps = [&](CUtensorMap(&maps)[2], const ExpertRange& range) {
+        return make_wide_first_map(maps[0], work, weight, range, gate, hidden, dtype);
+    };
+    return enqueue(work, product, weight, true, dtype, make_maps, stream);
 }
 
 int run_both(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, const Weight& gate_up,
@@ -165,7 +201,9 @@ int run_both(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, c
     if (routing.num_rows == 0) return cudaSuccess;
     const bool transposed = is_transposed(gate_up);
     const bool tiles_fit = routing.tile_rows >= 1 && routing.tile_rows <= kTileRows;
-    if (is_too_large(routing, choices, x_stride) || transposed != is_transposed(down) || !tiles_fit || lag < 0)
+    const bool one_range = gate_up.num_ranges == 1 && down.num_ranges == 1;
+    if (is_too_large(routing, choices, x_stride) || transposed != is_transposed(down) || !tiles_fit || lag < 0 ||
+        !one_range)
         return cudaErrorInvalidValue;
     BothWork work{};
     work.first = first_work(x, x_stride, hidden, choices, gate_up, routing, gate, inner);
@@ -174,10 +212,11 @@ int run_both(const void* x, int64_t x_stride, int64_t hidden, int32_t choices, c
     work.table = routing.table;
     const int32_t ctas = num_ctas();
     work.lag = groups_of(lag * (ctas / gemm::kClusterCtas), work.first.group, work.first.columns);
-    int error = make_first_maps(work.first, gate_up, gate, hidden, dtype);
+    int error = make_first_maps(work.first.weight, work.first, gate_up, gate_up.ranges[0], gate, hidden, dtype);
     if (error == cudaSuccess)
         error = gemm::make_map(work.second.rows, inner, dtype, routing.num_rows, width, width, kLoadRows);
-    if (error == cudaSuccess) error = make_weight_map(work.second.weight[0], down, dtype, width, 0, 1, down.rows);
+    if (error == cudaSuccess)
+        error = make_weight_map(work.second.weight[0], down, down.ranges[0], dtype, width, 0, 1, down.rows);
     if (error != cudaSuccess) return error;
     const Product first = first_product(gate_up, gate);
     if (dtype == DType::kBFloat16) return launch_both<__nv_bfloat16>(work, first, transposed, ctas, stream);

@@ -78,8 +78,8 @@ __device__ __forceinline__ int32_t first_column(const Part& part, int32_t consum
 
 // One thread. Rows come in boxes of 64, of which each CTA brings every second one to both; what is behind the tile's
 // rows comes with the last box.
-template <Product kProduct>
-__device__ __forceinline__ void load_wide(const Work& work, WideShared& shared) {
+template <Product kProduct, class W>
+__device__ __forceinline__ void load_wide(const W& work, WideShared& shared) {
     constexpr uint16_t kBoth = (1 << gemm::kClusterCtas) - 1;
     const int32_t blocks = work.blocks, cta = static_cast<int32_t>(gemm::cluster_rank());
     gemm::Position<kWideStages> at;
@@ -87,15 +87,16 @@ __device__ __forceinline__ void load_wide(const Work& work, WideShared& shared) 
     for (Parts<true> parts(work); parts.take(part);) {
         const int32_t boxes = (part.octets * kOctetRows + kWideBoxRows - 1) / kWideBoxRows;
         const int32_t weight_row = first_column<kProduct>(part, 0);
+        const WeightPlace place = place_of(work, 0, part.expert);
         for (int32_t block = 0; block < blocks; ++block) {
             fabric::await_phase(&shared.empty[at.stage], at.parity ^ 1);
             uint64_t* full = &shared.full[at.stage];
             fabric::arrive_expecting(full, kWideWeightBytes + boxes * kWideBoxRows * kWideRowBytes);
             if constexpr (kProduct == Product::kGated) {
-                load_gates_and_ups(shared.weight[at.stage], &work.weight[0], block * kDepth, weight_row / kOctetRows,
-                                   part.expert, full);
+                load_gates_and_ups(shared.weight[at.stage], place.map, block * kDepth, weight_row / kOctetRows,
+                                   place.expert, full);
             } else {
-                load_box(shared.weight[at.stage], &work.weight[0], block * kDepth, weight_row, part.expert, full);
+                load_box(shared.weight[at.stage], place.map, block * kDepth, weight_row, place.expert, full);
             }
             for (int32_t box = cta; box < boxes; box += gemm::kClusterCtas)
                 gemm::load_tile_to(kBoth, shared.rows[at.stage] + box * kWideBoxRows * kWideRowBytes, &work.rows,
@@ -286,9 +287,8 @@ __device__ __forceinline__ void store_wide(const Work& work, WideShared& shared,
     }
 }
 
-template <typename T, Product kProduct>
-__global__ void __launch_bounds__(gemm::kThreads, 1) wide_grouped_gemm(const __grid_constant__ Work work) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <typename T, Product kProduct, class W>
+__device__ __forceinline__ void run_wide(const W& work) {
     auto& shared = shared_memory<WideShared>();
     init_pipeline(shared);
     gemm::await_cluster();
@@ -306,11 +306,24 @@ __global__ void __launch_bounds__(gemm::kThreads, 1) wide_grouped_gemm(const __g
     // Until both CTAs have made their last arrivals, in whichever of them the barriers lie.
     __syncwarp();
     gemm::await_cluster();
+}
+
+template <typename T, Product kProduct>
+__global__ void __launch_bounds__(gemm::kThreads, 1) wide_grouped_gemm(const __grid_constant__ Work work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    run_wide<T, kProduct>(work);
 #endif
 }
 
-// In wide.dtypes.sm90a.cu.
-template <typename T>
-int launch_wide(const Work& work, Product product, int32_t num_ctas, void* stream);
+template <typename T, Product kProduct>
+__global__ void __launch_bounds__(gemm::kThreads, 1) ranged_wide_grouped_gemm(const __grid_constant__ RangedWork work) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    run_wide<T, kProduct>(work);
+#endif
+}
+
+// For Work in wide.dtypes.sm90a.cu, for RangedWork in wide_ranges.dtypes.sm90a.cu.
+template <typename T, class W>
+int launch_wide(const W& work, Product product, int32_t num_ctas, void* stream);
 
 }  // namespace weave::moe_experts

@@ -59,4 +59,28 @@ struct Work {
     Homes homes;  // kHome
 };
 
+// The same of weights in several ranges of experts.
+struct RangedWork : Work {
+    CUtensorMap ranges[kMostRanges][2];  // as `weight` of each range
+    int32_t first[kMostRanges];          // expert of each range; beyond all experts where there is none
+};
+
+// Where an expert's weight is found: by which map, and at which place along its experts.
+struct WeightPlace {
+    const CUtensorMap* map;
+    int32_t expert;
+};
+
+__device__ __forceinline__ WeightPlace place_of(const Work& work, int32_t which, int32_t expert) {
+    return {&work.weight[which], expert};
+}
+
+__device__ __forceinline__ WeightPlace place_of(const RangedWork& work, int32_t which, int32_t expert) {
+    int32_t range = 0;
+#pragma unroll
+    for (int i = 1; i < kMostRanges; ++i)
+        range += expert >= work.first[i] ? 1 : 0;
+    return {&work.ranges[range][which], expert - work.first[range]};
+}
+
 }  // namespace weave::moe_experts

@@ -17,7 +17,10 @@ from weaveopt import _native
 ORDERED = ("9ll_packet", "4bulk", "6direct", "8dispatch", "7combine")
 """In the mangled names of kernels that call fabric::begin_call."""
 HOPPER = "sm_90a"
-HOPPER_KERNELS = ("10push_tiles", "7compute", "12grouped_gemm", "17wide_grouped_gemm", "18gather_expert_rows")
+HOPPER_KERNELS = (
+    "10push_tiles", "7compute", "12grouped_gemm", "17wide_grouped_gemm", "19ranged_grouped_gemm",
+    "24ranged_wide_grouped_gemm", "18gather_expert_rows",
+)  # fmt: skip
 """In the mangled names of kernels that need Hopper's own instructions: of sources called `*.sm90a.cu`."""
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from tests.emulation.triton_compiler import Compiled, only_compile
+from tests.graphs.experts_cases import in_ranges
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.activation import ActivationName
 from weaveopt.ops.experts.call import ExpertsCall
@@ -64,6 +65,11 @@ def main() -> None:
         for name, (shape, call) in CASES.items():
             home(shape, call)
             print(json.dumps({"case": f"{name}, home", **made.pop().record()}), flush=True)
+        for name, (shape, call) in CASES.items():
+            gpu.launch(in_ranges(operands_of(shape, call), (3, 29, 32)), call, plan(shape, 132, call.gated))
+            for kernel in made:
+                print(json.dumps({"case": f"{name}, ranges", **kernel.record()}), flush=True)
+            made.clear()
 
 
 def home(shape: Shape, call: ExpertsCall) -> None:

@@ -14,6 +14,7 @@ from tests.graphs import experts_routing
 from tests.graphs.experts_routing import plain
 from weaveopt import _native
 from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.expert_ranges import MAX_RANGES, StackedWeight, tensors_of
 from weaveopt.ops.experts.hopper import activation_number
 from weaveopt.ops.experts.library import combine
 from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
@@ -29,9 +30,15 @@ class NativeCall(ctypes.Structure):
     """`Call` of the library."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "gate_up", "gate_up_bias", "down", "down_bias")),
+        ("x", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p * MAX_RANGES),
+        ("gate_up_bias", ctypes.c_void_p),
+        ("down", ctypes.c_void_p * MAX_RANGES),
+        ("down_bias", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("order", "table", "inner", "results", "gathered")),
-        *((name, ctypes.c_int64) for name in ("rows", "experts", "hidden", "inner_width", "x_stride")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int64 * MAX_RANGES) for name in ("gate_up_experts", "down_experts")),
+        *((name, ctypes.c_int64) for name in ("hidden", "inner_width", "x_stride")),
         *((name, ctypes.c_int32) for name in ("choices", "group", "gated", "interleaved", "activation")),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
@@ -110,10 +117,16 @@ def rows_of(
     def at(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
+    def addresses(weight: StackedWeight) -> ctypes.Array[ctypes.c_void_p]:
+        return (ctypes.c_void_p * MAX_RANGES)(*(each.data_ptr() for each in tensors_of(weight)))
+
+    def counts(weight: StackedWeight) -> ctypes.Array[ctypes.c_int64]:
+        return (ctypes.c_int64 * MAX_RANGES)(*(len(each) for each in tensors_of(weight)))
+
     asked = NativeCall(
-        at(operands.x), at(operands.gate_up), at(operands.gate_up_bias), at(operands.down), at(operands.down_bias),
-        at(order), at(table), at(inner), at(results), at(gathered),
-        shape.rows, shape.experts, shape.hidden, shape.inner, operands.x.stride(0),
+        at(operands.x), addresses(operands.gate_up), at(operands.gate_up_bias), addresses(operands.down),
+        at(operands.down_bias), at(order), at(table), at(inner), at(results), at(gathered),
+        shape.rows, counts(operands.gate_up), counts(operands.down), shape.hidden, shape.inner, operands.x.stride(0),
         shape.choices, group, call.gated, call.interleaved, activation_number(call.activation),
         call.alpha, call.limit, operands.gate_up.stride(2) != 1, num_sms, seed, tile_rows,
         bool(wide & SECOND_WIDE),

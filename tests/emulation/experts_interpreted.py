@@ -19,19 +19,23 @@ import torch
 
 from tests.graphs.experts_cases import (
     CALLS,
+    NUM_RANGES,
     ROUTINGS,
     Sizes,
     expected,
+    in_ranges,
     make_experts,
     make_operands,
     poisoned,
     random_sizes,
+    uneven,
 )
 from tests.graphs.experts_routing import POISON, assert_sorted, empty_table
 from tests.graphs.tolerances import KERNEL, assert_close
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.call import ExpertsCall
 from weaveopt.ops.experts.plan import Plan, plan
+from weaveopt.ops.experts.reference import reference
 from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
 SILU, INTERLEAVED, UNGATED, CLAMPED = CALLS[0], CALLS[1], CALLS[3], CALLS[5]
@@ -81,6 +85,18 @@ def homes(swap: bool) -> None:
     gpu.second_gemm(inner, order, table, weights, addresses, shape, how, 14)
     assert torch.equal(torch.cat(apart), together[0])
     assert (together != -777.0).any() and (together == -777.0).any()
+
+
+def ranges(num_ranges: int, transposed: bool, swap: bool) -> None:
+    """Weights in several tensors: the bits of one tensor, with splits and without; some experts have no rows."""
+    sizes = Sizes(tokens=21, choices=2, experts=9, hidden=51, inner=35, bias=True, transposed=transposed)
+    for routing in ("skewed", "one_expert", "some_foreign"):
+        operands = poisoned(make_operands(sizes, SILU, torch.bfloat16, num_ranges, routing))
+        how = replace(small(plan(checked_shape(operands, SILU), 132), swap=swap), splits=1 + swap)
+        cut = in_ranges(operands, uneven(9, num_ranges), uneven(9, num_ranges)[::-1])
+        want = gpu.launch(operands, SILU, how)
+        assert torch.equal(gpu.launch(cut, SILU, how), want), routing
+        assert_close(want, reference(cut, SILU), KERNEL, routing)
 
 
 def routing(experts: int) -> None:
@@ -143,6 +159,11 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     **{f"routing of {experts}": partial(routing, experts) for experts in (1, 9)},
     **{f"homes swap {swap}": partial(homes, swap) for swap in (False, True)},
+    **{
+        f"{num_ranges} ranges transposed {transposed} swap {swap}": partial(ranges, num_ranges, transposed, swap)
+        for num_ranges in NUM_RANGES
+        for transposed, swap in ((False, False), (True, True))
+    },
     "not finite": not_finite,
     "odd strides": odd_strides,
     "repeats": repeats,

@@ -128,6 +128,7 @@ class World:
             ("Segment", "data_bytes"): 4096, ("Group", "num_processes"): 1, ("Connections", "sockets"): [-1, -1],
             ("Connections", "index"): 1, ("AllReduceNormOfHosts", "ranks"): [[0]],
             ("AllReduceNormOfHosts", "table"): [(8, native.HostExchange.one_shot)], ("ShardedMixture", "last"): 1,
+            ("ExpertWeight", "experts"): 2, ("ExpertWeight", "rows"): 16,
             ("Connections", "socket"): -1, ("Process", "identity"): native.process_identity(1) or "a:1:1:1:1",
         }  # fmt: skip
         if (callee.owner, name) in special:

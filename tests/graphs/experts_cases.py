@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from weaveopt.ops.experts.activation import ActivationName
 from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.expert_ranges import StackedWeight, joined, whole
 from weaveopt.ops.experts.shapes import Operands
 
 Tensor = torch.Tensor
@@ -94,10 +96,34 @@ def make_operands(
     )
 
 
+NUM_RANGES = (1, 2, 3, 8)
+
+
+def uneven(experts: int, num_ranges: int) -> tuple[int, ...]:
+    """Sizes of so many ranges that hold `experts`, some of them empty, where there are more than three."""
+    if num_ranges == 1:
+        return (experts,)
+    sizes = [1, *[0, 1] * (num_ranges // 2)][:num_ranges]
+    sizes[-1] += experts - sum(sizes)
+    return tuple(sizes)
+
+
+def in_ranges(operands: Operands, gate_up: Sequence[int], down: Sequence[int] | None = None) -> Operands:
+    """The same weights in ranges of so many experts, each in memory of its own; `down`: of the second ones, by default
+    as of the first."""
+
+    def cut(weight: StackedWeight, sizes: Sequence[int]) -> StackedWeight:
+        return joined([each.clone() for each in whole(weight).split(list(sizes))])
+
+    return replace(
+        operands, gate_up=cut(operands.gate_up, gate_up), down=cut(operands.down, gate_up if down is None else down)
+    )
+
+
 def expected(operands: Operands, call: ExpertsCall) -> Tensor:
     """Token by token and choice by choice in fp64, rounded nowhere."""
     x, weights, gate_up, down = (
-        t.double().cpu() for t in (operands.x, operands.weights, operands.gate_up, operands.down)
+        t.double().cpu() for t in (operands.x, operands.weights, whole(operands.gate_up), whole(operands.down))
     )
     first_bias, second_bias = (
         None if t is None else t.double().cpu() for t in (operands.gate_up_bias, operands.down_bias)
@@ -156,10 +182,10 @@ def random_sizes(choice: random.Random) -> Sizes:
 
 def poisoned(operands: Operands) -> Operands:
     """Makes weights of experts without a choice, and of remote experts' choices, NaN or infinite."""
-    num_experts = len(operands.gate_up)
+    num_experts = operands.gate_up.shape[0]
     chosen = set(operands.experts.flatten().tolist())
     idle = [e for e in range(num_experts) if e not in chosen]
-    gate_up, down, weights = operands.gate_up.clone(), operands.down.clone(), operands.weights.clone()
+    gate_up, down, weights = whole(operands.gate_up).clone(), whole(operands.down).clone(), operands.weights.clone()
     gate_up[idle], down[idle] = math.nan, math.inf
     foreign = (operands.experts < 0) | (operands.experts >= num_experts)
     weights[foreign] = math.nan

@@ -202,11 +202,11 @@ def test_machine_code_multiplies_and_copies_asynchronously() -> None:
 
 @binary.needs_cuda_part
 def test_machine_code_of_wide_multiplies() -> None:
-    """No row is gathered, and nothing waits between the multiplies of a stage."""
+    """No row is gathered, and nothing waits between the multiplies of a stage; with one range of experts or several."""
     if "sm_90a" not in binary.architectures():
         pytest.skip(f"built for {_native.CUDA_ARCHS}: nothing of it runs on Hopper alone")
     names = [name for name in binary.kernels("sm_90a") if "wide_grouped_gemm" in name]
-    assert len(names) == 6, names
+    assert len(names) == 12 and sum("ranged" in name for name in names) == 6, names
     for name, text in binary.instructions("sm_90a", names).items():
         assert all(f"HGMMA.64x{columns}x16.F32" in text for columns in range(16, 257, 16)), name
         assert "UTMALDG.2D.MULTICAST" in text and "ACQBULK" in text and "LDGSTS" not in text, name

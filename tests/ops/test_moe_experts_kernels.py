@@ -68,6 +68,16 @@ def test_compiled_with_rows_to_several_ranks(case: str) -> None:
     assert down["store_bytes"] == [16] and down["waits_for_grid"], down
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_with_ranges_of_experts(case: str) -> None:
+    """Weights are loaded as those of one tensor are, by as many bytes and multiplied by the same instructions."""
+    lines = lines_of("tests.emulation.experts_compiled", False)
+    for name in ("gate_up", "down"):
+        [whole] = [line for line in lines if (line["case"], line["kernel"]) == (case, name)]
+        [cut] = [line for line in lines if (line["case"], line["kernel"]) == (f"{case}, ranges", name)]
+        assert cut == {**whole, "case": f"{case}, ranges"}
+
+
 MODELS = (
     (2, 4, 6144, 16384),
     (8, 64, 2048, 768),

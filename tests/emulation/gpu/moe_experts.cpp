@@ -46,14 +46,27 @@ int run_clusters(emulated::Size size, const Kernel& kernel) {
     return cudaSuccess;
 }
 
-template <bool kTransposed>
-int enqueue_as(const Work& work, Product product) {
+template <Product kProduct, bool kTransposed>
+void run_product(const Work& work) {
+    grouped_gemm<__nv_bfloat16, kProduct, kTransposed>(work);
+}
+
+template <Product kProduct, bool kTransposed>
+void run_product(const RangedWork& work) {
+    ranged_grouped_gemm<__nv_bfloat16, kProduct, kTransposed>(work);
+}
+
+template <bool kTransposed, class W>
+int enqueue_as(const W& work, Product product) {
     return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
-        if (product == Product::kGated) return grouped_gemm<__nv_bfloat16, Product::kGated, kTransposed>(work);
-        if (product == Product::kPlain) return grouped_gemm<__nv_bfloat16, Product::kPlain, kTransposed>(work);
-        if (product == Product::kPairs) return grouped_gemm<__nv_bfloat16, Product::kPairs, kTransposed>(work);
-        if (product == Product::kHome) return grouped_gemm<__nv_bfloat16, Product::kHome, kTransposed>(work);
-        grouped_gemm<__nv_bfloat16, Product::kDown, kTransposed>(work);
+        if (product == Product::kGated) return run_product<Product::kGated, kTransposed>(work);
+        if (product == Product::kPlain) return run_product<Product::kPlain, kTransposed>(work);
+        if (product == Product::kPairs) return run_product<Product::kPairs, kTransposed>(work);
+        if constexpr (std::is_same_v<W, Work>) {
+            if (product == Product::kHome) return run_product<Product::kHome, kTransposed>(work);
+        }
+        if (product != Product::kDown) throw std::runtime_error("not of that kernel");
+        run_product<Product::kDown, kTransposed>(work);
     });
 }
 
@@ -61,20 +74,30 @@ int enqueue_as(const Work& work, Product product) {
 template <typename T>
 constexpr bool is_tested = std::is_same_v<T, __nv_bfloat16>;
 
-template <typename T>
-int launch_product(const Work& work, Product product, bool transposed, int32_t, void*) {
+template <typename T, class W>
+int launch_product(const W& work, Product product, bool transposed, int32_t, void*) {
     if (!is_tested<T>) return cudaErrorInvalidValue;
     return transposed ? enqueue_as<true>(work, product) : enqueue_as<false>(work, product);
 }
 
-template <typename T>
-int launch_wide(const Work& work, Product product, int32_t, void*) {
+template <Product kProduct>
+void run_wide_product(const Work& work) {
+    wide_grouped_gemm<__nv_bfloat16, kProduct>(work);
+}
+
+template <Product kProduct>
+void run_wide_product(const RangedWork& work) {
+    ranged_wide_grouped_gemm<__nv_bfloat16, kProduct>(work);
+}
+
+template <typename T, class W>
+int launch_wide(const W& work, Product product, int32_t, void*) {
     if (!is_tested<T>) return cudaErrorInvalidValue;
     return run_clusters({gemm::kClusterCtas, gemm::kThreads}, [&] {
-        if (product == Product::kGated) return wide_grouped_gemm<__nv_bfloat16, Product::kGated>(work);
-        if (product == Product::kPlain) return wide_grouped_gemm<__nv_bfloat16, Product::kPlain>(work);
+        if (product == Product::kGated) return run_wide_product<Product::kGated>(work);
+        if (product == Product::kPlain) return run_wide_product<Product::kPlain>(work);
         if (product != Product::kDown) throw std::runtime_error("not of that kernel");
-        wide_grouped_gemm<__nv_bfloat16, Product::kDown>(work);
+        run_wide_product<Product::kDown>(work);
     });
 }
 
@@ -122,12 +145,15 @@ const char* what_is_wrong_with(const int32_t* table, int64_t hidden, int64_t wid
 
 extern "C" {
 
+using weave::moe_experts::kMostRanges;
+
 struct Call {
-    const void *x, *gate_up, *gate_up_bias, *down, *down_bias;
+    const void *x, *gate_up[kMostRanges], *gate_up_bias, *down[kMostRanges], *down_bias;
     const int32_t* order;
     int32_t* table;
     void *inner, *results, *gathered;
-    int64_t rows, experts, hidden, inner_width, x_stride;
+    int64_t rows, gate_up_experts[kMostRanges], down_experts[kMostRanges];  // experts of 0: no such range
+    int64_t hidden, inner_width, x_stride;
     int32_t choices, group, gated, interleaved, activation;
     float alpha, limit;
     int32_t transposed;
@@ -148,12 +174,16 @@ const char* run(const Call* call) {
     seed = call->seed;
     failure.clear();
     const int64_t hidden = call->hidden, width = call->inner_width, rows = call->gated ? 2 * width : width;
-    const auto weight = [call](const void* data, int64_t rows, int64_t depth, const void* bias) {
+    const auto weight = [call](const void* const (&data)[kMostRanges], const int64_t (&experts)[kMostRanges],
+                               int64_t rows, int64_t depth, const void* bias) {
         const bool transposed = call->transposed != 0;
-        return Weight{data, call->experts, rows, rows * depth, transposed ? 1 : depth, transposed ? rows : 1, bias};
+        Weight made{{}, 0, rows, rows * depth, transposed ? 1 : depth, transposed ? rows : 1, bias};
+        for (; made.num_ranges < kMostRanges && experts[made.num_ranges] != 0; ++made.num_ranges)
+            made.ranges[made.num_ranges] = {data[made.num_ranges], experts[made.num_ranges]};
+        return made;
     };
-    const Weight gate_up = weight(call->gate_up, rows, hidden, call->gate_up_bias);
-    const Weight down = weight(call->down, hidden, width, call->down_bias);
+    const Weight gate_up = weight(call->gate_up, call->gate_up_experts, rows, hidden, call->gate_up_bias);
+    const Weight down = weight(call->down, call->down_experts, hidden, width, call->down_bias);
     const Routing routing{call->order, call->table, call->rows, call->group, call->tile_rows};
     const Gate gate{call->gated != 0, call->interleaved != 0, call->activation, call->alpha, call->limit};
     resident = call->resident;

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from weaveopt.ops.experts.activation import Activation
+from weaveopt.ops.experts.expert_ranges import StackedWeight
 
 Tensor = torch.Tensor
 
@@ -38,6 +39,15 @@ class ExpertWeights(NamedTuple):
     """[E, hidden]."""
 
 
+class StackedWeights(NamedTuple):
+    """The same, where each weight may be stored in ranges of experts."""
+
+    gate_up: StackedWeight
+    gate_up_bias: Tensor | None
+    down: StackedWeight
+    down_bias: Tensor | None
+
+
 class Range(NamedTuple):
     """Rows of one expert, of those that are sorted."""
 
@@ -46,7 +56,7 @@ class Range(NamedTuple):
     end: int
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, ranges: Sequence[Range], out: Tensor) -> None:
+def multiply(rows: Tensor, weight: StackedWeight, bias: Tensor | None, ranges: Sequence[Range], out: Tensor) -> None:
     """`out = rows @ weight[expert].T + bias[expert]`, range by range."""
     for expert, first, end in ranges:
         linear(rows[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
@@ -62,7 +72,9 @@ def ranges_of(counts: Sequence[int]) -> list[Range]:
     return ranges
 
 
-def through_experts(rows: Tensor, ranges: Sequence[Range], weights: ExpertWeights, act: Activation) -> Tensor:
+def through_experts(
+    rows: Tensor, ranges: Sequence[Range], weights: ExpertWeights | StackedWeights, act: Activation
+) -> Tensor:
     """[rows, hidden]: what the expert of each range makes of its rows, in their dtype; every row is in a range."""
     inner = rows.new_empty((len(rows), weights.gate_up.shape[1]))
     multiply(rows, weights.gate_up, weights.gate_up_bias, ranges, inner)

@@ -10,8 +10,9 @@ import torch
 
 from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import NativePart, is_built
-from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.by_expert import StackedWeights
 from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.expert_ranges import RangedWeight, StackedWeight
 from weaveopt.ops.experts.plan import TRITON_ROUTING_ROWS, Plan, RowTiles, power_of_two
 from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
@@ -86,7 +87,7 @@ def launch(operands: Operands, call: ExpertsCall, how: Plan) -> Tensor:
 
 
 def first_gemm(
-    x: Tensor, order: Tensor, table: Tensor, weights: ExpertWeights, call: ExpertsCall, shape: Shape, how: Plan
+    x: Tensor, order: Tensor, table: Tensor, weights: StackedWeights, call: ExpertsCall, shape: Shape, how: Plan
 ) -> Tensor:
     """[positions, I], activated. Rows of `x` are contiguous."""
     from weaveopt.ops.experts import kernels
@@ -94,7 +95,7 @@ def first_gemm(
     early, tile = how.early and may_launch_early(x.device), how.gate_up
     inner = x.new_empty((shape.rows, shape.inner))
     kernels.gate_up[(how.max_tiles(shape) * -(-shape.inner // tile.columns),)](
-        x, order, table, weights.gate_up, _dense(weights.gate_up_bias, x), inner,
+        x, order, table, *_ranges(weights.gate_up), _dense(weights.gate_up_bias, x), inner,
         x.stride(0), *weights.gate_up.stride(), shape.choices, call.alpha, call.limit,
         HIDDEN=shape.hidden, INNER=shape.inner, ACT=str(call.activation), CUT=call.limit > 0,
         GATED=call.gated,
@@ -109,7 +110,7 @@ def second_gemm(
     inner: Tensor,
     order: Tensor,
     table: Tensor,
-    weights: ExpertWeights,
+    weights: StackedWeights,
     out: Tensor,
     shape: Shape,
     how: Plan,
@@ -121,7 +122,7 @@ def second_gemm(
     early, tile = how.early and may_launch_early(inner.device), how.down
     assert not rows_of_home or how.splits == 1, f"{how.splits} splits have no sum at another rank"
     kernels.down[(how.max_tiles(shape) * -(-shape.hidden // tile.columns), how.splits)](
-        inner, order, table, weights.down, _dense(weights.down_bias, inner), out,
+        inner, order, table, *_ranges(weights.down), _dense(weights.down_bias, inner), out,
         *weights.down.stride(), rows_of_home or shape.rows,
         HIDDEN=shape.hidden, INNER=shape.inner, BIAS=weights.down_bias is not None, SPLITS=how.splits,
         BLOCK_M=how.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=how.group, SWAP=tile.swap,
@@ -179,7 +180,14 @@ def sort_natively(experts: Tensor, shape: Shape, tile_rows: int, early: bool, or
         raise WeaveError(f"moe_experts: the routing of {shape} was refused: {_native.cuda_error_text(code)}")
 
 
-def _last_offset(weight: Tensor) -> int:
+def _ranges(weight: StackedWeight) -> tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]:
+    """The first range as the kernels take it, the others, and the first expert of each of those."""
+    if isinstance(weight, RangedWeight):
+        return weight.tensors[0], weight.tensors[1:], weight.starts[1:]
+    return weight, (), ()
+
+
+def _last_offset(weight: StackedWeight) -> int:
     """Offset of an expert's last element from its first."""
     return sum((size - 1) * stride for size, stride in zip(weight.shape[1:], weight.stride()[1:], strict=True))
 

@@ -17,8 +17,9 @@ from weaveopt.errors import WeaveError
 from weaveopt.fabrics.traits import NativePart, is_built
 from weaveopt.ops.experts import gpu
 from weaveopt.ops.experts.activation import ActivationName
-from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.by_expert import StackedWeights
 from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.expert_ranges import StackedWeight, tensors_of
 from weaveopt.ops.experts.plan import RowTiles
 from weaveopt.ops.experts.shapes import Operands, Shape, checked_shape
 
@@ -70,9 +71,10 @@ def wide_plan(operands: Operands, shape: Shape) -> HopperPlan:
 
 
 def one_plan(operands: Operands, shape: Shape) -> HopperPlan:
-    """Plan the launch of both GEMMs in one kernel, if their weights have the same layout."""
+    """Plan the launch of both GEMMs in one kernel, if their weights have the same layout and one range each."""
     alike = (operands.gate_up.stride(2) == 1) is (operands.down.stride(2) == 1)
-    return replace(plan(shape), one_kernel=alike)
+    in_one = len(tensors_of(operands.gate_up)) == len(tensors_of(operands.down)) == 1
+    return replace(plan(shape), one_kernel=alike and in_one)
 
 
 def plan_of(kernels: str, operands: Operands, shape: Shape) -> HopperPlan:
@@ -105,8 +107,9 @@ def unsupported(operands: Operands, shape: Shape) -> str:
     if min(stride for weight in weights for stride in weight.stride()) < 1:
         return "an expert's weights have to lie by themselves"
     # Rows that are not contiguous are copied first.
-    tensors = (*weights, operands.x) if operands.x.stride(1) == 1 else weights
-    strides = [stride for each in tensors for stride in each.stride() if stride != 1]
+    rows = (operands.x,) if operands.x.stride(1) == 1 else ()
+    strides = [stride for each in (*weights, *rows) for stride in each.stride() if stride != 1]
+    tensors = (*tensors_of(operands.gate_up), *tensors_of(operands.down), *rows)
     biases = [bias.data_ptr() for bias in (operands.gate_up_bias, operands.down_bias) if bias is not None]
     addresses = [
         *biases,
@@ -140,7 +143,7 @@ def routing_of(order: Tensor, table: Tensor, shape: Shape, how: HopperPlan) -> _
 
 
 def first_gemm(
-    x: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, call: ExpertsCall, shape: Shape, how: HopperPlan
+    x: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, call: ExpertsCall, shape: Shape, how: HopperPlan
 ) -> Tensor:
     """[positions, I], activated. Rows of `x` are contiguous."""
     inner = x.new_empty((shape.rows, shape.inner))
@@ -157,7 +160,7 @@ def first_gemm(
 
 
 def second_gemm(
-    inner: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, results: Tensor, shape: Shape,
+    inner: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, results: Tensor, shape: Shape,
     how: HopperPlan,
 ) -> None:  # fmt: skip
     """Into `results` [1, rows, H]."""
@@ -171,7 +174,7 @@ def second_gemm(
 
 
 def both_gemms(
-    x: Tensor, routing: _native.ExpertRouting, weights: ExpertWeights, call: ExpertsCall, results: Tensor,
+    x: Tensor, routing: _native.ExpertRouting, weights: StackedWeights, call: ExpertsCall, results: Tensor,
     shape: Shape, how: HopperPlan,
 ) -> None:  # fmt: skip
     """Into `results` [1, rows, H], in one kernel. Rows of `x` are contiguous, and `routing` serves one call."""
@@ -210,9 +213,13 @@ def dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def weight_of(weight: Tensor, bias: Tensor | None) -> _native.ExpertWeight:
-    experts, rows, _ = weight.shape
+def weight_of(weight: StackedWeight, bias: Tensor | None) -> _native.ExpertWeight:
+    first, *others = tensors_of(weight)
+    experts, rows, _ = first.shape
     of_expert, of_row, of_depth = weight.stride()
-    return _native.ExpertWeight(
-        weight.data_ptr(), experts, rows, of_expert, of_row, of_depth, 0 if bias is None else bias.data_ptr()
+    made = _native.ExpertWeight(
+        first.data_ptr(), experts, rows, of_expert, of_row, of_depth, 0 if bias is None else bias.data_ptr()
     )
+    for each in others:
+        made.add_range(each.data_ptr(), len(each))
+    return made

@@ -55,6 +55,20 @@ def within(numbers, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def range_of(expert, weight, others, starts):
+    """Base address of the range that has `expert`, and the expert's number in it.
+
+    `weight` is the first range; the others begin with the experts `starts`. With one range nothing is computed.
+    """
+    number = expert
+    for i in tl.static_range(len(others)):
+        beyond = expert >= starts[i]
+        weight = tl.where(beyond, others[i], weight)
+        number = tl.where(beyond, expert - starts[i], number)
+    return weight, number
+
+
+@triton.jit
 def product(
     acc, rows, columns, depth_first, depth_end, stride_rk, stride_ck,
     BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, SWAP: tl.constexpr,
@@ -85,14 +99,16 @@ def product(
 
 @triton.jit(do_not_specialize=["choices"])
 def gate_up(
-    x, order, table, weight, bias, inner, stride_xt, stride_we, stride_wn, stride_wk, choices, alpha, limit,
+    x, order, table, weight, others, starts, bias, inner, stride_xt, stride_we, stride_wn, stride_wk, choices, alpha,
+    limit,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr, CUT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`act(x[token] @ weight[expert].T + bias[expert])` at the row's position, in x's dtype: `inner` [positions, I].
 
-    One program: BLOCK_N columns of a tile, so twice as many rows of the weight where gated.
+    One program: BLOCK_N columns of a tile, so twice as many rows of the weight where gated. `weight` may be the first
+    of several ranges of experts (`range_of`).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -119,7 +135,8 @@ def gate_up(
         numbers = within(numbers // 2, INNER, BLOCK_N) + numbers % 2 * INNER
     else:
         numbers = within(numbers, LAST + 1, WIDTH)
-    columns = weight + expert * stride_we + numbers * stride_wn
+    base, place = range_of(expert, weight, others, starts)
+    columns = base + place * stride_we + numbers * stride_wn
     if SWAP:
         acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     else:
@@ -147,7 +164,7 @@ def gate_up(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def down(
-    inner, order, table, weight, bias, out, stride_we, stride_wn, stride_wk, num_rows,
+    inner, order, table, weight, others, starts, bias, out, stride_we, stride_wn, stride_wk, num_rows,
     HIDDEN: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, HOMES: tl.constexpr, PDL: tl.constexpr,
@@ -176,7 +193,8 @@ def down(
 
     at = block * BLOCK_N + tl.arange(0, BLOCK_N)
     read = within(at, HIDDEN, BLOCK_N)
-    columns = weight + expert * stride_we + read * stride_wn
+    base, place = range_of(expert, weight, others, starts)
+    columns = base + place * stride_we + read * stride_wn
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:

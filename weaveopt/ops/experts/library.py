@@ -7,6 +7,7 @@ import torch
 
 from weaveopt.ops.experts.by_expert import ranges_of, through_experts
 from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.expert_ranges import StackedWeight
 from weaveopt.ops.experts.shapes import Operands, checked_shape
 
 Tensor = torch.Tensor
@@ -57,5 +58,5 @@ def plain(operands: Operands, call: ExpertsCall) -> Tensor:
     return combine(results, operands, (experts >= 0) & (experts < shape.experts))
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+def _linear(rows: Tensor, weight: StackedWeight, bias: Tensor | None, expert: int) -> Tensor:
     return torch.mm(rows, weight[expert].T) if bias is None else torch.addmm(bias[expert], rows, weight[expert].T)

@@ -16,6 +16,11 @@ Shapes: `x` [T, H] bf16, fp16 or fp32; `experts` [T, k] int64; `weights` [T, k] 
 dtype, or None; the result [T, H], contiguous. N1 is 2 * I where the call is gated, else I. `call` is an encoded
 `ExpertsCall`: the activation, and where gate and up are. Sums are in fp32.
 
+Weights may be stored in ranges of consecutive experts: the overload `weave::moe_experts.ranges` takes a list of up to 8
+tensors [any, N1, H] of the same strides in place of `gate_up`, and another one in place of `down`. It computes the same
+as with `torch.cat` of each list, without the copy; empty ranges count for nothing, and with one range the kernels are
+those of one tensor. (`Kernels.ONE` runs the kernels of `Kernels.HOPPER` then.) Biases are one tensor.
+
 A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
 
 Results are the same from call to call, bit by bit. On CPUs the library's GEMMs run, two for each expert that has
@@ -31,10 +36,13 @@ Raises `WeaveError` where shapes or dtypes contradict one another, or `call` is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from weaveopt.ops.experts import gpu, hopper
 from weaveopt.ops.experts.call import ExpertsCall, Kernels, decode
+from weaveopt.ops.experts.expert_ranges import joined
 from weaveopt.ops.experts.library import on_cpu, plain
 from weaveopt.ops.experts.plan import plan
 from weaveopt.ops.experts.shapes import Operands, checked_shape
@@ -53,6 +61,21 @@ def _moe_experts(
     call: str,
 ) -> Tensor:
     operands = Operands(x, experts, weights, gate_up, gate_up_bias, down, down_bias)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
+
+
+def _moe_experts_of_ranges(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    gate_up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    operands = Operands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
     with torch._C._AutoDispatchBelowAutograd():
         return _on_gpu(operands, decode(call)) if x.is_cuda else on_cpu(operands, decode(call))
 
@@ -82,6 +105,21 @@ def _fake(
     return x.new_empty(x.shape)
 
 
+def _fake_of_ranges(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Sequence[Tensor],
+    gate_up_bias: Tensor | None,
+    down: Sequence[Tensor],
+    down_bias: Tensor | None,
+    call: str,
+) -> Tensor:
+    operands = Operands(x, experts, weights, joined(gate_up), gate_up_bias, joined(down), down_bias)
+    checked_shape(operands, decode(call))
+    return x.new_empty(x.shape)
+
+
 _library = torch.library.Library("weave", "FRAGMENT")
 _library.define(
     "moe_experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
@@ -89,6 +127,13 @@ _library.define(
     # Any strides are taken, so Inductor need not copy inputs into the ones that were traced.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
 )
+_library.define(
+    "moe_experts.ranges(Tensor x, Tensor experts, Tensor weights, Tensor[] gate_up, Tensor? gate_up_bias, "
+    "Tensor[] down, Tensor? down_bias, str call) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+)
 for _device in ("CPU", "CUDA"):
     _library.impl("moe_experts", _moe_experts, _device)
+    _library.impl("moe_experts.ranges", _moe_experts_of_ranges, _device)
 torch.library.register_fake("weave::moe_experts", _fake, lib=_library)
+torch.library.register_fake("weave::moe_experts.ranges", _fake_of_ranges, lib=_library)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.expert_ranges import whole
 from weaveopt.ops.experts.shapes import Operands, checked_shape
 
 Tensor = torch.Tensor
@@ -15,13 +16,14 @@ def reference(operands: Operands, call: ExpertsCall) -> Tensor:
     GEMM's bias."""
     shape = checked_shape(operands, call)
     x, experts = operands.x, operands.experts
+    gate_up, down = whole(operands.gate_up), whole(operands.down)
     y = x.new_zeros((shape.tokens, shape.hidden), dtype=torch.float32)
     rows = x.new_zeros((shape.tokens, shape.choices, shape.hidden))
     for expert in range(shape.experts):
         token, choice = torch.where(experts == expert)
-        inner = linear(x[token], operands.gate_up[expert], _row(operands.gate_up_bias, expert))
+        inner = linear(x[token], gate_up[expert], _row(operands.gate_up_bias, expert))
         inner = call.act(inner).to(x.dtype)
-        rows[token, choice] = linear(inner, operands.down[expert], _row(operands.down_bias, expert)).to(x.dtype)
+        rows[token, choice] = linear(inner, down[expert], _row(operands.down_bias, expert)).to(x.dtype)
     own = (experts >= 0) & (experts < shape.experts)
     for at in range(shape.choices):
         weighted = operands.weights[:, at, None].float() * rows[:, at].float()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from weaveopt.errors import WeaveError
-from weaveopt.ops.experts.by_expert import ExpertWeights
+from weaveopt.ops.experts.by_expert import StackedWeights
 from weaveopt.ops.experts.call import ExpertsCall
+from weaveopt.ops.experts.expert_ranges import StackedWeight
 
 Tensor = torch.Tensor
 
@@ -43,14 +44,14 @@ class Operands:
     x: Tensor
     experts: Tensor
     weights: Tensor
-    gate_up: Tensor
+    gate_up: StackedWeight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: StackedWeight
     down_bias: Tensor | None
 
     @property
-    def of_experts(self) -> ExpertWeights:
-        return ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
+    def of_experts(self) -> StackedWeights:
+        return StackedWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
 
 
 def checked_shape(operands: Operands, call: ExpertsCall) -> Shape:
