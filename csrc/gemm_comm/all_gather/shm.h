@@ -1,4 +1,5 @@
-// All-gather over shared memory of rows that a GEMM reads. Meaning and arguments: weaveopt/ops/gemm_comm/all_gather/op.py.
+// All-gather over shared memory of rows that a GEMM reads. Meaning and arguments:
+// weaveopt/ops/gemm_comm/all_gather/op.py.
 //
 //   shard          each rank copies its own into the buffer of the epoch's parity
 //   fence, flag    release, in signal(ready)
