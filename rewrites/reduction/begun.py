@@ -27,21 +27,26 @@ def begun_tasks(candidate: Candidate, lowered: Lowered, structure: Reduction) ->
     if not lowered.begun or candidate.estimate is None:
         return ()
     us = sum(term.us for term in candidate.estimate.terms if term.name not in IN_LINE)
+    reader = _first_reader(structure)
+    ends_before = "" if reader is None else reader.name
+    ctas = next((row.num_ctas for row in lowered.rows if lowered.workload.tokens <= row.max_tokens), 0)
+    begin = structure.reduced.collectives[0].name
+    return (Task(us, Stream.COMMUNICATION, name="exchange", ctas=ctas, begins_after=begin, ends_before=ends_before),)
+
+
+def _first_reader(structure: Reduction) -> fx.Node | None:
+    """The first node that reads a result of the site; None where nobody does."""
     reduced = structure.reduced
     results = [reduced.total, *((reduced.norm.output,) if reduced.norm is not None else ())]
     inside = structure.interior | reduced.passed
-    reader = min(reader for result in results for reader in result.users if reader not in inside)
-    ctas = next((row.num_ctas for row in lowered.rows if lowered.workload.tokens <= row.max_tokens), 0)
-    begin = reduced.collectives[0].name
-    return (Task(us, Stream.COMMUNICATION, name="exchange", ctas=ctas, begins_after=begin, ends_before=reader.name),)
+    return min((reader for result in results for reader in result.users if reader not in inside), default=None)
 
 
 def may_overlap(found: FoundSite) -> bool:
     """True if work of the graph lies between the collective of a site and the first reader of its results."""
     structure = found.structure
     assert isinstance(structure, Reduction), f"{found.site.id}: no reduction"
-    inside, collectives = structure.interior, structure.reduced.collectives
-    first = min((reader for node in inside for reader in node.users if reader not in inside), default=None)
+    inside, collectives, first = structure.interior, structure.reduced.collectives, _first_reader(structure)
     if first is None or len(collectives) > 1:
         return False
     node = collectives[0].next
