@@ -215,7 +215,7 @@ class Ranks:
             leading = (tokens, int(native), kernel.num_ctas or NUM_CTAS)
             rest = (
                 source, begin + at[PARTIAL].offset if in_place else 0, own_residual,
-                _native.ReductionParameters(*pointers, fp32), *outputs,
+                _native.ReductionParameters(*[*pointers, fp32]), *outputs,
             )  # fmt: skip
             bound = _native.GpuAllReduceNorm(self.groups[rank], site)
             enqueue.append(partial(_enqueue, bound, leading, rest))

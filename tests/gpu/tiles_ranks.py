@@ -56,7 +56,7 @@ class Site:
         code = self.native.run_product(
             tokens, _native.TileConfig(*cut), torch.cuda.current_stream().cuda_stream, a.data_ptr(), a.stride(0),
             _native.GemmMatrix(weight.data_ptr(), weight.stride(0), a.shape[1]), residual,
-            _native.ReductionParameters(*pointers, fp32=fp32),
+            _native.ReductionParameters(*[*pointers, 0, fp32]),
             0 if call.norm is None else normalized.data_ptr(),
             0 if call.sum_out is SumOut.NONE else total.data_ptr(),
         )  # fmt: skip
