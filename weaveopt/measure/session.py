@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weaveopt.measure import fit
-from weaveopt.measure.clock import Clock, CpuClock, CudaClock, Sample, barrier
+from weaveopt.measure.clock import Clock, CoarseCpuClock, CpuClock, CudaClock, Sample, barrier
 
 Tell = Callable[[str, int, int], None]
 """(what, steps done, steps in all)."""
@@ -25,7 +25,8 @@ class Session:
         self.device, self.tell, self.quick = device, tell, quick
         self.is_gpu = device.type == "cuda"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.clock: Clock = CudaClock() if self.is_gpu else CpuClock()
+        cpu_clock = CoarseCpuClock if quick else CpuClock
+        self.clock: Clock = CudaClock() if self.is_gpu else cpu_clock()
         self.launch_us = self.eager_us = 0.0
         """Times from kernel to kernel, and of an eager call, measured first on this rank."""
 
