@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import weaveopt
 from tests.graphs import forms
 from tests.graphs.executing import executing
-from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, save
+from tests.graphs.models import FAMILIES, VOCABULARY, Family, load, one_layer, save
 from tests.ranks import run_ranks
 from weaveopt.config import Config
 from weaveopt.errors import AgreementError
@@ -59,19 +59,19 @@ def run_families(rank: int, folder: str) -> dict[str, Choices]:
     named = {each.id: each for each in FAMILIES}
     return {
         "llama": run_family(named["llama"], f"{folder}/llama", (9, 12, 15)),
-        "qwen2": run_family(named["qwen2"], f"{folder}/qwen2", (8,)),
-        "cohere": run_family(named["cohere"], f"{folder}/cohere", (9,)),
+        "qwen2": run_family(one_layer(named["qwen2"]), f"{folder}/qwen2", (8,)),
+        "cohere": run_family(one_layer(named["cohere"]), f"{folder}/cohere", (9,)),
     }
 
 
 def test_logits_of_families_are_those_of_eager(tmp_path: Path) -> None:
     """Token counts that the ranks divide, that they do not, and symbolic ones; biases of q, k and v (Qwen2); attention
-    and MLP in parallel after one LayerNorm (Cohere)."""
+    and MLP in parallel after one LayerNorm (Cohere). Two layers of the first, and one of the others."""
     first, second = run_ranks(run_families, 2, str(tmp_path), timeout_s=420)
     assert first == second
     # The sum of the embedding is no GEMM's; every layer's sums are, and the last one's logits are of all tokens.
     assert first["llama"] == [[first["llama"][0][0], *[RULE] * 4], [first["llama"][1][0], *[RULE] * 4]]
-    assert first["qwen2"][0][1:] == [RULE] * 4 and first["cohere"][0][1:] == [RULE] * 2
+    assert first["qwen2"][0][1:] == [RULE] * 2 and first["cohere"][0][1:] == [RULE]
 
 
 class Layer(nn.Module):
@@ -155,9 +155,10 @@ def run_layers(rank: int) -> tuple[Choices, Choices, Choices, str]:
     trained: list[GraphReport] = []
     torch._dynamo.reset()
     gradients = []
-    for backend in ("eager", executing(FORCED, trained)):
-        model = torch.compile(parallel(), backend=backend, dynamic=False)
-        model(input_of(12)).square().mean().backward()
+    for compiled in (False, True):
+        model = parallel()
+        run = torch.compile(model, backend=executing(FORCED, trained), dynamic=False) if compiled else model
+        run(input_of(12)).square().mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for got, want in zip(*gradients, strict=True):
         close(local(got), local(want), "gradient")
