@@ -42,11 +42,12 @@ class _Stop(Exception):
 
 
 def generated(module: fx.GraphModule, inputs: Sequence[object], arguments: Mapping[str, object]) -> Generated:
-    """Inductor's lowering and scheduling of a graph, without compiling its code."""
+    """Inductor's lowering and scheduling of a graph, of which no code is generated."""
     found: list[Generated] = []
 
     def count(lowering: GraphLowering) -> None:
-        lowering.codegen()
+        lowering.init_wrapper_code()
+        lowering._update_scheduler()
         num_loops = loops_bytes = 0
         calls: list[str] = []
         for node in lowering.scheduler.nodes:
