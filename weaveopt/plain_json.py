@@ -62,14 +62,14 @@ def read(text: str, wrong: Callable[[str, object, str], Exception] | None = None
     try:
         value: Json = msgspec.json.Decoder(float_hook=float).decode(text)
         _check(value, "", wrong or _does_not_fit)
+        # msgspec keeps the last of two fields with one name, which nobody means.
+        repeated = _repeated(json.loads(text, object_pairs_hook=_Object))
     except RecursionError:
         raise JsonError("not JSON that can be read: nested too deeply") from None
     except msgspec.ValidationError as error:
         raise JsonError(_long_number(text) or f"not JSON that can be read: {error}") from None
     except msgspec.DecodeError as error:
         raise JsonError(_malformed(text, str(error))) from None
-    # msgspec keeps the last of two fields with one name, which nobody means.
-    repeated = _repeated(json.loads(text, object_pairs_hook=_Object))
     if repeated is not None:
         raise JsonError(f"not JSON that can be read: two fields {repeated.removeprefix('.')!r}")
     return value

@@ -70,6 +70,7 @@ def items() -> dict[str, Item]:
 
 HOSTS = "needs several hosts: make hosts-demo starts such commands on emulated ones (tests/hosts/demo.py)"
 GPUS = "needs GPUs"
+LANE = "five gigabytes, and what runs this test"
 NOT_RUN = {
     "README.md: make run": "minutes; tests/examples/test_examples.py starts its command with a smaller model",
     "README.md: make test": "what runs this test",
@@ -95,6 +96,8 @@ NOT_RUN = {
     "machines.md: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m weaveopt calibrate --base here.json --output hosts.json": "needs GPUs of several hosts",
     "machines.md: torchrun --nproc-per-node 2 -m tests.gpu.calibrate_hosts --base h100x2 --output hosts.json": GPUS,
+    "versions.md: make test VERSIONS=newest TORCH=torch==2.14.1 VENV=.venv-2.14.1": LANE,
+    "versions.md: make test VERSIONS=newest PYTHON=python3.13 VENV=.venv-3.13": LANE,
     "trainer.md: model = AutoModelForCausalLM.from_pretrained(checkpoint, "
     "distributed_config=DistributedConfig(tp_size=2))": (
         "accelerate wants GPUs for tensor parallelism; tests/examples/test_examples.py runs trainer.py on CPU ranks"

@@ -55,7 +55,7 @@ def _predicted(module: fx.GraphModule) -> tuple[int, int, dict[str, int]]:
             readers.setdefault(value, []).append(index)
     num_loops = loops_bytes = 0
     calls: dict[str, int] = {}
-    for kernel in fuse(lowering.steps):
+    for kernel in fuse(lowering.steps, lowering.device):
         if kernel.call:
             kind = kind_of(lowering.steps[kernel.steps[0]].node.target) or ""
             calls[kind] = calls.get(kind, 0) + 1

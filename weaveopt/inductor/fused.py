@@ -26,24 +26,29 @@ class LoopKernel:
     elements: int
     reduced: int
     call: bool
+    rows: tuple[int, ...]
+    """Sizes of the outer loops that all steps have; none where the elements are tiled anew."""
     parents: set[int] = field(default_factory=set)
     """Steps that make what it reads."""
 
 
-def fuse(steps: Sequence[Step]) -> list[LoopKernel]:
+def fuse(steps: Sequence[Step], device: str) -> list[LoopKernel]:
     """Kernels in the order of their last steps."""
+    # Code for CPUs keeps the loops as they were lowered; Triton tiles the elements anew.
+    keeps_loops = device == "cpu"
     kernels: list[LoopKernel] = []
     kernel_of: list[LoopKernel] = []
     writers: dict[int, list[int]] = {}
     readers: dict[tuple[int, object], list[int]] = {}
     for index, step in enumerate(steps):
         parents = {writer for value, _ in step.reads for writer in writers.get(value, ())}
-        mine = LoopKernel([index], step.elements, step.reduced, step.call, parents)
+        rows = step.rows if keeps_loops else ()
+        mine = LoopKernel([index], step.elements, step.reduced, step.call, rows, parents)
         kernel_of.append(mine)
         kernels.append(mine)
         if not (step.call or step.scattered):
             for partner in _partners(step, steps, kernel_of, writers, readers):
-                if partner is not mine and _fits(mine, partner) and not _apart(mine, partner, kernel_of):
+                if partner is not mine and _fits(partner, mine) and not _apart(mine, partner, kernel_of):
                     mine = _joined(partner, mine, kernel_of)
         for place in step.reads:
             readers.setdefault(place, []).append(index)
@@ -63,7 +68,9 @@ def _partners(
     """Kernels that share memory with a step, those that share most first."""
     shared: dict[int, int] = {}
     for place, size in step.reads.items():
-        for other in writers.get(place[0], ()):
+        parts = writers.get(place[0], ())
+        # A reader of what several steps write (a concatenation) needs them all first.
+        for other in parts if len(parts) == 1 else ():
             # Only a value that is read as it was written needs not to be written first.
             if not (steps[other].call or steps[other].scattered) and size >= steps[other].written_bytes:
                 shared[other] = shared.get(other, 0) + 2 * size
@@ -74,15 +81,29 @@ def _partners(
     return [kernel_of[other] for other in sorted(enough, key=lambda other: -shared[other])]
 
 
-def _fits(a: LoopKernel, b: LoopKernel) -> bool:
-    """True if two loop nests run over the same elements; a reduction also fuses with producers or consumers of its
-    rows."""
-    if a.call or b.call or len(a.steps) + len(b.steps) > _MAX_STEPS:
+def _fits(first: LoopKernel, last: LoopKernel) -> bool:
+    """True if two loop nests run over the same elements, or share the outer loops.
+
+    The latter are a reduction with producers or consumers of its rows, and for CPUs point-wise work with its consumer
+    for each row.
+    """
+    if first.call or last.call or len(first.steps) + len(last.steps) > _MAX_STEPS:
         return False
-    if a.reduced == b.reduced:
-        return a.elements == b.elements
-    pointwise, reduction = (a, b) if a.reduced == 1 else (b, a)
-    return pointwise.reduced == 1 and pointwise.elements in (reduction.elements, reduction.elements * reduction.reduced)
+    if first.reduced == last.reduced == 1:
+        return first.elements == last.elements or _nested(first, last)
+    if first.reduced == last.reduced:
+        return first.elements == last.elements
+    pointwise, reduction = (first, last) if first.reduced == 1 else (last, first)
+    return pointwise.reduced == 1 and pointwise.elements in (
+        reduction.elements,
+        reduction.elements * reduction.reduced,
+    )
+
+
+def _nested(first: LoopKernel, last: LoopKernel) -> bool:
+    """True if `last` reads what `first` makes, and its outer loops are the loops of `first`."""
+    reads = not last.parents.isdisjoint(first.steps)
+    return reads and len(first.rows) > 0 and last.rows[: len(first.rows)] == first.rows
 
 
 def _apart(a: LoopKernel, b: LoopKernel, kernel_of: Sequence[LoopKernel]) -> bool:
@@ -111,6 +132,7 @@ def _joined(into: LoopKernel, kernel: LoopKernel, kernel_of: list[LoopKernel]) -
         into.elements, into.reduced = kernel.elements, kernel.reduced
     into.steps = sorted((*into.steps, *kernel.steps))
     into.parents |= kernel.parents
+    into.rows = min(into.rows, kernel.rows, key=len)
     for step in kernel.steps:
         kernel_of[step] = into
     return into

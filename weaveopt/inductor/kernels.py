@@ -162,7 +162,7 @@ def _kernels(
             readers.setdefault(value, []).append(index)
     found: list[Kernel] = []
     scaling = lowering.scaling(tokens) if tokens else frozenset()
-    for loops in fuse(steps):
+    for loops in fuse(steps, lowering.device):
         node = max((steps[index].node for index in loops.steps), key=order.__getitem__)
         if not loops.call:
             moved, fixed = traffic_of(loops, steps, readers, lowering.escaping, lowering.sizes, scaling)

@@ -78,6 +78,9 @@ class Step:
     call: bool
     scattered: bool = False
     """Written wherever an index says: joined with nothing."""
+    rows: tuple[int, ...] = ()
+    """Sizes of the loops over the results, outermost first; one for all dimensions where elements are read in their
+    order."""
 
 
 @cache

@@ -18,6 +18,7 @@ from weaveopt.graph.values import (
     has_rows,
     layout_of,
     num_elements,
+    shape_of,
     tensor_inputs,
     tensors_of,
     touched_bytes,
@@ -53,7 +54,8 @@ class Lowering:
         """Stored values that outlive the graph."""
         self.sizes: dict[int, int] = {}
         """Value -> bytes."""
-        self._device = device
+        self._elements: dict[int, int] = {}
+        self.device = device
         self._views: dict[fx.Node, View] = {}
         self._num_values = 0
         self._made_by: dict[int, fx.Node] = {}
@@ -130,7 +132,8 @@ class Lowering:
         self._made_by[self._num_values] = node
         values = tensors_of(node)
         num_bytes = self.sizes[self._num_values] = sum(bytes_of(value) for value in values)
-        return Value(self._num_values, num_bytes, max(map(num_elements, values), default=0), node, stored)
+        elements = self._elements[self._num_values] = max(map(num_elements, values), default=0)
+        return Value(self._num_values, num_bytes, elements, node, stored)
 
     def _whole(self, value: Value) -> View:
         return View(value, None, value.num_bytes)
@@ -186,7 +189,7 @@ class Lowering:
                 return
             if name_of(node.all_input_nodes[0].target)[1] == "empty":
                 inputs = inputs[1:]
-        if name in ("cat", "stack") and self._device == "cpu" and inputs:
+        if name in ("cat", "stack") and self.device == "cpu" and inputs:
             self._concatenate(node, inputs)
             return
         if name == "empty" or name.startswith("new_empty"):
@@ -253,11 +256,11 @@ class Lowering:
         if view is None or view.value.stored:
             return
         value, users = view.value, list(node.users)
-        large = value.num_ops > MAX_OPS.get(self._device, 30)
-        if large or len(value.reads) > MAX_READS.get(self._device, 8):
+        large = value.num_ops > MAX_OPS.get(self.device, 30)
+        if large or len(value.reads) > MAX_READS.get(self.device, 8):
             self._store(value)
         elif len(users) > 1:
-            costly = len(value.reads) > MAX_READS_OF_REUSED or (value.heavy and self._device == "cpu")
+            costly = len(value.reads) > MAX_READS_OF_REUSED or (value.heavy and self.device == "cpu")
             called = len(value.reads) > 1 and any(kind_of(user.target) is not None for user in users)
             if costly or called or any(user.op == "output" for user in users):
                 self._store(value)
@@ -269,6 +272,15 @@ class Lowering:
         return value.number
 
     def _write(self, loops: Value, into: int, num_bytes: int, scattered: bool = False) -> None:
-        self.steps.append(
-            Step(loops.node, loops.reads, (into,), num_bytes, loops.elements, loops.reduced, False, scattered)
+        in_order = loops.reduced == 1 and all(
+            layout is None and self._elements[number] == loops.elements for number, layout in loops.reads
         )
+        rows = (loops.elements,) if in_order else _loops_over(loops.node)
+        self.steps.append(
+            Step(loops.node, loops.reads, (into,), num_bytes, loops.elements, loops.reduced, False, scattered, rows)
+        )
+
+
+def _loops_over(node: fx.Node) -> tuple[int, ...]:
+    values = tensors_of(node)
+    return tuple(size for size in shape_of(values[0]) if size != 1) if values else ()
