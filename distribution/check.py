@@ -45,6 +45,14 @@ def wheel(path: Path, python: Interpreter, folder: Path, cuda: bool, complete: b
     installed(path, python, folder, cuda, complete)
 
 
+def environment(python: Interpreter, folder: Path) -> Path:
+    """The interpreter of a new environment in `folder` that holds nothing but pip, as another one's pip may know no
+    later Python than its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python.path, "-m", "venv", folder], check=True)
+    return folder / "bin" / "python"
+
+
 def installed(path: Path, python: Interpreter, folder: Path, cuda: bool, complete: bool) -> None:
     """Raises `SystemExit` unless the wheel runs in a new environment in `folder`, with no compiler on PATH.
 
@@ -54,11 +62,9 @@ def installed(path: Path, python: Interpreter, folder: Path, cuda: bool, complet
     with zipfile.ZipFile(path) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Metadata.from_email(archive.read(name), validate=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([python.path, "-m", "venv", "--without-pip", folder], check=True)
-    inside = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(inside), "install", "-q"]
-    subprocess.run([*pip, *(() if complete else ("--no-deps",)), str(path)], check=True)
+    inside = environment(python, folder)
+    pip = [str(inside), "-m", "pip", "install", "-q", *(() if complete else ("--no-deps",))]
+    subprocess.run([*pip, str(path)], check=True)
     own = f"{sys.version_info[0]}.{sys.version_info[1]}" == python.release
     if own and not complete:
         (site,) = (folder / "lib").glob("python*/site-packages")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pybind11
 import pytest
 
+from distribution import check
 from distribution.pythons import Interpreter, examined, find, releases
 from weaveopt.versions import PYTHON
 
@@ -53,6 +54,16 @@ def test_sources_compile_without_a_warning(python: Interpreter) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 500
+
+
+@pytest.mark.parametrize("python", OTHERS, ids=lambda python: python.release)
+def test_its_environments_install_wheels(python: Interpreter, tmp_path: Path) -> None:
+    """Each by its own pip: Debian 12's fails for a Python 3.12."""
+    inside = check.environment(python, tmp_path / "empty")
+    command = [str(inside), "-m", "pip", "install", "--no-index", "--dry-run", "pip"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"python{python.release}/site-packages" in done.stdout
 
 
 @pytest.mark.parametrize("python", OTHERS, ids=lambda python: python.release)
