@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib.util
 import math
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from weaveopt.cost_model import Machine
 
 NUM_STEPS = 5
+RULES = "weaveopt.rewrites."
+"""What modules of rules begin with."""
 MORE = "more: --full, --why SITE, --format json"
 
 
@@ -98,10 +100,12 @@ def explain(asked: Question, on_step: Callable[[str], None] = lambda _: None) ->
 
 
 def rule_names() -> tuple[str, ...]:
-    """Every rule, by the files and folders that are the rules: importing them would import torch."""
+    """Every rule, by the imports of the file that lists them: to execute it would import torch."""
     found = importlib.util.find_spec("weaveopt.rewrites")
-    assert found is not None and found.submodule_search_locations is not None
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations)))
+    assert found is not None and found.origin is not None
+    statements = ast.parse(Path(found.origin).read_text(encoding="utf-8")).body
+    modules = [node.module or "" for node in statements if isinstance(node, ast.ImportFrom)]
+    return tuple(sorted(name.removeprefix(RULES).partition(".")[0] for name in modules if name.startswith(RULES)))
 
 
 def request_of(asked: Question, source: Source, machine: Machine) -> Request:
