@@ -15,9 +15,9 @@ class Supported:
 
 
 PYTHON = Supported("python", "3.11", ("3.11", "3.13", "3.14"))
-TORCH = Supported("torch", "2.11", ("2.13", "2.14", "2.15"))
+TORCH = Supported("torch", "2.11", ("2.11", "2.13", "2.14", "2.15"))
 TRANSFORMERS = Supported("transformers", "5.23", ("5.23", "5.24"))
-ACCELERATE = Supported("accelerate", "1.10", ("1.15",))
+ACCELERATE = Supported("accelerate", "1.10", ("1.10", "1.15"))
 
 SUPPORTED = (PYTHON, TORCH, TRANSFORMERS, ACCELERATE)
 """One row a package, as `docs/versions.md` shows them."""

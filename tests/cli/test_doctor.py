@@ -112,7 +112,7 @@ def test_versions_compare_by_number(found: str, minimum: str, enough: bool) -> N
     [
         ("torch", "99.1.0+cu999", "newer than any that was tested"),
         ("transformers", "99.0.0", "newer than any that was tested"),
-        ("accelerate", "1.10.1", "never tested"),
+        ("accelerate", "1.11.0", "never tested"),
         ("python", "3.99.0", "newer than any that was tested"),
     ],
 )
