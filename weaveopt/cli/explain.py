@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_STEPS = 5
 RULES = "weaveopt.rewrites."
-"""What modules of rules begin with."""
+"""Prefix of the modules that hold rules."""
 MORE = "more: --full, --why SITE, --format json"
 
 
