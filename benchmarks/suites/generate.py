@@ -88,9 +88,13 @@ def make(place: Place, name: str, layers: int) -> PreTrainedModel:
     config = LlamaConfig(**{**SHAPES[name].to_diff_dict(), "num_hidden_layers": num_layers(name, layers)})
     distributed, _, mesh = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(tp_size=place.world))
     torch.manual_seed(0)
+    # In the order of from_pretrained: shared weights are joined after they were sharded.
+    is_tied, config.tie_word_embeddings = config.tie_word_embeddings, False
     with place.device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model = LlamaForCausalLM.maybe_distribute_model(model, distributed, mesh).eval()
+    config.tie_word_embeddings = model.config.tie_word_embeddings = is_tied
+    model.tie_weights()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
