@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def run(operands: Operands, call: ExpertsCall, kernels: Kernels) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.weave.moe_experts(
+    result: torch.Tensor = torch.ops.weave.moe_experts.ranges(
         operands.x, operands.experts, operands.weights, [*tensors_of(operands.gate_up)], operands.gate_up_bias,
         [*tensors_of(operands.down)], operands.down_bias, replace(call, kernels=kernels).encode(),
     )  # fmt: skip

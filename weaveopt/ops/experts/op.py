@@ -19,7 +19,9 @@ dtype, or None; the result [T, H], contiguous. N1 is 2 * I where the call is gat
 Weights may be stored in ranges of consecutive experts: the overload `weave::moe_experts.ranges` takes a list of up to 8
 tensors [any, N1, H] of the same strides in place of `gate_up`, and another one in place of `down`. It computes the same
 as with `torch.cat` of each list, without the copy; empty ranges count for nothing, and with one range the kernels are
-those of one tensor. (`Kernels.ONE` runs the kernels of `Kernels.HOPPER` then.) Biases are one tensor.
+those of one tensor. (`Kernels.ONE` runs the kernels of `Kernels.HOPPER` then.) Biases are one tensor. Name the overload
+in the call: torch finds it for lists by a failed try of the other one, which prints the arguments, and a CUDA graph
+captures no print.
 
 A choice outside of 0 to E - 1 contributes nothing, whatever its weight. Experts that nobody chose are not read.
 
