@@ -87,6 +87,9 @@ def _arguments(node: ast.FunctionDef) -> tuple[Argument, ...]:
     )
 
 
+HAS_GPU = Path("/dev/nvidia0").exists()
+
+
 class World:
     """Objects and arguments that are right: a group of one rank, with sites that fit its arena."""
 
@@ -128,7 +131,7 @@ class World:
             ("Segment", "data_bytes"): 4096, ("Group", "num_processes"): 1, ("Connections", "sockets"): [-1, -1],
             ("Connections", "index"): 1, ("AllReduceNormOfHosts", "ranks"): [[0]],
             ("AllReduceNormOfHosts", "table"): [(8, native.HostExchange.one_shot)], ("ShardedMixture", "last"): 1,
-            ("ExpertWeight", "experts"): 2, ("ExpertWeight", "rows"): 16,
+            ("ExpertWeight", "experts"): 2, ("ExpertWeight", "rows"): 16, ("StreamCrossing", "current"): 0,
             ("Connections", "socket"): -1, ("Process", "identity"): native.process_identity(1) or "a:1:1:1:1",
         }  # fmt: skip
         if (callee.owner, name) in special:
@@ -141,6 +144,8 @@ class World:
             return native.ReductionParameters(*[self.address] * 7, 0)
         if kind == "Connections":
             return native.Connections([-1], 0, 1, 0)
+        if kind == "SideStream":
+            return native.SideStream(0) if HAS_GPU else None
         if kind.endswith("Site") or kind in ("Layout", "NormSpec"):
             return self.site(kind)
         if "Segment" in kind:
@@ -159,6 +164,8 @@ class World:
         native, kind, name = self.native, argument.kind, argument.name
         if name in ADDRESSES:
             return (0, None, -1, 2**64)
+        if name == "current":  # a stream's handle, which nobody can examine: as an address
+            return (None, 1.5, "1", 2**64)
         if name == "data_bytes" or (callee.owner, name) == ("Connections", "timeout_s"):
             return (-1, 0, 2**50, 2**63, 2**64 - 1, 2**64 - 4096, float("nan"), -1.0, None)
         if kind == "int":
@@ -212,7 +219,7 @@ STATES = ((), ("enter",), ("enter", "dispatch"), ("enter", "dispatch", "collect"
 
 def needs_gpu(owner: str) -> bool:
     """True for classes whose objects can be made on a host with a GPU only, where there is none."""
-    return (owner == "PeerGroup" or owner.startswith("Gpu")) and not Path("/dev/nvidia0").exists()
+    return (owner in ("PeerGroup", "SideStream", "StreamCrossing") or owner.startswith("Gpu")) and not HAS_GPU
 
 
 def _receiver(world: World, callee: Callee, steps: tuple[str, ...]) -> object | None:

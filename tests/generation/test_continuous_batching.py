@@ -29,7 +29,7 @@ def tokens(model: PreTrainedModel, compiled: CompileConfig | None) -> list[list[
 
 def test_compiled_batches_make_eagers_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything of weave but Inductor's code, whose C++ takes half a minute to compile."""
-    monkeypatch.setattr(seams, "compile_graph", lambda module, *_: make_boxed_func(module.forward))
+    monkeypatch.setattr(seams, "compile_graph", lambda module, *_, order: make_boxed_func(module.forward))
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=1)
     eager = tokens(model, None)

@@ -95,7 +95,8 @@ class TcpSite(ShmSite):
             super()._fail(code)
         except WeaveError as error:
             if code not in (int(_native.Code.BUSY), int(_native.Code.FORKED)):
-                memory.error = first or error
+                # Of its own, without a traceback: that would hold this site, and so the connections, open.
+                memory.error = first or type(error)(str(error))
             raise
 
 
