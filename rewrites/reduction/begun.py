@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
-from weaveopt.graph.pattern import SHAPE_ONLY, is_call, tensor_of
+from weaveopt.graph.pattern import SHAPE_ONLY, is_call
 from weaveopt.graph.splice import call_after
+from weaveopt.inductor.calls import ATTENTION, GEMM, kind_of
 from weaveopt.records.candidate import Candidate
 from weaveopt.records.task import Stream, Task
 from weaveopt.rewrites.reduction.candidates import Lowered
@@ -43,7 +44,8 @@ def _first_reader(structure: Reduction) -> fx.Node | None:
 
 
 def may_overlap(found: FoundSite) -> bool:
-    """True if work of the graph lies between the collective of a site and the first reader of its results."""
+    """True if GEMMs or attention lie between the collective of a site and the first reader of its results: kernels
+    that are long enough to hide an exchange."""
     structure = found.structure
     assert isinstance(structure, Reduction), f"{found.site.id}: no reduction"
     inside, collectives, first = structure.interior, structure.reduced.collectives, _first_reader(structure)
@@ -51,8 +53,7 @@ def may_overlap(found: FoundSite) -> bool:
         return False
     node = collectives[0].next
     while node is not first:
-        others = node.op == "call_function" and node not in inside and not is_call(node, SHAPE_ONLY | WAIT)
-        if others and tensor_of(node) is not None:
+        if node.op == "call_function" and node not in inside and kind_of(node.target) in (GEMM, ATTENTION):
             return True
         node = node.next
     return False

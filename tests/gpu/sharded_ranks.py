@@ -20,6 +20,7 @@ from weaveopt.fabrics import peer, topology
 from weaveopt.fabrics.rows_call import memory_plan
 from weaveopt.ops.experts.by_expert import ExpertWeights
 from weaveopt.ops.experts.call import ExpertsCall, Kernels
+from weaveopt.ops.experts.expert_ranges import whole
 from weaveopt.ops.experts.reference import reference
 from weaveopt.ops.experts.shapes import Operands
 from weaveopt.ops.experts.sharded.call import ExpertExchangeCall
@@ -153,9 +154,9 @@ def make_case(form: Form, routing: str, counts: Sequence[int], place: Place, see
         )
     own = slice(place.rank * form.experts, (place.rank + 1) * form.experts)
     operands = ExpertWeights(
-        every.gate_up[own],
+        whole(every.gate_up)[own],
         None if every.gate_up_bias is None else every.gate_up_bias[own],
-        every.down[own],
+        whole(every.down)[own],
         None if every.down_bias is None else every.down_bias[own],
     )
     owner = torch.where(is_someones, experts // form.experts, -1)

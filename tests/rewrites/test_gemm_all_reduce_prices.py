@@ -22,7 +22,7 @@ def test_the_best_of_all_divisions_is_found(name: str, hidden: int) -> None:
     exchanges = [Exchange(fabric, algorithm) for algorithm in algorithms]
     if fabric is Fabric.PEER:
         made = [exchange_of(kernel, fabric, machine) for kernel in kernel_variants(machine, fabric, hidden, 2, 1)]
-        exchanges = [each for each in made if each.beside is not None]
+        exchanges = [each for each in made if each.contention is not None]
     num_compared = 0
     for tokens in (64, 300, 1024, 2048, 5000, 16384):
         for depth in (1024, 7168):
