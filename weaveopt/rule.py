@@ -147,11 +147,7 @@ class Proposal:
         """True if its kernels wait for peers in turn with the graph's computation, not on the communication stream."""
         if not self.tasks:
             return bool(site.groups)
-        return any(
-            task.waits_for_peers if task.stream is Stream.COMPUTE else
-            task.stream is Stream.COMMUNICATION and not task.is_open
-            for task in self.tasks
-        )  # fmt: skip
+        return any(task.stream is Stream.COMMUNICATION and not task.is_open for task in self.tasks)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_two_halves_hide_each_others_exchanges() -> None:
     )  # fmt: skip
     assert made(*halves).us == 20.0 and made(*halves).exposed_us == 0.0
     unknown = made(*halves, machine=NOBODY)
-    assert not unknown.is_measured and (unknown.us, unknown.upper.us) == (20.0, 28.0)
+    assert unknown.schedule.not_measured and (unknown.us, unknown.upper.us) == (20.0, 28.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -77,7 +77,7 @@ def test_without_overlap_it_is_the_sum_bit_by_bit(seed: int) -> None:
         places.append(kernel(name, us) if numbers.random() < 0.6 else exchange(name, us, following))
     for machine in (FREE, NOBODY):
         found = made(*places, machine=machine)
-        assert found.us == found.upper.us == total and found.is_measured
+        assert found.us == found.upper.us == total and not found.schedule.not_measured
 
 
 def test_places_may_come_in_any_order() -> None:

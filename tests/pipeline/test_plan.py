@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.graphs.toys import Offer
 from weaveopt.pipeline.plan import Planned, plan
 from weaveopt.records.candidate import Fabric
 from weaveopt.records.memory import Buffer, Lifetime, MemoryPlan, PlacedBuffer
-from weaveopt.rule import BufferRequest, Memory
+from weaveopt.rule import BufferRequest, CapturedGraph, Chosen, Context, Exposure, Memory, Placement
 
 HEADER_BYTES = 132 << 10
 """Header of the arena of a GPU group: csrc/fabric/arena.h."""
@@ -161,6 +162,38 @@ def test_a_buffer_that_is_read_later_keeps_its_bytes() -> None:
     assert (rows.first, rows.last) == (0, 1)
     assert calls[0].offset != rows.offset, "lives together with it"
     assert calls[1].offset == rows.offset
+
+
+class Owning:
+    """A graph rule whose own operators keep rows in the arena."""
+
+    name = "owning"
+
+    def variants(self, captured: CapturedGraph, exposure: Exposure, context: Context) -> tuple[CapturedGraph, ...]:
+        return ()
+
+    def graph_memory(self, variant: CapturedGraph, context: Context) -> dict[str, tuple[Fabric, Memory]]:
+        return {"0": (Fabric.SHM, memory(Buffer("own", 4096), channel="own"))}
+
+    def settle_graph(
+        self, variant: CapturedGraph, chosen: Sequence[Chosen], placements: Mapping[str, Placement], context: Context
+    ) -> None: ...
+
+
+def test_memory_of_a_variant_is_in_use_as_long_as_its_graph_runs() -> None:
+    graph = toys.Graph()
+    for _ in range(3):
+        needing(graph, Buffer("call", 4096))
+    known = toys.context()
+    decided = toys.chose(graph, toys.Toy(), known)
+    captured = replace(decided.priced.captured, variant="halves", rule="owning")
+    rules = replace(toys.rules(toys.Toy()), graph_rules=(Owning(),))
+    found = plan(replace(decided, priced=replace(decided.priced, captured=captured)), rules, known)
+    own = found.of_variant(captured)["0"]
+    assert (own.buffers["own"].first, own.buffers["own"].last, own.channel) == (0, 3, 1)
+    calls = [found.placements[f"s{index}"].buffers["call"] for index in range(3)]
+    assert len({each.offset for each in calls}) == 1 and calls[0].offset != own.buffers["own"].offset
+    assert plan(decided, rules, known).of_variant(decided.priced.captured) == {}, "the captured graph has no such rule"
 
 
 def test_who_reads_a_buffer_last_has_to_be_told() -> None:

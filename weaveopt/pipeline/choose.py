@@ -45,9 +45,7 @@ def choose(
     compared.extend(Variant(each.variant, each.rule, rejections=each.rejections) for each in refused)
     regime = regimes[0]
     if len(decided) > 1 and regime is not None:
-        for other in (regimes[winner],) if regimes[winner] is not None else ():
-            regime = _common(regime, other)
-        regime = _with_same_winner(winner, decided, regime, context)
+        regime = _with_same_winner(winner, decided, _common(regime, regimes[winner]), context)
     return ChosenGraph(decided[winner], tuple(compared), regime)
 
 

@@ -243,14 +243,14 @@ def run(
     return state
 
 
-class Compile(Protocol):
+class CompilesGraph(Protocol):
     """Inductor's compile of the graph that its module holds."""
 
     def __call__(self, *, order: Order) -> object: ...
 
 
 def in_order(
-    done: Compilation, compile_graph: Compile, correct: Callable[[GraphReport], None]
+    done: Compilation, compile_graph: CompilesGraph, correct: Callable[[GraphReport], None]
 ) -> tuple[object, Compilation]:
     """Result of Inductor for the graph, and the compilation that it belongs to.
 

@@ -119,7 +119,7 @@ class PricedGraph:
         return max(self.order[node] for node in nodes)
 
     def _placed(self, kernel: Kernel) -> Placed:
-        """A kernel at its place; a collective of the library runs until the first reader of its wait."""
+        """A kernel at its place; a collective of the library runs until its wait."""
         us = self.surroundings.us(kernel, self.ratio)
         if kernel.kind != COLLECTIVE:
             return Placed(self.order[kernel.node], (Task(us, name=kernel.name),))

@@ -21,7 +21,7 @@ from itertools import combinations, product
 import torch.fx as fx
 
 from weaveopt.inductor.kernels import Kernel, Surroundings, within
-from weaveopt.pipeline.flights import flights, waits_excluded
+from weaveopt.pipeline.open_exchanges import open_exchanges, waits_excluded
 from weaveopt.records.candidate import Estimate, Rejection, Term
 from weaveopt.records.site import TokenCounts
 from weaveopt.rule import (
@@ -218,8 +218,8 @@ class Frame:
                 for interaction in rule.interactions(self.sites)
             )
         )
-        self._flights = flights(captured.graph, self.sites)
-        pairs = [pair for flight in self._flights for pair in flight.pairs]
+        self._open = open_exchanges(captured.graph, self.sites)
+        pairs = [pair for each in self._open for pair in each.pairs]
         self._steps = steps_of(
             len(self.sites), [*(each.sites for each in self.interactions), *self._overlapping, *pairs]
         )
@@ -254,8 +254,8 @@ class Frame:
             tuple(sites),
             self._interactions(sites, context or self._context),
             _exclusions(self._overlapping, sites),
-            waits_excluded(self._flights, sites),
-            frozenset(flight.site for flight in self._flights if flight.site is not None),
+            waits_excluded(self._open, sites),
+            frozenset(each.site for each in self._open if each.site is not None and each.is_overlapped),
             self.kinds,
             self._steps,
         )

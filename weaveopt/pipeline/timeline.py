@@ -37,11 +37,6 @@ class Timeline:
         """The makespan."""
         return self.schedule.us
 
-    @property
-    def is_measured(self) -> bool:
-        """True if contention is known of all that runs at once."""
-        return not self.schedule.not_measured
-
     @cached_property
     def exposed_us(self) -> float:
         """Time in which communication or copies run and nothing is computed."""

@@ -37,9 +37,6 @@ class Task:
     """Node of the graph after which it is enqueued; empty: the site's own place."""
     ends_before: str = ""
     """Node of the graph that waits for it first; empty: whatever is enqueued after the site."""
-    waits_for_peers: bool = False
-    """True for a kernel on the compute stream that waits for other ranks: it may not run while work on the
-    communication stream is in flight, as ranks could keep each other's kernels from starting."""
 
     @property
     def is_open(self) -> bool:
