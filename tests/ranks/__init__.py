@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.ranks.records import Outcome, free_port
+from tests.ranks.ports import free_port
+from tests.ranks.records import Outcome
 from tests.ranks.run import RankError, collect, run_ranks
 
 __all__ = ["Outcome", "RankError", "collect", "free_port", "run_ranks"]

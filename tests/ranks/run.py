@@ -12,7 +12,8 @@ from typing import TypeVar
 from tests.emulation.emulated_hosts import Network
 from tests.ranks import own as own_processes
 from tests.ranks import pool
-from tests.ranks.records import Job, Outcome, environment, free_port
+from tests.ranks.ports import free_port
+from tests.ranks.records import Job, Outcome, environment
 
 R = TypeVar("R")
 
